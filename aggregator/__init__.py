@@ -1,0 +1,1 @@
+"""What the server does with updates: combine, step, checkpoint."""

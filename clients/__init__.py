@@ -1,0 +1,1 @@
+"""What runs at a site: data, models, local training, and the answer to a task."""

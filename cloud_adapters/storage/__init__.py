@@ -1,0 +1,1 @@
+"""Object stores: memory and local folders."""

@@ -1,0 +1,1 @@
+"""The command line, the wiring and the entry points."""

@@ -1,0 +1,101 @@
+"""Every error that crossfed raises on purpose, in one tree.
+
+FederationError
+|-- JobError                  the job file asks for something that cannot be done
+|-- ProtocolError             a message that breaks the protocol
+|   |-- WireError             bytes that are not a message of ours
+|   |-- LayoutMismatch        a model that is not shaped like the run's model
+|   `-- InvalidUpdate         a site's answer that must not be counted
+|-- SiteError                 work that failed at a site
+|-- QuorumNotMet              too few sites answered, too many rounds in a row
+|-- Diverged                  the global model is not finite and no step back helps
+|-- RunConflict               another coordinator works on the same run
+|-- CheckpointMismatch        a run that was started from another job
+|-- RunNotFound               no run where one was expected
+`-- StoreError                an object store did not do what it was asked
+    |-- ObjectNotFound
+    |-- ObjectExists          a create-only write found an object in its place
+    |-- CorruptObject         bytes whose digest or form is wrong
+    `-- StoreUnavailable      full disk, missing permission, unreachable
+
+A message says what happened, where, and what to do about it. ``ValueError`` is
+for a caller's bad argument and is not listed here.
+"""
+
+
+class FederationError(Exception):
+    """Root of the errors that a caller may want to handle."""
+
+
+class JobError(FederationError):
+    """The job file asks for something unknown, out of range or unsafe.
+
+    Args:
+        message: What is wrong and what to write instead.
+        key: Dotted key in the job file, for example ``training.batch_size``.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None) -> None:
+        """Keep the key apart, so that callers can point at it."""
+        super().__init__(message if key is None else f"{key}: {message}")
+        self.key = key
+
+
+class ProtocolError(FederationError):
+    """A message breaks the protocol between aggregator and sites."""
+
+
+class WireError(ProtocolError):
+    """Bytes are not a well-formed message of this version."""
+
+
+class LayoutMismatch(ProtocolError):
+    """Two parties hold models of different names, shapes, types or roles."""
+
+
+class InvalidUpdate(ProtocolError):
+    """A site's answer is malformed, not finite, late, repeated or unasked."""
+
+
+class SiteError(FederationError):
+    """Work failed at a site: its data, its model or its training."""
+
+
+class QuorumNotMet(FederationError):
+    """Too few sites answered for too many rounds in a row."""
+
+
+class Diverged(FederationError):
+    """The global model left the finite numbers and stays there."""
+
+
+class RunConflict(FederationError):
+    """Another coordinator has written this run's next checkpoint."""
+
+
+class CheckpointMismatch(FederationError):
+    """The checkpoint belongs to a run of another job."""
+
+
+class RunNotFound(FederationError):
+    """There is no run where one was expected."""
+
+
+class StoreError(FederationError):
+    """An object store did not do what it was asked."""
+
+
+class ObjectNotFound(StoreError):
+    """No object has this key."""
+
+
+class ObjectExists(StoreError):
+    """A create-only write found an object in its place."""
+
+
+class CorruptObject(StoreError):
+    """Stored bytes do not match their digest or their format."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be read or written: full, forbidden or unreachable."""

@@ -1,0 +1,202 @@
+"""What travels between the aggregator and a site, as frozen values.
+
+``wire`` turns these into bytes; nothing here knows how.
+Shape suffixes: d float values of the model, m integer values of the model.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from federation.ids import RunId, SiteId
+from federation.vectors import IntegerVector, Vector
+
+
+class TaskKind(StrEnum):
+    """What a site is asked to do."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+class FailureKind(StrEnum):
+    """Why a site's answer does not count."""
+
+    CRASHED = "crashed"  # the site raised an error
+    DEADLINE = "deadline"  # no answer before the round's deadline
+    UNREACHABLE = "unreachable"  # the site is not connected
+    BUSY = "busy"  # the site still works on an earlier round
+    NOT_FINITE = "not_finite"  # the update holds NaN or infinity
+    INVALID = "invalid"  # wrong length, wrong model, wrong round
+    DUPLICATE = "duplicate"  # a second answer to one question
+    LATE = "late"  # an answer after its round had ended
+    UNKNOWN = "unknown"  # an answer of a site that was not asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSums:
+    """Sums over examples, so that metrics of several sites add up exactly.
+
+    Attributes:
+        count: Predictions made: examples for classification, tokens for language.
+        loss_sum: Sum of the losses of these predictions, in nats.
+        correct: How many of them were right.
+    """
+
+    count: int
+    loss_sum: float
+    correct: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a prediction, in nats."""
+        return self.loss_sum / self.count
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of predictions that were right."""
+        return self.correct / self.count
+
+    def __add__(self, other: "MetricSums") -> "MetricSums":
+        """Pool two sums."""
+        return MetricSums(
+            count=self.count + other.count,
+            loss_sum=self.loss_sum + other.loss_sum,
+            correct=self.correct + other.correct,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of work at a site.
+
+    Attributes:
+        name: For example ``evaluate``, ``train`` or ``prepare``.
+        start_seconds: When it began, counted from the site's receipt of the task.
+        seconds: How long it took.
+    """
+
+    name: str
+    start_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTask:
+    """What the aggregator asks of one site in one round.
+
+    Attributes:
+        run_id: The run.
+        round_index: 1 for the first round.
+        site: Who is asked.
+        kind: Train and answer with an update, or only evaluate.
+        layout_digest: Digest of the run's model layout.
+        weights_d: The global model, shape ``(d,)``; not to be written to.
+        integers_m: Its integer values, shape ``(m,)``; not to be written to.
+        evaluate: Whether the weights are evaluated on the site's held-out data
+            before training.
+        evaluate_after: Whether the site's own model is evaluated after training,
+            which dynamic weights need.
+    """
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    kind: TaskKind
+    layout_digest: str
+    weights_d: Vector
+    integers_m: IntegerVector
+    evaluate: bool
+    evaluate_after: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteUpdate:
+    """A site's answer to a training task.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round that this answers.
+        site: Who answers.
+        layout_digest: Digest of the layout of the site's model.
+        delta_d: Local weights minus global weights, shape ``(d,)``.
+        integers_m: The site's integer values, shape ``(m,)``.
+        num_examples: Training examples that the site holds.
+        num_steps: Optimiser steps that it took.
+        training: Sums over the training batches, taken while training.
+        evaluation: Of the global weights on the site's held-out data, if asked.
+        evaluation_after: Of the local weights on the same data, if asked.
+        phases: Where the site's time went.
+    """
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    layout_digest: str
+    delta_d: Vector
+    integers_m: IntegerVector
+    num_examples: int
+    num_steps: int
+    training: MetricSums
+    evaluation: MetricSums | None
+    evaluation_after: MetricSums | None
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteEvaluation:
+    """A site's answer to an evaluation task.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round that this answers.
+        site: Who answers.
+        evaluation: Sums over the site's held-out data.
+        phases: Where the site's time went.
+    """
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    evaluation: MetricSums
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFailure:
+    """A site's, or the grid's, word that no update will come.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round that was asked for.
+        site: Who failed.
+        kind: Why.
+        message: What happened, in one line without secrets.
+    """
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    kind: FailureKind
+    message: str
+
+
+SiteMessage = SiteUpdate | SiteEvaluation | SiteFailure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A site's message as it arrived, with what the journey cost.
+
+    Attributes:
+        message: What the site said, or the grid on its behalf.
+        asked_seconds: When the task was handed over, on the monotonic clock.
+        answered_seconds: When the answer arrived, on the same clock.
+        bytes_down: Bytes sent to the site for this task.
+        bytes_up: Bytes received from it.
+    """
+
+    message: SiteMessage
+    asked_seconds: float
+    answered_seconds: float
+    bytes_down: int
+    bytes_up: int

@@ -1,0 +1,228 @@
+"""All seams of the product on one page.
+
+Each is a ``typing.Protocol`` of two to six methods, or a function type. An
+implementation inherits nothing and registers nowhere; ``deploy.wiring`` chooses.
+Each seam has a contract suite in ``tests/contract`` that every implementation
+passes.
+
+Shape suffixes: d float values of the model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from federation.ids import SiteId
+from federation.messages import MetricSums, Reply, RoundTask, SiteMessage
+from federation.vectors import IntegerVector, Layout, Vector
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Clock(Protocol):
+    """Time. Implementations: ``federation.clock``."""
+
+    def now(self) -> float:
+        """Seconds since the epoch, UTC."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds that never go backwards."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+class Grid(Protocol):
+    """The way to the sites. Implementations: in one process, over Flower."""
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site of the run, in the order of the job."""
+        ...
+
+    def exchange(
+        self, tasks: Sequence[RoundTask], *, deadline_seconds: float
+    ) -> Iterator[Reply]:
+        """Send tasks and yield what comes back, until all answered or time is up.
+
+        A site that cannot answer in time is reported as a ``SiteFailure``.
+        Nothing is promised about order, number or content of the answers: the
+        caller checks them with ``federation.round_state``.
+        """
+        ...
+
+
+class SiteHandler(Protocol):
+    """What a site does with a task. Implementation: ``clients.site``."""
+
+    def handle(self, task: RoundTask) -> SiteMessage:
+        """Answer a task; an error becomes a ``SiteFailure``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitTask:
+    """What a trainer needs to know of a round.
+
+    Attributes:
+        round_index: 1 for the first round.
+        evaluate: Evaluate the given weights before training.
+        evaluate_after: Evaluate the trained weights.
+    """
+
+    round_index: int
+    evaluate: bool
+    evaluate_after: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalResult:
+    """What training at a site produced.
+
+    Attributes:
+        weights_d: The trained weights, shape ``(d,)``, in an array of its own.
+        integers_m: The model's integer values after training, shape ``(m,)``.
+        num_examples: Training examples that the site holds.
+        num_steps: Optimiser steps taken.
+        training: Sums over the training batches.
+        evaluation: Of the weights before training, if asked for.
+        evaluation_after: Of the weights after training, if asked for.
+    """
+
+    weights_d: Vector
+    integers_m: IntegerVector
+    num_examples: int
+    num_steps: int
+    training: MetricSums
+    evaluation: MetricSums | None
+    evaluation_after: MetricSums | None
+
+
+class Trainer(Protocol):
+    """Local training. Implementations: torch, a toy quadratic in the tests."""
+
+    def layout(self) -> Layout:
+        """Layout of the model that this trainer trains."""
+        ...
+
+    def fit(
+        self, weights_d: Vector, integers_m: IntegerVector, task: FitTask
+    ) -> LocalResult:
+        """Train from the given weights; they are not written to."""
+        ...
+
+    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+        """Sums over the site's held-out data."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedUpdate:
+    """An update that passed every check, and how much it counts.
+
+    Attributes:
+        site: Who sent it.
+        delta_d: Shape ``(d,)``, finite.
+        weight: At least 0; not normalised.
+    """
+
+    site: SiteId
+    delta_d: Vector
+    weight: float
+
+
+class CombineRule(Protocol):
+    """Many updates to one. Implementations: ``aggregator.combine``."""
+
+    def __call__(self, updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+        """Consume the updates as they come and write their combination.
+
+        Args:
+            updates: Possibly a generator that waits for the network.
+            out_d: Shape ``(d,)``, float32; overwritten and returned.
+
+        Raises:
+            ValueError: There are too few updates for the rule, or no weight.
+        """
+        ...
+
+
+OptimizerState = Mapping[str, Vector]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptimizer:
+    """A server optimiser as a pair of functions: ``aggregator.server_optimizer``.
+
+    Attributes:
+        init: From the length d to a fresh state: named vectors of shape ``(d,)``.
+        apply: ``(weights_d, state, update_d) -> (new weights, new state)``, where
+            ``update_d`` is the combined update (local minus global). The new
+            weights are written over ``update_d``, the state over itself, and
+            ``weights_d`` is left alone: no other memory of size d is used.
+    """
+
+    init: Callable[[int], OptimizerState]
+    apply: Callable[[Vector, OptimizerState, Vector], tuple[Vector, OptimizerState]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """What a store knows of an object.
+
+    Attributes:
+        key: Its key.
+        size: Bytes.
+        version: Opaque; changes whenever the content changes.
+    """
+
+    key: str
+    size: int
+    version: str
+
+
+class ObjectStore(Protocol):
+    """Named bytes. Implementations: ``cloud_adapters.storage``."""
+
+    def put(
+        self, key: str, data: Iterable[Buffer], *, if_absent: bool = False
+    ) -> ObjectInfo:
+        """Write an object whole or not at all, durably.
+
+        Args:
+            key: ``/``-separated; see ``cloud_adapters.storage.keys``.
+            data: The content in pieces, so that it need not be in one buffer.
+            if_absent: Fail if the key is taken: of many writers one wins.
+
+        Raises:
+            ObjectExists: ``if_absent`` and the key is taken.
+            StoreUnavailable: The store is full, read-only or out of reach.
+        """
+        ...
+
+    def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes ``[start, start + length)`` of an object; to its end by default.
+
+        Raises:
+            ObjectNotFound: There is no such object.
+            StoreUnavailable: The store is out of reach.
+        """
+        ...
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and version of an object.
+
+        Raises:
+            ObjectNotFound: There is no such object.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose key starts with ``prefix``, in the order of their keys."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens if there is none."""
+        ...

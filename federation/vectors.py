@@ -1,0 +1,209 @@
+"""A model as one flat float32 vector and a Layout that says what lies where.
+
+Everything between a site and the aggregator works on these vectors: clipping,
+noise, codecs, masks, combining and server optimisers. Integer and boolean
+buffers cannot be averaged; they travel beside the vector in a small int64 one.
+
+Shape suffixes: d float values of the model, m integer values of the model.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federation.errors import LayoutMismatch
+
+Vector = NDArray[np.float32]
+IntegerVector = NDArray[np.int64]
+
+# 256 KiB of float32: a few such chunks fit in a core's second-level cache.
+CHUNK_VALUES = 1 << 16
+
+
+class Role(StrEnum):
+    """What the federation does with a tensor of the model."""
+
+    PARAMETER = "parameter"  # trained; combined by the job's rule
+    BUFFER = "buffer"  # floating-point state; combined like a parameter
+    MAX = "max"  # integers: the largest value of any site
+    FROM_SERVER = "from_server"  # integers: the server's value, at every site
+    KEEP = "keep"  # integers: each site keeps its own; they never travel
+
+
+AVERAGED = frozenset({Role.PARAMETER, Role.BUFFER})
+TRAVELLING = frozenset({Role.MAX, Role.FROM_SERVER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a model.
+
+    Attributes:
+        name: Its name in the model's state, for example ``blocks.0.norm.weight``.
+        shape: Its shape; ``()`` for a scalar.
+        dtype: Its type in the model, in NumPy's names, or ``bfloat16``.
+        role: What the federation does with it.
+        offset: Where it starts: in the float vector for averaged roles, in the
+            integer vector otherwise.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where each tensor of a model lies in the flat vectors.
+
+    Attributes:
+        tensors: In the model's own order; offsets follow that order.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+
+    @staticmethod
+    def build(
+        tensors: list[tuple[str, tuple[int, ...], str, Role]],
+    ) -> "Layout":
+        """Lay tensors out one after another: ``(name, shape, dtype, role)`` each.
+
+        Raises:
+            LayoutMismatch: A name stands twice, or nothing is there to train.
+        """
+        specs, seen = [], set()
+        next_float = next_integer = 0
+        for name, shape, dtype, role in tensors:
+            if name in seen:
+                raise LayoutMismatch(f"two tensors of the model are called {name!r}")
+            seen.add(name)
+            offset = next_float if role in AVERAGED else next_integer
+            spec = TensorSpec(
+                name=name, shape=shape, dtype=dtype, role=role, offset=offset
+            )
+            if role in AVERAGED:
+                next_float += spec.size
+            else:
+                next_integer += spec.size
+            specs.append(spec)
+        if next_float == 0:
+            raise LayoutMismatch("the model has no floating-point tensor to train")
+        return Layout(tensors=tuple(specs))
+
+    @cached_property
+    def size(self) -> int:
+        """Length d of the float vector."""
+        return sum(t.size for t in self.tensors if t.role in AVERAGED)
+
+    @cached_property
+    def num_integers(self) -> int:
+        """Length m of the integer vector."""
+        return sum(t.size for t in self.tensors if t.role not in AVERAGED)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of names, shapes, types and roles, as 64 hexadecimal digits."""
+        rows = [[t.name, list(t.shape), t.dtype, t.role] for t in self.tensors]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def float_views(self, vector_d: Vector) -> Iterator[tuple[TensorSpec, Vector]]:
+        """Yield each averaged tensor with its view into ``vector_d``."""
+        for spec in self.tensors:
+            if spec.role in AVERAGED:
+                piece = vector_d[spec.offset : spec.offset + spec.size]
+                yield spec, piece.reshape(spec.shape)
+
+    def integer_views(
+        self, vector_m: IntegerVector
+    ) -> Iterator[tuple[TensorSpec, IntegerVector]]:
+        """Yield each integer tensor with its view into ``vector_m``."""
+        for spec in self.tensors:
+            if spec.role not in AVERAGED:
+                piece = vector_m[spec.offset : spec.offset + spec.size]
+                yield spec, piece.reshape(spec.shape)
+
+    def integer_mask(self, role: Role) -> NDArray[np.bool_]:
+        """Mark the integer values of one role, shape ``(m,)``."""
+        mask_m = np.zeros(self.num_integers, dtype=np.bool_)
+        for spec in self.tensors:
+            if spec.role is role:
+                mask_m[spec.offset : spec.offset + spec.size] = True
+        return mask_m
+
+    def check_same(self, other: "Layout", *, whose: str) -> None:
+        """Check that ``other`` is this very layout.
+
+        Args:
+            other: The layout to compare with.
+            whose: Who holds ``other``, for the message.
+
+        Raises:
+            LayoutMismatch: They differ; the message names the first difference.
+        """
+        if self.digest == other.digest:
+            return
+        mine, theirs = _signatures(self), _signatures(other)
+        for name in [*mine, *theirs]:
+            if mine.get(name) != theirs.get(name):
+                raise LayoutMismatch(
+                    f"{whose} holds another model: tensor {name!r} is "
+                    f"{theirs.get(name, 'missing')} there and "
+                    f"{mine.get(name, 'missing')} in this run; give every site the "
+                    "same model factory and options"
+                )
+        raise LayoutMismatch(
+            f"{whose} holds another model: its tensors come in another order"
+        )
+
+
+def _signatures(layout: Layout) -> Mapping[str, str]:
+    return {
+        t.name: f"{t.dtype}{list(t.shape)} ({t.role.value})" for t in layout.tensors
+    }
+
+
+def chunks(size: int, chunk: int = CHUNK_VALUES) -> Iterator[slice]:
+    """Cut ``range(size)`` into slices of at most ``chunk`` values."""
+    for start in range(0, size, chunk):
+        yield slice(start, min(start + chunk, size))
+
+
+def squared_norm(vector_d: Vector) -> float:
+    """Sum of squares, accumulated chunk by chunk in float64."""
+    total = 0.0
+    for piece in chunks(vector_d.size):
+        part = vector_d[piece].astype(np.float64)
+        total += float(part @ part)
+    return total
+
+
+def norm(vector_d: Vector) -> float:
+    """Euclidean norm, accumulated in float64; not finite if a value is not."""
+    return math.sqrt(squared_norm(vector_d))
+
+
+def is_finite(vector_d: Vector) -> bool:
+    """Whether every value is a finite number, looked at chunk by chunk."""
+    for piece in chunks(vector_d.size):
+        part = vector_d[piece]
+        # A sum is finite unless a value is not, or finite values overflow; only
+        # then is the slower exact test needed.
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = float(np.add.reduce(part))
+        if not math.isfinite(total) and not np.isfinite(part).all():
+            return False
+    return True
