@@ -226,3 +226,47 @@ class ObjectStore(Protocol):
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Everything that the next round depends on.
+
+    Attributes:
+        round_index: Rounds that have ended; 0 before the first.
+        weights_d: The global model, shape ``(d,)``.
+        integers_m: Its integer values, shape ``(m,)``.
+        optimizer: State of the server optimiser.
+        rounds_completed: Rounds after which the weights changed.
+        lost_in_a_row: Rounds without result since the last completed one.
+    """
+
+    round_index: int
+    weights_d: Vector
+    integers_m: IntegerVector
+    optimizer: OptimizerState
+    rounds_completed: int
+    lost_in_a_row: int
+
+
+class Checkpoints(Protocol):
+    """Durable states of one run. Implementation: ``aggregator.checkpoint``."""
+
+    def load_latest(self) -> RunState | None:
+        """The newest state that is whole, or None if the run has none.
+
+        Raises:
+            CheckpointMismatch: The run was started from another job.
+            LayoutMismatch: The run's model has another layout.
+            CorruptObject: Checkpoints exist and not one of them is whole.
+        """
+        ...
+
+    def save(self, state: RunState) -> int:
+        """Make a state durable and return the bytes written.
+
+        Raises:
+            RunConflict: Another coordinator has saved this round.
+            StoreUnavailable: The store is full, read-only or out of reach.
+        """
+        ...
