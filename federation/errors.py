@@ -8,7 +8,6 @@ FederationError
 |   `-- InvalidUpdate         a site's answer that must not be counted
 |-- SiteError                 work that failed at a site
 |-- QuorumNotMet              too few sites answered, too many rounds in a row
-|-- Diverged                  the global model is not finite and no step back helps
 |-- RunConflict               another coordinator works on the same run
 |-- CheckpointMismatch        a run that was started from another job
 |-- RunNotFound               no run where one was expected
@@ -63,10 +62,6 @@ class SiteError(FederationError):
 
 class QuorumNotMet(FederationError):
     """Too few sites answered for too many rounds in a row."""
-
-
-class Diverged(FederationError):
-    """The global model left the finite numbers and stays there."""
 
 
 class RunConflict(FederationError):

@@ -110,7 +110,9 @@ class ModelEvaluated:
     """The global model after ``round_index`` rounds, on held-out data.
 
     Sites evaluate the model that a round begins with, so this follows one round
-    behind; ``sites`` and ``by_site`` run in parallel. Round 0 is the initial model.
+    behind. Round 0 is the initial model. The tuples run in parallel with ``sites``;
+    bytes are those of an exchange for evaluation alone, as after the last round,
+    and 0 where the metrics came along with updates.
     """
 
     at: float
@@ -118,6 +120,8 @@ class ModelEvaluated:
     pooled: MetricSums
     sites: tuple[str, ...]
     by_site: tuple[MetricSums, ...]
+    bytes_down: tuple[int, ...]
+    bytes_up: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

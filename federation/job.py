@@ -14,12 +14,24 @@ from typing import Any
 from federation.errors import JobError
 from federation.ids import check_name
 
+# Keys that other parts of the product will bring. Naming one is refused with this
+# word instead of "unknown key", so that nobody believes it was in force.
+PLANNED_KEYS: Mapping[str, str] = {
+    "privacy.secure_aggregation.threshold": "secure aggregation",
+    "privacy.differential_privacy.target_epsilon": "differential privacy",
+    "privacy.differential_privacy.delta": "differential privacy",
+    "privacy.differential_privacy.clip_norm": "differential privacy",
+    "communication.overlap": "overlapped communication",
+    "storage.encryption": "encryption at rest",
+}
+
 
 def key(
     doc: str,
     *,
     default: Any = dataclasses.MISSING,
     choices: tuple[str, ...] = (),
+    planned: tuple[str, ...] = (),
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
@@ -30,6 +42,7 @@ def key(
         doc: What it does, with its unit, in one or two sentences.
         default: Its value when it is left out; without one it is required.
         choices: The words that it may be.
+        planned: Words that will be choices and are not built yet.
         low: Smallest value that it may have.
         high: Largest value that it may have.
         above: Value that it must exceed.
@@ -37,6 +50,7 @@ def key(
     metadata = {
         "doc": doc,
         "choices": choices,
+        "planned": planned,
         "low": low,
         "high": high,
         "above": above,
@@ -186,6 +200,7 @@ class TrainingSpec:
         "`fp32`, or `bf16`: autocast of the forward pass with float32 weights.",
         default="fp32",
         choices=("fp32", "bf16"),
+        planned=("fp16",),
     )
     device: str = key(
         "`auto` (the first CUDA device if there is one), `cpu`, `cuda` or `cuda:N`.",
@@ -273,6 +288,7 @@ class CodecSpec:
         "`identity`: float32, 4 bytes a value.",
         default="identity",
         choices=("identity",),
+        planned=("fp16", "bf16", "quantized", "sparse", "low_rank"),
     )
 
 
@@ -291,6 +307,7 @@ class ScheduleSpec:
         "`synchronous`: a round ends before the next begins.",
         default="synchronous",
         choices=("synchronous",),
+        planned=("buffered",),
     )
     round_deadline_seconds: float = key(
         "A site that has not answered by then is left out of the round.",
@@ -315,6 +332,7 @@ class ScheduleSpec:
         "`static`: every site does the same local work.",
         default="static",
         choices=("static",),
+        planned=("capacity",),
     )
 
 
@@ -336,6 +354,7 @@ class DifferentialPrivacySpec:
         "Unit of privacy. Not built yet: only `none`.",
         default="none",
         choices=("none",),
+        planned=("record", "joint", "site"),
     )
 
 

@@ -63,21 +63,6 @@ class SiteHandler(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FitTask:
-    """What a trainer needs to know of a round.
-
-    Attributes:
-        round_index: 1 for the first round.
-        evaluate: Evaluate the given weights before training.
-        evaluate_after: Evaluate the trained weights.
-    """
-
-    round_index: int
-    evaluate: bool
-    evaluate_after: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalResult:
     """What training at a site produced.
 
@@ -87,8 +72,6 @@ class LocalResult:
         num_examples: Training examples that the site holds.
         num_steps: Optimiser steps taken.
         training: Sums over the training batches.
-        evaluation: Of the weights before training, if asked for.
-        evaluation_after: Of the weights after training, if asked for.
     """
 
     weights_d: Vector
@@ -96,8 +79,6 @@ class LocalResult:
     num_examples: int
     num_steps: int
     training: MetricSums
-    evaluation: MetricSums | None
-    evaluation_after: MetricSums | None
 
 
 class Trainer(Protocol):
@@ -108,9 +89,9 @@ class Trainer(Protocol):
         ...
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, task: FitTask
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:
-        """Train from the given weights; they are not written to."""
+        """Do a round's local training from the given weights, which stay as is."""
         ...
 
     def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:

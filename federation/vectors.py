@@ -198,12 +198,11 @@ def norm(vector_d: Vector) -> float:
 
 def is_finite(vector_d: Vector) -> bool:
     """Whether every value is a finite number, looked at chunk by chunk."""
-    for piece in chunks(vector_d.size):
-        part = vector_d[piece]
-        # A sum is finite unless a value is not, or finite values overflow; only
-        # then is the slower exact test needed.
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = float(np.add.reduce(part))
-        if not math.isfinite(total) and not np.isfinite(part).all():
-            return False
+    # A sum of squares is finite unless a value is not, or squares overflow; only
+    # then is the slower exact test needed. BLAS takes it as fast as memory can.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for piece in chunks(vector_d.size):
+            part = vector_d[piece]
+            if not math.isfinite(np.dot(part, part)) and not np.isfinite(part).all():
+                return False
     return True

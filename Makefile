@@ -1,0 +1,54 @@
+# Every target sets itself up: all it needs is Python 3.11 and make.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := federation cloud_adapters clients aggregator monitoring deploy
+# -I: tests see the installed package, not whatever the working folder holds.
+PYTEST := $(BIN)/python -I -m pytest
+
+.PHONY: help demo test test-slow check lint format bench docs vectors dist clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not here; name a Python 3.11 or newer with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[flower]' --group dev
+	@touch $@
+
+demo: $(READY) ## Train one model across two simulated clouds and write a report
+	$(BIN)/crossfed simulate jobs/quickstart.toml
+
+test: $(READY) ## Run every test
+	$(PYTEST)
+
+test-fast: $(READY) ## Run the tests that take milliseconds
+	$(PYTEST) -m "not slow and not flower and not deploy"
+
+lint: $(READY) ## Check format, style, types and floors
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test-fast ## What must hold before every commit, in under a minute
+
+format: $(READY) ## Put the code in order
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY) ## Run the benchmarks (minutes; JSON lines on standard output)
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+docs: $(READY) ## Generate the reference pages from the code
+	$(BIN)/python tools/reference.py
+
+dist: $(READY) ## Build the wheel and the source archive
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## Remove what make made
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,269 @@
+"""Many updates to one: a streaming weighted mean, and rules that bad sites cannot bend.
+
+The mean holds one update at a time. The robust rules compare sites with each
+other: they hold all of them, and count every site once, whatever its weight.
+Whether an update is finite, and who may send one, is checked before it gets here.
+
+Shape suffixes: d float values of the model, n sites, c values of a chunk.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from federation.job import AggregationSpec
+from federation.protocols import CombineRule, WeightedUpdate
+from federation.vectors import Vector, chunks
+
+# Sixteen sites' chunks of this length, 1 MiB, lie in a core's second-level cache.
+_ROBUST_CHUNK_VALUES = 1 << 14
+
+_Matrix = NDArray[np.float64]
+
+
+def combine_rule(spec: AggregationSpec) -> CombineRule:
+    """Return the rule that a job names."""
+    rules: dict[str, Callable[[], CombineRule]] = {
+        "mean": lambda: weighted_mean,
+        "trimmed_mean": partial(trimmed_mean, byzantine_sites=spec.byzantine_sites),
+        "median": lambda: median,
+        "krum": partial(krum, byzantine_sites=spec.byzantine_sites),
+        "multi_krum": partial(multi_krum, byzantine_sites=spec.byzantine_sites),
+    }
+    return rules[spec.combine]()
+
+
+def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+    """Average updates by weight, each folded in as it lands.
+
+    FedAvg's mean (McMahan et al., arXiv:1602.05629, Algorithm 1) as a running one:
+    with ``W`` the weight so far, ``out += (delta - out) * weight / W``. So ``out_d``
+    is the mean of what has come at any time, nothing overflows however large the
+    weights are, and no pass is needed at the end.
+
+    Memory: ``out_d`` and the update being folded, however many sites there are.
+    Breakdown point: 0, one bad site moves the mean anywhere.
+
+    Args:
+        updates: At least one of positive weight; only read, and dropped at once.
+        out_d: Shape ``(d,)``, float32, contiguous; overwritten and returned.
+
+    Returns:
+        ``out_d``. Weights and their sum are float64, values float32. The threads
+        are torch's (``torch.set_num_threads``); no bit depends on their number.
+
+    Raises:
+        ValueError: No update, no weight, a weight below 0 or not finite, or an
+            update of another length.
+    """
+    total_weight = 0.0
+    tensor_d = _tensor(out_d)
+    for update in updates:
+        _check(update, out_d)
+        if update.weight > 0:
+            total_weight += update.weight
+            share = update.weight / total_weight
+            # Torch takes one pass over memory on all its threads, NumPy two on
+            # one: benchmarks/combine.py.
+            if share == 1.0:
+                tensor_d.copy_(_tensor(update.delta_d))
+            else:
+                tensor_d.lerp_(_tensor(update.delta_d), share)
+        # The loop's variable would keep this one alive while the next is awaited.
+        del update
+    if not 0 < total_weight < math.inf:
+        raise ValueError(f"the updates' weights sum to {total_weight}: nothing to mean")
+    return out_d
+
+
+def trimmed_mean(*, byzantine_sites: int) -> CombineRule:
+    """Mean of each coordinate without its smallest and largest values.
+
+    Yin et al., arXiv:1803.01498, Definition 2, with f values cut at either end.
+    Holds all N updates; beyond them O(N) chunks. Weights are ignored.
+
+    Breakdown point: with at most f bad sites and ``f < N / 2``, every coordinate
+    lies between the smallest and the largest value of the honest sites.
+
+    Args:
+        byzantine_sites: f, at least 0.
+    """
+
+    def rule(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+        held_n = _by_site(updates, out_d, at_least=2 * byzantine_sites + 1)
+        return _mean_of_middle(held_n, out_d, cut=byzantine_sites)
+
+    return rule
+
+
+def median(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+    """Median of each coordinate; for even N the mean of the two middle values.
+
+    Yin et al., arXiv:1803.01498, Definition 1.
+    Holds all N updates; beyond them O(N) chunks. Weights are ignored.
+
+    Breakdown point: with at most ``floor((N - 1) / 2)`` bad sites, every coordinate
+    lies between the smallest and the largest value of the honest sites.
+
+    Raises:
+        ValueError: No update, or one of another length.
+    """
+    held_n = _by_site(updates, out_d, at_least=1)
+    return _mean_of_middle(held_n, out_d, cut=(len(held_n) - 1) // 2)
+
+
+def krum(*, byzantine_sites: int) -> CombineRule:
+    """Choose the update whose neighbours are nearest.
+
+    Blanchard et al., arXiv:1703.02757, Section 4: a site's score is the sum of the
+    squared distances to its N - f - 2 nearest others; the smallest score wins, of
+    equal ones the site whose name comes first.
+    Holds all N updates; beyond them O(N) chunks. Weights are ignored.
+
+    Breakdown point: f bad sites with ``N >= 2 f + 3``. A bad site that stays near
+    the honest ones may be chosen, one far from them may not.
+
+    Args:
+        byzantine_sites: f, at least 0.
+    """
+
+    def rule(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+        held_n = _by_site(updates, out_d, at_least=2 * byzantine_sites + 3)
+        best = _krum_order(held_n, byzantine_sites)[0]
+        np.copyto(out_d, held_n[best])
+        return out_d
+
+    return rule
+
+
+def multi_krum(*, byzantine_sites: int) -> CombineRule:
+    """Average the N - f updates with the best Krum scores.
+
+    Blanchard et al., arXiv:1703.02757, Section 5, with m = N - f: as many as there
+    are honest sites at least. Scores and ties as in ``krum``.
+    Holds all N updates; beyond them O(N) chunks. Weights are ignored.
+
+    Breakdown point: f bad sites with ``N >= 2 f + 3``, if they are far from the
+    honest ones; those that stay near are averaged in.
+
+    Args:
+        byzantine_sites: f, at least 0.
+    """
+
+    def rule(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+        held_n = _by_site(updates, out_d, at_least=2 * byzantine_sites + 3)
+        order = _krum_order(held_n, byzantine_sites)
+        # In the order of sites again, so that equal sets give equal bits.
+        chosen = sorted(order[: len(held_n) - byzantine_sites])
+        for piece in chunks(out_d.size, _ROBUST_CHUNK_VALUES):
+            _mean_of_rows([held_n[i][piece] for i in chosen], out_d[piece])
+        return out_d
+
+    return rule
+
+
+def _tensor(vector_d: Vector) -> torch.Tensor:
+    """View a vector as a tensor; torch warns of arrays that are read-only.
+
+    What comes off the wire is read-only, and is only read here.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(vector_d)
+
+
+def _check(update: WeightedUpdate, out_d: Vector) -> None:
+    if update.delta_d.shape != out_d.shape:
+        raise ValueError(
+            f"site {update.site!r} sent an update of shape {update.delta_d.shape}, "
+            f"and the model has {out_d.shape}"
+        )
+    if not 0 <= update.weight < math.inf:
+        raise ValueError(f"site {update.site!r} has the weight {update.weight}")
+
+
+def _by_site(
+    updates: Iterable[WeightedUpdate], out_d: Vector, *, at_least: int
+) -> list[Vector]:
+    """Hold all updates in the order of sites, whatever order they arrived in."""
+    held = sorted(updates, key=lambda update: update.site)
+    for update in held:
+        _check(update, out_d)
+    if len(held) < at_least:
+        raise ValueError(f"{len(held)} updates, and the rule needs {at_least}")
+    return [update.delta_d for update in held]
+
+
+def _mean_of_middle(held_n: Sequence[Vector], out_d: Vector, *, cut: int) -> Vector:
+    """Mean of each coordinate without its ``cut`` smallest and largest values."""
+    num_sites = len(held_n)
+    network = list(_sorting_network(num_sites))
+    width = min(out_d.size, _ROBUST_CHUNK_VALUES)
+    buffer = np.empty((num_sites + 1, width), dtype=np.float32)
+    for piece in chunks(out_d.size, _ROBUST_CHUNK_VALUES):
+        *rows, spare_c = buffer[:, : piece.stop - piece.start]
+        for row_c, delta_d in zip(rows, held_n, strict=True):
+            np.copyto(row_c, delta_d[piece])
+        for low, high in network:
+            np.minimum(rows[low], rows[high], out=spare_c)
+            np.maximum(rows[low], rows[high], out=rows[high])
+            rows[low], spare_c = spare_c, rows[low]
+        _mean_of_rows(rows[cut : num_sites - cut], out_d[piece])
+    return out_d
+
+
+def _mean_of_rows(rows: Sequence[Vector], out_c: Vector) -> None:
+    total_c = rows[0].astype(np.float64)
+    for row_c in rows[1:]:
+        total_c += row_c
+    np.divide(total_c, len(rows), out=out_c, casting="same_kind")
+
+
+def _sorting_network(num_rows: int) -> Iterator[tuple[int, int]]:
+    """Comparators of Batcher's merge exchange, Knuth TAOCP 5.2.2 Algorithm M.
+
+    Rows are compared whole, which is twenty times faster than sorting columns.
+    """
+    top = 1 << max(num_rows - 1, 0).bit_length() >> 1
+    block = top
+    while block:
+        step, residue, gap = top, 0, block
+        while True:
+            for low in range(num_rows - gap):
+                if low & block == residue:
+                    yield low, low + gap
+            if step == block:
+                break
+            step, residue, gap = step // 2, block, step - block
+        block //= 2
+
+
+def _krum_order(held_n: Sequence[Vector], byzantine_sites: int) -> list[int]:
+    """Indices of the updates from the best Krum score to the worst."""
+    distances_nn = _squared_distances(held_n)
+    np.fill_diagonal(distances_nn, np.inf)
+    num_nearest = len(held_n) - byzantine_sites - 2
+    scores_n = np.sort(distances_nn, axis=1)[:, :num_nearest].sum(axis=1)
+    return [int(i) for i in np.argsort(scores_n, kind="stable")]
+
+
+def _squared_distances(held_n: Sequence[Vector]) -> _Matrix:
+    """Squared Euclidean distances of all pairs, from their float64 Gram matrix."""
+    num_sites = len(held_n)
+    gram_nn = np.zeros((num_sites, num_sites))
+    width = min(held_n[0].size, _ROBUST_CHUNK_VALUES)
+    buffer = np.empty((num_sites, width))
+    for piece in chunks(held_n[0].size, _ROBUST_CHUNK_VALUES):
+        part_nc = buffer[:, : piece.stop - piece.start]
+        for row_c, delta_d in zip(part_nc, held_n, strict=True):
+            np.copyto(row_c, delta_d[piece])
+        gram_nn += part_nc @ part_nc.T
+    squares_n = np.diag(gram_nn)
+    distances_nn = squares_n[:, None] + squares_n[None, :] - 2 * gram_nn
+    # Rounding leaves equal updates a little below 0 apart.
+    return np.maximum(distances_nn, 0.0)

@@ -1,0 +1,185 @@
+"""What a checkpoint is made of, and its bytes: one canonical JSON document.
+
+Not here: reading and writing of objects (``aggregator.checkpoint``).
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
+from federation.protocols import Buffer
+from federation.vectors import Layout, Role
+
+FORMAT = 1
+MAX_MANIFEST_BYTES = 64 << 20
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# What decoding raises on bytes that are not a manifest of ours.
+_MALFORMED = (ValueError, KeyError, TypeError, RecursionError, LayoutMismatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """An object that is named after its content.
+
+    Attributes:
+        sha256: Of its content, as 64 hexadecimal digits.
+        size: Bytes.
+    """
+
+    sha256: str
+    size: int
+
+    @property
+    def key(self) -> str:
+        """Its key, below the prefix of the checkpoints."""
+        return f"blobs/sha256-{self.sha256}.safetensors"
+
+    @staticmethod
+    def of(pieces: Sequence[Buffer]) -> "Blob":
+        """Name a content that is given in pieces."""
+        digest = hashlib.sha256()
+        size = 0
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+        return Blob(sha256=digest.hexdigest(), size=size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A ``federation.protocols.RunState`` with digests in the place of vectors.
+
+    Attributes:
+        key: Where it lies.
+        run_id: The run.
+        round_index: Rounds that have ended.
+        rounds_completed: Rounds after which the weights changed.
+        lost_in_a_row: Rounds without result since the last completed one.
+        job: The resolved job as nested plain values.
+        layout: Layout of the model.
+        weights: Integer and float values of the model.
+        optimizer: State of the server optimiser; None if it has none.
+        optimizer_names: Names of its vectors, in the order of the blob.
+    """
+
+    key: str
+    run_id: str
+    round_index: int
+    rounds_completed: int
+    lost_in_a_row: int
+    job: Mapping[str, Any]
+    layout: Layout
+    weights: Blob
+    optimizer: Blob | None
+    optimizer_names: tuple[str, ...]
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Spell a manifest out, with a digest of its own content."""
+    layout = manifest.layout
+    blobs: dict[str, Any] = {"weights": _encode_blob(manifest.weights)}
+    if manifest.optimizer is not None:
+        blobs["optimizer"] = _encode_blob(manifest.optimizer)
+    document = {
+        "format": FORMAT,
+        "run_id": manifest.run_id,
+        "round_index": manifest.round_index,
+        "rounds_completed": manifest.rounds_completed,
+        "lost_in_a_row": manifest.lost_in_a_row,
+        "job": manifest.job,
+        "layout": {
+            "digest": layout.digest,
+            "tensors": [[t.name, t.shape, t.dtype, t.role] for t in layout.tensors],
+        },
+        "blobs": blobs,
+        "optimizer_vectors": manifest.optimizer_names,
+    }
+    digest = hashlib.sha256(_canonical(document)).hexdigest()
+    return _canonical({**document, "sha256": digest})
+
+
+def decode(key: str, content: bytes) -> Manifest:
+    """Read a manifest: digest before version, version before meaning.
+
+    Args:
+        key: Where it lies.
+        content: All its bytes.
+
+    Raises:
+        CorruptObject: It is torn or altered, be it by one bit.
+        CheckpointMismatch: It was written by another version of crossfed.
+    """
+    try:
+        document = _verified(content)
+        if document["format"] == FORMAT:
+            return _parse(key, document)
+    except _MALFORMED as error:
+        raise CorruptObject(f"{key} is not a whole manifest: {error}") from error
+    raise CheckpointMismatch(
+        f"{key} has format {document['format']} and this crossfed reads format "
+        f"{FORMAT}; resume the run with the version that wrote it"
+    )
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _verified(content: bytes) -> dict[str, Any]:
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
+    document = json.loads(content)
+    if not isinstance(document, dict) or "sha256" not in document:
+        raise ValueError("it has no digest")
+    # Compared as bytes, so that not even a blank may have changed.
+    if _canonical(document) != content:
+        raise ValueError("it is not in canonical form")
+    stated = document.pop("sha256")
+    if hashlib.sha256(_canonical(document)).hexdigest() != stated:
+        raise ValueError("its digest does not match its content")
+    return document
+
+
+def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
+    blobs, table = document["blobs"], document["layout"]
+    layout = Layout.build(
+        [
+            (name, tuple(shape), dtype, Role(role))
+            for name, shape, dtype, role in table["tensors"]
+        ]
+    )
+    manifest = Manifest(
+        key=key,
+        run_id=document["run_id"],
+        round_index=document["round_index"],
+        rounds_completed=document["rounds_completed"],
+        lost_in_a_row=document["lost_in_a_row"],
+        job=document["job"],
+        layout=layout,
+        weights=_parse_blob(blobs["weights"]),
+        optimizer=_parse_blob(blobs["optimizer"]) if "optimizer" in blobs else None,
+        optimizer_names=tuple(document["optimizer_vectors"]),
+    )
+    if layout.digest != table["digest"]:
+        raise ValueError("its layout does not have the stated digest")
+    if not key.endswith(f"round-{manifest.round_index:06d}.json"):
+        raise ValueError(f"it is of round {manifest.round_index}")
+    return manifest
+
+
+def _encode_blob(blob: Blob) -> dict[str, Any]:
+    return {"key": blob.key, **dataclasses.asdict(blob)}
+
+
+def _parse_blob(entry: Mapping[str, Any]) -> Blob:
+    blob = Blob(sha256=entry["sha256"], size=entry["size"])
+    if not _DIGEST.fullmatch(blob.sha256) or entry["key"] != blob.key:
+        raise ValueError("a blob is not named after its digest")
+    return blob

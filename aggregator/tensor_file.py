@@ -1,0 +1,121 @@
+"""Models as safetensors files, without a second copy of the model in memory.
+
+The writer yields the file as a header and views of the arrays; the reader is the
+safetensors library's own. The format: an 8-byte little-endian length, that many
+bytes of JSON (name -> dtype, shape, offsets), then the raw values
+(https://github.com/huggingface/safetensors, "Format"). Nothing in it is code.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from federation.errors import CorruptObject
+from federation.protocols import Buffer
+
+Array = NDArray[Any]
+
+MAX_HEADER_BYTES = 100_000_000  # The safetensors library reads no longer one.
+_METADATA = "__metadata__"
+_ALIGNMENT = 8
+
+_FORMAT_NAMES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_NUMPY_NAMES = {name: dtype for dtype, name in _FORMAT_NAMES.items()} | {
+    "BF16": "uint16"
+}
+
+
+def pieces(
+    tensors: Mapping[str, Array],
+    metadata: Mapping[str, str],
+    *,
+    bfloat16: Collection[str] = (),
+) -> list[Buffer]:
+    """Lay a safetensors file out as buffers, to be written one after another.
+
+    Args:
+        tensors: C-contiguous arrays by name. The buffers are views of them, in
+            this order: they must not change until the file is written. For
+            aligned values put types with longer values first.
+        metadata: Texts for the file's header.
+        bfloat16: Names of the tensors that are bfloat16, which NumPy lacks: their
+            arrays hold the 16 bits of each value as uint16.
+
+    Raises:
+        ValueError: An array has a type that the format or this writer lacks, is
+            not contiguous, or the header would be too long.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    buffers: list[Buffer] = []
+    end = 0
+    for name, array in tensors.items():
+        if name == _METADATA:
+            raise ValueError(f"a tensor cannot be called {_METADATA!r}")
+        start, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": _format_name(name, array, is_bfloat16=name in bfloat16),
+            "shape": list(array.shape),
+            "data_offsets": [start, end],
+        }
+        if array.size:
+            buffers.append(array.reshape(-1).view(np.uint8).data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {len(text)} bytes, over {MAX_HEADER_BYTES}")
+    return [len(text).to_bytes(8, "little") + text, *buffers]
+
+
+def read(data: bytes) -> dict[str, Array]:
+    """Read a safetensors file; bfloat16 values come as uint16, bit by bit.
+
+    Raises:
+        CorruptObject: The bytes are not a safetensors file, or hold a type that
+            NumPy has not.
+    """
+    try:
+        found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise CorruptObject(f"not a safetensors file: {error}") from error
+    tensors = {}
+    for name, entry in found:
+        dtype = _NUMPY_NAMES.get(entry["dtype"])
+        if dtype is None:
+            raise CorruptObject(
+                f"tensor {name!r} has the type {entry['dtype']}, which is not one of "
+                + ", ".join(_NUMPY_NAMES)
+            )
+        values = np.frombuffer(entry["data"], dtype=np.dtype(dtype).newbyteorder("<"))
+        tensors[name] = values.reshape(entry["shape"])
+    return tensors
+
+
+def _format_name(name: str, array: Array, *, is_bfloat16: bool) -> str:
+    if not array.flags.c_contiguous:
+        raise ValueError(f"tensor {name!r} is not C-contiguous: a view would be a copy")
+    if array.dtype != array.dtype.newbyteorder("<"):
+        raise ValueError(f"tensor {name!r} is not little-endian")
+    if is_bfloat16:
+        if array.dtype != np.uint16:
+            raise ValueError(
+                f"bfloat16 tensor {name!r} must come as uint16, not {array.dtype}"
+            )
+        return "BF16"
+    found = _FORMAT_NAMES.get(array.dtype.name)
+    if found is None:
+        raise ValueError(f"tensor {name!r} has the type {array.dtype}: cannot write it")
+    return found

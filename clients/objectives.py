@@ -1,0 +1,72 @@
+"""What local training minimises, as functions of a model and a batch.
+
+Each returns tensors, so that nothing waits for the device inside the loop.
+Shape suffixes: B batch, K classes, T tokens, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from federation.errors import SiteError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoss:
+    """Loss of a batch.
+
+    Attributes:
+        total: Sum of the losses of all predictions, in nats; carries the gradient.
+        count: Number of predictions.
+        correct: How many were right, as a tensor.
+    """
+
+    total: torch.Tensor
+    count: int
+    correct: torch.Tensor
+
+
+Objective = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor | None], BatchLoss]
+
+
+def classification(
+    model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor | None
+) -> BatchLoss:
+    """Cross-entropy of one label per example: ``model(inputs)`` gives ``(B, K)``."""
+    if labels is None:
+        raise SiteError("classification needs targets, and the data has none")
+    logits_bk = model(inputs).float()
+    if logits_bk.ndim != 2 or len(logits_bk) != len(labels):  # noqa: PLR2004
+        raise SiteError(
+            f"classification needs logits of shape ({len(labels)}, classes); the "
+            f"model gave {tuple(logits_bk.shape)}"
+        )
+    total = functional.cross_entropy(logits_bk, labels, reduction="sum")
+    correct = (logits_bk.argmax(1) == labels).sum()
+    return BatchLoss(total, len(labels), correct)
+
+
+def causal_lm(
+    model: torch.nn.Module, tokens: torch.Tensor, _: torch.Tensor | None
+) -> BatchLoss:
+    """Cross-entropy of each next token: windows ``(B, T+1)``, logits ``(B, T, V)``."""
+    inputs_bt, targets_bt = tokens[:, :-1], tokens[:, 1:]
+    logits_btv = model(inputs_bt).float()
+    if logits_btv.ndim != 3 or logits_btv.shape[:2] != targets_bt.shape:  # noqa: PLR2004
+        raise SiteError(
+            f"causal_lm needs logits of shape {tuple(targets_bt.shape)} and the "
+            f"vocabulary; the model gave {tuple(logits_btv.shape)}"
+        )
+    targets = targets_bt.reshape(-1)
+    logits = logits_btv.flatten(0, 1)
+    total = functional.cross_entropy(logits, targets, reduction="sum")
+    correct = (logits.argmax(1) == targets).sum()
+    return BatchLoss(total, targets.numel(), correct)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "classification": classification,
+    "causal_lm": causal_lm,
+}

@@ -1,0 +1,163 @@
+"""A site: it answers one task at a time."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from clients import update
+from clients.kept_integers import KeptIntegers
+from federation.errors import FederationError
+from federation.ids import SiteId
+from federation.messages import (
+    FailureKind,
+    Phase,
+    RoundTask,
+    SiteEvaluation,
+    SiteFailure,
+    SiteMessage,
+    SiteUpdate,
+    TaskKind,
+)
+from federation.protocols import Clock, Trainer
+
+MAX_MESSAGE_CHARS = 500
+
+
+class Site:
+    """What one site does, whichever engine brings the tasks."""
+
+    def __init__(
+        self,
+        name: SiteId,
+        *,
+        make_trainer: Callable[[], Trainer],
+        kept: KeptIntegers,
+        clock: Clock,
+    ) -> None:
+        """Make a site.
+
+        Args:
+            name: Its name in the job.
+            make_trainer: Called before the first task; loads data and model.
+            kept: Integer values that never leave the site.
+            clock: Measures how long work takes.
+        """
+        self._name = name
+        self._make_trainer = make_trainer
+        self._kept = kept
+        self._clock = clock
+        self._trainer: Trainer | None = None
+
+    def handle(self, task: RoundTask) -> SiteMessage:
+        """Answer a task; whatever goes wrong becomes a ``SiteFailure``."""
+        try:
+            return self._answer(task)
+        except Exception as error:  # noqa: BLE001 -- a site never takes the run down
+            kind = (
+                FailureKind.NOT_FINITE
+                if isinstance(error, update.NotFinite)
+                else FailureKind.CRASHED
+            )
+            return self._failure(task, kind, _one_line(error))
+
+    def _answer(self, task: RoundTask) -> SiteMessage:
+        if self._trainer is None:
+            self._trainer = self._make_trainer()
+        trainer = self._trainer
+        if task.layout_digest != trainer.layout().digest:
+            return self._failure(
+                task,
+                FailureKind.INVALID,
+                "holds a model of another layout than this run's: give the site the "
+                "job's model factory and options",
+            )
+        if task.kind is TaskKind.EVALUATE:
+            return self._evaluate(task, trainer)
+        return self._train(task, trainer)
+
+    def _evaluate(self, task: RoundTask, trainer: Trainer) -> SiteEvaluation:
+        watch = _Stopwatch(self._clock)
+        integers_m = self._kept.restore(task.integers_m, task.round_index)
+        with watch.phase("evaluate"):
+            sums = trainer.evaluate(task.weights_d, integers_m)
+        return SiteEvaluation(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=self._name,
+            evaluation=sums,
+            phases=watch.phases(),
+        )
+
+    def _train(self, task: RoundTask, trainer: Trainer) -> SiteUpdate:
+        watch = _Stopwatch(self._clock)
+        evaluation = evaluation_after = None
+        integers_m = self._kept.restore(task.integers_m, task.round_index)
+        if task.evaluate or task.evaluate_after:
+            with watch.phase("evaluate"):
+                evaluation = trainer.evaluate(task.weights_d, integers_m)
+        with watch.phase("train"):
+            result = trainer.fit(
+                task.weights_d, integers_m, round_index=task.round_index
+            )
+        if task.evaluate_after:
+            with watch.phase("evaluate"):
+                evaluation_after = trainer.evaluate(result.weights_d, result.integers_m)
+        with watch.phase("prepare"):
+            self._kept.keep(result.integers_m, task.round_index)
+            delta_d = update.prepare(task.weights_d, result)
+        return SiteUpdate(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=self._name,
+            layout_digest=task.layout_digest,
+            delta_d=delta_d,
+            integers_m=self._kept.conceal(result.integers_m),
+            num_examples=result.num_examples,
+            num_steps=result.num_steps,
+            training=result.training,
+            evaluation=evaluation,
+            evaluation_after=evaluation_after,
+            phases=watch.phases(),
+        )
+
+    def _failure(self, task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
+        return SiteFailure(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=self._name,
+            kind=kind,
+            message=text,
+        )
+
+
+class _Stopwatch:
+    """Notes what a site's time goes to."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._start = clock.monotonic()
+        self._phases: list[Phase] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a block."""
+        begin = self._clock.monotonic()
+        yield
+        self._phases.append(
+            Phase(
+                name=name,
+                start_seconds=begin - self._start,
+                seconds=self._clock.monotonic() - begin,
+            )
+        )
+
+    def phases(self) -> tuple[Phase, ...]:
+        """What was timed so far."""
+        return tuple(self._phases)
+
+
+def _one_line(error: Exception) -> str:
+    """Describe an error in one line that may travel and be shown."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, FederationError):
+        text = f"{type(error).__name__}: {text}"
+    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_MESSAGE_CHARS]

@@ -1,0 +1,258 @@
+"""Local training with torch: from the global weights to the site's own.
+
+One round at a site, as FedAvg's ClientUpdate (McMahan et al. 2017,
+arXiv:1602.05629, Algorithm 1) with the proximal term of FedProx (Li et al. 2020,
+arXiv:1812.06127, equation 2) if the job asks for it. Optimiser state starts afresh
+in every round, so a site has nothing to lose between rounds.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+
+import numpy as np
+import torch
+
+from clients import batches, weights
+from clients.data import Batch, Dataset
+from clients.model_pool import ModelPool
+from clients.objectives import OBJECTIVES
+from clients.randomness import torch_seed
+from federation.errors import SiteError
+from federation.ids import SiteId
+from federation.job import JobSpec, LearningRateSpec, OptimizerSpec
+from federation.messages import MetricSums
+from federation.protocols import LocalResult
+from federation.vectors import IntegerVector, Layout, Vector
+
+
+class TorchTrainer:
+    """Trains a job's model on the data of one site."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        site: SiteId,
+        *,
+        pool: ModelPool,
+        train: Dataset,
+        held_out: Dataset,
+    ) -> None:
+        """Bring a job, a site's name and its data together.
+
+        Raises:
+            SiteError: The site has nothing to train on, or nothing to evaluate on
+                and the job asks for evaluation.
+        """
+        if len(train) == 0:
+            raise SiteError(f"site {site!r} has no training examples")
+        if len(held_out) == 0 and job.evaluation.every > 0:
+            raise SiteError(
+                f"site {site!r} has no held-out examples; give it some or set "
+                "evaluation.every = 0"
+            )
+        self._job = job
+        self._site = site
+        self._pool = pool
+        self._train_data = train
+        self._held_out = held_out
+        self._objective = OBJECTIVES[job.training.task]
+
+    def layout(self) -> Layout:
+        """Layout of the model."""
+        return self._pool.layout
+
+    def fit(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> LocalResult:
+        """Train from the global weights; see ``federation.protocols.Trainer``."""
+        seed = torch_seed(self._job.seed, "training", self._site, round_index)
+        with self._pool.borrow(weights_d, integers_m) as model:
+            with self._pool.randomness(seed):
+                training, num_steps = self._train(model, round_index)
+            local_d, local_m = weights.read(model, self._pool.layout)
+        return LocalResult(
+            weights_d=local_d,
+            integers_m=local_m,
+            num_examples=len(self._train_data),
+            num_steps=num_steps,
+            training=training,
+        )
+
+    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+        """Sums over the site's held-out data."""
+        with self._pool.borrow(weights_d, integers_m) as model:
+            return self._evaluate(model)
+
+    def _train(
+        self, model: torch.nn.Module, round_index: int
+    ) -> tuple[MetricSums, int]:
+        """Take this round's local steps."""
+        training = self._job.training
+        model.train()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        anchor = (
+            [p.detach().clone() for p in parameters] if training.proximal_mu else []
+        )
+        optimizer = _optimizer(parameters, training.optimizer)
+        sums = _Sums(self._pool.device)
+        num_steps = 0
+        first_step = (round_index - 1) * (training.local_steps or 0)
+        for group in _groups(self._batches(round_index), training.accumulate):
+            for inputs, targets in group:
+                with self._autocast():
+                    loss = self._objective(model, inputs, targets)
+                mean = loss.total / (loss.count * len(group))
+                mean.backward()  # type: ignore[no-untyped-call]
+                sums.add(loss.total, loss.count, loss.correct)
+            if anchor:  # The gradient of mu/2 |x - theta|^2.
+                _add_proximal(parameters, anchor, training.proximal_mu)
+            if training.clip_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, training.clip_grad_norm)
+            _set_learning_rate(optimizer, self._job, first_step + num_steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            num_steps += 1
+        return sums.metrics(), num_steps
+
+    @torch.no_grad()
+    def _evaluate(self, model: torch.nn.Module) -> MetricSums:
+        model.eval()
+        sums = _Sums(self._pool.device)
+        size = self._job.evaluation.batch_size
+        for start in range(0, len(self._held_out), size):
+            stop = min(start + size, len(self._held_out))
+            inputs, targets = self._on_device(
+                self._held_out.batch(np.arange(start, stop))
+            )
+            with self._autocast():
+                loss = self._objective(model, inputs, targets)
+            sums.add(loss.total, loss.count, loss.correct)
+        return sums.metrics()
+
+    def _batches(self, round_index: int) -> Iterator[Batch]:
+        """Yield the batches of a round."""
+        training, size = self._job.training, len(self._train_data)
+        if training.local_steps is not None:
+            num_batches = training.local_steps * training.accumulate
+            indices = batches.stepwise(
+                size,
+                batch_size=training.batch_size,
+                first_batch=(round_index - 1) * num_batches,
+                num_batches=num_batches,
+                seed=self._job.seed,
+                site=self._site,
+            )
+        else:
+            num_epochs = training.local_epochs or 1
+            indices = batches.epochwise(
+                size,
+                batch_size=training.batch_size,
+                first_epoch=(round_index - 1) * num_epochs,
+                num_epochs=num_epochs,
+                seed=self._job.seed,
+                site=self._site,
+            )
+        for chosen in indices:
+            yield self._on_device(self._train_data.batch(chosen))
+
+    def _on_device(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        device = self._pool.device
+        return (
+            inputs.to(device, non_blocking=True),
+            None if targets is None else targets.to(device, non_blocking=True),
+        )
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._job.training.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._pool.device.type, dtype=torch.bfloat16)
+
+
+class _Sums:
+    """Adds up losses on the device and reads them once, at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._correct = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = 0
+
+    def add(self, total: torch.Tensor, count: int, correct: torch.Tensor) -> None:
+        self._loss += total.detach()
+        self._correct += correct
+        self._count += count
+
+    def metrics(self) -> MetricSums:
+        return MetricSums(
+            count=self._count,
+            loss_sum=float(self._loss),
+            correct=int(self._correct),
+        )
+
+
+def learning_rate(spec: LearningRateSpec, lr: float, step: int, steps: int) -> float:
+    """Learning rate at a local step of the run.
+
+    Args:
+        spec: The schedule.
+        lr: The optimiser's learning rate.
+        step: 0 for the first step of the first round.
+        steps: Local steps of the whole run; of no account to ``constant``.
+    """
+    if step < spec.warmup_steps:
+        return lr * (step + 1) / spec.warmup_steps
+    if spec.name == "constant":
+        return lr
+    progress = (step - spec.warmup_steps) / max(steps - spec.warmup_steps, 1)
+    left = (
+        1 - progress
+        if spec.name == "linear"
+        else (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    )
+    return lr * (spec.final_fraction + (1 - spec.final_fraction) * max(left, 0.0))
+
+
+def _set_learning_rate(
+    optimizer: torch.optim.Optimizer, job: JobSpec, step: int
+) -> None:
+    training = job.training
+    steps = job.rounds * (training.local_steps or 0)
+    rate = learning_rate(training.learning_rate, training.optimizer.lr, step, steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _optimizer(
+    parameters: Sequence[torch.nn.Parameter], spec: OptimizerSpec
+) -> torch.optim.Optimizer:
+    if spec.name == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=spec.lr,
+            momentum=spec.momentum,
+            nesterov=spec.nesterov,
+            weight_decay=spec.weight_decay,
+        )
+    algorithm: type[torch.optim.Adam]
+    algorithm = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
+    first, second = spec.betas
+    return algorithm(
+        parameters, lr=spec.lr, betas=(first, second), weight_decay=spec.weight_decay
+    )
+
+
+def _groups(items: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
+    """Cut a stream of batches into the batches of one optimiser step."""
+    while group := list(islice(items, size)):
+        yield group
+
+
+@torch.no_grad()
+def _add_proximal(
+    parameters: Sequence[torch.nn.Parameter], anchor: Sequence[torch.Tensor], mu: float
+) -> None:
+    for parameter, origin in zip(parameters, anchor, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter - origin, alpha=mu)

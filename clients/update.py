@@ -1,0 +1,39 @@
+"""From what a site trained to what it sends.
+
+Shape suffixes: d float values of the model.
+"""
+
+import numpy as np
+
+from federation.errors import SiteError
+from federation.protocols import LocalResult
+from federation.vectors import Vector, is_finite
+
+
+class NotFinite(SiteError):
+    """Training left the finite numbers."""
+
+
+def prepare(weights_d: Vector, result: LocalResult) -> Vector:
+    """Turn trained weights into the update: local minus global.
+
+    Works in the memory of ``result.weights_d``, which is the update afterwards.
+
+    Args:
+        weights_d: The global weights that training began with, shape ``(d,)``.
+        result: What training produced.
+
+    Returns:
+        The update, shape ``(d,)``, finite.
+
+    Raises:
+        NotFinite: Training left the finite numbers.
+    """
+    delta_d = result.weights_d
+    np.subtract(delta_d, weights_d, out=delta_d)
+    if not is_finite(delta_d):
+        raise NotFinite(
+            "training gave NaN or infinite weights: lower the learning rate or set "
+            "training.clip_grad_norm"
+        )
+    return delta_d

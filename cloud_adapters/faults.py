@@ -1,0 +1,93 @@
+"""Misfortunes that a simulation rehearses: the job's ``simulation.faults``.
+
+They spoil what a site says on its way to the aggregator, as a broken or hostile
+site would. The site's own code is not touched.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from federation.job import FaultSpec
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SiteFailure,
+    SiteMessage,
+    SiteUpdate,
+    TaskKind,
+)
+from federation.protocols import Clock
+
+
+class FaultInjector:
+    """Applies a job's faults to the answers of its sites."""
+
+    def __init__(self, faults: Sequence[FaultSpec], *, clock: Clock, seed: int) -> None:
+        """Rehearse ``faults``; ``seed`` makes garbage the same in every run."""
+        self._faults = tuple(faults)
+        self._clock = clock
+        self._seed = seed
+
+    def __call__(
+        self, task: RoundTask, answer: Callable[[], SiteMessage]
+    ) -> Sequence[SiteMessage]:
+        """Let a site answer, and spoil it if that is what the job wants.
+
+        Only answers to training tasks are spoilt.
+        """
+        if task.kind is not TaskKind.TRAIN:
+            return (answer(),)
+        for fault in self._faults:
+            if fault.site == task.site and _strikes(fault, task.round_index):
+                return self._spoil(fault, task, answer)
+        return (answer(),)
+
+    def _spoil(
+        self, fault: FaultSpec, task: RoundTask, answer: Callable[[], SiteMessage]
+    ) -> Sequence[SiteMessage]:
+        if fault.kind == "silent":
+            return ()
+        if fault.kind == "crash":
+            return (_crash(task),)
+        if fault.kind == "hang":
+            self._clock.sleep(fault.seconds)
+        message = answer()
+        if fault.kind == "duplicate":
+            return (message, message)
+        if fault.kind == "wrong_round":
+            return (replace(message, round_index=task.round_index - 1),)
+        if isinstance(message, SiteUpdate):
+            return (self._spoil_update(fault, message),)
+        return (message,)
+
+    def _spoil_update(self, fault: FaultSpec, update: SiteUpdate) -> SiteUpdate:
+        if fault.kind == "wrong_length":
+            return replace(update, delta_d=update.delta_d[:-1])
+        if fault.kind in {"nan", "inf"}:
+            delta_d = update.delta_d.copy()
+            delta_d[delta_d.size // 2] = float(fault.kind)
+            return replace(update, delta_d=delta_d)
+        if fault.kind == "garbage":
+            entropy = [self._seed, update.round_index, *update.site.encode()]
+            draws = np.random.default_rng(entropy)
+            delta_d = draws.standard_normal(update.delta_d.size, dtype=np.float32)
+            delta_d *= fault.scale / float(np.linalg.norm(delta_d))
+            return replace(update, delta_d=delta_d)
+        return update
+
+
+def _strikes(fault: FaultSpec, round_index: int) -> bool:
+    chosen = not fault.rounds or round_index in fault.rounds
+    return chosen and round_index % fault.every == 0
+
+
+def _crash(task: RoundTask) -> SiteFailure:
+    return SiteFailure(
+        run_id=task.run_id,
+        round_index=task.round_index,
+        site=task.site,
+        kind=FailureKind.CRASHED,
+        message="rehearsed crash",
+    )

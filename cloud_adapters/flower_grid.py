@@ -1,0 +1,280 @@
+"""The grid over Flower: tasks become Flower messages, answers become replies.
+
+Flower proves which node sent a reply; that it speaks for the site that was asked is
+checked here. Byte counts are those of the wire format, without Flower's own.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import Message
+from flwr.serverapp import Grid as FlowerApi
+
+from cloud_adapters import flower_site
+from federation import wire
+from federation.errors import FederationError, ProtocolError, SiteError
+from federation.ids import SiteId
+from federation.messages import (
+    FailureKind,
+    Reply,
+    RoundTask,
+    SiteFailure,
+    SiteMessage,
+)
+from federation.protocols import Clock
+
+CONNECT_SECONDS = 60.0
+POLL_SECONDS = 0.02
+# An answer stays with Flower for this long after its deadline, so that a late one
+# is seen to be late, and then is deleted.
+LATE_SECONDS = 60.0
+# Answers that may be held back for one that is due before them.
+MAX_AHEAD = 64
+MAX_AHEAD_BYTES = 64 << 20
+
+# flwr.common.constant.ErrorCode, which is not public: the sites' own doing. All
+# other codes say that a message or a node is gone.
+_CRASHES = frozenset({1, 2, 6, 7, 8})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """A task on its way."""
+
+    index: int
+    task: RoundTask
+    asked_seconds: float
+    bytes_down: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Exchange:
+    """The state of one call of ``exchange``."""
+
+    waiting: deque[tuple[int, RoundTask]]
+    ahead: float
+    pending: dict[str, _Question] = field(default_factory=dict)
+    landed: dict[int, Reply] = field(default_factory=dict)
+    next_index: int = 0
+
+    def is_open(self) -> bool:
+        """Whether an answer is still to come or to be handed on."""
+        return bool(self.waiting or self.pending or self.landed)
+
+
+class FlowerGrid:
+    """The sites as nodes of a Flower run."""
+
+    def __init__(
+        self,
+        api: FlowerApi,
+        sites: Sequence[SiteId],
+        *,
+        job_text: str,
+        clock: Clock,
+        ordered: bool = False,
+        max_in_flight: int | None = None,
+        connect_seconds: float = CONNECT_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait for the nodes and give each site one, in ascending order of their ids.
+
+        Args:
+            api: Flower's own grid.
+            sites: In the order of the job.
+            job_text: Handed to every site with its tasks.
+            clock: Measures deadlines and durations.
+            ordered: Yield replies in the order of the tasks, so that sums of
+                floating-point updates are the same in every run; otherwise as they
+                arrive.
+            max_in_flight: Tasks that are out at the same time; a task's deadline
+                counts from when it goes out. None for all.
+            connect_seconds: How long to wait for the nodes.
+            poll_seconds: Pause between two looks for replies.
+            stopped: Tells that Flower has ended and nothing more will come.
+
+        Raises:
+            SiteError: There are too few nodes after ``connect_seconds``.
+        """
+        self._api = api
+        self._job_text = job_text
+        self._clock = clock
+        self._ordered = ordered
+        self._max_in_flight = math.inf if max_in_flight is None else max_in_flight
+        self._poll_seconds = poll_seconds
+        self._stopped = stopped
+        self._late: dict[str, _Question] = {}
+        nodes = self._wait_for_nodes(len(sites), connect_seconds)
+        self._nodes = dict(zip(sites, nodes, strict=True))
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site, in the order of the job."""
+        return tuple(self._nodes)
+
+    def exchange(
+        self, tasks: Sequence[RoundTask], *, deadline_seconds: float
+    ) -> Iterator[Reply]:
+        """Send tasks and yield what comes back.
+
+        Answers to earlier exchanges that missed their deadline come as they arrive.
+
+        Raises:
+            ValueError: A task is for a site that the grid does not have.
+            FederationError: Flower has ended.
+        """
+        unknown = [task.site for task in tasks if task.site not in self._nodes]
+        if unknown:
+            raise ValueError(f"the grid has no sites {unknown}")
+        exchange = _Exchange(
+            waiting=deque(enumerate(tasks)),
+            ahead=self._max_in_flight + _ahead(tasks) if self._ordered else math.inf,
+        )
+        return self._run(exchange, deadline_seconds)
+
+    def _run(self, exchange: _Exchange, deadline_seconds: float) -> Iterator[Reply]:
+        try:
+            while exchange.is_open():
+                self._push(exchange, deadline_seconds)
+                late = self._pull(exchange)
+                self._expire(exchange, deadline_seconds)
+                ready = [*late, *self._ready(exchange)]
+                yield from ready
+                if not ready and exchange.is_open():
+                    self._pause()
+        finally:
+            self._late |= exchange.pending
+
+    def _push(self, exchange: _Exchange, deadline_seconds: float) -> None:
+        while exchange.waiting and len(exchange.pending) < self._max_in_flight:
+            index, task = exchange.waiting[0]
+            if index >= exchange.next_index + exchange.ahead:
+                return
+            exchange.waiting.popleft()
+            frame = wire.encode_bytes(task)
+            question = _Question(
+                index=index,
+                task=task,
+                asked_seconds=self._clock.monotonic(),
+                bytes_down=len(frame),
+            )
+            message = Message(
+                flower_site.pack(
+                    frame,
+                    site=task.site,
+                    job_text=self._job_text,
+                    deadline_seconds=deadline_seconds,
+                ),
+                self._nodes[task.site],
+                task.kind.value,
+                ttl=deadline_seconds + LATE_SECONDS,
+                group_id=str(task.round_index),
+            )
+            for message_id in self._api.push_messages([message]):
+                exchange.pending[message_id] = question
+                break
+            else:
+                text = "Flower did not take the message for its node"
+                failure = _failure(task, FailureKind.UNREACHABLE, text)
+                exchange.landed[index] = self._reply(question, failure, bytes_up=0)
+
+    def _pull(self, exchange: _Exchange) -> list[Reply]:
+        """Take in what has arrived; return the late answers among it."""
+        late = []
+        for message in self._api.pull_messages([*exchange.pending, *self._late]):
+            message_id = message.metadata.reply_to_message_id
+            if message_id in exchange.pending:
+                question = exchange.pending.pop(message_id)
+                exchange.landed[question.index] = self._receive(question, message)
+            elif message_id in self._late:
+                reply = self._receive(self._late.pop(message_id), message)
+                if not isinstance(reply.message, SiteFailure):
+                    late.append(reply)
+        return late
+
+    def _expire(self, exchange: _Exchange, deadline_seconds: float) -> None:
+        now = self._clock.monotonic()
+        for message_id, question in list(exchange.pending.items()):
+            if now - question.asked_seconds >= deadline_seconds:
+                self._late[message_id] = exchange.pending.pop(message_id)
+                text = f"gave no answer within {deadline_seconds:g} s"
+                failure = _failure(question.task, FailureKind.DEADLINE, text)
+                reply = self._reply(question, failure, bytes_up=0)
+                exchange.landed[question.index] = reply
+
+    def _ready(self, exchange: _Exchange) -> list[Reply]:
+        """Take out the replies that may be handed on."""
+        if not self._ordered:
+            ready = [*exchange.landed.values()]
+            exchange.landed.clear()
+            return ready
+        ready = []
+        while exchange.next_index in exchange.landed:
+            ready.append(exchange.landed.pop(exchange.next_index))
+            exchange.next_index += 1
+        return ready
+
+    def _receive(self, question: _Question, message: Message) -> Reply:
+        task = question.task
+        if message.has_error():
+            error = message.error
+            kind = FailureKind.UNREACHABLE
+            if error.code in _CRASHES:
+                kind = FailureKind.CRASHED
+            text = f"Flower error {error.code}: {error.reason}"
+            return self._reply(question, _failure(task, kind, text), bytes_up=0)
+        frame = b""
+        try:
+            frame = flower_site.unpack(message.content)
+            answer = wire.decode(frame)
+            if isinstance(answer, RoundTask) or answer.site != task.site:
+                text = f"{task.site}'s node spoke for {answer.site!r}"
+                raise ProtocolError(text)  # noqa: TRY301 -- one place makes the reply
+        except ProtocolError as error:
+            answer = _failure(task, FailureKind.INVALID, str(error))
+        return self._reply(question, answer, bytes_up=len(frame))
+
+    def _reply(
+        self, question: _Question, message: SiteMessage, *, bytes_up: int
+    ) -> Reply:
+        return Reply(
+            message=message,
+            asked_seconds=question.asked_seconds,
+            answered_seconds=self._clock.monotonic(),
+            bytes_down=question.bytes_down,
+            bytes_up=bytes_up,
+        )
+
+    def _wait_for_nodes(self, count: int, seconds: float) -> list[int]:
+        start = self._clock.monotonic()
+        while len(nodes := sorted(self._api.get_node_ids())) < count:
+            if self._clock.monotonic() - start >= seconds:
+                raise SiteError(
+                    f"{len(nodes)} of {count} Flower nodes are connected after "
+                    f"{seconds:g} s; start the others and try again"
+                )
+            self._pause()
+        return nodes[:count]
+
+    def _pause(self) -> None:
+        if self._stopped():
+            raise FederationError("Flower has ended; no site will answer any more")
+        self._clock.sleep(self._poll_seconds)
+
+
+def _ahead(tasks: Sequence[RoundTask]) -> int:
+    """Answers that memory allows to hold back."""
+    largest = max((task.weights_d.nbytes for task in tasks), default=0)
+    return min(MAX_AHEAD, MAX_AHEAD_BYTES // max(largest, 1))
+
+
+def _failure(task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
+    return SiteFailure(
+        run_id=task.run_id,
+        round_index=task.round_index,
+        site=task.site,
+        kind=kind,
+        message=wire.one_line(text),
+    )

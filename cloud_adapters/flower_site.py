@@ -1,0 +1,166 @@
+"""The site's side of Flower: a ``ClientApp`` that hands tasks to a site.
+
+A Flower message carries a frame of ``federation.wire`` as one array of bytes, and
+beside it the site's name and the text of the job. Bytes go into an array and not
+into a config record, because Flower cuts arrays into chunks, while the cost of a
+large config record grows with the square of its size.
+
+Flower may bring a site's tasks to any of its processes, in any order, and may start
+a process for each: a handler is built where the task arrives, and must not depend
+on what the same object did in an earlier round.
+"""
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from federation import wire
+from federation.errors import ProtocolError
+from federation.ids import SiteId
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SiteFailure,
+    SiteMessage,
+)
+from federation.protocols import SiteHandler
+
+HandlerFor = Callable[[SiteId, str], SiteHandler]
+
+MAX_HANDLERS = 256  # that a process keeps; the one used longest ago goes first
+
+_ARRAYS, _FRAME, _ABOUT = "frame", "bytes", "about"
+_STYPE = f"crossfed.wire.v{wire.VERSION}"
+
+# What this process has built and what it is busy with. Module state, because Flower
+# unpickles the app anew for every message.
+_handlers: OrderedDict[tuple[str, SiteId], SiteHandler] = OrderedDict()
+_working: dict[SiteId, tuple[threading.Thread, int]] = {}
+_lock = threading.Lock()
+
+
+def client_app(handler_for: HandlerFor, *, threads: int = 1) -> ClientApp:
+    """Make the app that Flower runs at, or for, every site.
+
+    Args:
+        handler_for: Builds the handler of a site from its name and the job's text.
+            It travels to Flower's processes by pickle: give it a function that can
+            be imported by its name.
+        threads: Threads that arithmetic in a site may use; their number decides the
+            last bits of floating-point sums.
+    """
+    app = ClientApp()
+    answer = partial(_answer, handler_for, threads)
+    app.train()(answer)
+    app.evaluate()(answer)
+    return app
+
+
+def pack(
+    frame: bytes, *, site: SiteId, job_text: str, deadline_seconds: float
+) -> RecordDict:
+    """Put a task's frame into the content of a Flower message."""
+    about = {"site": site, "job": job_text, "deadline_seconds": deadline_seconds}
+    return RecordDict({_ARRAYS: _arrays(frame), _ABOUT: ConfigRecord({**about})})
+
+
+def unpack(content: RecordDict) -> bytes:
+    """Take the frame out of the content of a Flower message.
+
+    Raises:
+        ProtocolError: There is none.
+    """
+    record = content.array_records.get(_ARRAYS)
+    array = None if record is None else record.get(_FRAME)
+    if array is None or array.stype != _STYPE:
+        raise ProtocolError(f"a Flower message without a frame of type {_STYPE}")
+    return array.data
+
+
+def _arrays(frame: bytes) -> ArrayRecord:
+    # The bytes as they are; Array(ndarray) would copy them through np.save.
+    array = Array("uint8", (len(frame),), _STYPE, frame)
+    return ArrayRecord({_FRAME: array})
+
+
+def _answer(
+    handler_for: HandlerFor,
+    threads: int,
+    message: Message,
+    context: Context,  # noqa: ARG001 -- Flower calls with it
+) -> Message:
+    about = message.content.config_records[_ABOUT]
+    task = wire.decode(unpack(message.content))
+    if not isinstance(task, RoundTask) or task.site != about["site"]:
+        raise ProtocolError(f"a message for {about['site']!r} that is not its task")
+    job_text = str(about["job"])
+
+    def handle() -> SiteMessage:
+        handler = _handler(handler_for, job_text, task.site)
+        _limit_torch(threads)
+        return handler.handle(task)
+
+    answer = _within(float(str(about["deadline_seconds"])), task, handle)
+    frame = wire.encode_bytes(answer)
+    return Message(RecordDict({_ARRAYS: _arrays(frame)}), reply_to=message)
+
+
+def _handler(handler_for: HandlerFor, job_text: str, site: SiteId) -> SiteHandler:
+    key = (job_text, site)
+    with _lock:
+        handler = _handlers.get(key)
+        if handler is None:
+            handler = _handlers[key] = handler_for(site, job_text)
+        _handlers.move_to_end(key)
+        if len(_handlers) > MAX_HANDLERS:
+            _handlers.popitem(last=False)
+        return handler
+
+
+def _limit_torch(threads: int) -> None:
+    torch = sys.modules.get("torch")  # Absent where no model needs it.
+    if torch is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
+def _within(
+    seconds: float, task: RoundTask, handle: Callable[[], SiteMessage]
+) -> SiteMessage:
+    """Answer within a time, in a thread, so that a hanging site frees its process."""
+    future: Future[SiteMessage] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(handle())
+        except BaseException as error:  # noqa: BLE001 -- raised again by result()
+            future.set_exception(error)
+
+    with _lock:
+        earlier = _working.get(task.site)
+        if earlier is not None and earlier[0].is_alive():
+            text = f"still works on round {earlier[1]}"
+            return _failure(task, FailureKind.BUSY, text)
+        thread = threading.Thread(target=work, name="crossfed-site", daemon=True)
+        _working[task.site] = (thread, task.round_index)
+        thread.start()
+    thread.join(timeout=seconds)
+    if thread.is_alive():
+        text = f"gave no answer within {seconds:g} s"
+        return _failure(task, FailureKind.DEADLINE, text)
+    return future.result()
+
+
+def _failure(task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
+    return SiteFailure(
+        run_id=task.run_id,
+        round_index=task.round_index,
+        site=task.site,
+        kind=kind,
+        message=text,
+    )

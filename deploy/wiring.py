@@ -1,0 +1,189 @@
+"""From a job to the parts that run it: the only place that chooses implementations."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from aggregator.checkpoint import RunCheckpoints
+from aggregator.combine import combine_rule
+from aggregator.sampling import draw_cohort
+from aggregator.server_optimizer import server_optimizer
+from aggregator.weighting import weight_of
+from clients import data, randomness
+from clients.data import Dataset
+from clients.kept_integers import KeptIntegers
+from clients.model_pool import ModelPool
+from clients.partition import count_labels, partition
+from clients.site import Site
+from clients.trainer import TorchTrainer
+from federation import job_file
+from federation.coordinator import ServerParts
+from federation.errors import JobError
+from federation.events import DataDistributed, Emit, SiteShare
+from federation.ids import RunId, SiteId
+from federation.job import JobSpec
+from federation.protocols import Clock, Grid, ObjectStore, RunState
+
+SiteData = tuple[Dataset, Dataset]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Federation:
+    """Model and data of a job, ready for its sites.
+
+    Attributes:
+        job: The job.
+        pool: The model.
+        site_data: Training and held-out data of each site, in the job's order.
+    """
+
+    job: JobSpec
+    pool: ModelPool
+    site_data: Mapping[SiteId, SiteData]
+
+    def site(self, name: SiteId, *, store: ObjectStore, clock: Clock) -> Site:
+        """Make one site; ``store`` is where it keeps what never leaves it."""
+        train, held_out = self.site_data[name]
+        return Site(
+            name,
+            make_trainer=lambda: TorchTrainer(
+                self.job, name, pool=self.pool, train=train, held_out=held_out
+            ),
+            kept=KeptIntegers(name, self.pool.layout, store),
+            clock=clock,
+        )
+
+
+def build_federation(job: JobSpec) -> Federation:
+    """Build the model and deal out the data of a simulation.
+
+    Raises:
+        JobError: A factory cannot be imported or called.
+        SiteError: The data is not what a site can use, or a site gets none.
+    """
+    return Federation(job=job, pool=ModelPool(job), site_data=deal_data(job))
+
+
+def deal_data(job: JobSpec) -> Mapping[SiteId, SiteData]:
+    """Load the data and give every site its own."""
+    own = {
+        SiteId(site.name): data.load(
+            site.data.source, site.data.options, key=f"sites[{index}].data"
+        )
+        for index, site in enumerate(job.sites)
+        if site.data is not None
+    }
+    names = [SiteId(site.name) for site in job.sites if site.data is None]
+    if job.data is not None and names:
+        own |= _deal(job, names)
+    return {SiteId(site.name): own[SiteId(site.name)] for site in job.sites}
+
+
+def _deal(job: JobSpec, names: Sequence[SiteId]) -> dict[SiteId, SiteData]:
+    if job.data is None:
+        raise JobError("is missing", key="data")
+    train, held_out = data.load(job.data.source, job.data.options)
+    parts = partition(
+        train,
+        held_out,
+        job.data.partition,
+        site_names=names,
+        rng=randomness.stream(job.seed, "partition"),
+    )
+    return {
+        name: (train.subset(train_indices), held_out.subset(held_out_indices))
+        for name, (train_indices, held_out_indices) in zip(names, parts, strict=True)
+    }
+
+
+def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
+    """Tell who holds what."""
+    counts = count_labels([train for train, _ in federation.site_data.values()])
+    shares = [
+        SiteShare(
+            site=site.name,
+            cloud=site.cloud,
+            region=site.region,
+            train_examples=len(federation.site_data[SiteId(site.name)][0]),
+            held_out_examples=len(federation.site_data[SiteId(site.name)][1]),
+            counts=row,
+        )
+        for site, row in zip(federation.job.sites, counts.by_site, strict=True)
+    ]
+    return DataDistributed(
+        at=at, label_kind=counts.kind, labels=counts.labels, shares=tuple(shares)
+    )
+
+
+def build_server(
+    federation: Federation,
+    *,
+    run_id: RunId,
+    engine: str,
+    grid: Grid,
+    store: ObjectStore,
+    clock: Clock,
+    emit: Emit,
+    stop_requested: Callable[[], bool],
+) -> ServerParts:
+    """Bring together what the round loop works with."""
+    job, layout = federation.job, federation.pool.layout
+    optimizer = server_optimizer(job.aggregation.server_optimizer)
+
+    def initial_state() -> RunState:
+        weights_d, integers_m = federation.pool.initial_weights()
+        return RunState(
+            round_index=0,
+            weights_d=weights_d,
+            integers_m=integers_m,
+            optimizer=optimizer.init(layout.size),
+            rounds_completed=0,
+            lost_in_a_row=0,
+        )
+
+    return ServerParts(
+        run_id=run_id,
+        engine=engine,
+        layout=layout,
+        grid=grid,
+        initial_state=initial_state,
+        checkpoints=RunCheckpoints(
+            store=store,
+            prefix="checkpoints/",
+            run_id=run_id,
+            job=job_file.document(job),
+            layout=layout,
+            keep=job.storage.keep_checkpoints,
+            emit=emit,
+            clock=clock,
+        ),
+        draw_cohort=draw_cohort,
+        weight_of=weight_of(job.aggregation.weights),
+        combine=combine_rule(job.aggregation),
+        optimizer=optimizer,
+        clock=clock,
+        emit=emit,
+        stop_requested=stop_requested,
+    )
+
+
+def num_workers(job: JobSpec) -> int:
+    """Sites of a simulation that work at the same time."""
+    if job.simulation.workers:
+        return job.simulation.workers
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores // job.training.threads, len(job.sites)))
+
+
+@contextmanager
+def torch_threads(job: JobSpec) -> Iterator[None]:
+    """Give arithmetic the job's number of threads, and put the old one back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(job.training.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,293 @@
+"""The round loop: every implementation is an argument, nothing here does I/O.
+
+FedAvg with server optimiser (McMahan et al. 2017, arXiv:1602.05629, Algorithm 1;
+Reddi et al. 2021, arXiv:2003.00295, Algorithm 1):
+
+    theta = initial weights, or the newest checkpoint
+    for each round t:
+        S     = sample the cohort
+        Delta = combine over i in S of (train_i(theta) - theta), as answers land
+        theta = server_optimizer(theta, Delta)
+        save theta
+
+A round without quorum, or whose result is not finite, leaves theta as it was and
+counts as one of the planned rounds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from federation import events
+from federation.errors import FederationError, InvalidUpdate, QuorumNotMet
+from federation.ids import RunId, SiteId
+from federation.job import JobSpec
+from federation.messages import RoundTask, SiteUpdate, TaskKind
+from federation.protocols import (
+    Checkpoints,
+    Clock,
+    CombineRule,
+    Grid,
+    RunState,
+    ServerOptimizer,
+    WeightedUpdate,
+)
+from federation.round_record import RoundRecord
+from federation.vectors import Layout, Vector, is_finite, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerParts:
+    """What the round loop works with; ``deploy.wiring`` chooses.
+
+    Attributes:
+        run_id: The run.
+        engine: Name of the engine, for the record.
+        layout: Layout of the model.
+        grid: The way to the sites.
+        initial_state: Makes the state before the first round.
+        checkpoints: Durable states.
+        draw_cohort: Who is asked in a round: a function of job and round index.
+        weight_of: What an update counts.
+        combine: Many updates to one.
+        optimizer: The combined update to new weights.
+        clock: Time.
+        emit: Where events go.
+        stop_requested: Whether a person wants the run to stop after this round.
+    """
+
+    run_id: RunId
+    engine: str
+    layout: Layout
+    grid: Grid
+    initial_state: Callable[[], RunState]
+    checkpoints: Checkpoints
+    draw_cohort: Callable[[JobSpec, int], Sequence[SiteId]]
+    weight_of: Callable[[SiteUpdate], float]
+    combine: CombineRule
+    optimizer: ServerOptimizer
+    clock: Clock
+    emit: events.Emit
+    stop_requested: Callable[[], bool]
+
+
+def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
+    """Run a job to its end, or to where it is stopped.
+
+    Args:
+        job: A checked job.
+        parts: Everything else.
+
+    Returns:
+        The last state; it is also the newest checkpoint.
+
+    Raises:
+        QuorumNotMet: Too many rounds in a row had too few answers, or no finite
+            result.
+        RunConflict: Another coordinator works on this run.
+        CheckpointMismatch: The run was started from another job.
+        StoreError: Checkpoints cannot be read or written.
+    """
+    start = parts.clock.monotonic()
+    state = _load_or_begin(job, parts)
+    spare_d = np.empty(parts.layout.size, dtype=np.float32)
+    try:
+        while state.round_index < job.rounds and not parts.stop_requested():
+            state, spare_d = _run_round(job, parts, state, spare_d)
+            _check_progress(job, state)
+        if state.round_index >= job.rounds:
+            _evaluate_last(job, parts, state)
+    except (FederationError, KeyboardInterrupt) as error:
+        status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        _emit_finished(parts, state, status, str(error), start)
+        raise
+    status = "completed" if state.round_index >= job.rounds else "stopped"
+    _emit_finished(parts, state, status, "", start)
+    return state
+
+
+def _load_or_begin(job: JobSpec, parts: ServerParts) -> RunState:
+    state = parts.checkpoints.load_latest()
+    resumed = state is not None
+    if state is None:
+        state = parts.initial_state()
+    parts.emit(
+        events.RunStarted(
+            at=parts.clock.now(),
+            run_id=parts.run_id,
+            job_name=job.name,
+            rounds=job.rounds,
+            first_round=state.round_index + 1,
+            sites=tuple(site.name for site in job.sites),
+            parameters=parts.layout.size,
+            engine=parts.engine,
+            task=job.training.task,
+        )
+    )
+    if not resumed:
+        # From here on the run belongs to this job and this coordinator.
+        parts.checkpoints.save(state)
+    return state
+
+
+def _run_round(
+    job: JobSpec, parts: ServerParts, state: RunState, spare_d: Vector
+) -> tuple[RunState, Vector]:
+    """Run the next round.
+
+    Args:
+        job: The job.
+        parts: Everything else.
+        state: The state after the round before.
+        spare_d: Memory for the combined update, shape ``(d,)``.
+
+    Returns:
+        The new state, already durable, and memory for the next round.
+    """
+    record = RoundRecord(
+        run_id=parts.run_id,
+        round_index=state.round_index + 1,
+        cohort=tuple(parts.draw_cohort(job, state.round_index + 1)),
+        layout=parts.layout,
+        clock=parts.clock,
+        emit=parts.emit,
+    )
+    try:
+        update_d = parts.combine(_sound_updates(job, parts, state, record), spare_d)
+    except QuorumNotMet:
+        new_state, status = _without_result(state), "lost"
+    else:
+        record.end_phase("combine")
+        record.update_norm = norm(update_d)
+        new_state, status = _step(parts, state, update_d, record)
+        record.end_phase("apply")
+    saved_bytes = parts.checkpoints.save(new_state)
+    record.end_phase("checkpoint")
+    record.finish(status, saved_bytes)
+    return new_state, state.weights_d if status == "completed" else spare_d
+
+
+def _sound_updates(
+    job: JobSpec, parts: ServerParts, state: RunState, record: RoundRecord
+) -> Iterator[WeightedUpdate]:
+    """Ask the cohort and yield each answer that counts, as it lands.
+
+    Raises:
+        QuorumNotMet: Fewer sites than the quorum gave one.
+    """
+    tasks = _tasks(job, parts, state, record.cohort, TaskKind.TRAIN)
+    replies = parts.grid.exchange(
+        tasks, deadline_seconds=job.schedule.round_deadline_seconds
+    )
+    for update, reply in record.sound_updates(replies):
+        try:
+            weight = parts.weight_of(update)
+        except InvalidUpdate as error:
+            record.revoke(update, reply, str(error))
+        else:
+            record.count(update, reply, weight)
+            yield WeightedUpdate(
+                site=update.site, delta_d=update.delta_d, weight=weight
+            )
+        del update, reply  # One update at a time: the next is about to land.
+    if record.num_counted < job.minimum_sites:
+        raise QuorumNotMet(f"{record.num_counted} of {job.minimum_sites} sites")
+
+
+def _step(
+    parts: ServerParts, state: RunState, update_d: Vector, record: RoundRecord
+) -> tuple[RunState, str]:
+    """Apply the combined update; a result that is not finite is discarded."""
+    weights_d, optimizer = parts.optimizer.apply(
+        state.weights_d, state.optimizer, update_d
+    )
+    if not is_finite(weights_d):
+        # The optimiser's state has followed the update: go back to what was saved.
+        saved = parts.checkpoints.load_latest()
+        return _without_result(saved or state), "discarded"
+    return RunState(
+        round_index=record.round_index,
+        weights_d=weights_d,
+        integers_m=record.combined_integers(state.integers_m),
+        optimizer=optimizer,
+        rounds_completed=state.rounds_completed + 1,
+        lost_in_a_row=0,
+    ), "completed"
+
+
+def _without_result(state: RunState) -> RunState:
+    return replace(
+        state,
+        round_index=state.round_index + 1,
+        lost_in_a_row=state.lost_in_a_row + 1,
+    )
+
+
+def _tasks(
+    job: JobSpec,
+    parts: ServerParts,
+    state: RunState,
+    cohort: Sequence[SiteId],
+    kind: TaskKind,
+) -> list[RoundTask]:
+    weights_d, integers_m = state.weights_d.view(), state.integers_m.view()
+    weights_d.flags.writeable = integers_m.flags.writeable = False
+    every = job.evaluation.every
+    return [
+        RoundTask(
+            run_id=parts.run_id,
+            round_index=state.round_index + 1,
+            site=site,
+            kind=kind,
+            layout_digest=parts.layout.digest,
+            weights_d=weights_d,
+            integers_m=integers_m,
+            evaluate=every > 0 and state.round_index % every == 0,
+            evaluate_after=job.aggregation.weights == "dynamic",
+        )
+        for site in cohort
+    ]
+
+
+def _evaluate_last(job: JobSpec, parts: ServerParts, state: RunState) -> None:
+    """Have every site evaluate the final model."""
+    if job.evaluation.every == 0:
+        return
+    record = RoundRecord(
+        run_id=parts.run_id,
+        round_index=state.round_index + 1,
+        cohort=tuple(parts.grid.sites()),
+        layout=parts.layout,
+        clock=parts.clock,
+        emit=parts.emit,
+        kind=TaskKind.EVALUATE,
+    )
+    tasks = _tasks(job, parts, state, record.cohort, TaskKind.EVALUATE)
+    record.collect_evaluations(
+        parts.grid.exchange(tasks, deadline_seconds=job.schedule.round_deadline_seconds)
+    )
+
+
+def _check_progress(job: JobSpec, state: RunState) -> None:
+    if state.lost_in_a_row >= job.schedule.max_lost_rounds:
+        raise QuorumNotMet(
+            f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
+            f"round {state.round_index} (the quorum is {job.minimum_sites} of "
+            f"{job.cohort_size} sites); the model of the last completed round is safe"
+        )
+
+
+def _emit_finished(
+    parts: ServerParts, state: RunState, status: str, message: str, start: float
+) -> None:
+    parts.emit(
+        events.RunFinished(
+            at=parts.clock.now(),
+            status=status,
+            rounds_completed=state.rounds_completed,
+            last_round=state.round_index,
+            message=message,
+            seconds=parts.clock.monotonic() - start,
+        )
+    )

@@ -1,0 +1,267 @@
+"""Job files: TOML in, a checked ``JobSpec`` out, or one message naming the key.
+
+After ``load`` nothing in the product reads a dictionary or fills in a default.
+Writing TOML is left to ``deploy``: the standard library can only read it.
+"""
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from federation.errors import JobError
+from federation.job import PLANNED_KEYS, JobSpec, check
+
+MAX_JOB_FILE_BYTES = 1 << 20
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
+    """Read and check a job file.
+
+    Args:
+        path: A TOML file.
+        overrides: ``key=value`` texts that replace keys of the file: dotted keys,
+            ``sites.0.name`` for an entry of a list; values in TOML, or bare words.
+            An empty value takes the key out.
+
+    Raises:
+        JobError: The file cannot be read, is not TOML, or asks for something that
+            is unknown, out of range, unsafe or not built yet.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise JobError(f"cannot read the job file {path}: {error.strerror}") from error
+    if len(raw) > MAX_JOB_FILE_BYTES:
+        raise JobError(f"{path} is larger than {MAX_JOB_FILE_BYTES} bytes")
+    try:
+        document = tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is not TOML: {error}") from error
+    for override in overrides:
+        _override(document, override)
+    return parse(document)
+
+
+def loads(text: str) -> JobSpec:
+    """Check the job that a TOML text describes; see ``load``."""
+    try:
+        return parse(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"the job is not TOML: {error}") from error
+
+
+def parse(document: Mapping[str, Any]) -> JobSpec:
+    """Turn nested mappings into a checked job.
+
+    Raises:
+        JobError: See ``load``.
+    """
+    return check(_build(JobSpec, document, ""))
+
+
+def document(job: JobSpec) -> dict[str, Any]:
+    """Spell a job out as nested plain mappings that ``parse`` accepts.
+
+    Every key stands there with its value, defaults too; a key without a value
+    (None) is left out, as TOML has no word for it.
+    """
+    return typing.cast("dict[str, Any]", _plain(job))
+
+
+def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """List the dotted keys in which two job documents differ, with both values."""
+    left, right = dict(_leaves(mine, "")), dict(_leaves(other, ""))
+    return [
+        f"{name}: {left.get(name, 'not set')!r} here, "
+        f"{right.get(name, 'not set')!r} there"
+        for name in sorted(left.keys() | right.keys())
+        if left.get(name) != right.get(name)
+    ]
+
+
+def _leaves(value: Any, name: str) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{name}[{index}]")
+    else:
+        yield name, value
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: _plain(inner) for name, inner in pairs if inner is not None}
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _override(document: dict[str, Any], text: str) -> None:
+    name, equals, raw = text.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise JobError(f"cannot set {text!r}: write key=value, for example rounds=3")
+    *path, last = name.split(".")
+    table: Any = document
+    for index, part in enumerate(path):
+        if isinstance(table, list):
+            table = _entry(table, part, name)
+        else:
+            table = table.setdefault(part, {})
+        if not isinstance(table, dict | list):
+            raise JobError("is not a table", key=".".join(path[: index + 1]))
+    value = _toml_value(raw.strip())
+    if isinstance(table, list):
+        _entry(table, last, name)
+        table[int(last)] = value
+    elif raw.strip():
+        table[last] = value
+    else:
+        table.pop(last, None)
+
+
+def _entry(entries: list[Any], index: str, name: str) -> Any:
+    if not index.isdecimal() or int(index) >= len(entries):
+        raise JobError(
+            f"has no entry {index!r}: count from 0 to {len(entries) - 1}", key=name
+        )
+    return entries[int(index)]
+
+
+def _toml_value(raw: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw  # A bare word: --set aggregation.combine=median
+
+
+def _build(cls: type, table: Any, name: str) -> Any:
+    """Build the dataclass ``cls`` from a TOML table found under ``name``."""
+    if not isinstance(table, Mapping):
+        raise JobError(f"must be a table, not {_describe(table)}", key=name)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in table:
+        if key not in fields:
+            _refuse_unknown(f"{name}.{key}" if name else key, key, fields)
+    values = {}
+    for key, field in fields.items():
+        full = f"{name}.{key}" if name else key
+        if key in table:
+            value = _convert(hints[key], table[key], full)
+            _check_range(value, field.metadata, full)
+            values[key] = value
+        elif _is_required(field):
+            raise JobError(f"is missing: {field.metadata['doc']}", key=full)
+    return cls(**values)
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _refuse_unknown(full: str, key: str, fields: Mapping[str, Any]) -> None:
+    if full in PLANNED_KEYS:
+        raise JobError(
+            f"{PLANNED_KEYS[full]} is not built yet; take this key out", key=full
+        )
+    nearest = difflib.get_close_matches(key, fields, n=1)
+    hint = (
+        f"did you mean {nearest[0]!r}?"
+        if nearest
+        else "known here: " + ", ".join(fields)
+    )
+    raise JobError(f"unknown key; {hint}", key=full)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    """Check ``value`` against a type hint of a job field and return it typed."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        (inner,) = (a for a in arguments if a is not type(None))
+        return _convert(inner, value, name)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise JobError(f"must be a list, not {_describe(value)}", key=name)
+        return tuple(
+            _convert(arguments[0], item, f"{name}[{index}]")
+            for index, item in enumerate(value)
+        )
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast("type", hint), value, name)
+    if origin is not None:  # Mapping[str, ...]
+        if not isinstance(value, Mapping):
+            raise JobError(f"must be a table, not {_describe(value)}", key=name)
+        return dict(value)
+    return _scalar(hint, value, name)
+
+
+def _scalar(hint: Any, value: Any, name: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not hint:
+        raise JobError(f"must be {_TYPE_NAMES[hint]}, not {_describe(value)}", key=name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise JobError(f"must be a finite number, not {value}", key=name)
+    return value
+
+
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list):
+        return "a list"
+    return repr(value)
+
+
+def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
+    """Check choices and bounds that the field declares."""
+    if value is None:
+        return
+    if isinstance(value, str) and value in metadata["planned"]:
+        raise JobError(
+            f"{value!r} is not built yet; choose {_either(metadata['choices'])}",
+            key=name,
+        )
+    if metadata["choices"] and value not in metadata["choices"]:
+        nearest = difflib.get_close_matches(str(value), metadata["choices"], n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise JobError(
+            f"{value!r} is not a choice; {hint}choose {_either(metadata['choices'])}",
+            key=name,
+        )
+    low, high, above = metadata["low"], metadata["high"], metadata["above"]
+    if low is not None and value < low:
+        raise JobError(f"must be at least {low}, not {value}", key=name)
+    if above is not None and value <= above:
+        raise JobError(f"must be above {above}, not {value}", key=name)
+    if high is not None and value > high:
+        raise JobError(f"must be at most {high}, not {value}", key=name)
+
+
+def _either(choices: tuple[str, ...]) -> str:
+    return (
+        " or ".join((", ".join(choices[:-1]), choices[-1]))
+        if choices[1:]
+        else choices[0]
+    )

@@ -1,0 +1,266 @@
+"""What one round collects besides the combined update, and the events it emits.
+
+Shape suffixes: d float values of the model, m integer values of the model.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from federation import events
+from federation.ids import RunId, SiteId
+from federation.messages import (
+    FailureKind,
+    MetricSums,
+    Phase,
+    Reply,
+    SiteEvaluation,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+from federation.protocols import Clock
+from federation.round_state import RoundState
+from federation.vectors import IntegerVector, Layout, Role
+
+
+class RoundRecord:
+    """Judges replies, adds up what sound ones report, and tells what happened.
+
+    Attributes:
+        round_index: The round.
+        cohort: The sites that are asked.
+        update_norm: Euclidean norm of the combined update, once it is known.
+        num_counted: Updates that count so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: RunId,
+        round_index: int,
+        cohort: tuple[SiteId, ...],
+        layout: Layout,
+        clock: Clock,
+        emit: events.Emit,
+        kind: TaskKind = TaskKind.TRAIN,
+    ) -> None:
+        """Open a round."""
+        self.round_index = round_index
+        self.cohort = cohort
+        self.update_norm: float | None = None
+        self.num_counted = 0
+        self._layout = layout
+        self._clock = clock
+        self._emit = emit
+        self._start = self._phase_start = clock.monotonic()
+        self._phases: list[Phase] = []
+        self._state = RoundState(
+            run_id=run_id,
+            round_index=round_index,
+            kind=kind,
+            cohort=cohort,
+            layout=layout,
+        )
+        self._bytes_down = self._bytes_up = 0
+        self._training: MetricSums | None = None
+        self._evaluations: dict[str, MetricSums] = {}
+        self._counted: list[SiteId] = []
+        self._revoked = 0
+        self._largest_m: IntegerVector | None = None
+        if kind is TaskKind.TRAIN:
+            emit(
+                events.RoundStarted(
+                    at=clock.now(), round_index=round_index, cohort=cohort
+                )
+            )
+
+    def sound_updates(
+        self, replies: Iterable[Reply]
+    ) -> Iterator[tuple[SiteUpdate, Reply]]:
+        """Yield the updates that may be used, as they came; emit every failure."""
+        for reply in replies:
+            message = reply.message
+            if self._is_sound(reply) and isinstance(message, SiteUpdate):
+                yield message, reply
+            # The caller is done with this update: let its memory go before the
+            # next one lands.
+            del reply, message
+        self._close()
+        self.end_phase("exchange")
+
+    def count(self, update: SiteUpdate, reply: Reply, weight: float) -> None:
+        """Add up what an update reports beside its vector.
+
+        Args:
+            update: A sound update.
+            reply: How it came.
+            weight: What it counts.
+        """
+        self.num_counted += 1
+        self._counted.append(update.site)
+        self._training = _pool(self._training, update.training)
+        if update.evaluation is not None:
+            self._evaluations[update.site] = update.evaluation
+        if self._largest_m is None:
+            self._largest_m = update.integers_m.copy()
+        else:
+            np.maximum(self._largest_m, update.integers_m, out=self._largest_m)
+        self._emit(
+            events.SiteAnswered(
+                at=self._clock.now(),
+                round_index=self.round_index,
+                site=update.site,
+                asked_seconds=reply.asked_seconds - self._start,
+                answered_seconds=reply.answered_seconds - self._start,
+                bytes_down=reply.bytes_down,
+                bytes_up=reply.bytes_up,
+                num_examples=update.num_examples,
+                num_steps=update.num_steps,
+                weight=weight,
+                training=update.training,
+                evaluation=update.evaluation,
+                phases=update.phases,
+            )
+        )
+
+    def revoke(self, update: SiteUpdate, reply: Reply, reason: str) -> None:
+        """Refuse an update after all, for a reason that only its use showed."""
+        failure = SiteFailure(
+            run_id=update.run_id,
+            round_index=update.round_index,
+            site=update.site,
+            kind=FailureKind.INVALID,
+            message=reason,
+        )
+        self._revoked += 1
+        self._emit_failure(failure, reply)
+
+    def combined_integers(self, integers_m: IntegerVector) -> IntegerVector:
+        """Integer values after the round: the largest where the role is ``max``."""
+        if self._largest_m is None:
+            return integers_m
+        largest = self._layout.integer_mask(Role.MAX)
+        return np.where(largest, self._largest_m, integers_m)
+
+    def collect_evaluations(self, replies: Iterable[Reply]) -> None:
+        """Take in the answers to an exchange for evaluation alone."""
+        journeys: dict[str, Reply] = {}
+        for reply in replies:
+            message = reply.message
+            if self._is_sound(reply) and isinstance(message, SiteEvaluation):
+                self._evaluations[message.site] = message.evaluation
+                journeys[message.site] = reply
+        self._close()
+        self._emit_evaluated(journeys)
+        if not self._evaluations:
+            self._emit(
+                events.Warned(
+                    at=self._clock.now(),
+                    message="no site evaluated the final model",
+                )
+            )
+
+    def end_phase(self, name: str) -> None:
+        """Note that the aggregator's time since the last note went to ``name``."""
+        now = self._clock.monotonic()
+        self._phases.append(
+            Phase(
+                name=name,
+                start_seconds=self._phase_start - self._start,
+                seconds=now - self._phase_start,
+            )
+        )
+        self._phase_start = now
+
+    def finish(self, status: str, saved_bytes: int) -> None:
+        """Emit what the round came to."""
+        checkpoint = self._phases[-1]
+        now = self._clock.now()
+        self._emit_evaluated({})
+        self._emit(
+            events.CheckpointSaved(
+                at=now,
+                round_index=self.round_index,
+                bytes_written=saved_bytes,
+                seconds=checkpoint.seconds,
+            )
+        )
+        failed = dict(self._state.failed)
+        if self._revoked:
+            invalid = FailureKind.INVALID.value
+            failed[invalid] = failed.get(invalid, 0) + self._revoked
+        self._emit(
+            events.RoundFinished(
+                at=now,
+                round_index=self.round_index,
+                status=status,
+                asked=self.cohort,
+                answered=tuple(self._counted),
+                failed=tuple(sorted(failed.items())),
+                bytes_down=self._bytes_down,
+                bytes_up=self._bytes_up,
+                seconds=self._clock.monotonic() - self._start,
+                phases=tuple(self._phases),
+                training=self._training,
+                update_norm=self.update_norm if status == "completed" else None,
+            )
+        )
+
+    def _is_sound(self, reply: Reply) -> bool:
+        self._bytes_down += reply.bytes_down
+        self._bytes_up += reply.bytes_up
+        failure = self._state.accept(reply.message)
+        if failure is not None:
+            self._emit_failure(failure, reply)
+        return failure is None
+
+    def _close(self) -> None:
+        for failure in self._state.close():
+            self._emit_failure(failure, None)
+
+    def _emit_failure(self, failure: SiteFailure, reply: Reply | None) -> None:
+        now = self._clock.monotonic()
+        asked = self._start if reply is None else reply.asked_seconds
+        answered = now if reply is None else reply.answered_seconds
+        self._emit(
+            events.SiteFailed(
+                at=self._clock.now(),
+                round_index=self.round_index,
+                site=failure.site,
+                kind=failure.kind,
+                message=failure.message,
+                asked_seconds=asked - self._start,
+                answered_seconds=answered - self._start,
+                bytes_down=0 if reply is None else reply.bytes_down,
+                bytes_up=0 if reply is None else reply.bytes_up,
+            )
+        )
+
+    def _emit_evaluated(self, journeys: dict[str, Reply]) -> None:
+        """Emit the metrics of the model that this round began with."""
+        pooled: MetricSums | None = None
+        for sums in self._evaluations.values():
+            pooled = _pool(pooled, sums)
+        if pooled is None:
+            return
+        sites = tuple(self._evaluations)
+        self._emit(
+            events.ModelEvaluated(
+                at=self._clock.now(),
+                round_index=self.round_index - 1,
+                pooled=pooled,
+                sites=sites,
+                by_site=tuple(self._evaluations.values()),
+                bytes_down=tuple(
+                    journeys[s].bytes_down if s in journeys else 0 for s in sites
+                ),
+                bytes_up=tuple(
+                    journeys[s].bytes_up if s in journeys else 0 for s in sites
+                ),
+            )
+        )
+
+
+def _pool(total: MetricSums | None, more: MetricSums) -> MetricSums:
+    return more if total is None else total + more

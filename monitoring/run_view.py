@@ -1,0 +1,525 @@
+"""A run as its events tell it: the one source of progress, report and result.
+
+``RunFold`` takes events one by one, also while the run goes on; ``view`` gives a
+frozen picture of what is known so far. A run that was resumed repeats rounds; the
+newest record of a round counts, in its traffic too, while ``seconds`` adds up all
+coordinators. Nothing here draws, and nothing here imports more than the kernel.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from federation.events import (
+    CheckpointSaved,
+    CheckpointSkipped,
+    DataDistributed,
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RoundStarted,
+    RunFinished,
+    RunStarted,
+    SiteAnswered,
+    SiteFailed,
+    SiteShare,
+    Warned,
+)
+from federation.messages import MetricSums
+
+RUNNING = "running"
+COMPLETED = "completed"
+LANGUAGE = "causal_lm"
+
+Reports = tuple[SiteAnswered | SiteFailed, ...]
+Series = tuple[tuple[int, float], ...]  # (round index, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundView:
+    """One round.
+
+    Attributes:
+        index: 1 for the first.
+        started_at: When its tasks went out, in seconds since the epoch.
+        cohort: Sites that were asked.
+        reports: What became of each task, in order of arrival.
+        finished: Its canonical line; None while it runs.
+        evaluated: The model after it; None if that was not evaluated, or not yet.
+    """
+
+    index: int
+    started_at: float
+    cohort: tuple[str, ...]
+    reports: Reports
+    finished: RoundFinished | None
+    evaluated: ModelEvaluated | None
+
+    @property
+    def status(self) -> str:
+        """``running``, ``completed``, ``lost`` or ``discarded``."""
+        return RUNNING if self.finished is None else self.finished.status
+
+    @property
+    def training_loss(self) -> float | None:
+        """Mean loss while the sites trained, pooled over them."""
+        return loss_of(self.finished.training if self.finished else None)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean held-out loss of the model after this round."""
+        return loss_of(self.evaluated.pooled if self.evaluated else None)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Held-out accuracy of the model after this round."""
+        return accuracy_of(self.evaluated.pooled if self.evaluated else None)
+
+    @property
+    def answered(self) -> int:
+        """Number of sites whose update was folded in."""
+        if self.finished is not None:
+            return len(self.finished.answered)
+        return sum(isinstance(report, SiteAnswered) for report in self.reports)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Number of refused or missing answers by kind."""
+        return dict(self.finished.failed) if self.finished else {}
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes from all sites."""
+        if self.finished is not None:
+            return self.finished.bytes_up
+        return sum(report.bytes_up for report in self.reports)
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes to all sites."""
+        if self.finished is not None:
+            return self.finished.bytes_down
+        return sum(report.bytes_down for report in self.reports)
+
+    @property
+    def seconds(self) -> float | None:
+        """Duration; None while the round runs."""
+        return None if self.finished is None else self.finished.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteView:
+    """One site over the whole run.
+
+    Attributes:
+        site: Its name.
+        share: What it holds, if the run has told.
+        bytes_up: Bytes from it.
+        bytes_down: Bytes to it.
+        seconds: Sum of the times between question and answer.
+        answered: Rounds in which its update counted.
+        examples: Training examples that it holds; 0 if it never answered.
+        training_loss: Loss while it trained, by round.
+        loss: Loss of the global model after a round on this site's held-out data.
+        accuracy: Accuracy of the same.
+        failures: Everything of it that did not count.
+    """
+
+    site: str
+    share: SiteShare | None
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    answered: int
+    examples: int
+    training_loss: Series
+    loss: Series
+    accuracy: Series
+    failures: tuple[SiteFailed, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """A run, as far as its events go.
+
+    Attributes:
+        started: The newest line of a coordinator that began.
+        first_started_at: When the first coordinator began, seconds since the epoch.
+        coordinators: How many began: 1 plus the number of resumes.
+        finished: The newest coordinator's last line; None while it runs, and for
+            ever if it was killed.
+        seconds: Time that coordinators have worked, all together.
+        initial: The model before the first round, if it was evaluated.
+        rounds: Rounds that ended, by index.
+        current: The round in progress.
+        unevaluated: Sites that failed to evaluate the final model, after the last
+            round.
+        data: Who holds what.
+        warnings: What a person should know.
+        checkpoints: Durable states, by round.
+        skipped: Checkpoints that were torn or corrupt.
+    """
+
+    started: RunStarted
+    first_started_at: float
+    coordinators: int
+    finished: RunFinished | None
+    seconds: float
+    initial: ModelEvaluated | None
+    rounds: tuple[RoundView, ...]
+    current: RoundView | None
+    unevaluated: tuple[SiteFailed, ...]
+    data: DataDistributed | None
+    warnings: tuple[Warned, ...]
+    checkpoints: tuple[CheckpointSaved, ...]
+    skipped: tuple[CheckpointSkipped, ...]
+
+    @property
+    def status(self) -> str:
+        """``running``, ``completed``, ``stopped`` or ``failed``."""
+        return RUNNING if self.finished is None else self.finished.status
+
+    @property
+    def is_language(self) -> bool:
+        """Whether the model predicts tokens, so that perplexity is of interest."""
+        return self.started.task == LANGUAGE
+
+    @property
+    def rounds_completed(self) -> int:
+        """Rounds after which the weights changed."""
+        if self.finished is not None:
+            return self.finished.rounds_completed
+        return sum(row.status == COMPLETED for row in self.rounds)
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes from all sites, in the rounds that count and to evaluate."""
+        rounds = sum(row.bytes_up for row in self.rounds)
+        alone = sum(sum(event.bytes_up) for event in self._evaluations())
+        return rounds + alone + sum(event.bytes_up for event in self.unevaluated)
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes to all sites, in the rounds that count and to evaluate."""
+        rounds = sum(row.bytes_down for row in self.rounds)
+        alone = sum(sum(event.bytes_down) for event in self._evaluations())
+        return rounds + alone + sum(event.bytes_down for event in self.unevaluated)
+
+    @property
+    def last_evaluated(self) -> ModelEvaluated | None:
+        """The newest evaluation of the global model."""
+        evaluated = (row.evaluated for row in reversed(self.rounds) if row.evaluated)
+        return next(evaluated, self.initial)
+
+    @property
+    def failures(self) -> tuple[SiteFailed, ...]:
+        """Everything that did not count, by round."""
+        return tuple(r for r in self._reports() if isinstance(r, SiteFailed))
+
+    @cached_property
+    def sites(self) -> tuple[SiteView, ...]:
+        """Every site, in the order of the job; strangers that answered come last."""
+        shares = {share.site: share for share in self.data.shares} if self.data else {}
+        reports: dict[str, list[SiteAnswered | SiteFailed]] = {
+            site: [] for site in self.started.sites
+        }
+        for report in self._reports():
+            reports.setdefault(report.site, []).append(report)
+        measured: dict[str, list[_Measured]] = {site: [] for site in reports}
+        for event in self._evaluations():
+            rows = zip(
+                event.sites,
+                event.by_site,
+                event.bytes_up,
+                event.bytes_down,
+                strict=True,
+            )
+            for site, sums, up, down in rows:
+                found = _Measured(event.round_index, sums, up, down)
+                measured.setdefault(site, []).append(found)
+        return tuple(
+            _site_view(site, shares.get(site), reports.get(site, []), found)
+            for site, found in measured.items()
+        )
+
+    def _reports(self) -> Iterator[SiteAnswered | SiteFailed]:
+        for row in (
+            self.rounds if self.current is None else (*self.rounds, self.current)
+        ):
+            yield from row.reports
+        yield from self.unevaluated
+
+    def _evaluations(self) -> Iterator[ModelEvaluated]:
+        for event in (self.initial, *(row.evaluated for row in self.rounds)):
+            if event is not None:
+                yield event
+
+
+class _Measured(NamedTuple):
+    """What a site found when it evaluated the global model."""
+
+    round_index: int
+    sums: MetricSums
+    bytes_up: int
+    bytes_down: int
+
+
+def loss_of(sums: MetricSums | None) -> float | None:
+    """Mean loss in nats, or None if nothing was predicted."""
+    return sums.loss if sums is not None and sums.count else None
+
+
+def accuracy_of(sums: MetricSums | None) -> float | None:
+    """Fraction of right predictions, or None if nothing was predicted."""
+    return sums.accuracy if sums is not None and sums.count else None
+
+
+def perplexity(loss: float) -> float:
+    """``exp`` of the mean loss of a token in nats; infinite if that overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _site_view(
+    site: str,
+    share: SiteShare | None,
+    reports: Sequence[SiteAnswered | SiteFailed],
+    measured: Sequence[_Measured],
+) -> SiteView:
+    answers = [report for report in reports if isinstance(report, SiteAnswered)]
+    return SiteView(
+        site=site,
+        share=share,
+        bytes_up=sum(part.bytes_up for part in (*reports, *measured)),
+        bytes_down=sum(part.bytes_down for part in (*reports, *measured)),
+        seconds=sum(r.answered_seconds - r.asked_seconds for r in reports),
+        answered=len(answers),
+        examples=answers[-1].num_examples if answers else 0,
+        training_loss=tuple(
+            (a.round_index, a.training.loss) for a in answers if a.training.count
+        ),
+        loss=tuple((m.round_index, m.sums.loss) for m in measured if m.sums.count),
+        accuracy=tuple(
+            (m.round_index, m.sums.accuracy) for m in measured if m.sums.count
+        ),
+        failures=tuple(r for r in reports if isinstance(r, SiteFailed)),
+    )
+
+
+class RunFold:
+    """Takes the events of one run in their order."""
+
+    def __init__(self) -> None:
+        """Begin with nothing known."""
+        self._started: list[RunStarted] = []
+        self._finished: RunFinished | None = None
+        self._seconds_before = 0.0  # of the coordinators before the newest
+        self._last_at = 0.0
+        self._began: dict[int, RoundStarted] = {}
+        self._reports: dict[int, list[SiteAnswered | SiteFailed]] = {}
+        self._ended: dict[int, RoundFinished] = {}
+        self._evaluated: dict[int, ModelEvaluated] = {}
+        self._data: DataDistributed | None = None
+        self._saved: dict[int, CheckpointSaved] = {}
+        self._warnings: list[Warned] = []
+        self._skipped: list[CheckpointSkipped] = []
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a coordinator has begun, so that there is something to view."""
+        return bool(self._started)
+
+    def add(self, event: Event) -> None:
+        """Take the next event."""
+        match event:
+            case RunStarted():
+                self._start(event)
+            case RoundStarted(round_index=index):
+                self._forget_from(index)
+                self._began[index] = event
+            case SiteAnswered() | SiteFailed():
+                self._reports.setdefault(event.round_index, []).append(event)
+            case RoundFinished() | ModelEvaluated() | CheckpointSaved():
+                self._take_result(event)
+            case _:
+                self._take_notice(event)
+        self._last_at = max(self._last_at, event.at)
+
+    def view(self) -> RunView:
+        """What is known so far.
+
+        Raises:
+            ValueError: No ``RunStarted`` has come yet.
+        """
+        if not self._started:
+            raise ValueError("no run has started: these events hold no RunStarted")
+        running = max(self._began, default=0)
+        return RunView(
+            started=self._started[-1],
+            first_started_at=self._started[0].at,
+            coordinators=len(self._started),
+            finished=self._finished,
+            seconds=self._seconds_before + self._seconds_now(),
+            initial=self._evaluated.get(0),
+            rounds=tuple(self._round(index) for index in sorted(self._ended)),
+            current=self._round(running)
+            if running not in self._ended and running
+            else None,
+            unevaluated=self._unevaluated(),
+            data=self._data,
+            warnings=tuple(self._warnings),
+            checkpoints=tuple(self._saved[index] for index in sorted(self._saved)),
+            skipped=tuple(self._skipped),
+        )
+
+    def _start(self, event: RunStarted) -> None:
+        if self._started:
+            self._seconds_before += self._seconds_now()
+        self._started.append(event)
+        self._finished = None
+        self._last_at = event.at
+        self._forget_from(event.first_round)
+
+    def _forget_from(self, first_round: int) -> None:
+        """Drop what an earlier coordinator knew of rounds that now run again."""
+        for known in (
+            self._began,
+            self._reports,
+            self._ended,
+            self._evaluated,
+            self._saved,
+        ):
+            for index in [index for index in known if index >= first_round]:
+                del known[index]
+
+    def _take_result(
+        self, event: RoundFinished | ModelEvaluated | CheckpointSaved
+    ) -> None:
+        match event:
+            case RoundFinished():
+                self._ended[event.round_index] = event
+            case ModelEvaluated():
+                self._evaluated[event.round_index] = event
+            case CheckpointSaved():
+                self._saved[event.round_index] = event
+
+    def _take_notice(self, event: Event) -> None:
+        match event:
+            case DataDistributed():
+                self._data = event
+            case Warned():
+                self._warnings.append(event)
+            case CheckpointSkipped():
+                self._skipped.append(event)
+            case RunFinished():
+                self._finished = event
+
+    def _seconds_now(self) -> float:
+        if self._finished is not None:
+            return self._finished.seconds
+        return max(0.0, self._last_at - self._started[-1].at)
+
+    def _unevaluated(self) -> tuple[SiteFailed, ...]:
+        """Failures outside any round: the evaluation that follows the last one."""
+        return tuple(
+            report
+            for index in sorted(self._reports)
+            if index not in self._began and index not in self._ended
+            for report in self._reports[index]
+            if isinstance(report, SiteFailed)
+        )
+
+    def _round(self, index: int) -> RoundView:
+        began, ended = self._began.get(index), self._ended.get(index)
+        started_at, cohort = (0.0, ()) if began is None else (began.at, began.cohort)
+        if began is None and ended is not None:
+            started_at, cohort = ended.at - ended.seconds, ended.asked
+        return RoundView(
+            index=index,
+            started_at=started_at,
+            cohort=cohort,
+            reports=tuple(self._reports.get(index, ())),
+            finished=ended,
+            evaluated=self._evaluated.get(index),
+        )
+
+
+def fold(events: Iterable[Event]) -> RunView:
+    """View a whole log.
+
+    Raises:
+        ValueError: The log holds no ``RunStarted``.
+    """
+    run = RunFold()
+    for event in events:
+        run.add(event)
+    return run.view()
+
+
+def result(view: RunView) -> dict[str, Any]:
+    """What ``result.json`` holds; numbers that are not finite become None."""
+    return {
+        "status": view.status,
+        "run_id": view.started.run_id,
+        "job": view.started.job_name,
+        "rounds_completed": view.rounds_completed,
+        "final": _final(view),
+        "rounds": [_round_result(row) for row in view.rounds],
+        "sites": [_site_result(site) for site in view.sites],
+        "seconds": view.seconds,
+    }
+
+
+def _final(view: RunView) -> Mapping[str, float | int | None]:
+    event = view.last_evaluated
+    sums = None if event is None else event.pooled
+    loss = loss_of(sums)
+    final = {
+        "round": None if event is None else event.round_index,
+        "loss": _finite(loss),
+        "accuracy": _finite(accuracy_of(sums)),
+    }
+    if view.is_language:
+        final["perplexity"] = None if loss is None else _finite(perplexity(loss))
+    return final
+
+
+def _round_result(row: RoundView) -> Mapping[str, Any]:
+    return {
+        "round": row.index,
+        "status": row.status,
+        "training_loss": _finite(row.training_loss),
+        "loss": _finite(row.loss),
+        "accuracy": _finite(row.accuracy),
+        "asked": len(row.cohort),
+        "answered": row.answered,
+        "failed": row.failures,
+        "bytes_up": row.bytes_up,
+        "bytes_down": row.bytes_down,
+        "seconds": row.seconds,
+        "update_norm": _finite(row.finished.update_norm if row.finished else None),
+    }
+
+
+def _site_result(site: SiteView) -> Mapping[str, Any]:
+    return {
+        "site": site.site,
+        "cloud": site.share.cloud if site.share else None,
+        "region": site.share.region if site.share else None,
+        "examples": site.share.train_examples if site.share else site.examples,
+        "rounds_answered": site.answered,
+        "failures": len(site.failures),
+        "bytes_up": site.bytes_up,
+        "bytes_down": site.bytes_down,
+        "seconds": site.seconds,
+        "loss": _finite(site.loss[-1][1]) if site.loss else None,
+        "accuracy": _finite(site.accuracy[-1][1]) if site.accuracy else None,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

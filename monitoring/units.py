@@ -1,0 +1,58 @@
+"""Numbers as a person reads them: sizes, durations, fractions, losses."""
+
+import math
+
+_MINUTE = 60
+_HOUR = 3600
+_DAY = 86400
+_KILO = 1000.0
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_ROUNDS_UP = 0.99995  # 999.96 kB would be shown as 1000.0
+_SHORT_SECONDS = 10
+_SMALL = 0.001
+_LARGE = 10_000
+
+
+def format_bytes(size: float) -> str:
+    """A size in decimal units: ``301.2 kB``."""
+    if size < _KILO:
+        return f"{size:.0f} B"
+    *_, unit = (
+        unit for power, unit in enumerate(_UNITS) if size >= _ROUNDS_UP * _KILO**power
+    )
+    return f"{size / _KILO ** _UNITS.index(unit):.1f} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration: ``0.8 s``, ``42 s``, ``3 min 05 s``, ``2 h 05 min``, ``3 d 04 h``."""
+    if seconds < _SHORT_SECONDS:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE:02d} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02d} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02d} h"
+
+
+def format_fraction(fraction: float | None) -> str:
+    """A fraction in per cent: ``91.3 %``; a dash for None."""
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def format_number(value: float | None) -> str:
+    """A loss or a norm: ``0.412``, ``3.1e-05``; a dash for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if value and not _SMALL <= abs(value) < _LARGE:
+        return f"{value:.1e}"
+    return f"{value:.3f}"
+
+
+def format_count(count: int, noun: str) -> str:
+    """A number of things: ``1 site``, ``1,000 sites``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

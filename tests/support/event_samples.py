@@ -1,0 +1,286 @@
+"""Synthetic runs: the events that a coordinator would emit, without training."""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from federation.events import (
+    CheckpointSaved,
+    CheckpointSkipped,
+    DataDistributed,
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RoundStarted,
+    RunFinished,
+    RunStarted,
+    SiteAnswered,
+    SiteFailed,
+    SiteShare,
+    Warned,
+)
+from federation.messages import FailureKind, MetricSums, Phase
+
+START = 1_790_000_000.0
+UPDATE_BYTES = 150_600
+TWO_SITES = ("aws-us-east-1", "gcp-us-central1")
+CLOUDS = ("aws", "gcp", "azure", "on-prem")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What happens in a synthetic run.
+
+    Attributes:
+        sites: Their names.
+        rounds: Rounds of the job.
+        stop_after: Last round that runs; all by default.
+        first_round: Where this coordinator begins; above 1 it has resumed.
+        task: Task of the job.
+        failures: Round and site to kind.
+        lost: Rounds without quorum.
+        message: What a failed site says.
+        warning: A warning of the first round.
+        job_name: Name of the job.
+        seed: Of the noise.
+        start: Seconds since the epoch.
+    """
+
+    sites: tuple[str, ...] = TWO_SITES
+    rounds: int = 10
+    stop_after: int | None = None
+    first_round: int = 1
+    task: str = "classification"
+    failures: tuple[tuple[int, str, FailureKind], ...] = ()
+    lost: tuple[int, ...] = ()
+    message: str = "the site's process ended with signal 9"
+    warning: str = ""
+    job_name: str = "two-clouds-quickstart"
+    labels: tuple[str, ...] = tuple(str(digit) for digit in range(10))
+    seed: int = 7
+    start: float = START
+
+
+def run(script: Script) -> list[Event]:
+    """All events of one coordinator."""
+    return list(_Play(script).events())
+
+
+def two_sites(rounds: int = 10) -> list[Event]:
+    """A quiet run on two sites."""
+    return run(Script(rounds=rounds))
+
+
+def troubled() -> list[Event]:
+    """A run with failures of several kinds, a lost round and a warning."""
+    aws, gcp = TWO_SITES
+    return run(
+        Script(
+            failures=(
+                (3, gcp, FailureKind.DEADLINE),
+                (5, aws, FailureKind.CRASHED),
+                (5, gcp, FailureKind.UNREACHABLE),
+                (8, gcp, FailureKind.NOT_FINITE),
+            ),
+            lost=(5,),
+            warning="class 7 is held by one site only",
+        )
+    )
+
+
+def resumed() -> list[Event]:
+    """A coordinator killed within round 5, and one that goes on from round 4."""
+    killed = [
+        event
+        for event in run(Script(stop_after=5, seed=1))
+        if not isinstance(event, RunFinished)
+        and not (isinstance(event, RoundFinished) and event.round_index == 5)
+    ]
+    at = killed[-1].at + 60
+    skipped = CheckpointSkipped(
+        at=at, key="round-000004.json", reason="the blob's digest is wrong"
+    )
+    return [*killed, skipped, *run(Script(first_round=4, start=at, seed=2))]
+
+
+def language(rounds: int = 10) -> list[Event]:
+    """A run of a small language model, shared out by group."""
+    labels = ("json", "http", "email", "asyncio")
+    return run(Script(rounds=rounds, task="causal_lm", labels=labels))
+
+
+def many_sites(num_sites: int = 200, rounds: int = 5) -> list[Event]:
+    """A run on many sites, some of which fail."""
+    sites = tuple(f"site-{index:04d}" for index in range(num_sites))
+    failures = tuple(
+        (index % rounds + 1, sites[index], FailureKind.DEADLINE)
+        for index in range(0, num_sites, 17)
+    )
+    return run(Script(sites=sites, rounds=rounds, failures=failures))
+
+
+class _Play:
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._random = random.Random(script.seed)  # noqa: S311
+        self._at = script.start
+        self._skew = {site: self._random.uniform(-0.06, 0.1) for site in script.sites}
+
+    def events(self) -> Iterator[Event]:
+        script = self._script
+        yield self._run_started()
+        yield self._data()
+        if script.warning:
+            yield Warned(at=self._at, message=script.warning)
+        last = script.stop_after or script.rounds
+        for index in range(script.first_round, last + 1):
+            yield from self._round(index)
+        if last == script.rounds:
+            yield self._evaluated(last, alone=True)
+        yield RunFinished(
+            at=self._at,
+            status="completed" if last == script.rounds else "stopped",
+            rounds_completed=last - len(script.lost),
+            last_round=last,
+            message="" if last == script.rounds else "stopped by SIGINT",
+            seconds=self._at - script.start,
+        )
+
+    def _run_started(self) -> RunStarted:
+        script = self._script
+        return RunStarted(
+            at=self._at,
+            run_id="20260921-141320-c0ffee",
+            job_name=script.job_name,
+            rounds=script.rounds,
+            first_round=script.first_round,
+            sites=script.sites,
+            parameters=UPDATE_BYTES // 4,
+            engine="in process",
+            task=script.task,
+        )
+
+    def _data(self) -> DataDistributed:
+        labels = self._script.labels
+        shares = []
+        for number, site in enumerate(self._script.sites):
+            counts = tuple(self._random.randint(0, 120) for _ in labels)
+            share = SiteShare(
+                site=site,
+                cloud=CLOUDS[number % len(CLOUDS)],
+                region="region-1",
+                train_examples=sum(counts),
+                held_out_examples=sum(counts) // 5,
+                counts=counts,
+            )
+            shares.append(share)
+        kind = "group" if self._script.task == "causal_lm" else "class"
+        return DataDistributed(
+            at=self._at, label_kind=kind, labels=labels, shares=tuple(shares)
+        )
+
+    def _round(self, index: int) -> Iterator[Event]:
+        script, began = self._script, self._at
+        yield RoundStarted(at=began, round_index=index, cohort=script.sites)
+        failed = {s: kind for r, s, kind in script.failures if r == index}
+        reports = [self._report(index, site, failed.get(site)) for site in script.sites]
+        reports.sort(key=lambda report: report.answered_seconds)
+        for report in reports:
+            self._at = began + report.answered_seconds
+            yield report
+        yield self._evaluated(index - 1)
+        self._at += 0.05
+        finished = self._round_finished(index, began, reports)
+        yield finished
+        yield CheckpointSaved(
+            at=self._at, round_index=index, bytes_written=UPDATE_BYTES, seconds=0.01
+        )
+
+    def _report(
+        self, index: int, site: str, kind: FailureKind | None
+    ) -> SiteAnswered | SiteFailed:
+        seconds = 0.6 + self._skew[site] + self._random.uniform(0, 0.1)
+        if kind is not None:
+            return SiteFailed(
+                at=self._at + seconds,
+                round_index=index,
+                site=site,
+                kind=kind,
+                message=self._script.message,
+                asked_seconds=0.01,
+                answered_seconds=seconds,
+                bytes_down=UPDATE_BYTES,
+                bytes_up=0,
+            )
+        return SiteAnswered(
+            at=self._at + seconds,
+            round_index=index,
+            site=site,
+            asked_seconds=0.01,
+            answered_seconds=seconds,
+            bytes_down=UPDATE_BYTES,
+            bytes_up=UPDATE_BYTES,
+            num_examples=640,
+            num_steps=20,
+            weight=640.0,
+            training=self._sums(index, site, 640),
+            evaluation=self._sums(index - 1, site, 160),
+            phases=(
+                Phase(name="evaluate", start_seconds=0.0, seconds=0.12),
+                Phase(name="train", start_seconds=0.12, seconds=seconds - 0.25),
+                Phase(name="prepare", start_seconds=seconds - 0.13, seconds=0.05),
+            ),
+        )
+
+    def _round_finished(
+        self, index: int, began: float, reports: list[SiteAnswered | SiteFailed]
+    ) -> RoundFinished:
+        answers = [r for r in reports if isinstance(r, SiteAnswered)]
+        kinds: dict[str, int] = {}
+        for report in reports:
+            if isinstance(report, SiteFailed):
+                kinds[report.kind.value] = kinds.get(report.kind.value, 0) + 1
+        lost = index in self._script.lost
+        waited = max(report.answered_seconds for report in reports)
+        training = [answer.training for answer in answers]
+        return RoundFinished(
+            at=self._at,
+            round_index=index,
+            status="lost" if lost else "completed",
+            asked=self._script.sites,
+            answered=tuple(answer.site for answer in answers),
+            failed=tuple(sorted(kinds.items())),
+            bytes_down=sum(report.bytes_down for report in reports),
+            bytes_up=sum(report.bytes_up for report in reports),
+            seconds=self._at - began,
+            phases=(
+                Phase(name="exchange", start_seconds=0.0, seconds=waited),
+                Phase(name="combine", start_seconds=waited, seconds=0.01),
+                Phase(name="apply", start_seconds=waited + 0.01, seconds=0.01),
+                Phase(name="checkpoint", start_seconds=waited + 0.02, seconds=0.03),
+            ),
+            training=sum(training[1:], training[0]) if training else None,
+            update_norm=None if lost else 2.0 / index,
+        )
+
+    def _evaluated(self, index: int, *, alone: bool = False) -> ModelEvaluated:
+        sites = self._script.sites
+        by_site = [self._sums(index, site, 160) for site in sites]
+        return ModelEvaluated(
+            at=self._at,
+            round_index=index,
+            pooled=sum(by_site[1:], by_site[0]),
+            sites=sites,
+            by_site=tuple(by_site),
+            bytes_down=(UPDATE_BYTES if alone else 0,) * len(sites),
+            bytes_up=(200 if alone else 0,) * len(sites),
+        )
+
+    def _sums(self, index: int, site: str, count: int) -> MetricSums:
+        fall = math.exp(-index / 3)
+        loss = 0.2 + 2.1 * fall + self._skew[site] * (1 + fall)
+        right = min(0.99, 0.97 - 0.87 * fall - self._skew[site] / 2)
+        return MetricSums(
+            count=count, loss_sum=count * loss, correct=int(count * max(0.05, right))
+        )

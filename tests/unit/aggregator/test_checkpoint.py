@@ -1,0 +1,632 @@
+"""Checkpoints: bit-identical or refused, whatever happened to the store."""
+
+import dataclasses
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aggregator import checkpoint
+from aggregator.checkpoint import RunCheckpoints
+from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.memory import MemoryStore
+from federation.clock import VirtualClock
+from federation.errors import (
+    CheckpointMismatch,
+    CorruptObject,
+    LayoutMismatch,
+    RunConflict,
+    StoreUnavailable,
+)
+from federation.events import CheckpointSkipped, Event
+from federation.protocols import Buffer, ObjectInfo, ObjectStore, RunState
+from federation.vectors import Layout, Role
+
+LAYOUT = Layout.build(
+    [
+        ("body.weight", (2, 3), "float32", Role.PARAMETER),
+        ("body.steps", (), "int64", Role.MAX),
+        ("empty", (0, 4), "float32", Role.BUFFER),
+        ("head.weight", (3,), "bfloat16", Role.PARAMETER),
+        ("mask", (2,), "bool", Role.FROM_SERVER),
+    ]
+)
+OPTIMIZER = ("first_moment", "second_moment")
+JOB: dict[str, Any] = {
+    "name": "test",
+    "rounds": 10,
+    "training": {"optimizer": {"betas": (0.9, 0.999)}},
+    "sites": ({"name": "a"}, {"name": "b"}),
+}
+
+
+def state_of(round_index: int, *, salt: int = 0, optimizer: bool = True) -> RunState:
+    rng = np.random.default_rng([round_index, salt])
+    vectors = [rng.normal(size=LAYOUT.size).astype(np.float32) for _ in range(3)]
+    return RunState(
+        round_index=round_index,
+        weights_d=vectors[0],
+        integers_m=rng.integers(0, 1 << 62, LAYOUT.num_integers, dtype=np.int64),
+        optimizer=dict(zip(OPTIMIZER, vectors[1:], strict=True)) if optimizer else {},
+        rounds_completed=round_index - 1,
+        lost_in_a_row=1,
+    )
+
+
+def same(mine: RunState | None, other: RunState) -> bool:
+    if mine is None or list(mine.optimizer) != list(other.optimizer):
+        return False
+    pairs = [(mine.weights_d, other.weights_d), (mine.integers_m, other.integers_m)]
+    pairs += [(mine.optimizer[n], other.optimizer[n]) for n in other.optimizer]
+    bits = all(a.tobytes() == b.tobytes() and a.dtype == b.dtype for a, b in pairs)
+    counts = ("round_index", "rounds_completed", "lost_in_a_row")
+    return bits and all(getattr(mine, n) == getattr(other, n) for n in counts)
+
+
+class Run:
+    """A run's checkpoints with the events that they emit."""
+
+    def __init__(self, store: ObjectStore | None = None, **changes: Any) -> None:
+        self.store = MemoryStore() if store is None else store
+        self.events: list[Event] = []
+        self.changes = changes
+
+    def open(self, **changes: Any) -> RunCheckpoints:
+        """What a coordinator that starts now would use."""
+        arguments: dict[str, Any] = {
+            "store": self.store,
+            "prefix": "checkpoints/",
+            "run_id": "run-1",
+            "job": JOB,
+            "layout": LAYOUT,
+            "keep": 3,
+            "emit": self.events.append,
+            "clock": VirtualClock(5.0),
+        }
+        return RunCheckpoints(**{**arguments, **self.changes, **changes})
+
+    def names(self, prefix: str = "") -> list[str]:
+        start = "checkpoints/"
+        return [
+            info.key.removeprefix(start) for info in self.store.list(start + prefix)
+        ]
+
+    def blobs_of(self, round_index: int) -> dict[str, str]:
+        """Keys of a round's blobs by what they hold."""
+        content = self.store.read(f"checkpoints/round-{round_index:06d}.json")
+        blobs = json.loads(content)["blobs"]
+        return {name: "checkpoints/" + blob["key"] for name, blob in blobs.items()}
+
+
+def saved(*rounds: int, **changes: Any) -> Run:
+    run = Run(**changes)
+    checkpoints = run.open()
+    for round_index in rounds:
+        checkpoints.save(state_of(round_index))
+    return run
+
+
+def test_new_run_has_no_state():
+    """Before the first save there is nothing to resume."""
+    assert Run().open().load_latest() is None
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("prefix", ["", "checkpoints/"])
+def test_round_trip(tmp_path: Path, prefix: str, *, optimizer: bool):
+    """The newest state comes back bit by bit, in writable arrays of its own."""
+    run = Run(LocalStore(tmp_path), prefix=prefix)
+    run.open().save(state_of(1, optimizer=optimizer))
+    run.open().save(state_of(2, optimizer=optimizer))
+    found = run.open().load_latest()
+    assert same(found, state_of(2, optimizer=optimizer))
+    assert found is not None
+    for array in (found.weights_d, found.integers_m, *found.optimizer.values()):
+        assert array.flags.writeable
+        assert array.flags.owndata
+        assert array.flags.c_contiguous
+    assert run.events == []
+
+
+def test_special_values_survive():
+    """NaN payloads, infinities and signed zeros are bits like any others."""
+    bits = np.array([0x7FC00001, 0xFF800000, 0x80000000] * 3, dtype=np.uint32)
+    state = dataclasses.replace(state_of(1), weights_d=bits.view(np.float32))
+    run = Run()
+    run.open().save(state)
+    assert same(run.open().load_latest(), state)
+
+
+def test_blob_is_read_in_ranges(monkeypatch: pytest.MonkeyPatch):
+    """Ranges that end inside a value or a header change nothing."""
+    monkeypatch.setattr(checkpoint, "READ_BYTES", 7)
+    assert same(saved(1).open().load_latest(), state_of(1))
+
+
+def test_checkpoint_is_a_model():
+    """The weights blob is a safetensors file with the model's names and shapes."""
+    run, state = saved(1), state_of(1)
+    model = safetensors.numpy.load(run.store.read(run.blobs_of(1)["weights"]))
+    assert model.keys() == {tensor.name for tensor in LAYOUT.tensors}
+    assert model["body.weight"].tolist() == state.weights_d[:6].reshape(2, 3).tolist()
+    assert model["body.steps"].shape == ()
+    assert model["mask"].tolist() == state.integers_m[1:].tolist()
+
+
+def test_save_counts_its_bytes():
+    """The answer is what the store has grown by."""
+    run = Run()
+    written = run.open().save(state_of(1))
+    assert written == sum(info.size for info in run.store.list())
+
+
+def test_unchanged_weights_are_written_once():
+    """A round without result costs a manifest, not a model."""
+    run = saved(1)
+    checkpoints = run.open()
+    state = checkpoints.load_latest()
+    assert state is not None
+    written = checkpoints.save(dataclasses.replace(state, round_index=2))
+    assert written == run.store.stat("checkpoints/round-000002.json").size
+    assert len(run.names("blobs/")) == 2
+    assert same(
+        run.open().load_latest(), dataclasses.replace(state_of(1), round_index=2)
+    )
+
+
+def test_saving_copies_no_model(tmp_path: Path):
+    """Memory of a save does not grow with the model."""
+    size = 1 << 20
+    layout = Layout.build([("x", (size,), "float32", Role.PARAMETER)])
+    state = dataclasses.replace(
+        state_of(1, optimizer=False),
+        weights_d=np.zeros(size, np.float32),
+        integers_m=np.zeros(0, np.int64),
+    )
+    checkpoints = Run(LocalStore(tmp_path), layout=layout).open()
+    tracemalloc.start()
+    try:
+        checkpoints.save(state)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * size // 8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights_d": np.zeros(3, np.float32)},
+        {"weights_d": np.zeros(9, np.float64)},
+        {"integers_m": np.zeros(2, np.int64)},
+        {"integers_m": np.zeros(3, np.int32)},
+        {"optimizer": {"x": np.zeros(3, np.float32)}},
+    ],
+)
+def test_save_checks_shapes(change: dict[str, Any]):
+    """A state that does not fit the layout is a caller's error; nothing is written."""
+    run = Run()
+    with pytest.raises(ValueError, match="not"):
+        run.open().save(dataclasses.replace(state_of(1), **change))
+    assert run.names() == []
+
+
+@pytest.mark.parametrize("change", [{"keep": 0}, {"prefix": "no-slash"}])
+def test_arguments_are_checked(change: dict[str, Any]):
+    """Nonsense is refused when it is said."""
+    with pytest.raises(ValueError, match=r"keep|slash"):
+        Run().open(**change)
+
+
+def test_second_coordinator_conflicts():
+    """Of two coordinators the later one is told; the first one's round stays."""
+    run = Run()
+    first, second = run.open(), run.open()
+    first.save(state_of(1))
+    with pytest.raises(RunConflict, match=r"another coordinator .* run-1"):
+        second.save(state_of(1, salt=1))
+    assert same(run.open().load_latest(), state_of(1))
+
+
+def test_late_coordinator_conflicts():
+    """One that was asleep while its round was retired does not win either."""
+    run = Run(keep=1)
+    first, sleeper = run.open(), run.open()
+    for round_index in (1, 2, 3):
+        first.save(state_of(round_index))
+    with pytest.raises(RunConflict, match=r"round-000003"):
+        sleeper.save(state_of(1, salt=1))
+    assert same(run.open().load_latest(), state_of(3))
+
+
+def test_retention():
+    """The last k checkpoints stay, with their blobs and no others."""
+    run = saved(1, 2, 3, 4, 5)
+    rounds = [3, 4, 5]
+    assert run.names("round-") == [f"round-{r:06d}.json" for r in rounds]
+    needed = {key for r in rounds for key in run.blobs_of(r).values()}
+    assert {"checkpoints/" + key for key in run.names("blobs/")} == needed
+
+
+def test_rounds_sort_as_numbers():
+    """Round 1,000,000 follows round 999,999."""
+    run = saved(999_999, 1_000_000, keep=1)
+    assert run.names("round-") == ["round-1000000.json"]
+    assert same(run.open().load_latest(), state_of(1_000_000))
+
+
+def test_shared_blob_outlives_its_first_manifest():
+    """A blob that a kept manifest names is not removed with an older one."""
+    run = Run(keep=1)
+    checkpoints = run.open()
+    checkpoints.save(state_of(1))
+    checkpoints.save(dataclasses.replace(state_of(1), round_index=2))
+    assert run.names("round-") == ["round-000002.json"]
+    assert run.open().load_latest() is not None
+
+
+def test_unnamed_blobs_go_one_save_later():
+    """A blob of a save that was cut short goes, but not at the first sight."""
+    run = saved(1)
+    run.store.put("checkpoints/blobs/leftover", [b"x"])
+    checkpoints = run.open()
+    checkpoints.save(state_of(2))
+    assert "blobs/leftover" in run.names()
+    checkpoints.save(state_of(3))
+    assert "blobs/leftover" not in run.names()
+
+
+def test_retention_spares_what_it_cannot_read():
+    """While a kept manifest cannot be read, no blob and no manifest is removed."""
+    run = saved(1, 2, 3)
+    before = set(run.names())
+    tear(run, "checkpoints/round-000003.json", 10)
+    run.open().save(state_of(4))
+    assert before <= set(run.names())
+
+
+def test_retention_removes_old_torn_manifest():
+    """A torn manifest that is older than the last k goes like any other."""
+    run = saved(1, 2, 3)
+    tear(run, "checkpoints/round-000001.json", 10)
+    checkpoints = run.open()
+    checkpoints.save(state_of(4))
+    checkpoints.save(state_of(5))
+    assert run.names("round-") == [f"round-{r:06d}.json" for r in (3, 4, 5)]
+    assert len(run.names("blobs/")) == 6
+
+
+def test_other_job_is_refused_with_every_difference():
+    """Each differing key is named with both values; nothing is moved."""
+    run = saved(1)
+    before = run.names()
+    job = {**JOB, "rounds": 12, "sites": ({"name": "a"}, {"name": "c"}), "seed": 3}
+    with pytest.raises(CheckpointMismatch) as caught:
+        run.open(job=job).load_latest()
+    message = str(caught.value)
+    for part in ("rounds", "12", "10", "sites", "'c'", "'b'", "seed", "not set"):
+        assert part in message
+    assert run.names() == before
+
+
+def test_other_job_is_refused_before_anything_is_moved():
+    """A damaged newest checkpoint stays where it is when the job differs."""
+    run = saved(1, 2)
+    tear(run, "checkpoints/round-000002.json", 10)
+    before = run.names()
+    with pytest.raises(CheckpointMismatch, match="rounds"):
+        run.open(job={**JOB, "rounds": 12}).load_latest()
+    assert (run.names(), run.events) == (before, [])
+
+
+def test_other_run_is_refused():
+    """A folder of another run is not taken over."""
+    with pytest.raises(CheckpointMismatch, match="'run-1', not to 'run-2'"):
+        saved(1).open(run_id="run-2").load_latest()
+
+
+def test_other_layout_is_refused():
+    """The message names the tensor that differs."""
+    layout = Layout.build([("body.weight", (9,), "float32", Role.PARAMETER)])
+    with pytest.raises(LayoutMismatch, match=r"body\.weight"):
+        saved(1).open(layout=layout).load_latest()
+
+
+def test_other_format_is_refused():
+    """A manifest of another version is neither read nor moved aside."""
+    run = saved(1)
+    key = "checkpoints/round-000001.json"
+    document = json.loads(run.store.read(key))
+    del document["sha256"]
+    document["format"] = 2
+
+    def canonical(value: Any) -> bytes:
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+    document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
+    run.store.put(key, [canonical(document)])
+    with pytest.raises(CheckpointMismatch, match="format 2"):
+        run.open().load_latest()
+    assert key.removeprefix("checkpoints/") in run.names()
+
+
+def tear(run: Run, key: str, length: int) -> None:
+    run.store.put(key, [run.store.read(key, length=length)])
+
+
+def flip(run: Run, key: str, bit: int) -> None:
+    content = bytearray(run.store.read(key))
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    run.store.put(key, [content])
+
+
+def check_falls_back(run: Run) -> None:
+    """After damage to round 2: round 1 loads, and round 2 can be saved again."""
+    checkpoints = run.open()
+    assert same(checkpoints.load_latest(), state_of(1))
+    (event,) = run.events
+    assert isinstance(event, CheckpointSkipped)
+    assert (event.at, event.key) == (5.0, "checkpoints/round-000002.json")
+    assert event.reason
+    assert "quarantine/round-000002.json.1" in run.names()
+    checkpoints.save(state_of(2))
+    assert same(run.open().load_latest(), state_of(2))
+
+
+def test_manifest_torn_anywhere():
+    """A manifest that was cut at any byte is skipped."""
+    run = saved(1, 2)
+    key = "checkpoints/round-000002.json"
+    whole = run.store.read(key)
+    for length in range(len(whole)):
+        run = saved(1)
+        run.store.put(key, [whole[:length]])
+        assert same(run.open().load_latest(), state_of(1))
+        assert len(run.events) == 1
+
+
+@pytest.mark.parametrize("blob", ["weights", "optimizer"])
+@pytest.mark.parametrize("cut", ["0", "1", "7", "8", "9", "half", "-9", "-8", "-1"])
+def test_blob_torn(blob: str, cut: str):
+    """A blob that was cut in its length, header or values is skipped and moved."""
+    run = saved(1, 2)
+    key = run.blobs_of(2)[blob]
+    size = run.store.stat(key).size
+    tear(run, key, size // 2 if cut == "half" else int(cut) % size)
+    check_falls_back(run)
+    assert f"quarantine/{key.rpartition('/')[2]}.1" in run.names()
+
+
+@pytest.mark.parametrize("blob", ["weights", "optimizer"])
+def test_blob_missing(blob: str):
+    """A checkpoint without one of its blobs is skipped."""
+    run = saved(1, 2)
+    run.store.delete(run.blobs_of(2)[blob])
+    check_falls_back(run)
+    assert isinstance(run.events[0], CheckpointSkipped)
+    assert "missing" in run.events[0].reason
+
+
+@given(
+    st.sampled_from(["manifest", "weights", "optimizer"]),
+    st.integers(min_value=0, max_value=1 << 20),
+)
+def test_any_flipped_bit_is_found(what: str, bit: int):
+    """One changed bit anywhere in a checkpoint and it is not used."""
+    run = saved(1, 2)
+    keys = {"manifest": "checkpoints/round-000002.json", **run.blobs_of(2)}
+    flip(run, keys[what], bit)
+    check_falls_back(run)
+
+
+@given(st.binary(max_size=200))
+def test_junk_manifest_is_skipped(junk: bytes):
+    """Any bytes in the place of a manifest are skipped."""
+    run = saved(1)
+    run.store.put("checkpoints/round-000002.json", [junk])
+    assert same(run.open().load_latest(), state_of(1))
+
+
+@pytest.mark.parametrize(
+    "junk", [b"{}", b"[]", b"1", b'{"sha256":1}\n', b"[" * 100_000, b"\xff", b"null"]
+)
+def test_well_formed_junk_is_skipped(junk: bytes):
+    """JSON that is no manifest, or too deep for a parser, is skipped."""
+    run = saved(1)
+    run.store.put("checkpoints/round-000002.json", [junk])
+    assert same(run.open().load_latest(), state_of(1))
+
+
+def test_renamed_manifest_is_skipped():
+    """A whole manifest under another round's name is not that round."""
+    run = saved(1)
+    content = run.store.read("checkpoints/round-000001.json")
+    run.store.put("checkpoints/round-000002.json", [content])
+    assert same(run.open().load_latest(), state_of(1))
+    assert len(run.events) == 1
+
+
+def test_two_damaged_checkpoints_share_a_blob():
+    """Both are skipped, and the blob is moved once."""
+    run = saved(1)
+    checkpoints = run.open()
+    checkpoints.save(state_of(2))
+    checkpoints.save(dataclasses.replace(state_of(2), round_index=3))
+    flip(run, run.blobs_of(3)["weights"], 1000)
+    assert same(run.open().load_latest(), state_of(1))
+    assert len(run.events) == 2
+    assert len(run.names("quarantine/")) == 3
+
+
+def test_quarantine_keeps_every_copy():
+    """What is damaged twice lies there twice."""
+    run = saved(1)
+    for _ in range(2):
+        run.open().save(state_of(2))
+        tear(run, "checkpoints/round-000002.json", 10)
+        run.open().load_latest()
+    names = ["round-000002.json.1", "round-000002.json.2"]
+    assert run.names("quarantine/") == [f"quarantine/{name}" for name in names]
+
+
+def test_corrupt_blob_of_unread_manifest_is_rewritten():
+    """A blob is not trusted for its name and size: the next save writes it anew."""
+    run = saved(1, 2)
+    flip(run, run.blobs_of(2)["weights"], 1000)
+    run.store.delete("checkpoints/round-000002.json")
+    checkpoints = run.open()
+    checkpoints.load_latest()
+    checkpoints.save(state_of(2))
+    assert same(run.open().load_latest(), state_of(2))
+
+
+def test_no_whole_checkpoint():
+    """If none can be used the run stops and everything stays for a person."""
+    run = saved(1, 2)
+    tear(run, "checkpoints/round-000002.json", 10)
+    flip(run, run.blobs_of(1)["weights"], 1000)
+    before = run.names()
+    with pytest.raises(CorruptObject, match=r"none of the run's 2 .*restore") as caught:
+        run.open().load_latest()
+    assert "round-000002.json" in str(caught.value)
+    assert (run.names(), run.events) == (before, [])
+
+
+class CrashingStore(MemoryStore):
+    """Fails for good from its n-th change on, as a lost network does."""
+
+    changes_left = 1 << 30
+
+    def _count(self) -> None:
+        self.changes_left -= 1
+        if self.changes_left < 0:
+            raise StoreUnavailable("the network is gone")
+
+    def put(
+        self, key: str, data: Iterable[Buffer], *, if_absent: bool = False
+    ) -> ObjectInfo:
+        self._count()
+        return super().put(key, data, if_absent=if_absent)
+
+    def delete(self, key: str) -> None:
+        self._count()
+        super().delete(key)
+
+
+def crashed_at(change: int) -> Iterator[Run]:
+    """A run of keep = 1 whose save of round 3 fails at a given change."""
+    store = CrashingStore()
+    run = Run(store, keep=1)
+    checkpoints = run.open()
+    for round_index in (1, 2):
+        checkpoints.save(state_of(round_index))
+    store.changes_left = change
+    try:
+        checkpoints.save(state_of(3))
+    except StoreUnavailable:
+        store.changes_left = 1 << 30
+        yield run
+
+
+def test_crash_at_every_change_of_a_save():
+    """Wherever a save stops, the run loads whole and goes on cleanly."""
+    loaded = []
+    for change in range(20):
+        for run in crashed_at(change):
+            checkpoints = run.open()
+            state = checkpoints.load_latest()
+            assert state is not None
+            assert same(state, state_of(state.round_index))
+            loaded.append(state.round_index)
+            for following in (1, 2):
+                checkpoints.save(state_of(state.round_index + following))
+            assert len(run.names()) == 3
+            assert run.events == []
+    # Two blobs and the manifest; then the removal of a manifest and two blobs.
+    assert loaded == [2, 2, 2, 3, 3, 3]
+
+
+def test_crash_while_moving_aside():
+    """A load that was cut short while it moved damage aside can be repeated."""
+    for change in range(4):
+        store = CrashingStore()
+        run = Run(store)
+        for round_index in (1, 2):
+            run.open().save(state_of(round_index))
+        flip(run, run.blobs_of(2)["weights"], 1000)
+        store.changes_left = change
+        with pytest.raises(StoreUnavailable):
+            run.open().load_latest()
+        store.changes_left = 1 << 30
+        checkpoints = run.open()
+        assert same(checkpoints.load_latest(), state_of(1))
+        checkpoints.save(state_of(2))
+        assert same(run.open().load_latest(), state_of(2))
+
+
+# Saves rounds of constant vectors as fast as it can, until it is killed.
+SAVE_FOR_EVER = """
+import itertools, sys
+import numpy as np
+from aggregator.checkpoint import RunCheckpoints
+from cloud_adapters.storage.local import LocalStore
+from federation.clock import SystemClock
+from federation.protocols import RunState
+from federation.vectors import Layout, Role
+
+layout = Layout.build([("x", (300_000,), "float32", Role.PARAMETER)])
+checkpoints = RunCheckpoints(
+    store=LocalStore(sys.argv[1]), prefix="", run_id="run", job={}, layout=layout,
+    keep=2, emit=print, clock=SystemClock(),
+)
+state = checkpoints.load_latest()
+first = 1 if state is None else state.round_index + 1
+assert state is None or (state.weights_d == state.round_index).all()
+print("ready", flush=True)
+for index in itertools.count(first):
+    vector = np.full(layout.size, index, np.float32)
+    checkpoints.save(RunState(
+        round_index=index, weights_d=vector, integers_m=np.zeros(0, np.int64),
+        optimizer={"m": vector}, rounds_completed=index, lost_in_a_row=0,
+    ))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random(tmp_path: Path):
+    """A process that is killed while saving always leaves a run that goes on."""
+    rng = np.random.default_rng(7)
+    last = 0
+    for _ in range(12):
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.0, 0.2))
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+        layout = Layout.build([("x", (300_000,), "float32", Role.PARAMETER)])
+        run = Run(LocalStore(tmp_path), prefix="", run_id="run", job={}, layout=layout)
+        state = run.open().load_latest()
+        assert run.events == []
+        if state is not None:
+            assert state.round_index >= last
+            assert (state.weights_d == state.round_index).all()
+            assert (state.optimizer["m"] == state.round_index).all()
+            last = state.round_index
+    assert last > 0

@@ -1,0 +1,257 @@
+"""Combine rules against slow oracles, and what they refuse."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from support import oracles
+
+from aggregator import combine
+from federation.job import AggregationSpec
+from federation.protocols import CombineRule, WeightedUpdate
+from federation.vectors import Vector
+
+Rows = list[list[float]]
+
+SIZE = 40_000  # more than two chunks of the robust rules, the last one not full
+
+
+def _updates(num_sites: int, size: int = SIZE, seed: int = 0) -> list[WeightedUpdate]:
+    rng = np.random.default_rng(seed)
+    return [
+        WeightedUpdate(
+            site=f"site-{i:02d}",
+            delta_d=rng.standard_normal(size, dtype=np.float32),
+            weight=float(rng.integers(1, 1000)),
+        )
+        for i in range(num_sites)
+    ]
+
+
+def _rows(updates: list[WeightedUpdate]) -> Rows:
+    return [u.delta_d.astype(float).tolist() for u in updates]
+
+
+def _of(values: Rows) -> list[WeightedUpdate]:
+    return [
+        WeightedUpdate(site=f"site-{i}", delta_d=np.array(v, np.float32), weight=1.0)
+        for i, v in enumerate(values)
+    ]
+
+
+def _run(rule: CombineRule, updates: list[WeightedUpdate]) -> Vector:
+    size = updates[0].delta_d.size
+    return rule(iter(updates), np.full(size, np.nan, np.float32))
+
+
+ROBUST = {
+    "trimmed_mean": combine.trimmed_mean(byzantine_sites=1),
+    "median": combine.median,
+    "krum": combine.krum(byzantine_sites=1),
+    "multi_krum": combine.multi_krum(byzantine_sites=1),
+}
+ALL = {"mean": combine.weighted_mean, **ROBUST}
+
+
+@pytest.mark.parametrize("num_sites", [1, 2, 5, 16])
+def test_mean_matches_oracle(num_sites: int):
+    """The running mean is the mean, to float32 rounding."""
+    updates = _updates(num_sites)
+    expected = oracles.weighted_mean(_rows(updates), [u.weight for u in updates])
+    np.testing.assert_allclose(
+        expected, _run(combine.weighted_mean, updates), rtol=0, atol=2e-6
+    )
+
+
+def test_mean_is_returned_in_the_given_array():
+    """The result is the array that was given, whatever was in it."""
+    out_d = np.full(SIZE, np.nan, np.float32)
+    assert out_d is combine.weighted_mean(iter(_updates(3)), out_d)
+    assert np.isfinite(out_d).all()
+
+
+def test_mean_of_equal_updates_is_that_update():
+    """Averaging equals changes no bit."""
+    first = _updates(1)[0]
+    same = [
+        WeightedUpdate(site=f"s{i}", delta_d=first.delta_d, weight=0.1 + i)
+        for i in range(7)
+    ]
+    np.testing.assert_array_equal(first.delta_d, _run(combine.weighted_mean, same))
+
+
+def test_mean_skips_zero_weights_wherever_they_stand():
+    """An update of weight 0 does not count, even as the first one."""
+    a, b, c = (u.delta_d for u in _updates(3))
+    weights = [0.0, 2.0, 0.0]
+    updates = [
+        WeightedUpdate(site=f"s{i}", delta_d=d, weight=w)
+        for i, (d, w) in enumerate(zip([a, b, c], weights, strict=True))
+    ]
+    np.testing.assert_array_equal(b, _run(combine.weighted_mean, updates))
+
+
+def test_mean_survives_absurd_weights():
+    """Weights near the end of float32's range do not overflow the values."""
+    updates = [
+        WeightedUpdate(site=s, delta_d=np.array([v], np.float32), weight=w)
+        for s, v, w in [("a", 1e30, 1e-30), ("b", 3e30, 1e38), ("c", 1e30, 1e38)]
+    ]
+    np.testing.assert_allclose([2e30], _run(combine.weighted_mean, updates), rtol=1e-6)
+
+
+def test_mean_is_the_same_for_any_number_of_threads():
+    """Every thread count gives the same bits."""
+    updates, before = _updates(5, size=1_000_003), torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        results.append(_run(combine.weighted_mean, updates).tobytes())
+    torch.set_num_threads(before)
+    assert len(set(results)) == 1
+
+
+def test_mean_never_holds_two_updates():
+    """When the next update is asked for, the one before is gone."""
+    arrays = []
+
+    def fresh(value: float) -> Vector:
+        assert all(array() is None for array in arrays)
+        delta_d = np.full(10, value, np.float32)
+        arrays.append(weakref.ref(delta_d))
+        return delta_d
+
+    stream = (
+        WeightedUpdate(site=f"s{i}", delta_d=fresh(i), weight=1.0) for i in range(5)
+    )
+    mean_d = combine.weighted_mean(stream, np.empty(10, np.float32))
+    np.testing.assert_allclose(np.full(10, 2.0), mean_d, rtol=1e-6)
+    assert [array() for array in arrays] == [None] * 5
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_updates_may_be_read_only(name: str):
+    """Updates off the wire are read-only; no rule writes to them, or warns."""
+    updates = _updates(5)
+    before = [u.delta_d.copy() for u in updates]
+    for update in updates:
+        update.delta_d.flags.writeable = False
+    _run(ALL[name], updates)
+    for update, copy_d in zip(updates, before, strict=True):
+        np.testing.assert_array_equal(copy_d, update.delta_d)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_update_is_refused(name: str):
+    """There is no mean of nothing."""
+    with pytest.raises(ValueError, match=r"nothing|0 updates"):
+        ALL[name](iter([]), np.empty(3, np.float32))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_wrong_length_is_refused(name: str):
+    """One value is not spread over the whole model."""
+    updates = [*_of([[1, 2, 3]] * 4), *_of([[1]])]
+    with pytest.raises(ValueError, match="shape"):
+        ALL[name](iter(updates), np.empty(3, np.float32))
+
+
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+def test_bad_weight_is_refused(weight: float):
+    """A weight is a finite number that is not negative."""
+    update = WeightedUpdate(site="a", delta_d=np.ones(3, np.float32), weight=weight)
+    with pytest.raises(ValueError, match="weight"):
+        combine.weighted_mean(iter([update]), np.empty(3, np.float32))
+
+
+def test_zero_total_weight_is_refused():
+    """Updates that all weigh nothing have no mean."""
+    update = WeightedUpdate(site="a", delta_d=np.ones(3, np.float32), weight=0.0)
+    with pytest.raises(ValueError, match="sum to 0"):
+        combine.weighted_mean(iter([update] * 2), np.empty(3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("num_sites", "cut"), [(1, 0), (3, 1), (4, 1), (5, 2), (9, 3), (16, 7)]
+)
+def test_trimmed_mean_matches_oracle(num_sites: int, cut: int):
+    """Values cut at both ends, the rest averaged, rounded once."""
+    updates = _updates(num_sites)
+    expected = np.float32(oracles.trimmed_mean(_rows(updates), cut))
+    actual = _run(combine.trimmed_mean(byzantine_sites=cut), updates)
+    np.testing.assert_array_equal(expected, actual)
+
+
+@pytest.mark.parametrize("num_sites", range(1, 12))
+def test_median_matches_numpy(num_sites: int):
+    """Odd and even numbers of sites."""
+    updates = _updates(num_sites)
+    rows = np.array([u.delta_d for u in updates], np.float64)
+    expected = np.median(rows, axis=0).astype(np.float32)
+    np.testing.assert_array_equal(expected, _run(combine.median, updates))
+
+
+@pytest.mark.parametrize("num_rows", range(1, 11))
+def test_sorting_network_sorts(num_rows: int):
+    """Zeros and ones in every order: the 0-1 principle makes this a proof."""
+    network = list(combine._sorting_network(num_rows))
+    for bits in range(1 << num_rows):
+        rows = [bits >> i & 1 for i in range(num_rows)]
+        for low, high in network:
+            rows[low], rows[high] = sorted((rows[low], rows[high]))
+        assert rows == sorted(rows)
+
+
+@pytest.mark.parametrize(("num_sites", "bad"), [(3, 0), (5, 1), (7, 2), (10, 3)])
+def test_krum_matches_oracle(num_sites: int, bad: int):
+    """The update of the smallest score is handed on bit by bit."""
+    updates = _updates(num_sites, size=200)
+    scores = oracles.krum_scores(_rows(updates), bad)
+    expected = updates[scores.index(min(scores))].delta_d
+    actual = _run(combine.krum(byzantine_sites=bad), updates)
+    np.testing.assert_array_equal(expected, actual)
+
+
+def test_multi_krum_averages_the_best():
+    """N - f updates of the smallest scores, equally weighted."""
+    updates = _updates(7, size=20_000)
+    rows = _rows(updates)
+    scores = oracles.krum_scores(rows, 2)
+    best = sorted(range(7), key=scores.__getitem__)[:5]
+    expected = oracles.weighted_mean([rows[i] for i in best], [1.0] * 5)
+    actual = _run(combine.multi_krum(byzantine_sites=2), updates)
+    np.testing.assert_array_equal(np.float32(expected), actual)
+
+
+def test_krum_breaks_ties_by_name():
+    """Of equal scores the first name wins, in whatever order they arrive."""
+    updates = _of([[0, 1], [1, 0], [0, -1], [-1, 0]])
+    for order in (updates, updates[::-1]):
+        actual = _run(combine.krum(byzantine_sites=0), order)
+        np.testing.assert_array_equal([0, 1], actual)
+
+
+@pytest.mark.parametrize(
+    ("rule", "enough"),
+    [
+        (combine.trimmed_mean(byzantine_sites=2), 5),
+        (combine.krum(byzantine_sites=2), 7),
+        (combine.multi_krum(byzantine_sites=2), 7),
+    ],
+)
+def test_robust_rule_needs_enough_sites(rule: CombineRule, enough: int):
+    """One site below the breakdown point is refused."""
+    _run(rule, _updates(enough, size=3))
+    with pytest.raises(ValueError, match=f"needs {enough}"):
+        _run(rule, _updates(enough - 1, size=3))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rule_of_a_job(name: str):
+    """Every rule that a job can name is there and does what it says."""
+    updates = _updates(5, size=50)
+    spec = AggregationSpec(combine=name, byzantine_sites=1)
+    np.testing.assert_array_equal(
+        _run(ALL[name], updates), _run(combine.combine_rule(spec), updates)
+    )

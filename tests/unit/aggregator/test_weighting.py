@@ -1,0 +1,101 @@
+"""Weights of sites, and claims that are not believed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from aggregator.weighting import MAX_EXAMPLES, weight_of
+from federation.errors import InvalidUpdate
+from federation.ids import RunId, SiteId
+from federation.messages import MetricSums, SiteUpdate
+
+
+def _sums(loss: float, count: int = 10) -> MetricSums:
+    return MetricSums(count=count, loss_sum=loss * count, correct=0)
+
+
+def _update(
+    num_examples: int = 100,
+    before: MetricSums | None = None,
+    after: MetricSums | None = None,
+) -> SiteUpdate:
+    return SiteUpdate(
+        run_id=RunId("run"),
+        round_index=1,
+        site=SiteId("site"),
+        layout_digest="0" * 64,
+        delta_d=np.zeros(1, np.float32),
+        integers_m=np.zeros(0, np.int64),
+        num_examples=num_examples,
+        num_steps=1,
+        training=_sums(1.0),
+        evaluation=before,
+        evaluation_after=after,
+        phases=(),
+    )
+
+
+def test_examples_count():
+    """A site counts what it holds."""
+    assert weight_of("examples")(_update(123)) == 123.0
+
+
+def test_uniform_counts_every_site_once():
+    """What a site claims does not matter."""
+    assert weight_of("uniform")(_update(123)) == 1.0
+
+
+@pytest.mark.parametrize("rule", ["examples", "dynamic"])
+@pytest.mark.parametrize("num_examples", [-1, 0, MAX_EXAMPLES + 1])
+def test_unbelievable_counts_are_refused(rule: str, num_examples: int):
+    """No examples, less than none, or too many."""
+    update = _update(num_examples, before=_sums(2.0), after=_sums(1.0))
+    with pytest.raises(InvalidUpdate, match="claims"):
+        weight_of(rule)(update)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "factor"),
+    [
+        (2.0, 1.5, 0.25),
+        (2.0, 0.0, 1.0),
+        (2.0, 1.999, 0.01),
+        (2.0, 2.0, 0.01),
+        (2.0, 7.0, 0.01),
+        (0.0, 0.0, 0.01),
+        (5e-324, 1e300, 0.01),
+    ],
+)
+def test_dynamic_counts_relative_improvement(
+    before: float, after: float, factor: float
+):
+    """Examples times the improvement, between 0.01 and 1."""
+    update = _update(100, before=_sums(before), after=_sums(after))
+    assert weight_of("dynamic")(update) == pytest.approx(100 * factor)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, _sums(1.0)),
+        (_sums(1.0), None),
+        (_sums(1.0, count=0), _sums(1.0, count=0)),
+        (_sums(math.nan), _sums(1.0)),
+        (_sums(1.0), _sums(math.inf)),
+        (_sums(1.0), _sums(-1.0)),
+        (_sums(1.0, count=10), _sums(1.0, count=11)),
+    ],
+)
+def test_dynamic_refuses_bad_evaluations(
+    before: MetricSums | None, after: MetricSums | None
+):
+    """Missing, empty, not finite, negative, or of other data."""
+    with pytest.raises(InvalidUpdate, match="site 'site'"):
+        weight_of("dynamic")(_update(before=before, after=after))
+
+
+def test_unknown_rule_is_an_error():
+    """A job cannot get here with one."""
+    with pytest.raises(KeyError):
+        weight_of("loudest")

@@ -1,0 +1,400 @@
+"""Reading what data sources return, and the sources out of the box."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
+
+from clients.data import (
+    Examples,
+    as_dataset,
+    breast_cancer,
+    digits,
+    load,
+    text_folder,
+    unigram_entropy,
+)
+from federation.errors import JobError, SiteError
+
+
+class Squares:
+    """A map-style dataset that inherits nothing."""
+
+    def __init__(self, size: int = 6, targets: object = None) -> None:
+        self.size = size
+        if targets is not None:
+            self.targets = targets
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> object:
+        return np.full(3, index, np.float64), index % 2
+
+
+class OneItem:
+    """A map-style dataset of one given item."""
+
+    def __init__(self, item: object) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> object:
+        return self.item
+
+
+def read(obj: object):
+    return as_dataset(obj, name="train of x:y")
+
+
+INPUTS = np.arange(12.0).reshape(6, 2)
+CLASSES = np.array([0, 1, 0, 1, 0, 1], dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        Examples(inputs=INPUTS, targets=CLASSES),
+        (INPUTS, CLASSES),
+        (torch.from_numpy(INPUTS), torch.from_numpy(CLASSES)),
+        (torch.from_numpy(INPUTS).bfloat16(), CLASSES),
+        (INPUTS.astype(np.float16), CLASSES),
+        TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(CLASSES)),
+        list(zip(INPUTS, CLASSES.tolist(), strict=True)),
+    ],
+    ids=["examples", "numpy", "torch", "bfloat16", "float16", "tensors", "list"],
+)
+def test_forms_of_data_read_alike(obj: object):
+    """Whatever holds the examples, batches are float32 inputs and int64 classes."""
+    dataset = read(obj)
+    inputs, targets = dataset.batch(np.array([4, 1]))
+    assert len(dataset) == 6
+    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
+    assert inputs.tolist() == [[8.0, 9.0], [2.0, 3.0]]
+    assert targets.tolist() == [0, 1]
+
+
+def test_tokens_become_int64_in_the_batch():
+    """Byte windows stay bytes until a model needs them; they have no targets."""
+    windows = np.full((4, 9), 200, np.uint8)
+    inputs, targets = read((windows, None)).batch(np.arange(2))
+    assert inputs.dtype == torch.int64
+    assert inputs.shape == (2, 9)
+    assert targets is None
+
+
+def test_real_targets_become_float32():
+    """Targets that are not classes are float32 and give no labels."""
+    dataset = read((INPUTS, INPUTS[:, 0]))
+    assert dataset.batch(np.array([1]))[1].dtype == torch.float32
+    assert dataset.labels() is None
+
+
+@pytest.mark.parametrize("booleans", [CLASSES > 0, torch.from_numpy(CLASSES > 0)])
+def test_boolean_targets_are_classes(booleans: object):
+    """True and false are the classes 1 and 0."""
+    dataset = read((INPUTS, booleans))
+    assert dataset.batch(np.arange(6))[1].tolist() == CLASSES.tolist()
+    assert dataset.labels().tolist() == CLASSES.tolist()
+
+
+def test_boolean_items_of_map_style_datasets():
+    """Boolean features become float32 and boolean targets int64 there too."""
+    items = [(torch.ones(1, dtype=torch.bool), CLASSES[1] > 0)] * 2
+    inputs, targets = read(items).batch(np.arange(2))
+    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
+
+
+def test_batches_are_fresh_memory():
+    """Writing to a batch leaves the data as it was, read-only data included."""
+    locked = INPUTS.astype(np.float32)
+    locked.flags.writeable = False
+    dataset = read((locked, None))
+    dataset.batch(np.arange(3))[0].zero_()
+    assert dataset.batch(np.array([1]))[0].tolist() == [[2.0, 3.0]]
+
+
+@pytest.mark.parametrize("obj", [(INPUTS, CLASSES), Squares(targets=CLASSES)])
+def test_subsets_compose(obj: object):
+    """A subset of a subset counts in the subset's own indices."""
+    whole = read(obj)
+    part = whole.subset(np.array([5, 3, 0])).subset(np.array([2, 0]))
+    assert len(part) == 2
+    assert part.labels().tolist() == [0, 1]
+    expected, _ = whole.batch(np.array([0, 5]))
+    assert torch.equal(expected, part.batch(np.array([0, 1]))[0])
+
+
+def test_groups_follow_subsets():
+    """Groups are those of the subset's examples; names stay."""
+    examples = Examples(
+        inputs=INPUTS, groups=np.array([0, 0, 1, 1, 2, 2]), group_names=("a", "b", "c")
+    )
+    part = read(examples).subset(np.array([5, 2]))
+    assert part.groups.tolist() == [2, 1]
+    assert part.group_names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ([0, 1, 0, 1, 0, 1], [0, 1, 0, 1, 0, 1]),
+        (torch.tensor([2] * 6), [2] * 6),
+        ([[0], [1, 2]], None),
+        (["cat"] * 6, None),
+        ([0, 1], None),
+        (None, None),
+    ],
+)
+def test_labels_of_map_style_datasets(targets: object, expected: object):
+    """Classes come from an attribute ``targets``, if it holds one per example."""
+    labels = read(Squares(targets=targets)).labels()
+    assert expected == (None if labels is None else labels.tolist())
+
+
+@pytest.mark.parametrize(
+    ("obj", "message"),
+    [
+        (INPUTS, r"is ndarray\[6, 2\]: expected"),
+        (None, "is None: expected"),
+        ({"x": INPUTS}, "is a dict: expected"),
+        (iter([]), "is a list_iterator: expected"),
+        ((INPUTS,), "tuple of 1 things"),
+        ((INPUTS.tolist(), CLASSES), r"is \(list of length 6, ndarray\[6\]\)"),
+        ((INPUTS, CLASSES.tolist()), r"is \(ndarray\[6, 2\], list of length 6\)"),
+        ((INPUTS, CLASSES[:5]), "there are 6 inputs and 5 targets"),
+        ((INPUTS, np.array(["a"] * 6)), "targets must be an array of numbers"),
+        ((np.array(1.0), None), "inputs must be an array of numbers"),
+        ((INPUTS[:0], None), "has no example"),
+        ([], "has no example"),
+        ([INPUTS], r"items of train of x:y are ndarray\[6, 2\]"),
+        (OneItem({"x": 1}), "items of train of x:y are a dict"),
+        (OneItem((object(), 1)), "cannot be stacked"),
+        (OneItem(("text", 1)), r"are \(a str, a int\)"),
+        (OneItem((None, None)), r"are \(None, None\)"),
+    ],
+)
+def test_wrong_data_is_explained(obj: object, message: str):
+    """The message says what came and what was expected."""
+    with pytest.raises(SiteError, match=message) as caught:
+        read(obj)
+    assert "train of x:y" in str(caught.value)
+
+
+def test_items_without_targets():
+    """Items of language models are windows with None as target."""
+    inputs, targets = read([(np.arange(3), None)] * 2).batch(np.arange(2))
+    assert inputs.dtype == torch.int64
+    assert targets is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "names", "message"),
+    [
+        (np.zeros(5, int), ("a",), "6 inputs and 5 groups"),
+        (np.ones(6, int), ("a",), "indices into the 1 group_names"),
+        (np.zeros(6), ("a",), "groups must be integers"),
+    ],
+)
+def test_examples_check_their_groups(
+    groups: NDArray[Any], names: tuple[str, ...], message: str
+):
+    """Groups are one index per example into the names."""
+    with pytest.raises(ValueError, match=message):
+        Examples(inputs=INPUTS, groups=groups, group_names=names)
+
+
+def test_load_calls_the_source():
+    """A source is found by name, called with its options, and read."""
+    train, held_out = load("clients.data:digits", {"held_out_fraction": 0.5})
+    assert abs(len(train) - len(held_out)) <= 10
+
+
+def test_load_names_the_key():
+    """A wrong option is reported under the key that holds it."""
+    with pytest.raises(JobError, match=r"sites\[1\].data.options.*'fraction'"):
+        load("clients.data:digits", {"fraction": 0.5}, key="sites[1].data")
+
+
+@pytest.mark.parametrize(
+    "source", [lambda: (INPUTS, CLASSES, 1), lambda: None, lambda: (INPUTS, CLASSES)]
+)
+def test_load_needs_two_datasets(
+    source: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """A source that returns something else than two datasets is refused."""
+    monkeypatch.setattr("clients.data.digits", source)
+    with pytest.raises(SiteError, match=r"clients.data:digits.*expected"):
+        load("clients.data:digits", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "shape"), [(digits, (1, 8, 8)), (breast_cancer, (30,))]
+)
+def test_bundled_data_is_split_by_class(
+    source: Callable[..., Any], shape: tuple[int, ...]
+):
+    """Every class holds out its fifth; the split depends on the seed alone."""
+    train, held_out = source()
+    assert train.inputs.shape[1:] == shape
+    assert train.inputs.dtype == np.float32
+    both = np.bincount(train.targets) + np.bincount(held_out.targets)
+    expected = np.round(0.2 * both).astype(int)
+    assert expected.tolist() == np.bincount(held_out.targets).tolist()
+    np.testing.assert_array_equal(held_out.inputs, source()[1].inputs)
+    assert not np.array_equal(held_out.inputs, source(seed=1)[1].inputs)
+
+
+def test_digits_are_scaled():
+    """Pixels run from 0 to 1."""
+    inputs = digits()[0].inputs
+    assert (inputs.min(), inputs.max()) == (0, 1)
+
+
+def test_breast_cancer_is_standardised_by_its_training_part():
+    """Training measurements have mean 0 and deviation 1."""
+    inputs = breast_cancer()[0].inputs
+    np.testing.assert_allclose(inputs.mean(axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(inputs.std(axis=0), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("source", [digits, text_folder])
+@pytest.mark.parametrize("fraction", [0, 1, -0.5])
+def test_held_out_fraction_is_checked(source: Callable[..., Any], fraction: float):
+    """Both sides need examples."""
+    with pytest.raises(SiteError, match="between 0 and 1"):
+        source(held_out_fraction=fraction)
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    """Three groups: twenty files of 50 bytes each, and files that do not count."""
+    letters = {"a": b"a", "b/deep": b"b", ".": b"t"}
+    for place, letter in letters.items():
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        for i in range(20):
+            (tmp_path / place / f"file{i}.txt").write_bytes(letter * 49 + b"%c" % i)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "x.txt").write_bytes(b"!" * 99)
+    (tmp_path / ".x.txt").write_bytes(b"!" * 99)
+    (tmp_path / "a" / "x.md").write_bytes(b"!" * 99)
+    return tmp_path
+
+
+def test_text_folder_groups_by_first_folder(folder: Path):
+    """Groups are the first parts of the paths, and hold only their own text."""
+    train, held_out = text_folder(str(folder), "*.txt", 24)
+    assert train.group_names == held_out.group_names == ("(top level)", "a", "b")
+    for side, num_bytes in ((train, 900), (held_out, 100)):
+        assert np.bincount(side.groups).tolist() == [(num_bytes - 1) // 24] * 3
+        letters = side.inputs[np.arange(len(side.inputs)), 0]
+        assert set(letters[side.groups == 2].tolist()) == {ord("b")}
+
+
+def test_text_windows_overlap_by_one_byte(tmp_path: Path):
+    """Every byte but the first is a target exactly once."""
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_bytes(bytes(range(32)))
+    train, _ = text_folder(str(tmp_path), "*.txt", 5)
+    targets = train.inputs[:, 1:].flatten()
+    assert train.inputs.dtype == np.uint8
+    assert targets.tolist() == list(range(1, 31))
+    assert train.inputs[1:, 0].tolist() == train.inputs[:-1, -1].tolist()
+
+
+def test_text_is_held_out_by_whole_files(folder: Path):
+    """No file has bytes on both sides: each file's last byte marks it."""
+    train, held_out = text_folder(str(folder), "*.txt", 24)
+    for group in range(3):
+        marks = [
+            {b for b in side.inputs[side.groups == group].flatten() if b < 20}
+            for side in (train, held_out)
+        ]
+        assert marks[1]
+        assert not marks[0] & marks[1]
+
+
+def test_text_split_depends_on_paths_and_seed_alone(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    """A copy of the folder elsewhere is split alike, another seed otherwise."""
+    copy = tmp_path_factory.mktemp("copy")
+    for file in sorted(folder.rglob("*.txt"), reverse=True):
+        target = copy / file.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
+    first, second = (text_folder(str(f), "*.txt", 24) for f in (folder, copy))
+    np.testing.assert_array_equal(first[1].inputs, second[1].inputs)
+    other = text_folder(str(folder), "*.txt", 24, seed=1)
+    assert not np.array_equal(first[1].inputs, other[1].inputs)
+
+
+def test_max_bytes_bounds_what_is_read(folder: Path):
+    """Files are left out until the rest fits."""
+    train, held_out = text_folder(
+        str(folder), "*.txt", 24, max_bytes=1000, held_out_fraction=0.3
+    )
+    windows = len(train.inputs) + len(held_out.inputs)
+    assert 800 <= windows * 24 <= 1000
+
+
+def test_group_of_one_file_only_trains(folder: Path):
+    """A single file is not cut in two; it is held out nowhere."""
+    (folder / "single").mkdir()
+    (folder / "single" / "only.txt").write_bytes(b"s" * 500)
+    train, held_out = text_folder(str(folder), "*.txt", 24)
+    assert train.group_names == held_out.group_names
+    last = train.group_names.index("single")
+    assert last in train.groups
+    assert last not in held_out.groups
+
+
+def test_group_of_two_unequal_files_holds_the_smaller_out(tmp_path: Path):
+    """Where the wanted share is less than any file, the smallest is held out."""
+    (tmp_path / "large.txt").write_bytes(b"l" * 500)
+    (tmp_path / "small.txt").write_bytes(b"s" * 50)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    train, held_out = text_folder(str(tmp_path), "*.txt", 24)
+    assert set(train.inputs.flatten().tolist()) == {ord("l")}
+    assert set(held_out.inputs.flatten().tolist()) == {ord("s")}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "no/such/folder"}, "no folder 'no/such/folder'"),
+        ({"pattern": "*.none"}, "too little text"),
+        ({"context": 5000}, "too little text"),
+        ({"context": 0}, "context is 0"),
+        ({"max_bytes": 0}, "too little text"),
+    ],
+)
+def test_text_that_cannot_be_read_is_explained(
+    folder: Path, options: dict[str, Any], message: str
+):
+    """A wrong folder, pattern or size is answered with what was missing."""
+    with pytest.raises(SiteError, match=message):
+        text_folder(**{"path": str(folder), "pattern": "*.txt", **options})
+
+
+def test_standard_library_is_a_corpus():
+    """By default the running Python's own library is read, in many groups."""
+    train, held_out = load("clients.data:text_folder", {"max_bytes": 2_000_000})
+    assert 1_500_000 < 128 * (len(train) + len(held_out)) <= 2_000_000
+    assert len(train.group_names) >= 8
+    assert not {"site-packages", "test", "tests"} & set(train.group_names)
+    assert 0.05 < len(held_out) / (len(train) + len(held_out)) < 0.15
+
+
+def test_unigram_entropy():
+    """Half a's and a quarter each of b's and c's have 1.5 bits."""
+    windows = np.frombuffer(b"aabcaabc" * 5000, np.uint8).reshape(-1, 4)
+    entropy = unigram_entropy(read((windows, None)))
+    assert entropy == pytest.approx(1.5 * np.log(2))

@@ -1,0 +1,158 @@
+"""Reference models."""
+
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - its usual name.
+
+from clients import models
+from clients.data import load
+
+
+def num_parameters(model: nn.Module):
+    return sum(p.numel() for p in model.parameters())
+
+
+def size_rows():
+    """Rows of the table in the docstring of ``gpt``."""
+    rows = re.findall(r"^ +(\d+[MB]) +([\d, ]+)$", models.gpt.__doc__, re.MULTILINE)
+    return [(size, [int(n.replace(",", "")) for n in r.split()]) for size, r in rows]
+
+
+@pytest.mark.parametrize(("size", "row"), size_rows())
+def test_gpt_sizes_are_as_documented(size: str, row: list[int]):
+    """Each row of the table gives its parameter count, near its nominal size."""
+    *options, expected = row
+    with torch.device("meta"):
+        actual = num_parameters(models.gpt(*options))
+    nominal = int(size[:-1]) * {"M": 10**6, "B": 10**9}[size[-1]]
+    assert expected == actual
+    assert 0.8 < actual / nominal < 1.1
+
+
+def test_size_table_is_read():
+    """The table has the five sizes, so the test above tests something."""
+    assert [size for size, _ in size_rows()] == ["1M", "10M", "125M", "350M", "1B"]
+
+
+@pytest.fixture
+def tokens():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 64, (3, 16), generator=generator)
+
+
+def small_gpt(norm: str = "rmsnorm"):
+    torch.manual_seed(0)
+    return models.gpt(64, 16, layers=2, heads=2, width=32, norm=norm)
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_gpt_is_causal(norm: str, tokens: torch.Tensor):
+    """Logits do not depend on later tokens, and do on the token itself."""
+    model, changed = small_gpt(norm), tokens.clone()
+    changed[:, 9] = (tokens[:, 9] + 1) % 64
+    before, after = model(tokens), model(changed)
+    assert before.shape == (3, 16, 64)
+    torch.testing.assert_close(after[:, :9], before[:, :9])
+    assert not torch.allclose(after[:, 9:], before[:, 9:])
+
+
+def test_gpt_starts_without_preference(tokens: torch.Tensor):
+    """The first loss is about that of guessing every token alike."""
+    logits = small_gpt()(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(np.log(64), abs=0.1)
+
+
+def test_gpt_residual_outputs_start_smaller_with_depth():
+    """Matrices into the residual stream are scaled by the root of their number."""
+    torch.manual_seed(0)
+    model = models.gpt(64, 16, layers=8, heads=2, width=128)
+    block = model.blocks[0]
+    assert block.mlp.wide.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert block.mlp.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+
+
+def test_gpt_reads_short_and_refuses_long_input(tokens: torch.Tensor):
+    """Fewer tokens than the context are fine, more are refused."""
+    model = small_gpt()
+    assert model(tokens[:, :5]).shape == (3, 5, 64)
+    with pytest.raises(ValueError, match="32 tokens"):
+        model(torch.cat([tokens, tokens], dim=1))
+
+
+def test_gpt_state_holds_each_parameter_once():
+    """Tied embeddings are one tensor of the state, and there are no buffers."""
+    model = small_gpt()
+    assert sum(t.numel() for t in model.state_dict().values()) == num_parameters(model)
+
+
+def test_gpt_options_are_checked():
+    """Options that cannot work are refused by name."""
+    with pytest.raises(ValueError, match="0 layers"):
+        models.gpt(layers=0)
+    with pytest.raises(ValueError, match="3 heads"):
+        models.gpt(width=32, heads=3)
+    with pytest.raises(ValueError, match="'batchnorm' is unknown"):
+        models.gpt(norm="batchnorm")
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "expected"),
+    [
+        (lambda: models.digits_cnn(classes=7, width=4), (5, 1, 8, 8), (5, 7)),
+        (lambda: models.mlp(64, 3, hidden=[8, 9]), (5, 1, 8, 8), (5, 3)),
+        (lambda: models.mlp(30, 2, hidden=()), (5, 30), (5, 2)),
+        (lambda: models.logistic_regression(30, 2), (5, 30), (5, 2)),
+    ],
+)
+def test_classifiers_map_examples_to_classes(
+    model: Callable[[], nn.Module], inputs: tuple[int, ...], expected: tuple[int, ...]
+):
+    """One row of logits per example."""
+    assert model()(torch.zeros(inputs)).shape == expected
+
+
+def test_logistic_regression_starts_at_zero():
+    """Every parameter of the convex model starts at zero."""
+    assert not any(p.any() for p in models.logistic_regression(3, 2).parameters())
+
+
+def test_forward_draws_nothing():
+    """Models in training mode leave torch's global generator alone."""
+    model, image = small_gpt().train(), torch.zeros(2, 1, 8, 8)
+    cnn = models.digits_cnn().train()
+    before = torch.get_rng_state()
+    model(torch.zeros(2, 4, dtype=torch.int64))
+    cnn(image)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Use one thread: several are slower on models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_digits_cnn_learns_digits():
+    """A few epochs on all the training digits reach 92 % on the held-out ones."""
+    train, held_out = load("clients.data:digits", {})
+    torch.manual_seed(0)
+    rng, model = np.random.default_rng(0), models.digits_cnn(width=16)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    for _ in range(3):
+        for batch in np.array_split(rng.permutation(len(train)), 45):
+            inputs, targets = train.batch(batch)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    inputs, targets = held_out.batch(np.arange(len(held_out)))
+    assert (model(inputs).argmax(1) == targets).float().mean() > 0.92

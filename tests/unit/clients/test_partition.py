@@ -1,0 +1,247 @@
+"""Dealing examples out to sites."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import ArrayLike
+
+from clients.data import Dataset, Examples, as_dataset
+from clients.partition import Parts, count_labels, partition
+from federation.errors import SiteError
+from federation.job import PartitionSpec
+
+
+def dataset(
+    classes: ArrayLike | None = None,
+    groups: ArrayLike | None = None,
+    group_names: tuple[str, ...] = (),
+):
+    """Make a dataset whose only content is its classes or groups."""
+    rows = classes if classes is not None else groups
+    return as_dataset(
+        Examples(
+            inputs=np.zeros((len(rows), 1), np.float32),
+            targets=None if classes is None else np.asarray(classes),
+            groups=None if groups is None else np.asarray(groups),
+            group_names=group_names,
+        ),
+        name="test data",
+    )
+
+
+def balanced(per_class: int, num_classes: int = 4):
+    return dataset(np.repeat(np.arange(num_classes), per_class))
+
+
+def deal(train: Dataset, held_out: Dataset, num_sites: int, seed: int = 0, **spec: Any):
+    return partition(
+        train,
+        held_out,
+        PartitionSpec(**spec),
+        site_names=[f"site-{i}" for i in range(num_sites)],
+        rng=np.random.default_rng(seed),
+    )
+
+
+def sizes(parts: Parts):
+    return np.array([[len(train), len(held_out)] for train, held_out in parts])
+
+
+KINDS = st.sampled_from(
+    [
+        {"kind": "iid"},
+        {"kind": "stratified"},
+        {"kind": "dirichlet", "alpha": 1.0},
+        {"kind": "dirichlet", "alpha": 100.0},
+    ]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    spec=KINDS,
+    num_sites=st.integers(1, 5),
+    per_class=st.integers(20, 40),
+    seed=st.integers(0, 2**32),
+)
+def test_every_example_is_dealt_once(
+    spec: Any, num_sites: int, per_class: int, seed: int
+):
+    """Training and held-out indices are each dealt out exactly once, in order."""
+    train, held_out = balanced(per_class), balanced(10)
+    parts = deal(train, held_out, num_sites, seed, **spec)
+    for side, data in enumerate((train, held_out)):
+        dealt = [part[side] for part in parts]
+        assert list(range(len(data))) == sorted(np.concatenate(dealt).tolist())
+        assert all((np.diff(indices) > 0).all() for indices in dealt)
+
+
+@settings(deadline=None, max_examples=40)
+@given(spec=KINDS, seed=st.integers(0, 2**32))
+def test_result_depends_on_the_generator_alone(spec: Any, seed: int):
+    """The same seed deals the same examples to the same sites."""
+    first, again = (deal(balanced(30), balanced(10), 3, seed, **spec) for _ in "ab")
+    for mine, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(mine[0], other[0])
+        np.testing.assert_array_equal(mine[1], other[1])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kind=st.sampled_from(["iid", "stratified"]),
+    num_sites=st.integers(1, 7),
+    classes=st.lists(st.integers(0, 3), min_size=7, max_size=60),
+)
+def test_iid_and_stratified_are_balanced(kind: str, num_sites: int, classes: list[int]):
+    """No site has two examples more than another, on either side."""
+    data = dataset(classes)
+    spread = np.ptp(sizes(deal(data, data, num_sites, kind=kind)), axis=0)
+    assert spread.max() <= 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    num_sites=st.integers(1, 7),
+    classes=st.lists(st.integers(0, 3), min_size=7, max_size=60),
+)
+def test_stratified_balances_each_class(num_sites: int, classes: list[int]):
+    """No site has two examples of a class more than another."""
+    data, labels = dataset(classes), np.asarray(classes)
+    parts = deal(data, data, num_sites, kind="stratified")
+    counts = [np.bincount(labels[train], minlength=4) for train, _ in parts]
+    assert np.ptp(counts, axis=0).max() <= 1
+
+
+def test_seeds_differ():
+    """Another seed deals otherwise."""
+    first, second = (deal(balanced(30), balanced(10), 3, seed) for seed in (0, 1))
+    assert first[0][0].tolist() != second[0][0].tolist()
+
+
+def test_dirichlet_uses_the_same_shares_on_both_sides():
+    """A site's held-out classes are spread like its training classes."""
+    train, held_out = balanced(1000), balanced(500)
+    for mine, held in deal(train, held_out, 3, kind="dirichlet", alpha=0.5):
+        expected = np.bincount(train.labels()[mine], minlength=4) / 1000
+        actual = np.bincount(held_out.labels()[held], minlength=4) / 500
+        np.testing.assert_allclose(actual, expected, atol=0.003)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "low", "high"), [(0.05, 0.3, 0.51), (1000.0, 0.0, 0.03)]
+)
+def test_alpha_sets_how_uneven_dirichlet_is(alpha: float, low: float, high: float):
+    """Small alpha gives each class to few sites, large alpha to all alike.
+
+    The deviation of a class's shares over four sites is at most 0.433 (all at one
+    site) and tends to 0.433 / sqrt(1 + 4 alpha).
+    """
+    train = balanced(1000, num_classes=20)
+    parts = deal(train, train, 4, kind="dirichlet", alpha=alpha)
+    shares = [np.bincount(train.labels()[t], minlength=20) / 1000 for t, _ in parts]
+    assert low <= np.std(shares, axis=0).mean() <= high
+
+
+def test_dirichlet_is_redrawn_for_min_examples():
+    """Every site gets the examples that it must have."""
+    parts = deal(
+        balanced(50), balanced(20), 3, kind="dirichlet", alpha=0.5, min_examples=40
+    )
+    assert sizes(parts)[:, 0].min() >= 40
+
+
+def test_dirichlet_gives_up_with_advice():
+    """A demand that no draw can meet ends with the site's name and a remedy."""
+    with pytest.raises(SiteError, match=r"site 'site-\d'.*100 draws.*raise alpha"):
+        deal(balanced(5), balanced(5), 2, kind="dirichlet", min_examples=11)
+
+
+@pytest.mark.parametrize("kind", ["stratified", "dirichlet"])
+def test_classes_are_needed(kind: str):
+    """Kinds that go by class refuse data without classes."""
+    data = dataset(groups=[0, 1], group_names=("a", "b"))
+    with pytest.raises(SiteError, match="no integer targets"):
+        deal(data, data, 2, kind=kind)
+
+
+def test_site_without_training_example_is_refused():
+    """More sites than examples leaves a site empty, which is named."""
+    with pytest.raises(SiteError, match="'site-2' gets 0 training examples"):
+        deal(dataset([0, 1]), balanced(5), 3)
+
+
+def test_site_without_held_out_example_is_refused():
+    """More sites than held-out examples is refused too."""
+    with pytest.raises(SiteError, match="'site-2' gets no held-out example"):
+        deal(balanced(5), dataset([0, 1]), 3)
+
+
+def grouped(counts: list[int]):
+    names = tuple(f"group-{i}" for i in range(len(counts)))
+    return dataset(groups=np.repeat(np.arange(len(counts)), counts), group_names=names)
+
+
+@settings(deadline=None, max_examples=40)
+@given(num_sites=st.integers(1, 4), counts=st.lists(st.integers(1, 9), min_size=4))
+def test_groups_stay_whole_and_sites_near_equal(num_sites: int, counts: list[int]):
+    """A group lives at one site, and sites differ by one group at most."""
+    train = grouped(counts)
+    held_out = grouped([1] * len(counts))
+    parts = deal(train, held_out, num_sites, kind="by_group")
+    of_site = [set(train.groups[mine].tolist()) for mine, _ in parts]
+    assert len(counts) == sum(len(groups) for groups in of_site)
+    assert of_site == [set(held_out.groups[held].tolist()) for _, held in parts]
+    assert np.ptp(sizes(parts)[:, 0]) <= max(counts)
+
+
+def test_groups_without_held_out_data_share_a_site():
+    """A group that held nothing out joins one that did, where that is possible."""
+    train, held_out = grouped([9, 5, 4]), grouped([0, 1, 1])
+    parts = deal(train, held_out, 2, kind="by_group")
+    assert sizes(parts)[:, 1].tolist() == [1, 1]
+
+
+def test_groups_are_needed():
+    """Data without groups cannot be dealt by group."""
+    with pytest.raises(SiteError, match="the data has none"):
+        deal(balanced(2), balanced(2), 2, kind="by_group")
+
+
+def test_too_few_groups():
+    """Three sites cannot share two groups."""
+    with pytest.raises(SiteError, match=r"2 groups .* 3 sites"):
+        deal(grouped([4, 4]), grouped([1, 1]), 3, kind="by_group")
+
+
+def test_group_names_must_agree():
+    """Both sides must number their groups alike."""
+    with pytest.raises(SiteError, match="different groups"):
+        deal(grouped([4, 4]), grouped([1, 1, 1]), 2, kind="by_group")
+
+
+def test_classes_are_counted():
+    """Counts run over every class that any site holds."""
+    counts = count_labels([dataset([0, 0, 7]), dataset([7])])
+    assert counts.kind == "class"
+    assert counts.labels == ("0", "7")
+    assert counts.by_site == ((2, 1), (0, 1))
+
+
+def test_groups_are_counted_by_name():
+    """Sites with group lists of their own are counted by the groups' names."""
+    first = dataset(groups=[0, 0, 1], group_names=("b", "a"))
+    second = dataset(groups=[1], group_names=("x", "b"))
+    counts = count_labels([first, second])
+    assert counts.kind == "group"
+    assert counts.labels == ("a", "b")
+    assert counts.by_site == ((1, 2), (0, 1))
+
+
+def test_nothing_to_count():
+    """Data with neither classes nor groups gives no counts."""
+    plain = as_dataset((np.zeros((3, 1)), None), name="plain")
+    counts = count_labels([plain, plain])
+    assert (counts.kind, counts.labels, counts.by_site) == ("", (), ((), ()))

@@ -1,0 +1,174 @@
+"""A model as one flat vector, and the layout that says what lies where."""
+
+import hashlib
+import json
+import math
+
+import numpy as np
+import pytest
+
+from federation import vectors
+from federation.errors import LayoutMismatch
+from federation.vectors import Layout, Role
+
+TENSORS = [
+    ("conv.weight", (2, 3), "float32", Role.PARAMETER),
+    ("steps", (), "int64", Role.MAX),
+    ("norm.mean", (4,), "bfloat16", Role.BUFFER),
+    ("table", (2, 2), "int32", Role.FROM_SERVER),
+    ("mask", (3,), "bool", Role.KEEP),
+]
+LAYOUT = Layout.build(TENSORS)
+
+
+def test_offsets_follow_the_models_order():
+    """Floats and integers are laid out one after another, each in its vector."""
+    assert [t.offset for t in LAYOUT.tensors] == [0, 0, 6, 1, 5]
+
+
+def test_lengths_are_those_of_the_two_vectors():
+    """A scalar counts as one value."""
+    assert (LAYOUT.size, LAYOUT.num_integers) == (10, 8)
+
+
+def test_float_views_share_the_vectors_memory():
+    """Writing to a tensor's view writes to the model."""
+    vector_d = np.zeros(LAYOUT.size, dtype=np.float32)
+    for number, (_, view) in enumerate(LAYOUT.float_views(vector_d), start=1):
+        view[...] = number
+    assert vector_d.tolist() == [1] * 6 + [2] * 4
+
+
+def test_float_views_have_the_tensors_shapes():
+    """The views name their tensors, in the model's order."""
+    views = LAYOUT.float_views(np.zeros(LAYOUT.size, dtype=np.float32))
+    shapes = {spec.name: view.shape for spec, view in views}
+    assert shapes == {"conv.weight": (2, 3), "norm.mean": (4,)}
+
+
+def test_integer_views_have_the_tensors_shapes():
+    """A scalar's view has no dimension and the right value."""
+    vector_m = np.arange(LAYOUT.num_integers, dtype=np.int64)
+    views = {spec.name: view for spec, view in LAYOUT.integer_views(vector_m)}
+    assert list(views) == ["steps", "table", "mask"]
+    assert views["steps"].shape == ()
+    assert views["table"].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [(Role.MAX, [0]), (Role.FROM_SERVER, [1, 2, 3, 4]), (Role.KEEP, [5, 6, 7])],
+)
+def test_integer_mask_marks_one_role(role: Role, expected: list[int]):
+    """A mask holds the positions of its role and no other."""
+    assert np.flatnonzero(LAYOUT.integer_mask(role)).tolist() == expected
+
+
+def test_digest_is_of_names_shapes_types_and_roles():
+    """Any language can compute it: SHA-256 of a JSON list of rows."""
+    rows = [
+        [name, list(shape), dtype, str(role)] for name, shape, dtype, role in TENSORS
+    ]
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest() == LAYOUT.digest
+
+
+def test_same_layout_passes():
+    """Two parties that built the same model agree."""
+    LAYOUT.check_same(Layout.build(TENSORS), whose="site a")
+
+
+@pytest.mark.parametrize(
+    ("position", "tensor"),
+    [
+        (0, ("conv.weight", (3, 2), "float32", Role.PARAMETER)),
+        (2, ("norm.mean", (4,), "float32", Role.BUFFER)),
+        (4, ("mask", (3,), "bool", Role.MAX)),
+        (4, ("other", (3,), "bool", Role.KEEP)),
+    ],
+)
+def test_other_tensor_is_named(
+    position: int, tensor: tuple[str, tuple[int, ...], str, Role]
+):
+    """The message names the first tensor that differs and who holds it."""
+    other = Layout.build([*TENSORS[:position], tensor, *TENSORS[position + 1 :]])
+    match = rf"site a holds another model: tensor '{TENSORS[position][0]}'"
+    with pytest.raises(LayoutMismatch, match=match):
+        LAYOUT.check_same(other, whose="site a")
+
+
+def test_additional_tensor_is_named():
+    """A tensor that only the other side has is missing in this run."""
+    other = Layout.build([*TENSORS, ("extra", (1,), "float32", Role.BUFFER)])
+    with pytest.raises(LayoutMismatch, match=r"'extra'.*missing in this run"):
+        LAYOUT.check_same(other, whose="site a")
+
+
+def test_other_order_is_a_mismatch():
+    """The same tensors elsewhere in the vector are another model."""
+    with pytest.raises(LayoutMismatch, match="in another order"):
+        LAYOUT.check_same(Layout.build(TENSORS[::-1]), whose="site a")
+
+
+def test_repeated_name_is_refused():
+    """Two tensors of one name cannot be told apart."""
+    with pytest.raises(LayoutMismatch, match=r"two tensors.*conv\.weight"):
+        Layout.build([TENSORS[0], TENSORS[0]])
+
+
+@pytest.mark.parametrize("tensors", [[], TENSORS[1:2]])
+def test_model_without_floats_is_refused(
+    tensors: list[tuple[str, tuple[int, ...], str, Role]],
+):
+    """There is nothing to train in it."""
+    with pytest.raises(LayoutMismatch, match="no floating-point tensor"):
+        Layout.build(tensors)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, []), (3, [3]), (4, [4]), (9, [4, 4, 1])]
+)
+def test_chunks_cover_the_range_once(size: int, expected: list[int]):
+    """Slices follow one another, and only the last is shorter."""
+    pieces = list(vectors.chunks(size, 4))
+    assert [p.stop - p.start for p in pieces] == expected
+    assert [i for p in pieces for i in range(p.start, p.stop)] == list(range(size))
+
+
+def test_norm_is_accumulated_in_double_precision():
+    """Many small squares beside a large one are not lost."""
+    vector_d = np.full(3 * vectors.CHUNK_VALUES + 5, 1e-3, dtype=np.float32)
+    vector_d[0] = 1e4
+    expected = math.sqrt(math.fsum(float(x) ** 2 for x in vector_d))
+    assert vectors.norm(vector_d) == pytest.approx(expected, rel=1e-12)
+
+
+def test_norm_beyond_single_precision_is_finite():
+    """Squares of float32 values do not overflow."""
+    vector_d = np.full(4, 3e38, dtype=np.float32)
+    assert vectors.norm(vector_d) == pytest.approx(6e38, rel=1e-6)
+
+
+def test_norm_of_nothing_is_zero():
+    """An empty vector has a norm."""
+    assert vectors.norm(np.empty(0, dtype=np.float32)) == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, vectors.CHUNK_VALUES + 1, -1])
+def test_one_bad_value_is_found(value: float, position: int):
+    """Wherever it lies, a value that is not finite is noticed."""
+    vector_d = np.ones(2 * vectors.CHUNK_VALUES + 3, dtype=np.float32)
+    vector_d[position] = value
+    assert not vectors.is_finite(vector_d)
+    assert not math.isfinite(vectors.norm(vector_d))
+
+
+def test_opposite_infinities_do_not_hide_each_other():
+    """They are not finite even if a sum could cancel them."""
+    assert not vectors.is_finite(np.array([np.inf, -np.inf], dtype=np.float32))
+
+
+def test_huge_values_are_finite():
+    """Values whose sum or squares overflow are finite numbers all the same."""
+    assert vectors.is_finite(np.full(9, 3e38, dtype=np.float32))
+    assert vectors.is_finite(np.empty(0, dtype=np.float32))

@@ -1,0 +1,390 @@
+"""What the wire promises about well-formed and about hostile bytes."""
+
+import hashlib
+import json
+import math
+import struct
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from federation import wire
+from federation.errors import WireError
+from federation.messages import (
+    FailureKind,
+    MetricSums,
+    Phase,
+    RoundTask,
+    SiteEvaluation,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+
+ABOUT = {"run_id": "run-1", "round_index": 2, "site": "site-a"}
+SUMS = MetricSums(count=10, loss_sum=2.5, correct=7)
+TASK = RoundTask(
+    **ABOUT,
+    kind=TaskKind.TRAIN,
+    layout_digest="ab" * 32,
+    weights_d=np.arange(5, dtype=np.float32),
+    integers_m=np.array([3, -4], dtype=np.int64),
+    evaluate=True,
+    evaluate_after=False,
+)
+UPDATE = SiteUpdate(
+    **ABOUT,
+    layout_digest="ab" * 32,
+    delta_d=np.array([1, np.nan, np.inf], dtype=np.float32),
+    integers_m=np.array([9], dtype=np.int64),
+    num_examples=100,
+    num_steps=4,
+    training=SUMS,
+    evaluation=None,
+    evaluation_after=SUMS,
+    phases=(Phase(name="train", start_seconds=0.0, seconds=1.5),),
+)
+EVALUATION = SiteEvaluation(**ABOUT, evaluation=SUMS, phases=())
+FAILURE = SiteFailure(**ABOUT, kind=FailureKind.BUSY, message="still on round 1")
+MESSAGES = [TASK, UPDATE, EVALUATION, FAILURE]
+
+
+def frame(
+    header: Any,
+    payload: bytes = b"",
+    *,
+    kind: int = 1,
+    version: int = 1,
+    magic: bytes = b"crossfed",
+    pad: bytes = b" ",
+):
+    """Build a frame whose lengths and digest are right, whatever is in it."""
+    if not isinstance(header, bytes):
+        header = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    header += pad * (-(60 + len(header)) % 64)
+    body = struct.pack("<IIQ", kind, len(header), len(payload)) + header + payload
+    digest = hashlib.sha256(body).digest()
+    return magic + struct.pack("<I", version) + digest + body
+
+
+def parts(message: wire.WireMessage):
+    """Take a message's frame apart: header fields, payload, kind."""
+    data = wire.encode_bytes(message)
+    kind, header_bytes, _ = struct.unpack_from("<IIQ", data, 44)
+    return json.loads(data[60 : 60 + header_bytes]), data[60 + header_bytes :], kind
+
+
+def changed(message: wire.WireMessage, fields: dict[str, Any]):
+    """Frame a message whose header has other fields than it should."""
+    header, payload, kind = parts(message)
+    return frame({**header, **fields}, payload, kind=kind)
+
+
+def refused(data: Any, match: str | None = None):
+    """Assert that the bytes are refused for this reason."""
+    with pytest.raises(WireError, match=match):
+        wire.decode(data)
+
+
+def test_task_survives_the_journey():
+    """Every field of a task arrives as it was sent."""
+    task = wire.decode(wire.encode_bytes(TASK))
+    np.testing.assert_array_equal(TASK.weights_d, task.weights_d)
+    np.testing.assert_array_equal(TASK.integers_m, task.integers_m)
+    blank = {"weights_d": None, "integers_m": None}
+    assert replace(TASK, **blank) == replace(task, **blank)
+
+
+def test_update_survives_the_journey():
+    """Every field of an update arrives, not-a-number inside vectors included."""
+    update = wire.decode(wire.encode_bytes(UPDATE))
+    np.testing.assert_array_equal(UPDATE.delta_d, update.delta_d)
+    np.testing.assert_array_equal(UPDATE.integers_m, update.integers_m)
+    blank = {"delta_d": None, "integers_m": None}
+    assert replace(UPDATE, **blank) == replace(update, **blank)
+
+
+@pytest.mark.parametrize("message", [EVALUATION, FAILURE])
+def test_small_messages_survive_the_journey(message: wire.WireMessage):
+    """Messages without vectors arrive as they were sent."""
+    assert message == wire.decode(wire.encode_bytes(message))
+
+
+def test_loss_that_is_not_a_number_survives():
+    """A diverged site can say so."""
+    sums = replace(SUMS, loss_sum=math.nan)
+    message = wire.decode(wire.encode_bytes(replace(EVALUATION, evaluation=sums)))
+    assert math.isnan(message.evaluation.loss_sum)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_size_is_known_without_encoding(message: wire.WireMessage):
+    """The size that the in-process grid counts is the size on the wire."""
+    assert len(wire.encode_bytes(message)) == wire.encoded_size(message)
+
+
+def test_encode_does_not_copy_the_model():
+    """The pieces of a frame are the caller's own memory."""
+    _, integers, floats = wire.encode(TASK)
+    assert np.shares_memory(np.frombuffer(floats, np.float32), TASK.weights_d)
+    assert np.shares_memory(np.frombuffer(integers, np.int64), TASK.integers_m)
+
+
+def test_strided_vector_is_encoded_by_value():
+    """A view with gaps is written without its gaps."""
+    values = np.arange(10, dtype=np.float32)[::2]
+    task = wire.decode(wire.encode_bytes(replace(TASK, weights_d=values)))
+    np.testing.assert_array_equal(values, task.weights_d)
+
+
+def test_decoded_vectors_are_views():
+    """Decoding a model does not copy it."""
+    data = wire.encode_bytes(TASK)
+    weights_d = wire.decode(data).weights_d
+    assert np.shares_memory(np.frombuffer(data, np.uint8), weights_d)
+
+
+@pytest.mark.parametrize("lead", [0, 1, 4])
+def test_decoded_vectors_are_aligned_and_read_only(lead: int):
+    """Also from the middle of a writable buffer that starts at an odd address."""
+    data = memoryview(bytearray(b"x" * lead + wire.encode_bytes(TASK)))[lead:]
+    task = wire.decode(data)
+    for vector in (task.weights_d, task.integers_m):
+        assert vector.flags.aligned
+        assert not vector.flags.writeable
+    np.testing.assert_array_equal(TASK.integers_m, task.integers_m)
+
+
+def test_empty_vectors_survive():
+    """A model without integers is no special case."""
+    task = replace(TASK, integers_m=np.empty(0, np.int64))
+    assert wire.decode(wire.encode_bytes(task)).integers_m.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [np.zeros(2), np.zeros((2, 2), np.float32), np.zeros(2, np.int32)],
+)
+def test_encoder_refuses_other_vectors(vector: np.ndarray):
+    """Only one-dimensional float32 is a model."""
+    with pytest.raises(WireError, match="not one-dimensional float32"):
+        wire.encode(replace(TASK, weights_d=vector))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"round_index": -1}, {"round_index": True}, {"site": "A"}, {"site": 3}],
+)
+def test_encoder_refuses_what_the_decoder_would(fields: dict[str, Any]):
+    """A mistake shows at its sender, in all three ways of encoding."""
+    message = replace(FAILURE, **fields)
+    for write in (wire.encode, wire.encode_bytes, wire.encoded_size):
+        with pytest.raises(WireError):
+            write(message)
+
+
+def test_failure_text_is_made_to_fit():
+    """Whatever a library says in an error, the failure is delivered."""
+    text = "lost\nconnection \x1b[31m\ud800 " + "x" * 2000
+    message = wire.decode(wire.encode_bytes(replace(FAILURE, message=text))).message
+    assert wire.one_line(text) == message
+    assert message.startswith("lost connection  [31m  xxx")
+    assert len(message) == wire.MAX_TEXT_CHARS
+
+
+def test_largest_header_fits():
+    """No message within the limits of its fields is over the header's limit."""
+    phase = Phase(
+        name="\U0001f4be" * wire.MAX_PHASE_NAME_CHARS,
+        start_seconds=math.ulp(0.0),
+        seconds=1.7976931348623157e308,
+    )
+    message = replace(
+        UPDATE, site="s" * 64, run_id="r" * 64, phases=(phase,) * wire.MAX_PHASES
+    )
+    assert message.phases == wire.decode(wire.encode_bytes(message)).phases
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_every_truncation_is_refused(message: wire.WireMessage):
+    """A frame that ends early is refused wherever it ends."""
+    data = wire.encode_bytes(message)
+    for end in range(len(data)):
+        refused(data[:end], "too few|declares")
+
+
+def test_every_flipped_bit_is_refused():
+    """No single bit of a frame may change unnoticed."""
+    data = bytearray(wire.encode_bytes(FAILURE))
+    for position in range(len(data) * 8):
+        data[position // 8] ^= 1 << position % 8
+        refused(data)
+        data[position // 8] ^= 1 << position % 8
+
+
+def test_trailing_bytes_are_refused():
+    """Two messages are not one."""
+    refused(wire.encode_bytes(FAILURE) + b"\0", "declares")
+
+
+def test_other_version_is_named_before_anything_is_read():
+    """An operator with two releases is told so, whatever else differs."""
+    refused(frame({}, version=2), "format version 2.*same release")
+
+
+def test_other_magic_is_refused():
+    """Something else's bytes are recognised as such."""
+    refused(frame({}, magic=b"PK\3\4....."[:8]), "do not start like")
+
+
+def test_huge_declared_header_is_refused():
+    """A declared length allocates nothing."""
+    data = bytearray(wire.encode_bytes(FAILURE))
+    struct.pack_into("<I", data, 48, 2**32 - 1)
+    refused(data, "at most 65536")
+
+
+def test_huge_declared_payload_is_refused():
+    """A payload of 16 EiB is not there, so nothing is read."""
+    data = bytearray(wire.encode_bytes(FAILURE))
+    struct.pack_into("<Q", data, 52, 2**64 - 1)
+    refused(data, "declares")
+
+
+@pytest.mark.parametrize("name", ["num_floats", "num_integers"])
+@pytest.mark.parametrize("value", [-1, 0, 6, 2**24 + 1, 2**33 + 1, 2**63])
+def test_wrong_number_of_values_is_refused(name: str, value: int):
+    """The header cannot say more, or less, than the payload holds."""
+    refused(changed(TASK, {name: value}), f"{name} is|payload has")
+
+
+@pytest.mark.parametrize("message", [EVALUATION, FAILURE])
+def test_payload_where_none_belongs_is_refused(message: wire.WireMessage):
+    """Small messages have no vectors."""
+    header, _, kind = parts(message)
+    refused(frame(header, b"\0" * 8, kind=kind), "payload has 8 bytes")
+
+
+def test_unknown_kind_is_refused():
+    """There are four kinds of messages."""
+    refused(frame(parts(FAILURE)[0], kind=5), "kind 5 do not exist")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[1]",
+        b"null",
+        b"{",
+        b'{"a":1,"a":1}',
+        b'{"a": 1}',
+        b'{"a":NaN}',
+        b'{"a":Infinity}',
+        b'{"a":1e999}',
+        b'{"a":"\\u0041"}',
+        b'{"b":1,"a":1}',
+        b'{"a":' + b"9" * 5000 + b"}",
+        b"[" * 60_000,
+        b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+        '{"a":1}'.encode("utf-16"),
+    ],
+)
+def test_header_that_is_not_canonical_json_is_refused(header: Any):
+    """There is one spelling of a message, and no JSON bomb goes off."""
+    refused(frame(header, kind=4), "header is not")
+
+
+@pytest.mark.parametrize("pad", [b"\n", b"\t", b"\0"])
+def test_other_padding_is_refused(pad: bytes):
+    """Padding carries nothing."""
+    refused(frame(parts(FAILURE)[0], kind=4, pad=pad), "header is not")
+
+
+def test_longer_padding_is_refused():
+    """Padding is as short as it can be."""
+    header = json.dumps(parts(FAILURE)[0], sort_keys=True, separators=(",", ":"))
+    refused(frame(header.encode() + b" " * 64, kind=4), "canonical")
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_missing_and_unknown_fields_are_refused(message: wire.WireMessage):
+    """The set of fields is exact."""
+    header, payload, kind = parts(message)
+    refused(frame({**header, "more": 1}, payload, kind=kind), "with exactly")
+    for name in header:
+        fewer = {k: v for k, v in header.items() if k != name}
+        refused(frame(fewer, payload, kind=kind), "with exactly")
+
+
+@pytest.mark.parametrize(
+    ("message", "fields", "match"),
+    [
+        (FAILURE, {"round_index": True}, "round_index"),
+        (FAILURE, {"round_index": 1.0}, "round_index"),
+        (FAILURE, {"round_index": "1"}, "round_index"),
+        (FAILURE, {"round_index": 2**53}, "round_index"),
+        (FAILURE, {"site": None}, "site"),
+        (FAILURE, {"site": "../etc"}, "site"),
+        (FAILURE, {"run_id": ""}, "run_id"),
+        (FAILURE, {"run_id": "r" * 65}, "run_id"),
+        (FAILURE, {"kind": "sleepy"}, "kind"),
+        (FAILURE, {"kind": 1}, "kind"),
+        (FAILURE, {"kind": []}, "kind"),
+        (FAILURE, {"message": "two\nlines"}, "message"),
+        (FAILURE, {"message": "\ud800"}, "message"),
+        (FAILURE, {"message": "x" * 1001}, "message"),
+        (FAILURE, {"message": 0}, "message"),
+        (TASK, {"kind": "busy"}, "kind"),
+        (TASK, {"evaluate": 1}, "evaluate"),
+        (TASK, {"evaluate_after": None}, "evaluate_after"),
+        (TASK, {"layout_digest": "AB" * 32}, "layout_digest"),
+        (TASK, {"layout_digest": "ab"}, "layout_digest"),
+        (TASK, {"layout_digest": 5}, "layout_digest"),
+        (UPDATE, {"num_examples": -1}, "num_examples"),
+        (UPDATE, {"num_steps": False}, "num_steps"),
+        (UPDATE, {"training": None}, "exactly"),
+        (UPDATE, {"evaluation": []}, "exactly"),
+        (UPDATE, {"evaluation": {}}, "exactly"),
+        (UPDATE, {"phases": {}}, "phases"),
+        (UPDATE, {"phases": [[]]}, "exactly"),
+        (EVALUATION, {"evaluation": None}, "exactly"),
+    ],
+)
+def test_field_of_wrong_type_or_range_is_refused(
+    message: wire.WireMessage, fields: dict[str, Any], match: str
+):
+    """Each field is of its type and in its range; a bool is no count."""
+    refused(changed(message, fields), match)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [1.5, None, [], "", "x", "1.5", "0x1.8", "0x1p+0", "INF", "-nan", "0x1p99999"],
+)
+def test_float_in_other_spelling_is_refused(text: object):
+    """A fraction is written as float.hex writes it."""
+    sums = {"count": 1, "loss_sum": text, "correct": 0}
+    refused(changed(EVALUATION, {"evaluation": sums}), "loss_sum|header")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
+def test_impossible_duration_is_refused(seconds: float):
+    """A site cannot spoil the timeline of a run."""
+    phase = {"name": "x", "start_seconds": (0.0).hex(), "seconds": seconds.hex()}
+    refused(changed(EVALUATION, {"phases": [phase]}), "finite time")
+
+
+def test_too_many_phases_are_refused():
+    """The list of phases is bounded."""
+    phase = {"name": "", "start_seconds": (0.0).hex(), "seconds": (0.0).hex()}
+    refused(changed(EVALUATION, {"phases": [phase] * 65}), "at most 64")
+
+
+def test_long_phase_name_is_refused():
+    """The name of a phase is bounded."""
+    phase = {"name": "x" * 65, "start_seconds": (0.0).hex(), "seconds": (0.0).hex()}
+    refused(changed(EVALUATION, {"phases": [phase]}), "at most 64")

@@ -1,0 +1,58 @@
+"""The bytes on the wire are those that were published as version 1."""
+
+import hashlib
+import json
+import struct
+
+import numpy as np
+import pytest
+from vectors.generate import WIRE_MESSAGES, WIRE_V1, wire_vectors
+
+from federation import wire
+
+GOLDEN = json.loads(WIRE_V1.read_text(encoding="ascii"))
+KINDS = {"task": 1, "update": 2, "evaluation": 3, "failure": 4}
+
+
+def read(frame: bytes):
+    """Read a frame with the standard library alone, as another language would."""
+    magic, version = struct.unpack_from("<8sI", frame)
+    digest = frame[12:44]
+    kind, header_bytes, payload_bytes = struct.unpack_from("<IIQ", frame, 44)
+    header = json.loads(frame[60 : 60 + header_bytes])
+    payload = frame[60 + header_bytes :]
+    assert (magic, version, len(payload)) == (b"crossfed", 1, payload_bytes)
+    assert digest == hashlib.sha256(frame[44:]).digest()
+    assert (60 + header_bytes) % 64 == 0
+    num_integers = header.get("num_integers", 0)
+    num_floats = header.get("num_floats", 0)
+    values = struct.unpack(f"<{num_integers}q{num_floats}f", payload)
+    return kind, header, values
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_golden_bytes_are_what_the_encoder_makes(name: str):
+    """A message has the same bytes as in the release that froze the format."""
+    assert GOLDEN[name] == wire_vectors()[name]
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_golden_bytes_decode_to_their_message(name: str):
+    """Frames of the release that froze the format are still read."""
+    message = wire.decode(bytes.fromhex(GOLDEN[name]))
+    assert repr(WIRE_MESSAGES[name]) == repr(message)
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_golden_bytes_are_readable_without_crossfed(name: str):
+    """A reader that shares no code with the product finds the same fields."""
+    kind, header, values = read(bytes.fromhex(GOLDEN[name]))
+    message = WIRE_MESSAGES[name]
+    assert (KINDS[name], message.site) == (kind, header["site"])
+    assert message.round_index == header["round_index"]
+    if name == "task":
+        assert values == (-1, 2**40, 1.0, -0.5, 3.25)
+    if name == "update":
+        assert header["training"]["loss_sum"] == "nan"
+        assert header["evaluation"]["loss_sum"] == (12.1).hex()
+        assert np.float32(1e-45) == values[-1]

@@ -1,0 +1,96 @@
+"""Golden bytes: compare them with what the code makes, or write them anew.
+
+``python tests/vectors/generate.py`` compares and exits 1 on a difference;
+``--update-vectors`` writes. A difference means that old and new releases cannot
+talk to each other: raise the format's version, and review the diff.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from federation import wire
+from federation.ids import RunId, SiteId
+from federation.messages import (
+    FailureKind,
+    MetricSums,
+    Phase,
+    RoundTask,
+    SiteEvaluation,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+
+WIRE_V1 = Path(__file__).with_name("wire_v1.json")
+
+_RUN = RunId("20260102-030405-a1b2c3")
+_SITE = SiteId("aws-us-east-1")
+_DIGEST = "0123456789abcdef" * 4
+
+WIRE_MESSAGES: dict[str, wire.WireMessage] = {
+    "task": RoundTask(
+        run_id=_RUN,
+        round_index=3,
+        site=_SITE,
+        kind=TaskKind.TRAIN,
+        layout_digest=_DIGEST,
+        weights_d=np.array([1.0, -0.5, 3.25], dtype=np.float32),
+        integers_m=np.array([-1, 2**40], dtype=np.int64),
+        evaluate=True,
+        evaluate_after=False,
+    ),
+    "update": SiteUpdate(
+        run_id=_RUN,
+        round_index=3,
+        site=_SITE,
+        layout_digest=_DIGEST,
+        delta_d=np.array([0.0, float("inf"), -float("inf"), 1e-45], dtype=np.float32),
+        integers_m=np.array([7], dtype=np.int64),
+        num_examples=1234,
+        num_steps=20,
+        training=MetricSums(count=640, loss_sum=float("nan"), correct=320),
+        evaluation=MetricSums(count=100, loss_sum=12.1, correct=99),
+        evaluation_after=None,
+        phases=(Phase(name="train", start_seconds=0.1, seconds=2.5),),
+    ),
+    "evaluation": SiteEvaluation(
+        run_id=_RUN,
+        round_index=4,
+        site=_SITE,
+        evaluation=MetricSums(count=100, loss_sum=-float("inf"), correct=0),
+        phases=(),
+    ),
+    "failure": SiteFailure(
+        run_id=_RUN,
+        round_index=4,
+        site=_SITE,
+        kind=FailureKind.CRASHED,
+        message='RuntimeError: "no space left", 0 °C, \U0001f4be',
+    ),
+}
+
+
+def wire_vectors() -> dict[str, str]:
+    """Make the bytes of each message, in hexadecimal."""
+    return {n: wire.encode_bytes(m).hex() for n, m in WIRE_MESSAGES.items()}
+
+
+def main() -> int:
+    """Compare or write; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--update-vectors", action="store_true")
+    text = json.dumps(wire_vectors(), indent=2) + "\n"
+    if parser.parse_args().update_vectors:
+        WIRE_V1.write_text(text, encoding="ascii")
+        return 0
+    same = WIRE_V1.read_text(encoding="ascii") == text
+    sys.stderr.write(f"{WIRE_V1.name}: {'same' if same else 'DIFFERENT'}\n")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
