@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_site
@@ -30,6 +30,11 @@ POLL_SECONDS = 0.02
 # An answer stays with Flower for this long after its deadline, so that a late one
 # is seen to be late, and then is deleted.
 LATE_SECONDS = 60.0
+# Tasks per shared process that are out at the same time: one waits in the process's
+# queue while it works on another.
+QUEUE = 2
+# Flower's own delays, where nodes share processes.
+GRACE_SECONDS = 2.0
 # Answers that may be held back for one that is due before them.
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
@@ -75,12 +80,12 @@ class FlowerGrid:
         job_text: str,
         clock: Clock,
         ordered: bool = False,
-        max_in_flight: int | None = None,
+        workers: int | None = None,
         connect_seconds: float = CONNECT_SECONDS,
         poll_seconds: float = POLL_SECONDS,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for the nodes and give each site one, in ascending order of their ids.
+        """Give each site a node, in ascending order of their ids, and greet them.
 
         Args:
             api: Flower's own grid.
@@ -90,25 +95,30 @@ class FlowerGrid:
             ordered: Yield replies in the order of the tasks, so that sums of
                 floating-point updates are the same in every run; otherwise as they
                 arrive.
-            max_in_flight: Tasks that are out at the same time; a task's deadline
-                counts from when it goes out. None for all.
+            workers: Processes that the nodes share, as in a simulation: a task's
+                deadline then counts from when a process takes it up. None if every
+                node has a process of its own: it counts from when the task goes out.
             connect_seconds: How long to wait for the nodes.
             poll_seconds: Pause between two looks for replies.
             stopped: Tells that Flower has ended and nothing more will come.
 
         Raises:
-            SiteError: There are too few nodes after ``connect_seconds``.
+            SiteError: There are too few nodes after ``connect_seconds``, or one
+                cannot run a site.
         """
         self._api = api
         self._job_text = job_text
         self._clock = clock
         self._ordered = ordered
-        self._max_in_flight = math.inf if max_in_flight is None else max_in_flight
+        self._workers = workers
+        self._max_in_flight = math.inf if workers is None else QUEUE * workers
         self._poll_seconds = poll_seconds
         self._stopped = stopped
         self._late: dict[str, _Question] = {}
-        nodes = self._wait_for_nodes(len(sites), connect_seconds)
+        deadline = clock.monotonic() + connect_seconds
+        nodes = self._wait_for_nodes(len(sites), deadline)
         self._nodes = dict(zip(sites, nodes, strict=True))
+        self._greet(deadline)
 
     def sites(self) -> Sequence[SiteId]:
         """Every site, in the order of the job."""
@@ -169,7 +179,7 @@ class FlowerGrid:
                 ),
                 self._nodes[task.site],
                 task.kind.value,
-                ttl=deadline_seconds + LATE_SECONDS,
+                ttl=QUEUE * (deadline_seconds + LATE_SECONDS),
                 group_id=str(task.round_index),
             )
             for message_id in self._api.push_messages([message]):
@@ -195,9 +205,13 @@ class FlowerGrid:
         return late
 
     def _expire(self, exchange: _Exchange, deadline_seconds: float) -> None:
+        allowed = deadline_seconds
+        if self._workers is not None:
+            # The process keeps the deadline itself; this is for when it is gone.
+            allowed = QUEUE * (deadline_seconds + GRACE_SECONDS)
         now = self._clock.monotonic()
         for message_id, question in list(exchange.pending.items()):
-            if now - question.asked_seconds >= deadline_seconds:
+            if now - question.asked_seconds >= allowed:
                 self._late[message_id] = exchange.pending.pop(message_id)
                 text = f"gave no answer within {deadline_seconds:g} s"
                 failure = _failure(question.task, FailureKind.DEADLINE, text)
@@ -223,7 +237,7 @@ class FlowerGrid:
             kind = FailureKind.UNREACHABLE
             if error.code in _CRASHES:
                 kind = FailureKind.CRASHED
-            text = f"Flower error {error.code}: {error.reason}"
+            text = f"Flower error {error.code}: {_gist(error.reason)}"
             return self._reply(question, _failure(task, kind, text), bytes_up=0)
         frame = b""
         try:
@@ -247,16 +261,33 @@ class FlowerGrid:
             bytes_up=bytes_up,
         )
 
-    def _wait_for_nodes(self, count: int, seconds: float) -> list[int]:
-        start = self._clock.monotonic()
+    def _wait_for_nodes(self, count: int, deadline: float) -> list[int]:
         while len(nodes := sorted(self._api.get_node_ids())) < count:
-            if self._clock.monotonic() - start >= seconds:
-                raise SiteError(
-                    f"{len(nodes)} of {count} Flower nodes are connected after "
-                    f"{seconds:g} s; start the others and try again"
-                )
-            self._pause()
+            self._pause_before(
+                deadline, f"only {len(nodes)} of {count} Flower nodes are connected"
+            )
         return nodes[:count]
+
+    def _greet(self, deadline: float) -> None:
+        """Have the nodes start their processes before a round's time counts."""
+        first = [*self._nodes.values()][: self._workers]
+        messages = [Message(RecordDict(), node, "query") for node in first]
+        silent = set(self._api.push_messages(messages))
+        while silent:
+            for reply in self._api.pull_messages(silent):
+                silent.discard(reply.metadata.reply_to_message_id)
+                if reply.has_error():
+                    raise SiteError(
+                        "a Flower node cannot run a site: "
+                        f"{wire.one_line(_gist(reply.error.reason))}"
+                    )
+            if silent:
+                self._pause_before(deadline, f"{len(silent)} Flower nodes are silent")
+
+    def _pause_before(self, deadline: float, complaint: str) -> None:
+        if self._clock.monotonic() >= deadline:
+            raise SiteError(f"{complaint}; start them, or allow them more time")
+        self._pause()
 
     def _pause(self) -> None:
         if self._stopped():
@@ -268,6 +299,11 @@ def _ahead(tasks: Sequence[RoundTask]) -> int:
     """Answers that memory allows to hold back."""
     largest = max((task.weights_d.nbytes for task in tasks), default=0)
     return min(MAX_AHEAD, MAX_AHEAD_BYTES // max(largest, 1))
+
+
+def _gist(reason: str | None) -> str:
+    """Drop the traceback that Ray puts before what a process raised."""
+    return (reason or "").rpartition("occurred. Message: ")[2].strip()
 
 
 def _failure(task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:

@@ -5,11 +5,14 @@ kept from calling home, from logging to the terminal and from leaving processes 
 files behind.
 """
 
+import importlib
 import importlib.util
 import logging
 import os
+import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -20,6 +23,7 @@ from federation.protocols import Clock, Grid
 
 if TYPE_CHECKING:
     from flwr.app import Context
+    from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid as FlowerApi
 
     from cloud_adapters.flower_site import HandlerFor
@@ -29,12 +33,16 @@ T = TypeVar("T")
 # How long the server's thread may take to notice that Flower has ended.
 END_SECONDS = 10.0
 
+# Ray's socket names add 80 characters to a path, and 107 are the most.
+MAX_PARENT_CHARS = 20
+
 # Read by Flower and Ray when they are imported, and by Ray's processes.
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    # Sites see the GPUs that this process sees, as in the in-process engine.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
 }
 
@@ -61,44 +69,44 @@ def run_on_flower_simulation(
         clock: Measures deadlines and durations.
         workers: Sites that work at the same time, each in a process.
         cpus_per_site: Threads of arithmetic in each process.
-        gpus_per_site: Part of a GPU that each process gets; without one it sees
-            none.
+        gpus_per_site: Part of a GPU that each process reserves; with 0 they share
+            every GPU that there is.
 
     Raises:
         JobError: Flower is not installed.
         FederationError: Flower's engine failed.
     """
     with ExitStack() as stack:
-        threads = str(cpus_per_site)
-        stack.enter_context(_environment({**_QUIET, "OMP_NUM_THREADS": threads}))
-        _require_flower()
+        folder = stack.enter_context(_short_folder())
+        environment = {
+            **_QUIET,
+            "FLWR_HOME": folder,
+            "OMP_NUM_THREADS": str(cpus_per_site),
+            # Ray's processes import what this process can import.
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        stack.enter_context(_environment(environment))
+        import_flower()
+        from cloud_adapters.flower_site import client_app  # noqa: PLC0415
+
         stack.enter_context(_silenced("flwr", "ray"))
-        folder = stack.enter_context(_ray_folder())
+        stack.enter_context(_ray(workers * cpus_per_site, folder))
         return _run(
             _Server(
                 server,
                 sites=sites,
                 job_text=job_text,
                 clock=clock,
-                max_in_flight=workers,
+                workers=workers,
             ),
-            handler_for,
-            backend={
-                "init_args": {
-                    # A cluster of our own, whatever RAY_ADDRESS says.
-                    "address": "local",
-                    "num_cpus": workers * cpus_per_site,
-                    "include_dashboard": False,
-                    "log_to_driver": False,
-                    "logging_level": logging.CRITICAL,
-                    **folder,
-                },
-                "client_resources": {
-                    "num_cpus": cpus_per_site,
-                    "num_gpus": gpus_per_site,
-                },
+            client_app(handler_for, threads=cpus_per_site),
+            # Flower hands these to Ray as an actor's options. Without the last one a
+            # process that dies would fail every later task.
+            resources={
+                "num_cpus": cpus_per_site,
+                "num_gpus": gpus_per_site,
+                "max_restarts": -1,
             },
-            threads=cpus_per_site,
         )
 
 
@@ -112,13 +120,13 @@ class _Server(Generic[T]):
         sites: Sequence[SiteId],
         job_text: str,
         clock: Clock,
-        max_in_flight: int,
+        workers: int,
     ) -> None:
         self.server = server
         self.sites = sites
         self.job_text = job_text
         self.clock = clock
-        self.max_in_flight = max_in_flight
+        self.workers = workers
         self.flower_ended = threading.Event()
         self.idle = threading.Event()
         self.idle.set()
@@ -137,7 +145,7 @@ class _Server(Generic[T]):
                 job_text=self.job_text,
                 clock=self.clock,
                 ordered=True,
-                max_in_flight=self.max_in_flight,
+                workers=self.workers,
                 stopped=self.flower_ended.is_set,
             )
             self.results.append(self.server(grid))
@@ -149,33 +157,27 @@ class _Server(Generic[T]):
 
 
 def _run(
-    server: _Server[T],
-    handler_for: "HandlerFor",
-    *,
-    backend: Mapping[str, object],
-    threads: int,
+    server: _Server[T], app: "ClientApp", *, resources: dict[str, int | float]
 ) -> T:
     from flwr.serverapp import ServerApp  # noqa: PLC0415
 
-    # Private in name only: deprecated in favour of `flwr run`, which starts a daemon
-    # and takes neither closures nor results. tests/contract/test_grid.py watches it.
+    # Deprecated in favour of `flwr run`, which starts a daemon and takes neither
+    # closures nor results. tests/contract/test_grid.py watches it.
     from flwr.simulation import run_simulation  # noqa: PLC0415
 
-    from cloud_adapters.flower_site import client_app  # noqa: PLC0415
-
-    app = ServerApp()
-    app.main()(server.main)
+    server_app = ServerApp()
+    server_app.main()(server.main)
     try:
         run_simulation(
-            server_app=app,
-            client_app=client_app(handler_for, threads=threads),
+            server_app=server_app,
+            client_app=app,
             num_supernodes=len(server.sites),
-            backend_config=dict(backend),
+            backend_config={"client_resources": {**resources}},
         )
     except RuntimeError as error:
         if server.error is None:
             raise FederationError(
-                f"Flower's simulation engine failed: {error.__cause__ or error}"
+                f"Flower's simulation engine failed: {_origin(error)}"
             ) from error
     finally:
         # The server's thread must not wait for answers that cannot come.
@@ -186,20 +188,57 @@ def _run(
     return server.results[0]
 
 
-def _require_flower() -> None:
+@contextmanager
+def _ray(num_cpus: int, folder: str) -> Iterator[None]:
+    """Start Ray here, before the server's clock runs; Flower uses what it finds."""
+    import ray  # noqa: PLC0415
+
+    with warnings.catch_warnings():
+        # Ray leaves closing its files and children to the interpreter.
+        for message in ("unclosed file .*/dev/null", "subprocess .* still running"):
+            warnings.filterwarnings("ignore", message, ResourceWarning)
+        try:
+            ray.init(
+                address="local",  # A cluster of our own, whatever RAY_ADDRESS says.
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                _temp_dir=folder,
+            )
+            yield
+        finally:
+            ray.shutdown()
+
+
+def import_flower() -> None:
+    """Import Flower and Ray, which warn of their own dependencies' plans.
+
+    Raises:
+        JobError: They are not installed.
+    """
     missing = [n for n in ("flwr", "ray") if importlib.util.find_spec(n) is None]
     if missing:
         raise JobError(
             f"the Flower engine needs {' and '.join(missing)}, which this "
             'installation lacks: pip install "crossfed[flower]"'
         )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for name in ("flwr.serverapp", "flwr.simulation", "ray"):
+            importlib.import_module(name)
+
+
+def _origin(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a while; also undo Flower's change of PYTHONPATH."""
-    names = {*values, "PYTHONPATH"}
-    before = {name: os.environ.get(name) for name in names}
+    """Set variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
@@ -227,9 +266,12 @@ def _silenced(*names: str) -> Iterator[None]:
 
 
 @contextmanager
-def _ray_folder() -> Iterator[Mapping[str, str]]:
-    """Give Ray a folder for its sockets and logs that goes away afterwards."""
+def _short_folder() -> Iterator[str]:
+    """Make a folder for sockets and logs that goes away afterwards."""
+    parent = tempfile.gettempdir()
+    if len(parent) > MAX_PARENT_CHARS:
+        parent = "/tmp"  # noqa: S108 -- the folder in it has a random name
     with tempfile.TemporaryDirectory(
-        prefix="crossfed-", ignore_cleanup_errors=True
+        prefix="crossfed-", dir=parent, ignore_cleanup_errors=True
     ) as folder:
-        yield {"_temp_dir": folder}
+        yield folder

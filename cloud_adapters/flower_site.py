@@ -14,7 +14,6 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -59,6 +58,7 @@ def client_app(handler_for: HandlerFor, *, threads: int = 1) -> ClientApp:
     answer = partial(_answer, handler_for, threads)
     app.train()(answer)
     app.evaluate()(answer)
+    app.query()(_greet)
     return app
 
 
@@ -66,8 +66,10 @@ def pack(
     frame: bytes, *, site: SiteId, job_text: str, deadline_seconds: float
 ) -> RecordDict:
     """Put a task's frame into the content of a Flower message."""
-    about = {"site": site, "job": job_text, "deadline_seconds": deadline_seconds}
-    return RecordDict({_ARRAYS: _arrays(frame), _ABOUT: ConfigRecord({**about})})
+    about = ConfigRecord(
+        {"site": site, "job": job_text, "deadline_seconds": deadline_seconds}
+    )
+    return RecordDict({_ARRAYS: _arrays(frame), _ABOUT: about})
 
 
 def unpack(content: RecordDict) -> bytes:
@@ -87,6 +89,11 @@ def _arrays(frame: bytes) -> ArrayRecord:
     # The bytes as they are; Array(ndarray) would copy them through np.save.
     array = Array("uint8", (len(frame),), _STYPE, frame)
     return ArrayRecord({_FRAME: array})
+
+
+def _greet(message: Message, context: Context) -> Message:  # noqa: ARG001
+    """Tell that this node has everything imported and speaks our format."""
+    return Message(RecordDict(), reply_to=message)
 
 
 def _answer(
@@ -133,13 +140,14 @@ def _within(
     seconds: float, task: RoundTask, handle: Callable[[], SiteMessage]
 ) -> SiteMessage:
     """Answer within a time, in a thread, so that a hanging site frees its process."""
-    future: Future[SiteMessage] = Future()
+    answers: list[SiteMessage] = []
 
     def work() -> None:
         try:
-            future.set_result(handle())
-        except BaseException as error:  # noqa: BLE001 -- raised again by result()
-            future.set_exception(error)
+            answers.append(handle())
+        except Exception as error:  # noqa: BLE001 -- a site never takes the run down
+            text = f"{type(error).__name__}: {error}"
+            answers.append(_failure(task, FailureKind.CRASHED, text))
 
     with _lock:
         earlier = _working.get(task.site)
@@ -153,7 +161,9 @@ def _within(
     if thread.is_alive():
         text = f"gave no answer within {seconds:g} s"
         return _failure(task, FailureKind.DEADLINE, text)
-    return future.result()
+    if not answers:
+        return _failure(task, FailureKind.CRASHED, "ended its thread unanswered")
+    return answers[0]
 
 
 def _failure(task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
@@ -162,5 +172,5 @@ def _failure(task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
         round_index=task.round_index,
         site=task.site,
         kind=kind,
-        message=text,
+        message=wire.one_line(text),
     )

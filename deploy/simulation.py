@@ -172,7 +172,10 @@ class _Simulation:
             from deploy import flower_engine  # noqa: PLC0415 -- an optional extra
 
             return flower_engine.run(
-                self._job, lambda grid: self._coordinate(grid, emit), store=self._store
+                self._job,
+                self._federation.pool.layout,
+                lambda grid: self._coordinate(grid, emit),
+                folder=None if self._run is None else self._run.path,
             )
         fault = FaultInjector(
             self._job.simulation.faults, clock=self._clock, seed=self._job.seed

@@ -147,7 +147,7 @@ def _is_whole(line: bytes) -> bool:
 
 def _mend_last_line(path: Path) -> None:
     """Make the file end with a line break: finish a whole line, cut a torn one."""
-    if not path.exists():
+    if not path.is_file():
         return
     content = path.read_bytes()
     last = content[content.rfind(b"\n") + 1 :]

@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from federation.events import SiteAnswered, SiteFailed
 from monitoring.run_view import RoundView, RunView, Series, SiteView, perplexity
@@ -54,9 +55,10 @@ _PHASE_COLOURS = {
 _SPARE_PHASE_COLOURS = ("#8f8f3a", "#a4579a", "#5c6b7a")
 _WAITING = "#eef1f4"
 _MAX_CELLS_WITH_NUMBERS = 12
+_MAX_LABEL_CHARS = 44  # that fit side by side under a figure
 _WIDTH, _HEIGHT = 6.2, 3.0  # inches, at 72 points; the page scales them
 _ROW = 0.3
-_SETTINGS = {
+_SETTINGS: Mapping[Any, object] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a "$" in a label is a "$"
     "font.family": "sans-serif",
@@ -89,6 +91,7 @@ def draw_all(view: RunView) -> Mapping[str, str]:
         "data": _data,
         "bytes": _bytes,
         "timeline": _timeline,
+        "answers": _answers,
         "update-norm": _update_norm,
     }
     found = {}
@@ -142,9 +145,10 @@ def _quality(view: RunView) -> Figure | None:
         figure = _lines(view, pooled, lines, "perplexity")
         if figure is not None:
             figure.axes[0].set_yscale("log")
-            plain = FuncFormatter(lambda value, _: f"{value:g}")
-            figure.axes[0].yaxis.set_major_formatter(plain)
-            figure.axes[0].yaxis.set_minor_formatter(plain)
+            axis = figure.axes[0].yaxis
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_locator(NullLocator())
         return figure
     pooled = _pooled(view, lambda _, accuracy: 100 * accuracy)
     lines = [
@@ -177,7 +181,9 @@ def _lines(
     for site, series in by_site:
         points = _finite(series)
         marker = "." if len(points) == 1 else ""
-        axes.plot(*_columns(points), color=colours[site], lw=1.1, marker=marker)
+        axes.plot(
+            *_columns(points), color=colours[site], lw=1.2, marker=marker, zorder=3
+        )
     points = _finite(pooled)
     axes.plot(*_columns(points), color=POOLED_COLOUR, lw=2.4)
     axes.plot(*_columns(points[-1:]), "o", color=POOLED_COLOUR, ms=5)
@@ -251,7 +257,7 @@ def _heat_map(
                 place = (x + 0.5, y + 0.52)
                 axes.text(*place, f"{count}", color=ink, ha="center", va="center")
     axes.set_yticks([index + 0.5 for index in range(len(sites))], _cut(sites))
-    slanted = any(len(label) > 4 for label in labels) and len(labels) > 6
+    slanted = sum(len(label) + 1 for label in labels) > _MAX_LABEL_CHARS
     axes.set_xticks(
         [index + 0.5 for index in range(len(labels))],
         _cut(labels, 14),
@@ -282,6 +288,22 @@ def _bytes(view: RunView) -> Figure | None:
     return figure
 
 
+def _answers(view: RunView) -> Figure | None:
+    """Draw how many sites of each round answered, and how many tasks failed."""
+    if not view.rounds:
+        return None
+    figure, axes = _new()
+    indices = [row.index for row in view.rounds]
+    answered = [row.answered for row in view.rounds]
+    failed = [sum(row.failures.values()) for row in view.rounds]
+    axes.bar(indices, answered, 0.7, color=UP_COLOUR)
+    axes.bar(indices, failed, 0.7, bottom=answered, color=_FAILED)
+    _label(axes, "round", "sites")
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+    _legend(axes, {"answered": UP_COLOUR, "failed": _FAILED})
+    return figure
+
+
 def _timeline(view: RunView) -> Figure | None:
     """Draw the last rounds: what each site and the aggregator did, and when."""
     rounds = [row for row in view.rounds if row.finished is not None]
@@ -308,7 +330,8 @@ def _timeline(view: RunView) -> Figure | None:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_duration(x)))
-    _legend(axes, colours)
+    order = [*_PHASE_COLOURS, *colours]
+    _legend(axes, {n: colours[n] for n in sorted(colours, key=order.index)})
     return figure
 
 
@@ -389,10 +412,10 @@ def _label(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def _legend(axes: Axes, colours: Mapping[str, str]) -> None:
-    axes.figure.legend(  # type: ignore[union-attr]
+    axes.figure.legend(
         handles=[Patch(color=colour, label=name) for name, colour in colours.items()],
         loc="outside upper left",
-        ncols=8,
+        ncols=len(colours),
         handlelength=1,
         handleheight=1,
         columnspacing=1.4,

@@ -346,7 +346,10 @@ class RunFold:
             case RoundFinished() | ModelEvaluated() | CheckpointSaved():
                 self._take_result(event)
             case _:
+                # Notices may come before the RunStarted of their coordinator, so
+                # they do not lengthen the time of the one before.
                 self._take_notice(event)
+                return
         self._last_at = max(self._last_at, event.at)
 
     def view(self) -> RunView:

@@ -8,7 +8,8 @@ _DAY = 86400
 _KILO = 1000.0
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _ROUNDS_UP = 0.99995  # 999.96 kB would be shown as 1000.0
-_SHORT_SECONDS = 10
+_SHORT_SECONDS = 9.95
+_SHOWN_IN_MILLISECONDS = 0.0995
 _SMALL = 0.001
 _LARGE = 10_000
 
@@ -24,7 +25,9 @@ def format_bytes(size: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration: ``0.8 s``, ``42 s``, ``3 min 05 s``, ``2 h 05 min``, ``3 d 04 h``."""
+    """A duration: ``12 ms``, ``0.8 s``, ``42 s``, ``3 min 05 s``, ``2 h 05 min``."""
+    if 0 < seconds < _SHOWN_IN_MILLISECONDS:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < _SHORT_SECONDS:
         return f"{seconds:.1f} s"
     whole = round(seconds)

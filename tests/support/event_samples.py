@@ -125,7 +125,7 @@ class _Play:
         self._script = script
         self._random = random.Random(script.seed)  # noqa: S311
         self._at = script.start
-        self._skew = {site: self._random.uniform(-0.06, 0.1) for site in script.sites}
+        self._skew = {site: self._random.uniform(-0.08, 0.2) for site in script.sites}
 
     def events(self) -> Iterator[Event]:
         script = self._script

@@ -84,7 +84,7 @@ def yogi(theta: float, updates: Iterable[float], spec: ServerOptimizerSpec) -> f
     """FedYogi, the same algorithm."""
 
     def second_moment(v: float, square: float) -> float:
-        sign = (v > square) - (v < square)
+        sign = float(v > square) - float(v < square)
         return v - (1 - spec.beta2) * square * sign
 
     return _adaptive(theta, updates, spec, second_moment)

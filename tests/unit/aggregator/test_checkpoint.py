@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aggregator import checkpoint
@@ -409,6 +409,15 @@ def test_blob_torn(blob: str, cut: str):
     assert f"quarantine/{key.rpartition('/')[2]}.1" in run.names()
 
 
+@pytest.mark.parametrize("what", ["manifest", "weights", "optimizer"])
+def test_appended_byte_is_found(what: str):
+    """Even a blank after the end, which a parser would pass over, is damage."""
+    run = saved(1, 2)
+    keys = {"manifest": "checkpoints/round-000002.json", **run.blobs_of(2)}
+    run.store.put(keys[what], [run.store.read(keys[what]), b" "])
+    check_falls_back(run)
+
+
 @pytest.mark.parametrize("blob", ["weights", "optimizer"])
 def test_blob_missing(blob: str):
     """A checkpoint without one of its blobs is skipped."""
@@ -419,6 +428,7 @@ def test_blob_missing(blob: str):
     assert "missing" in run.events[0].reason
 
 
+@settings(deadline=None)  # Other work may share the machine.
 @given(
     st.sampled_from(["manifest", "weights", "optimizer"]),
     st.integers(min_value=0, max_value=1 << 20),
@@ -431,6 +441,7 @@ def test_any_flipped_bit_is_found(what: str, bit: int):
     check_falls_back(run)
 
 
+@settings(deadline=None)  # Other work may share the machine.
 @given(st.binary(max_size=200))
 def test_junk_manifest_is_skipped(junk: bytes):
     """Any bytes in the place of a manifest are skipped."""

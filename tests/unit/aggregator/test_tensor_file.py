@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -36,6 +36,7 @@ def file_of(tensors: dict[str, tensor_file.Array], **metadata: str) -> bytes:
     return b"".join(tensor_file.pieces(tensors, metadata))
 
 
+@settings(deadline=None)  # Other work may share the machine.
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), ARRAYS))
 def test_library_reads_what_we_write(tensors: dict[str, tensor_file.Array]):
     """Every name, type, shape (also scalar or empty) and bit comes back."""
@@ -127,6 +128,7 @@ def test_torn_files_are_corrupt():
             tensor_file.read(data[:length])
 
 
+@settings(deadline=None)  # Other work may share the machine.
 @given(st.binary(max_size=64))
 def test_junk_is_corrupt(data: bytes):
     """Any other bytes are refused with our error and no other."""

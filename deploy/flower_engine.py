@@ -1,0 +1,108 @@
+"""``--engine flower``: the same job and code on Flower's simulation engine.
+
+Sites live in Ray's processes: what they need travels as the job's text, and each
+process builds model and data once.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+import tomli_w
+
+from cloud_adapters.faults import FaultInjector
+from cloud_adapters.flower_simulation import import_flower, run_on_flower_simulation
+from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.memory import MemoryStore
+from deploy import wiring
+from federation import job_file
+from federation.clock import SystemClock
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job import JobSpec
+from federation.messages import FailureKind, RoundTask, SiteFailure, SiteMessage
+from federation.protocols import Grid, RunState, SiteHandler
+from federation.vectors import Layout, Role
+
+
+def run(
+    job: JobSpec,
+    layout: Layout,
+    coordinate: Callable[[Grid], RunState],
+    *,
+    folder: Path | None,
+) -> RunState:
+    """Run the round loop against sites in Ray's processes.
+
+    Args:
+        job: The job.
+        layout: Layout of its model.
+        coordinate: The round loop, given a grid.
+        folder: The run's folder, where sites keep what never leaves them.
+
+    Raises:
+        JobError: Flower is not installed, or the job needs what this engine lacks.
+    """
+    import_flower()
+    _check(job, layout, folder)
+    return run_on_flower_simulation(
+        coordinate,
+        partial(site_handler, None if folder is None else str(folder.resolve())),
+        sites=[SiteId(site.name) for site in job.sites],
+        job_text=tomli_w.dumps(job_file.document(job)),
+        clock=SystemClock(),
+        workers=wiring.num_workers(job),
+        cpus_per_site=job.training.threads,
+    )
+
+
+def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
+    for index, fault in enumerate(job.simulation.faults):
+        if fault.kind == "duplicate":
+            raise JobError(
+                "Flower lets a site answer once; rehearse this with --engine inproc",
+                key=f"simulation.faults[{index}].kind",
+            )
+    if folder is None and layout.integer_mask(Role.KEEP).any():
+        raise JobError(
+            "sites in other processes need a folder for integers of role keep; use "
+            "file:// and a folder",
+            key="storage.url",
+        )
+
+
+def site_handler(folder: str | None, site: SiteId, job_text: str) -> SiteHandler:
+    """Build a site's handler in the process that calls this."""
+    federation = _federation(job_text)
+    job, clock = federation.job, SystemClock()
+    store = MemoryStore() if folder is None else LocalStore(Path(folder))
+    handler = federation.site(site, store=store, clock=clock)
+    if not job.simulation.faults:
+        return handler
+    faults = FaultInjector(job.simulation.faults, clock=clock, seed=job.seed)
+    return _FaultyHandler(handler, faults)
+
+
+@lru_cache(maxsize=1)
+def _federation(job_text: str) -> wiring.Federation:
+    return wiring.build_federation(job_file.loads(job_text))
+
+
+class _FaultyHandler:
+    """A site whose answers the job spoils."""
+
+    def __init__(self, handler: SiteHandler, faults: FaultInjector) -> None:
+        self._handler = handler
+        self._faults = faults
+
+    def handle(self, task: RoundTask) -> SiteMessage:
+        """Answer a task, or say that no answer will come."""
+        for message in self._faults(task, lambda: self._handler.handle(task)):
+            return message
+        return SiteFailure(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=task.site,
+            kind=FailureKind.UNREACHABLE,
+            message="never answered",
+        )

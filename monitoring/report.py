@@ -1,0 +1,269 @@
+"""The report of a run: one HTML file that opens anywhere, without a network.
+
+Figures come from ``monitoring.plots``, the page from ``report.html.j2``, every
+number from a ``RunView``. Text of the run (names, messages, the job file) is
+escaped by the template. Nothing here reads a log or decides what a number means.
+"""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from federation.errors import StoreUnavailable
+from federation.messages import FailureKind
+from monitoring import plots, units
+from monitoring.run_view import (
+    COMPLETED,
+    RUNNING,
+    RunView,
+    SiteView,
+    accuracy_of,
+    loss_of,
+    perplexity,
+)
+
+MAX_SITE_ROWS = 100
+MAX_ROUND_ROWS = 200
+MAX_NOTICE_ROWS = 100
+
+FAILURE_MEANINGS: Mapping[str, str] = {
+    FailureKind.CRASHED: "the site raised an error",
+    FailureKind.DEADLINE: "no answer before the round's deadline",
+    FailureKind.UNREACHABLE: "the site was not connected",
+    FailureKind.BUSY: "the site still worked on an earlier round",
+    FailureKind.NOT_FINITE: "the update held NaN or infinity",
+    FailureKind.INVALID: "wrong length, wrong model or wrong round",
+    FailureKind.DUPLICATE: "a second answer to one question",
+    FailureKind.LATE: "an answer after its round had ended",
+    FailureKind.UNKNOWN: "an answer of a site that was not asked",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A figure with its title and what it shows."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    has_site_colours: bool = False
+    is_wide: bool = False
+
+
+def write_report(
+    view: RunView, job_toml: str, versions: Mapping[str, str], path: Path
+) -> None:
+    """Write the report of a run, whole or not at all.
+
+    Args:
+        view: The run; it may still be going on.
+        job_toml: The resolved job file, as text.
+        versions: What ran, for example ``{"torch": "2.8.0"}``.
+        path: Where to write; a file that is there is replaced.
+
+    Raises:
+        StoreUnavailable: The file cannot be written.
+    """
+    page = render(view, job_toml, versions)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, path)  # noqa: PTH105 - the name says that it is atomic
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise StoreUnavailable(
+            f"cannot write the report {path}: {error.strerror}"
+        ) from error
+
+
+def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
+    """Return the page as text."""
+    environment = Environment(
+        loader=PackageLoader("monitoring", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        bytes=units.format_bytes,
+        duration=units.format_duration,
+        fraction=units.format_fraction,
+        number=units.format_number,
+        utc=_utc,
+    )
+    environment.globals.update(
+        count=units.format_count, perplexity_of=_perplexity, last_of=_last
+    )
+    sites = _listed_sites(view)
+    return environment.get_template("report.html.j2").render(
+        view=view,
+        status_word="not finished" if view.status == RUNNING else view.status,
+        tiles=_tiles(view),
+        panels=_panels(view),
+        colours=plots.site_colours(view),
+        sites=sites,
+        rounds=view.rounds[-MAX_ROUND_ROWS:],
+        failures=view.failures[-MAX_NOTICE_ROWS:],
+        num_failures=len(view.failures),
+        kinds=Counter(failure.kind.value for failure in view.failures),
+        meanings=FAILURE_MEANINGS,
+        warnings=view.warnings[-MAX_NOTICE_ROWS:],
+        skipped=view.skipped[-MAX_NOTICE_ROWS:],
+        best_round=_best_round(view),
+        job_toml=job_toml,
+        versions=versions,
+    )
+
+
+def _tiles(view: RunView) -> Sequence[Tile]:
+    last = view.last_evaluated
+    loss = loss_of(last.pooled if last else None)
+    after = f"after round {last.round_index}" if last else "never evaluated"
+    quality = Tile(
+        label="Accuracy",
+        value=units.format_fraction(accuracy_of(last.pooled if last else None)),
+        note="of held-out predictions",
+    )
+    if view.is_language:
+        quality = Tile(
+            label="Perplexity", value=_perplexity(loss), note="of a held-out token"
+        )
+    up, down = units.format_bytes(view.bytes_up), units.format_bytes(view.bytes_down)
+    failures = units.format_count(len(view.failures), "failure")
+    resumes = units.format_count(view.coordinators - 1, "resume")
+    return (
+        Tile(label="Held-out loss", value=units.format_number(loss), note=after),
+        quality,
+        Tile(
+            label="Rounds",
+            value=f"{view.rounds_completed} of {view.started.rounds}",
+            note="changed the model",
+        ),
+        Tile(label="Sites", value=f"{len(view.started.sites):,}", note=failures),
+        Tile(
+            label="Traffic",
+            value=units.format_bytes(view.bytes_up + view.bytes_down),
+            note=f"{up} up, {down} down",
+        ),
+        Tile(
+            label="Time",
+            value=units.format_duration(view.seconds),
+            note=resumes if view.coordinators > 1 else "without interruption",
+        ),
+    )
+
+
+def _panels(view: RunView) -> Sequence[Panel]:
+    """Every figure that there is, in reading order."""
+    drawn = plots.draw_all(view)
+    kind = view.data.label_kind if view.data else ""
+    num_timed = units.format_count(
+        min(len(view.rounds), plots.MAX_ROUNDS_IN_TIMELINE), "round"
+    )
+    captions = {
+        "loss": (
+            "Loss",
+            (
+                "Held-out loss of the global model after each round: all sites "
+                "together (thick), each site's own data (thin). Lower is better."
+            ),
+        ),
+        "accuracy": (
+            "Accuracy",
+            "Share of right predictions on the same held-out data. Higher is better.",
+        ),
+        "perplexity": (
+            "Perplexity",
+            (
+                "Exponential of the loss on the same held-out data: among how many "
+                "tokens the model hesitates. Lower is better."
+            ),
+        ),
+        "data": (
+            "Who holds what",
+            f"Training examples by site and {kind}." if kind else "Training examples.",
+        ),
+        "bytes": (
+            "Traffic by site",
+            "Bytes that crossed between the aggregator and each site.",
+        ),
+        "answers": (
+            "Who answered",
+            "Sites of each round whose update counted, and tasks that failed.",
+        ),
+        "update-norm": (
+            "Size of the steps",
+            (
+                "Norm of the combined update. It shrinks as training settles; a "
+                "jump is worth a look."
+            ),
+        ),
+        "timeline": (
+            "Where the time went",
+            (
+                f"The last {num_timed}. Pale stretches are waiting; a site's work is "
+                "placed from the moment it was asked."
+            ),
+        ),
+    }
+    return tuple(
+        Panel(
+            name=name,
+            title=title,
+            caption=caption,
+            svg=drawn[name],
+            has_site_colours=name in {"loss", "accuracy", "perplexity"},
+            is_wide=name == "timeline",
+        )
+        for name, (title, caption) in captions.items()
+        if name in drawn
+    )
+
+
+def _listed_sites(view: RunView) -> Sequence[SiteView]:
+    """The sites of the table: those of the figures, then the first of the rest."""
+    if len(view.sites) <= MAX_SITE_ROWS:
+        return view.sites
+    shown = plots.site_colours(view)
+    rest = [site for site in view.sites if site.site not in shown]
+    chosen = {site.site for site in rest[: MAX_SITE_ROWS - len(shown)]} | set(shown)
+    return [site for site in view.sites if site.site in chosen]
+
+
+def _best_round(view: RunView) -> int | None:
+    losses = [
+        (row.loss, row.index)
+        for row in view.rounds
+        if row.loss is not None and row.status == COMPLETED
+    ]
+    return min(losses)[1] if losses else None
+
+
+def _perplexity(loss: float | None) -> str:
+    return units.format_number(None if loss is None else perplexity(loss))
+
+
+def _last(series: Sequence[tuple[int, float]]) -> float | None:
+    return series[-1][1] if series else None
+
+
+def _utc(unix_seconds: float) -> str:
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

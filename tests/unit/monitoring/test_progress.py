@@ -1,0 +1,280 @@
+"""Progress says what happened, in lines or in a picture, and cleans up after."""
+
+import io
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support import event_samples
+from support.event_samples import Script, run
+
+from federation.clock import VirtualClock
+from federation.events import Event, RoundFinished, RunFinished, Warned
+from federation.messages import FailureKind
+from monitoring.progress import LiveProgress, PlainProgress, printable, sparkline
+
+HOSTILE = "\x1b[31m\r\nboom [bold]\x07"
+
+
+def _lines(events: list[Event]) -> list[str]:
+    stream = io.StringIO()
+    with PlainProgress(stream) as emit:
+        for event in events:
+            emit(event)
+    return stream.getvalue().splitlines()
+
+
+def _live(events: list[Event], **console: Any) -> str:
+    stream = io.StringIO()
+    terminal = Console(
+        file=stream, force_terminal=True, width=80, legacy_windows=False, **console
+    )
+    clock = VirtualClock(event_samples.START + 2)
+    with LiveProgress(terminal, clock=clock) as emit:
+        for event in events:
+            emit(event)
+    return stream.getvalue()
+
+
+def _last_picture(events: list[Event], **console: Any) -> str:
+    """The text of the final picture, without colours."""
+    plain = _live(events, color_system=None, height=40, **console)
+    return plain[plain.rindex("two-clouds-quickstart") :]
+
+
+def test_plain_lines_of_a_run():
+    """One line for every site task and every round."""
+    expected = [
+        (
+            "run 20260921-141320-c0ffee starts  two-clouds-quickstart  1 round  2 sites"
+            "  37,650 parameters"
+        ),
+        (
+            "site   1/1  gcp-us-central1  training loss 1.640  up 150.6 kB"
+            "  down 150.6 kB  0.6 s"
+        ),
+        (
+            "site   1/1  aws-us-east-1  training loss 1.723  up 150.6 kB"
+            "  down 150.6 kB  0.6 s"
+        ),
+        "start  loss 2.273  accuracy 10.6 %",
+        (
+            "round  1/1  loss 1.681  accuracy 35.0 %  2/2 sites  up 301.2 kB"
+            "  down 301.2 kB  0.7 s"
+        ),
+        "run completed  1 round completed  0.7 s",
+    ]
+    assert expected == _lines(event_samples.two_sites(1))
+
+
+def test_plain_round_waits_for_its_evaluation():
+    """A round's line comes when its model is evaluated: in the next round."""
+    rounds = [line for line in _lines(event_samples.two_sites(3)) if "/3  loss" in line]
+    assert [line[:10] for line in rounds] == ["round  1/3", "round  2/3", "round  3/3"]
+
+
+def test_plain_round_without_evaluation_is_not_held_back():
+    """A round that is never evaluated is written two rounds later at most."""
+    events = [
+        event
+        for event in event_samples.two_sites(3)
+        if type(event).__name__ != "ModelEvaluated"
+    ]
+    lines = _lines(events)
+    first = next(i for i, line in enumerate(lines) if "not evaluated" in line)
+    assert lines[first].startswith("round  1/3")
+    assert lines[first + 1].startswith("site   3/3")
+
+
+def test_plain_interruption_writes_what_waits():
+    """Leaving the block writes rounds whose evaluation will not come."""
+    events = event_samples.two_sites(2)
+    end = next(i for i, e in enumerate(events) if isinstance(e, RoundFinished))
+    assert _lines(events[: end + 1])[-1].startswith("round  1/2  not evaluated  2/2")
+
+
+def test_plain_failures_and_warnings_come_at_once():
+    """What went wrong has a line of its own."""
+    lines = _lines(event_samples.troubled())
+    assert "warning  class 7 is held by one site only" in lines
+    failed = [line for line in lines if line.startswith("failed")]
+    assert len(failed) == 4
+    assert failed[0].startswith(
+        "failed  3/10  gcp-us-central1  deadline  the site's process ended"
+    )
+    assert any(line.startswith("round   5/10  lost  loss") for line in lines)
+
+
+def test_plain_resume_says_so():
+    """A skipped checkpoint and the resume are told."""
+    lines = _lines(event_samples.resumed())
+    assert "checkpoint skipped  round-000004.json  the blob's digest is wrong" in lines
+    assert any(" resumes  " in line for line in lines)
+
+
+def test_plain_language_has_perplexity():
+    """A language model is judged by perplexity."""
+    lines = _lines(event_samples.language(2))
+    assert any("perplexity" in line for line in lines)
+    assert not any("accuracy" in line for line in lines)
+
+
+def test_plain_many_sites_have_no_lines_of_their_own():
+    """With many sites only rounds and failures are written."""
+    lines = _lines(event_samples.many_sites(200, 2))
+    assert not any(line.startswith("site ") for line in lines)
+    assert sum(line.startswith("failed") for line in lines) == 12
+
+
+def test_plain_lines_hold_no_control_characters():
+    """A site cannot steer the terminal of whoever reads the log."""
+    aws, _ = event_samples.TWO_SITES
+    script = Script(
+        rounds=2,
+        failures=((1, aws, FailureKind.CRASHED),),
+        message=HOSTILE,
+        warning=HOSTILE,
+    )
+    text = "\n".join(_lines(run(script)))
+    assert all(sign.isprintable() or sign == "\n" for sign in text)
+    assert "boom" in text
+
+
+def test_live_picture_at_80_columns():
+    """Rounds, sites, curves and numbers fit an ordinary terminal."""
+    picture = _last_picture(event_samples.two_sites())
+    assert "two-clouds-quickstart  completed  round 10/10" in picture
+    for text in ("loss", "accuracy", "█", "301.2 kB", "aws-us-east-1", "answered"):
+        assert text in picture
+    assert all(len(line) <= 80 for line in picture.splitlines())
+    assert "…" not in picture
+
+
+def test_live_notices_stay():
+    """Failures and warnings are printed above the picture."""
+    text = _live(event_samples.troubled(), color_system=None)
+    assert "warning: class 7 is held by one site only" in text
+    assert "round 3: gcp-us-central1: deadline: the site's process ended" in text
+    skipped = _live(event_samples.resumed(), color_system=None)
+    assert "skipped checkpoint round-000004.json" in skipped
+
+
+def test_live_round_in_progress():
+    """While a round runs, awaited and failed sites are told apart."""
+    events = event_samples.troubled()
+    index = next(
+        i for i, e in enumerate(events) if getattr(e, "kind", None) == "deadline"
+    )
+    picture = _last_picture(events[: index + 1])
+    assert "round 3/10" in picture
+    assert "left" in picture
+    assert "failed (deadline)" in picture
+
+
+def test_live_many_sites_stay_within_the_terminal():
+    """Sites beyond the room are counted, and failures are among those shown."""
+    picture = _last_picture(event_samples.many_sites())
+    assert "and 188 sites more: " in picture
+    assert len(picture.splitlines()) <= 40
+
+
+def test_live_language_has_perplexity():
+    """A language model's table has no accuracy."""
+    picture = _last_picture(event_samples.language(3))
+    assert "perplexity" in picture
+    assert "accuracy" not in picture
+
+
+def test_live_hides_control_characters_and_markup():
+    """Messages are text: neither escape sequences nor rich's own markup."""
+    aws, _ = event_samples.TWO_SITES
+    script = Script(
+        rounds=1, failures=((1, aws, FailureKind.CRASHED),), message=HOSTILE
+    )
+    text = _live(run(script), color_system=None)
+    assert "?[31m??boom [bold]?" in text
+    assert "\x1b[31m" not in text
+    assert "\x07" not in text
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def _feed_and_raise(live: LiveProgress, events: list[Event]) -> None:
+    with live as emit:
+        for event in events:
+            emit(event)
+        raise _Interrupted
+
+
+def test_live_restores_the_terminal():
+    """An error in the middle leaves a visible cursor."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80)
+    live = LiveProgress(console, clock=VirtualClock())
+    with pytest.raises(_Interrupted):
+        _feed_and_raise(live, event_samples.two_sites(2)[:5])
+    text = stream.getvalue()
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    live.close()
+
+
+def test_live_stays_closed():
+    """An event after the end is still told but starts no new picture."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80)
+    with LiveProgress(console, clock=VirtualClock()) as emit:
+        for event in event_samples.two_sites(1):
+            emit(event)
+        before = stream.getvalue()
+        emit(Warned(at=0.0, message="late"))
+    assert "warning: late" in stream.getvalue()[len(before) :]
+    assert "\x1b[?25l" not in stream.getvalue()[len(before) :]
+
+
+def test_live_failure_message_is_shown():
+    """Why a run ended is the last thing printed."""
+    end = RunFinished(
+        at=event_samples.START,
+        status="failed",
+        rounds_completed=0,
+        last_round=0,
+        message="3 rounds in a row had no result",
+        seconds=1.0,
+    )
+    text = _live([*event_samples.two_sites(1)[:2], end], color_system=None)
+    assert "3 rounds in a row had no result" in text
+    assert "failed" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], ""),
+        ([math.nan, math.inf], ""),
+        ([1.0], "_"),
+        ([1.0, math.nan, 2.0], "_@"),
+        ([float(n) for n in range(100)], "_-*@"),
+    ],
+)
+def test_sparkline(values: list[float], expected: object):
+    """Not more bars than there is room, and none for what is not a number."""
+    assert expected == sparkline(values, "_.-=+*#@", 4)
+
+
+def test_printable_cuts():
+    """Long text is cut, and says so."""
+    assert printable("a" * 10, limit=6) == "aaa..."
+
+
+def test_start_up_is_quick():
+    """Progress must not wait for matplotlib."""
+    code = (
+        "import sys, monitoring.progress, monitoring.run_view;"
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

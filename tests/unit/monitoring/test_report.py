@@ -1,0 +1,191 @@
+"""The report stands alone, says everything, and trusts no text."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+from support import event_samples
+from support.event_samples import Script, run
+
+from federation.errors import StoreUnavailable
+from federation.events import DataDistributed, Event
+from federation.messages import FailureKind
+from monitoring.plots import MAX_SITES_SHOWN, draw_all, shown_sites, site_colours
+from monitoring.report import FAILURE_MEANINGS, render, write_report
+from monitoring.run_view import fold
+
+JOB = 'name = "two-clouds-quickstart"\nrounds = 10\n'
+VERSIONS = {"crossfed": "0.1.0", "torch": "2.8.0"}
+NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+HOSTILE = "</pre></svg><script>alert('x')</script>&$\\frac{1}{0}$\x1b"
+SECTIONS = {
+    "summary",
+    "figures",
+    "sites",
+    "rounds",
+    "failures",
+    "warnings",
+    "reading",
+    "protection",
+    "configuration",
+    "versions",
+}
+RUNS = {
+    "quiet": event_samples.two_sites(3),
+    "troubled": event_samples.troubled(),
+    "resumed": event_samples.resumed(),
+    "language": event_samples.language(3),
+    "only started": event_samples.two_sites(1)[:1],
+    "in progress": event_samples.troubled()[:30],
+}
+
+
+class _Reader(HTMLParser):
+    """Checks that tags close in order; collects identifiers, tags and links."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.ids, self.tags, self.links = [], [], set(), []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.links += [v for n, v in attrs if n in {"href", "src", "xlink:href"}]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag == self.open.pop()
+
+
+def _read(page: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+@pytest.mark.parametrize("events", RUNS.values(), ids=RUNS)
+def test_page_is_whole_and_self_contained(events: list[Event]):
+    """Tags match, names are unique, and nothing points outside the file."""
+    page = render(fold(events), JOB, VERSIONS)
+    reader = _read(page)
+    assert page.startswith("<!DOCTYPE html>")
+    assert set(reader.ids) >= SECTIONS
+    assert len(reader.ids) == len(set(reader.ids))
+    assert not {"script", "link", "img", "iframe", "object"} & reader.tags
+    assert set(re.findall(r"https?://[^\s\"'<)]*", page)) <= NAMESPACES
+    assert all(link.startswith("#") for link in reader.links)
+    assert {link[1:] for link in reader.links} <= set(reader.ids)
+
+
+def test_numbers_are_on_the_page():
+    """Tiles, tables and configuration say what the view says."""
+    view = fold(event_samples.troubled())
+    page = render(view, JOB, VERSIONS)
+    for text in (
+        f"{view.last_evaluated.pooled.loss:.3f}",
+        "9 of 10",
+        "1 crashed, 1 unreachable",
+        "rounds = 10",
+        "2.8.0",
+        "class 7 is held by one site only",
+        "No secure aggregation in this run",
+        "No differential privacy in this run",
+    ):
+        assert text in page
+
+
+def test_figures_follow_the_task():
+    """A language model has perplexity in place of accuracy."""
+    shared = {"loss", "data", "bytes", "answers", "update-norm", "timeline"}
+    quiet = draw_all(fold(event_samples.two_sites(2)))
+    language = draw_all(fold(event_samples.language(2)))
+    assert shared | {"accuracy"} == set(quiet)
+    assert shared | {"perplexity"} == set(language)
+
+
+def test_figures_are_reproducible_and_leave_no_trace():
+    """The same run gives the same bytes, and matplotlib's settings stay."""
+    view, before = fold(event_samples.troubled()), dict(mpl.rcParams)
+    assert draw_all(view) == draw_all(view)
+    assert before == dict(mpl.rcParams)
+
+
+def test_text_of_the_run_is_escaped():
+    """Names, messages and job files stay text, in tables and in figures."""
+    sites = (HOSTILE, "gcp")
+    script = Script(
+        sites=sites,
+        rounds=2,
+        failures=((1, HOSTILE, FailureKind.CRASHED),),
+        message=HOSTILE,
+        warning=HOSTILE,
+        job_name=HOSTILE,
+        labels=(HOSTILE, "日本語"),
+    )
+    page = render(fold(run(script)), HOSTILE, {HOSTILE: HOSTILE})
+    assert "script" not in _read(page).tags
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(" in page
+
+
+def test_many_sites_and_labels_are_cut_and_counted():
+    """Hundreds of sites do not blow the page up, and it says what is missing."""
+    view = fold(event_samples.many_sites(1000, 3))
+    page = render(view, JOB, VERSIONS)
+    assert MAX_SITES_SHOWN == len(shown_sites(view)) == len(site_colours(view))
+    assert all(site.failures for site in shown_sites(view))
+    assert f"Figures show {MAX_SITES_SHOWN} of 1,000 sites" in page
+    assert "100 of 1,000 sites; all of them are in result.json" in page
+    assert len(page) < 1_000_000
+    labels = tuple(f"class-{number}" for number in range(100))
+    assert ">other<" in draw_all(fold(run(Script(rounds=1, labels=labels))))["data"]
+
+
+def test_data_without_labels_is_shown_as_sizes():
+    """Data that has neither classes nor groups still has a size."""
+    events = event_samples.two_sites(1)
+    place = next(i for i, e in enumerate(events) if isinstance(e, DataDistributed))
+    script = Script(rounds=1, labels=())
+    (bare,) = [e for e in run(script) if isinstance(e, DataDistributed)]
+    events[place] = bare
+    assert "training examples" in draw_all(fold(events))["data"]
+
+
+def test_unfinished_run_says_so():
+    """A killed coordinator's report does not look like a finished one."""
+    page = render(fold(event_samples.two_sites(2)[:-1]), JOB, VERSIONS)
+    assert "not finished" in page
+    assert "its coordinator was killed" in page
+
+
+def test_every_failure_kind_is_explained():
+    """A new kind needs its sentence on the page."""
+    assert set(FailureKind) == set(FAILURE_MEANINGS)
+
+
+def test_report_is_written_whole(tmp_path: Path):
+    """An older report is replaced and nothing else is left."""
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    write_report(fold(event_samples.two_sites(1)), JOB, VERSIONS, path)
+    assert path.read_text(encoding="utf-8").endswith("</html>")
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_unwritable_report_is_a_store_error(tmp_path: Path):
+    """The operating system's error arrives as the store's."""
+    view = fold(event_samples.two_sites(1))
+    with pytest.raises(StoreUnavailable, match="cannot write the report"):
+        write_report(view, JOB, VERSIONS, tmp_path / "missing" / "report.html")

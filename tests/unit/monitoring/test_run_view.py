@@ -1,0 +1,172 @@
+"""A run is what its newest events say."""
+
+import json
+import math
+
+import pytest
+from support import event_samples
+from support.event_samples import TWO_SITES, UPDATE_BYTES
+
+from federation.events import RunFinished, SiteAnswered, SiteFailed
+from federation.messages import FailureKind, MetricSums
+from monitoring.run_view import (
+    RunFold,
+    RunView,
+    accuracy_of,
+    fold,
+    loss_of,
+    perplexity,
+    result,
+)
+
+
+def test_quiet_run_is_complete():
+    """Every round has its numbers, evaluation one round later included."""
+    view = fold(event_samples.two_sites(3))
+    assert (view.status, view.rounds_completed) == ("completed", 3)
+    assert [row.index for row in view.rounds] == [1, 2, 3]
+    assert all(row.loss and row.accuracy and row.training_loss for row in view.rounds)
+    assert all((row.answered, row.failures) == (2, {}) for row in view.rounds)
+    assert view.current is None
+
+
+def test_evaluation_belongs_to_the_round_before():
+    """A round's loss is of the model after it, not of the one it began with."""
+    view = fold(event_samples.two_sites(2))
+    assert view.initial.round_index == 0
+    assert [row.evaluated.round_index for row in view.rounds] == [1, 2]
+    assert view.rounds[1].loss < view.rounds[0].loss < view.initial.pooled.loss
+
+
+def test_traffic_adds_up():
+    """Totals are the sums over the sites, last evaluation included."""
+    view = fold(event_samples.troubled())
+    assert sum(site.bytes_up for site in view.sites) == view.bytes_up
+    assert sum(site.bytes_down for site in view.sites) == view.bytes_down
+    assert view.bytes_down == 11 * 2 * UPDATE_BYTES
+
+
+def test_failures_are_kept_by_kind():
+    """A lost round is a row like any other and does not count as completed."""
+    view = fold(event_samples.troubled())
+    assert (view.rounds[4].status, view.rounds[4].answered) == ("lost", 0)
+    assert view.rounds[4].failures == {"crashed": 1, "unreachable": 1}
+    assert view.rounds_completed == 9
+    assert [len(site.failures) for site in view.sites] == [1, 3]
+
+
+def test_failed_last_evaluation_is_seen():
+    """Failures after the last round belong to no round but are not lost."""
+    events = event_samples.two_sites(2)
+    late = SiteFailed(
+        at=events[-1].at,
+        round_index=3,
+        site=TWO_SITES[0],
+        kind=FailureKind.DEADLINE,
+        message="",
+        asked_seconds=0.0,
+        answered_seconds=1.0,
+        bytes_down=7,
+        bytes_up=0,
+    )
+    view = fold([*events[:-1], late, events[-1]])
+    assert (late,) == view.unevaluated == view.failures == view.sites[0].failures
+    assert fold(events).bytes_down + 7 == view.bytes_down
+
+
+def test_sites_follow_the_rounds():
+    """Series hold one point a round; the global model's begin with round 0."""
+    aws, _ = fold(event_samples.two_sites(3)).sites
+    assert TWO_SITES[0] == aws.site
+    assert [index for index, _ in aws.training_loss] == [1, 2, 3]
+    assert [index for index, _ in aws.loss] == [0, 1, 2, 3]
+    assert (aws.answered, aws.examples, aws.share.cloud) == (3, 640, "aws")
+
+
+def test_newest_record_of_a_round_counts():
+    """A resumed run has each round once, from the coordinator that was last."""
+    events = event_samples.resumed()
+    view = fold(events)
+    again = events[[type(e).__name__ for e in events].index("CheckpointSkipped") :]
+    assert fold(again).rounds[-7:] == view.rounds[3:]
+    assert list(range(1, 11)) == [row.index for row in view.rounds]
+    assert (view.coordinators, len(view.skipped)) == (2, 1)
+    assert len(view.rounds[4].reports) == 2
+    assert len(view.checkpoints) == 10
+
+
+def test_seconds_add_up_over_coordinators():
+    """The time between two coordinators is not the run's."""
+    events = event_samples.resumed()
+    second = [e for e in events if isinstance(e, RunFinished)][-1].seconds
+    view = fold(events)
+    assert second < view.seconds < events[-1].at - events[0].at - 55
+
+
+def test_unfinished_run_is_running():
+    """Events may stop anywhere; the round in progress is told apart."""
+    events = event_samples.two_sites(3)
+    answered = [i for i, e in enumerate(events) if isinstance(e, SiteAnswered)]
+    view = fold(events[: answered[2] + 1])
+    assert view.status == "running"
+    assert (
+        view.current.index,
+        view.current.status,
+        view.current.answered,
+    ) == (2, "running", 1)
+    assert view.current.seconds is None
+    assert UPDATE_BYTES == view.current.bytes_up == view.current.bytes_down
+
+
+def test_every_prefix_has_a_view():
+    """No moment of a run is without a picture."""
+    run = RunFold()
+    for event in event_samples.resumed():
+        run.add(event)
+        if run.has_started:
+            assert isinstance(run.view(), RunView)
+            json.dumps(result(run.view()), allow_nan=False)
+
+
+def test_nothing_started_is_an_error():
+    """There is no view of no run."""
+    with pytest.raises(ValueError, match="no run has started"):
+        fold([])
+
+
+def test_result_is_json():
+    """``result.json`` has the keys of the architecture page and no NaN."""
+    found = result(fold(event_samples.troubled()))
+    assert found == json.loads(json.dumps(found, allow_nan=False))
+    assert list(found) == [
+        "status",
+        "run_id",
+        "job",
+        "rounds_completed",
+        "final",
+        "rounds",
+        "sites",
+        "seconds",
+    ]
+    assert {"round", "loss", "accuracy"} == set(found["final"])
+    assert (len(found["rounds"]), len(found["sites"])) == (10, 2)
+
+
+def test_language_has_perplexity():
+    """A language model's result adds the exponential of its loss."""
+    final = result(fold(event_samples.language(2)))["final"]
+    assert math.exp(final["loss"]) == final["perplexity"]
+
+
+def test_nothing_predicted_has_no_mean():
+    """No predictions, no loss; and a loss may be too large to exponentiate."""
+    nothing = MetricSums(count=0, loss_sum=0.0, correct=0)
+    assert (loss_of(nothing), accuracy_of(nothing), loss_of(None)) == (None, None, None)
+    assert math.inf == perplexity(1e6)
+
+
+def test_many_sites_are_quick_to_fold():
+    """Failures of some of 200 sites land at the right ones."""
+    view = fold(event_samples.many_sites())
+    assert len(view.sites) == 200
+    assert 12 == len(view.failures) == sum(bool(site.failures) for site in view.sites)

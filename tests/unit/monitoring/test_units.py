@@ -1,0 +1,68 @@
+"""Numbers read well at every size."""
+
+import math
+
+import pytest
+
+from monitoring.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_fraction,
+    format_number,
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (301_234, "301.2 kB"),
+        (999_960, "1.0 MB"),
+        (5e15, "5000.0 TB"),
+    ],
+)
+def test_bytes(size: float, expected: object):
+    assert expected == format_bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.0, "0.0 s"),
+        (0.012, "12 ms"),
+        (0.84, "0.8 s"),
+        (9.97, "10 s"),
+        (59.7, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (7500, "2 h 05 min"),
+        (300_000, "3 d 11 h"),
+    ],
+)
+def test_durations(seconds: float, expected: object):
+    assert expected == format_duration(seconds)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "-"),
+        (0.0, "0.000"),
+        (0.4118, "0.412"),
+        (3.14e-5, "3.1e-05"),
+        (123456.0, "1.2e+05"),
+        (math.nan, "nan"),
+    ],
+)
+def test_numbers(value: float | None, expected: object):
+    assert expected == format_number(value)
+
+
+def test_fractions_and_counts():
+    assert (format_fraction(0.9131), format_fraction(None)) == ("91.3 %", "-")
+    assert (
+        format_count(1, "site"),
+        format_count(1000, "site"),
+    ) == ("1 site", "1,000 sites")
