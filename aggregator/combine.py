@@ -8,13 +8,12 @@ Shape suffixes: d float values of the model, n sites, c values of a chunk.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch.utils.dlpack import from_dlpack
 
 from federation.job import AggregationSpec
 from federation.protocols import CombineRule, WeightedUpdate
@@ -62,7 +61,8 @@ def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
             update of another length.
     """
     total_weight = 0.0
-    tensor_d = _tensor(out_d)
+    # What comes off the wire is read-only, which DLPack takes and from_numpy does not.
+    tensor_d = from_dlpack(out_d)
     for update in updates:
         _check(update, out_d)
         if update.weight > 0:
@@ -71,9 +71,9 @@ def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
             # Torch takes one pass over memory on all its threads, NumPy two on
             # one: benchmarks/combine.py.
             if share == 1.0:
-                tensor_d.copy_(_tensor(update.delta_d))
+                tensor_d.copy_(from_dlpack(update.delta_d))
             else:
-                tensor_d.lerp_(_tensor(update.delta_d), share)
+                tensor_d.lerp_(from_dlpack(update.delta_d), share)
         # The loop's variable would keep this one alive while the next is awaited.
         del update
     if not 0 < total_weight < math.inf:
@@ -165,16 +165,6 @@ def multi_krum(*, byzantine_sites: int) -> CombineRule:
         return out_d
 
     return rule
-
-
-def _tensor(vector_d: Vector) -> torch.Tensor:
-    """View a vector as a tensor; torch warns of arrays that are read-only.
-
-    What comes off the wire is read-only, and is only read here.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(vector_d)
 
 
 def _check(update: WeightedUpdate, out_d: Vector) -> None:

@@ -12,18 +12,15 @@ messages are built before. Ours reads the very bytes that Flower's arrays hold.
 import argparse
 import json
 import logging
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+import machine
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
@@ -68,7 +65,7 @@ class Inputs:
 def main() -> None:
     args = _arguments()
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    print(json.dumps(_machine(args)), flush=True)
+    print(json.dumps(machine.facts("combine", **vars(args))), flush=True)
     rows = []
     for num_sites in args.sites:
         inputs = _inputs(num_sites, args.values)
@@ -89,24 +86,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repetitions", type=int, default=5)
     return parser.parse_args()
-
-
-def _machine(args: argparse.Namespace) -> dict[str, object]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False)
-    return {
-        "benchmark": "combine",
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("numpy", "torch", "flwr")},
-        "commit": commit.stdout.strip(),
-        "values": args.values,
-        "repetitions": args.repetitions,
-    }
 
 
 def _inputs(num_sites: int, values: int) -> Inputs:
@@ -139,7 +118,7 @@ def _inputs(num_sites: int, values: int) -> Inputs:
 def _flower(inputs: Inputs) -> Vector:
     arrays, _ = FedAvg().aggregate_train(1, inputs.replies)
     # Its values stay in Flower's serialised form; decoding them is not counted.
-    assert arrays is not None  # noqa: S101
+    assert arrays is not None
     return arrays["delta"]
 
 

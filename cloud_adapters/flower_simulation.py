@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -192,23 +193,29 @@ def _run(
 def _ray(num_cpus: int, folder: str) -> Iterator[None]:
     """Start Ray here, before the server's clock runs; Flower uses what it finds."""
     import ray  # noqa: PLC0415
+    from ray._private import worker  # noqa: PLC0415 -- for the next line alone
 
+    # Deaths of processes would be printed on standard output, which is for data;
+    # the grid reports them. Ray's own debugger uses this switch.
+    worker._worker_logs_enabled = False  # noqa: SLF001
     with warnings.catch_warnings():
         # Ray leaves closing its files and children to the interpreter.
         for message in ("unclosed file .*/dev/null", "subprocess .* still running"):
             warnings.filterwarnings("ignore", message, ResourceWarning)
         try:
-            ray.init(
-                address="local",  # A cluster of our own, whatever RAY_ADDRESS says.
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.CRITICAL,
-                _temp_dir=folder,
-            )
+            with _signals_kept():
+                ray.init(
+                    address="local",  # Of our own, whatever RAY_ADDRESS says.
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.CRITICAL,
+                    _temp_dir=folder,
+                )
             yield
         finally:
             ray.shutdown()
+            worker._worker_logs_enabled = True  # noqa: SLF001
 
 
 def import_flower() -> None:
@@ -223,7 +230,7 @@ def import_flower() -> None:
             f"the Flower engine needs {' and '.join(missing)}, which this "
             'installation lacks: pip install "crossfed[flower]"'
         )
-    with warnings.catch_warnings():
+    with _environment(_QUIET), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for name in ("flwr.serverapp", "flwr.simulation", "ray"):
             importlib.import_module(name)
@@ -251,18 +258,28 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Put the handler of SIGTERM back, which Ray replaces by one that exits."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def _silenced(*names: str) -> Iterator[None]:
     """Keep libraries off the terminal; what matters of it is raised or replied."""
     loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.level, logger.disabled) for logger in loggers]
+    before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        for logger, (level, disabled) in zip(loggers, before, strict=True):
+        for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-            logger.disabled = disabled
 
 
 @contextmanager

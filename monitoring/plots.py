@@ -329,6 +329,8 @@ def _timeline(view: RunView) -> Figure | None:
     axes.set_yticks(range(len(sites) + 1), ["aggregator", *_cut(sites)])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
+    # Steps that one decimal can tell apart.
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_duration(x)))
     order = [*_PHASE_COLOURS, *colours]
     _legend(axes, {n: colours[n] for n in sorted(colours, key=order.index)})

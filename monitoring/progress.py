@@ -446,7 +446,7 @@ def _site_cells(
     report: SiteAnswered | SiteFailed | None, *, is_over: bool
 ) -> list[Text | str]:
     if report is None:
-        state = Text("not asked" if is_over else "training", style="cyan")
+        state = Text("no answer" if is_over else "training", style="cyan")
         return [state, "", "", ""]
     seconds = format_duration(report.answered_seconds - report.asked_seconds)
     if isinstance(report, SiteFailed):

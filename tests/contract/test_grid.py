@@ -1,0 +1,266 @@
+"""What every grid promises.
+
+Starting an engine may take seconds, so each plays one script, and the tests look at
+what came of it. To add a grid, write a function like ``in_process`` and list it in
+``ENGINES``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from support import toy_sites
+
+from cloud_adapters.flower_simulation import run_on_flower_simulation
+from cloud_adapters.inproc_grid import InProcessGrid
+from federation import wire
+from federation.clock import SystemClock
+from federation.ids import SiteId
+from federation.messages import (
+    FailureKind,
+    Reply,
+    RoundTask,
+    SiteEvaluation,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+from federation.protocols import Grid
+
+SITES = [SiteId(name) for name in ("delta", "alpha-bad", "charlie", "bravo")]
+JOB_TEXT = 'name = "toy"  # \u00fc\n'
+PATIENT_SECONDS = 60.0
+
+WEIGHTS_D = np.array([1.5, -0.0, np.inf, -np.inf, 1e-45, 3.4e38, 0.1], dtype=np.float32)
+NAN_BITS = np.array([0x7FC00001, 0xFFC0FFFF], dtype=np.uint32).view(np.float32)
+TASK = RoundTask(
+    run_id="run-1",
+    round_index=1,
+    site=SITES[0],
+    kind=TaskKind.TRAIN,
+    layout_digest="ab" * 32,
+    weights_d=np.concatenate([WEIGHTS_D, NAN_BITS]),
+    integers_m=np.array([-(2**63), 2**62, 0], dtype=np.int64),
+    evaluate=True,
+    evaluate_after=False,
+)
+
+Server = Callable[[Grid], Any]
+
+
+def tasks(sites: list[SiteId] = SITES, **fields: Any) -> list[RoundTask]:
+    """One task for each site."""
+    return [replace(TASK, site=site, **fields) for site in sites]
+
+
+def in_process(server: Server, *, workers: int):
+    """Play a script against the in-process grid."""
+    handlers = {site: toy_sites.echo_site(site, JOB_TEXT) for site in SITES}
+    with InProcessGrid(handlers, clock=SystemClock(), workers=workers) as grid:
+        return server(grid)
+
+
+def flower(server: Server, *, workers: int):
+    """Play a script on Flower's simulation engine."""
+    return run_on_flower_simulation(
+        server,
+        toy_sites.echo_site,
+        sites=SITES,
+        job_text=JOB_TEXT,
+        clock=SystemClock(),
+        workers=workers,
+    )
+
+
+def flower_param(workers: int):
+    """Mark an engine that needs the extra and takes long to start."""
+    engine = partial(flower, workers=workers)
+    marks = (pytest.mark.flower, pytest.mark.slow)
+    return pytest.param(engine, marks=marks, id=f"flower-{workers}")
+
+
+ENGINES = [
+    pytest.param(partial(in_process, workers=1), id="in-process-1"),
+    pytest.param(partial(in_process, workers=3), id="in-process-3"),
+    flower_param(1),
+    flower_param(2),
+]
+
+
+@dataclass
+class Played:
+    """What came of the script."""
+
+    sites: list[SiteId]
+    train: list[Reply]
+    again: list[Reply]
+    evaluate: list[Reply]
+    reverse: list[Reply]
+    some: list[Reply]
+    none: list[Reply]
+    failing: list[Reply]
+    after_break: list[Reply]
+    hanging: list[Reply]
+    after_hanging: list[Reply]
+
+
+def play(grid: Grid) -> Played:
+    """Send the script's tasks."""
+
+    def send(tasks: list[RoundTask], seconds: float = PATIENT_SECONDS) -> list[Reply]:
+        return list(grid.exchange(tasks, deadline_seconds=seconds))
+
+    def send_and_leave() -> None:
+        replies = grid.exchange(tasks(round_index=50), deadline_seconds=1.0)
+        next(iter(replies))
+        replies.close()
+
+    train, again = send(tasks()), send(tasks())
+    evaluate = send(tasks(round_index=2, kind=TaskKind.EVALUATE))
+    reverse, some = send(tasks(SITES[::-1])), send(tasks(SITES[1:3]))
+    none = send([])
+    failing = send(tasks(round_index=toy_sites.FAILING_ROUND))
+    send_and_leave()
+    after_break = send(tasks(round_index=51))
+    hanging = send(
+        tasks(round_index=toy_sites.HANGING_ROUND), toy_sites.DEADLINE_SECONDS
+    )
+    SystemClock().sleep(toy_sites.HANGING_SECONDS)
+    after_hanging = send(tasks(round_index=toy_sites.HANGING_ROUND + 1))
+    return Played(
+        sites=list(grid.sites()),
+        train=train,
+        again=again,
+        evaluate=evaluate,
+        reverse=reverse,
+        some=some,
+        none=none,
+        failing=failing,
+        after_break=after_break,
+        hanging=hanging,
+        after_hanging=after_hanging,
+    )
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def played(request: pytest.FixtureRequest) -> Played:
+    """The script, played by one engine."""
+    return request.param(play)
+
+
+def by_site(replies: list[Reply], round_index: int) -> dict[SiteId, Reply]:
+    """Replies of one round; late ones of rounds before are left out."""
+    of_round = [r for r in replies if r.message.round_index == round_index]
+    return {reply.message.site: reply for reply in of_round}
+
+
+def senders(replies: list[Reply]) -> list[SiteId]:
+    """Who answered, in order."""
+    return [reply.message.site for reply in replies]
+
+
+def test_sites_are_in_the_order_of_the_job(played: Played):
+    """Not in alphabetic order and not in that of node numbers."""
+    assert played.sites == SITES
+
+
+def test_every_site_answers_once(played: Played):
+    """In a simulation in the order of the tasks, so that sums are reproducible."""
+    assert senders(played.train) == SITES
+    assert senders(played.reverse) == SITES[::-1]
+
+
+def test_only_the_asked_answer(played: Played):
+    """A cohort is not the whole federation."""
+    assert senders(played.some) == SITES[1:3]
+
+
+def test_no_task_means_no_reply(played: Played):
+    """An empty cohort is no special case."""
+    assert played.none == []
+
+
+def test_values_arrive_bit_for_bit(played: Played):
+    """Infinities, denormals, signed zeros and the bits of NaN included."""
+    for reply in played.train:
+        assert isinstance(reply.message, SiteUpdate)
+        assert reply.message.delta_d.tobytes() == TASK.weights_d[::-1].tobytes()
+        np.testing.assert_array_equal(reply.message.integers_m, TASK.integers_m + 1)
+
+
+def test_fields_arrive_as_they_were_sent(played: Played):
+    """Both ways, and every site speaks for itself and knows its job."""
+    for reply in played.train:
+        update = reply.message
+        assert update.num_examples == sum(update.site.encode())
+        assert update.training.correct == len(JOB_TEXT)
+        assert (update.run_id, update.round_index) == ("run-1", 1)
+        assert update.layout_digest == TASK.layout_digest
+        assert (update.evaluation is None, update.evaluation_after) == (False, None)
+        assert [phase.name for phase in update.phases] == ["echo"]
+
+
+def test_evaluation_is_answered_by_an_evaluation(played: Played):
+    """The kind of the task reaches the site."""
+    assert senders(played.evaluate) == SITES
+    assert {type(r.message) for r in played.evaluate} == {SiteEvaluation}
+
+
+def test_bytes_are_those_of_the_wire(played: Played):
+    """Whether or not anything was serialised."""
+    for reply, task in zip(played.train, tasks(), strict=True):
+        assert reply.bytes_down == wire.encoded_size(task)
+        assert reply.bytes_up == wire.encoded_size(reply.message)
+
+
+def test_times_are_in_order(played: Played):
+    """A reply comes after its question, and both after earlier exchanges."""
+    for reply in played.train:
+        assert reply.asked_seconds <= reply.answered_seconds
+    last = max(reply.answered_seconds for reply in played.train)
+    assert all(last <= reply.asked_seconds for reply in played.evaluate)
+
+
+def test_same_tasks_have_the_same_answers(played: Played):
+    """Nothing of an exchange leaks into the next."""
+    sizes = [wire.encode_bytes(reply.message) for reply in played.train]
+    assert sizes == [wire.encode_bytes(reply.message) for reply in played.again]
+
+
+def test_failure_of_a_site_is_handed_on(played: Played):
+    """In the site's own words, and the others are not concerned."""
+    replies = by_site(played.failing, toy_sites.FAILING_ROUND)
+    failure = replies.pop(SiteId("alpha-bad")).message
+    assert isinstance(failure, SiteFailure)
+    assert failure.kind is FailureKind.CRASHED
+    assert failure.message.startswith('no disk for name = "toy"')
+    assert {type(r.message) for r in replies.values()} == {SiteUpdate}
+    assert len(replies) == len(SITES) - 1
+
+
+def test_exchange_may_be_left_early(played: Played):
+    """The next one has all its own answers."""
+    assert set(by_site(played.after_break, 51)) == set(SITES)
+    for reply in by_site(played.after_break, 51).values():
+        assert isinstance(reply.message, SiteUpdate)
+
+
+def test_hanging_site_misses_the_deadline(played: Played):
+    """It is reported once, in time, and the others are not concerned."""
+    replies = by_site(played.hanging, toy_sites.HANGING_ROUND)
+    assert len(played.hanging) == len(replies) == len(SITES)
+    reply = replies.pop(SiteId("alpha-bad"))
+    assert isinstance(reply.message, SiteFailure)
+    assert reply.message.kind is FailureKind.DEADLINE
+    assert reply.answered_seconds - reply.asked_seconds < 2 * toy_sites.HANGING_SECONDS
+    assert {type(r.message) for r in replies.values()} == {SiteUpdate}
+
+
+def test_site_that_hung_answers_again(played: Played):
+    """When it has come back, it is asked like the others."""
+    replies = by_site(played.after_hanging, toy_sites.HANGING_ROUND + 1)
+    assert set(replies) == set(SITES)
+    assert {type(r.message) for r in replies.values()} == {SiteUpdate}

@@ -1,0 +1,96 @@
+"""Sites without models, for tests of what lies between them and the server.
+
+They live in a module of their own because Flower's processes import them.
+"""
+
+import os
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from federation.ids import SiteId
+from federation.messages import (
+    FailureKind,
+    MetricSums,
+    Phase,
+    RoundTask,
+    SiteEvaluation,
+    SiteFailure,
+    SiteMessage,
+    SiteUpdate,
+    TaskKind,
+)
+
+# Rounds in which sites misbehave.
+FAILING_ROUND = 1001
+HANGING_ROUND = 1002
+DEADLINE_SECONDS = 0.5  # of the hanging round
+HANGING_SECONDS = 1.5
+
+
+class EchoSite:
+    """Answers at once, with numbers that tell what it was asked."""
+
+    def __init__(self, site: SiteId, job_text: str) -> None:
+        """Make a site; it says its job's text back."""
+        self._site = site
+        self._job_text = job_text
+
+    def handle(self, task: RoundTask) -> SiteMessage:
+        """Answer, except where this round is for failing or hanging."""
+        about = {
+            "run_id": task.run_id,
+            "round_index": task.round_index,
+            "site": self._site,
+        }
+        if self._site.endswith("-bad"):
+            if task.round_index == FAILING_ROUND:
+                text = f"no disk for {self._job_text}"
+                return SiteFailure(**about, kind=FailureKind.CRASHED, message=text)
+            if task.round_index == HANGING_ROUND:
+                time.sleep(HANGING_SECONDS)
+        sums = MetricSums(count=10, loss_sum=0.1, correct=len(self._job_text))
+        phases = (Phase(name="echo", start_seconds=0.25, seconds=0.5),)
+        if task.kind is TaskKind.EVALUATE:
+            return SiteEvaluation(**about, evaluation=sums, phases=phases)
+        return SiteUpdate(
+            **about,
+            layout_digest=task.layout_digest,
+            delta_d=np.array(task.weights_d[::-1]),
+            integers_m=task.integers_m + 1,
+            num_examples=sum(self._site.encode()),
+            num_steps=task.round_index,
+            training=sums,
+            evaluation=sums if task.evaluate else None,
+            evaluation_after=sums if task.evaluate_after else None,
+            phases=phases,
+        )
+
+
+def echo_site(site: SiteId, job_text: str) -> EchoSite:
+    """Build a site, as an engine does where the site lives."""
+    return EchoSite(site, job_text)
+
+
+class FaultySite(EchoSite):
+    """Misbehaves in ways that its name tells."""
+
+    def handle(self, task: RoundTask) -> SiteMessage:
+        """Answer, if at all, not as a site should."""
+        answer = super().handle(task)
+        match self._site:
+            case "dies" if task.round_index == 1:
+                os._exit(3)
+            case "raises":
+                raise KeyError("lost")
+            case "lies":
+                return replace(answer, site=SiteId("honest"))
+        return answer
+
+
+def faulty_site(site: SiteId, job_text: str) -> FaultySite:
+    """Build a site, unless it is one that cannot be built."""
+    if site == "unbuilt":
+        raise RuntimeError("no data here")
+    return FaultySite(site, job_text)

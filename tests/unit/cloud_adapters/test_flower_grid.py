@@ -1,0 +1,386 @@
+"""The grid over Flower, and the site's app, against a Flower made of two dicts."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import toy_sites
+
+from cloud_adapters import flower_simulation
+from federation import wire
+from federation.clock import VirtualClock
+from federation.errors import FederationError, SiteError
+from federation.ids import SiteId
+from federation.messages import (
+    FailureKind,
+    Reply,
+    RoundTask,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from cloud_adapters import flower_site  # noqa: E402
+from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+
+pytestmark = pytest.mark.flower
+
+SITES = [SiteId("one"), SiteId("two"), SiteId("three")]
+TASK = RoundTask(
+    run_id="run-1",
+    round_index=1,
+    site=SITES[0],
+    kind=TaskKind.TRAIN,
+    layout_digest="ab" * 32,
+    weights_d=np.ones(4, dtype=np.float32),
+    integers_m=np.zeros(1, dtype=np.int64),
+    evaluate=False,
+    evaluate_after=False,
+)
+
+
+class FakeFlower:
+    """Nodes that answer when they are told to."""
+
+    def __init__(self, handler_for: Any = toy_sites.echo_site) -> None:
+        self.nodes = [30, 10, 20]
+        self.silent: set[int] = set()  # nodes that do not answer for now
+        self.spoilt: dict[int, Any] = {}  # node: what comes in place of its answer
+        self.full = False
+        self.sent: list[Message] = []
+        self._open: dict[str, Message] = {}
+        self._app = flower_site.client_app(handler_for)
+
+    def get_node_ids(self) -> list[int]:
+        return self.nodes
+
+    def push_messages(self, messages: list[Message]) -> Iterator[str]:
+        for message in messages:
+            if not self.full:
+                name = f"m{len(self.sent)}"
+                message.metadata.__dict__["_message_id"] = name
+                self.sent.append(message)
+                self._open[name] = message
+                yield name
+
+    def pull_messages(self, ids: list[str]) -> list[Message]:
+        asked = [self._open[i] for i in ids if i in self._open]
+        return [self._reply(m) for m in asked if node_of(m) not in self.silent]
+
+    def _reply(self, message: Message) -> Message:
+        del self._open[message.metadata.message_id]
+        spoilt = self.spoilt.get(node_of(message))
+        if spoilt is not None and message.metadata.message_type != "query":
+            return Message(spoilt, reply_to=message)
+        return self._app(message, None)
+
+
+def node_of(message: Message) -> int:
+    """Which node a message is for."""
+    return message.metadata.dst_node_id
+
+
+@pytest.fixture
+def flower() -> FakeFlower:
+    """A Flower run of three nodes."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    return FakeFlower()
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    """A clock that nobody waits for."""
+    return VirtualClock()
+
+
+def make_grid(flower: FakeFlower, clock: VirtualClock, **changes: Any) -> FlowerGrid:
+    """Make a grid of three sites."""
+    return FlowerGrid(flower, SITES, job_text="job", clock=clock, **changes)
+
+
+def exchange(grid: FlowerGrid, seconds: float = 5.0, **fields: Any) -> list[Reply]:
+    """Send every site a task."""
+    tasks = [replace(TASK, site=site, **fields) for site in SITES]
+    return list(grid.exchange(tasks, deadline_seconds=seconds))
+
+
+def kinds(replies: list[Reply]) -> dict[str, str]:
+    """Who failed how."""
+    return {
+        r.message.site: str(getattr(r.message, "kind", "answered")) for r in replies
+    }
+
+
+def test_sites_get_nodes_in_ascending_order(flower: FakeFlower, clock: VirtualClock):
+    """Whatever order Flower lists them in."""
+    exchange(make_grid(flower, clock))
+    assert [node_of(message) for message in flower.sent[-3:]] == [10, 20, 30]
+
+
+def test_message_says_what_flower_needs(flower: FakeFlower, clock: VirtualClock):
+    """Its kind, its round, when it may be forgotten, and the job beside it."""
+    exchange(make_grid(flower, clock), round_index=7, kind=TaskKind.EVALUATE)
+    metadata = flower.sent[-1].metadata
+    assert (metadata.message_type, metadata.group_id) == ("evaluate", "7")
+    assert metadata.ttl == 2 * (5.0 + 60.0)
+    about = flower.sent[-1].content.config_records["about"]
+    assert dict(about) == {"site": "three", "job": "job", "deadline_seconds": 5.0}
+
+
+def test_late_nodes_are_waited_for(flower: FakeFlower, clock: VirtualClock):
+    """Until there are as many as sites."""
+    flower.nodes = [1]
+    real_sleep = clock.sleep
+
+    def sleep(seconds: float) -> None:
+        real_sleep(seconds)
+        flower.nodes = [1, 2, 3]
+
+    clock.sleep = sleep
+    assert len(make_grid(flower, clock).sites()) == 3
+
+
+def test_too_few_nodes_are_an_error(flower: FakeFlower, clock: VirtualClock):
+    """The message tells how many are there."""
+    flower.nodes = [1]
+    with pytest.raises(SiteError, match="only 1 of 3 Flower nodes"):
+        make_grid(flower, clock, connect_seconds=2.0)
+    assert clock.now() == pytest.approx(2.0, abs=0.1)
+
+
+def test_silent_node_is_an_error(flower: FakeFlower, clock: VirtualClock):
+    """A node that is connected and does not answer is found before the first round."""
+    flower.silent = {20}
+    with pytest.raises(SiteError, match="1 Flower nodes are silent"):
+        make_grid(flower, clock, connect_seconds=2.0)
+
+
+def test_node_that_cannot_run_a_site_is_an_error(clock: VirtualClock):
+    """Its reason is in the message, without the traceback."""
+    flower = FakeFlower()
+    reason = "Traceback ...\nException occurred. Message: No module named 'deploy'"
+    flower._app = lambda message, _: Message(Error(1, reason), reply_to=message)
+    with pytest.raises(SiteError, match="cannot run a site: No module named 'deploy'"):
+        make_grid(flower, clock)
+
+
+def test_ended_flower_is_an_error(flower: FakeFlower, clock: VirtualClock):
+    """Nobody waits for answers that cannot come."""
+    grid = make_grid(flower, clock, stopped=lambda: True)
+    flower.silent = {20}
+    with pytest.raises(FederationError, match="Flower has ended"):
+        exchange(grid)
+
+
+def test_unordered_replies_come_as_they_land(flower: FakeFlower, clock: VirtualClock):
+    """A slow site does not hold up the others."""
+    grid = make_grid(flower, clock)
+    flower.silent = {10}
+    replies = exchange(grid)
+    assert [r.message.site for r in replies] == ["two", "three", "one"]
+    assert kinds(replies)["one"] == FailureKind.DEADLINE
+    assert replies[-1].answered_seconds == pytest.approx(5.0, abs=0.1)
+
+
+def test_ordered_replies_come_in_the_order_of_the_tasks(
+    flower: FakeFlower, clock: VirtualClock
+):
+    """A slow site holds up those behind it."""
+    grid = make_grid(flower, clock, ordered=True)
+    flower.silent = {10}
+    replies = exchange(grid)
+    assert [r.message.site for r in replies] == SITES
+
+
+def test_shared_processes_limit_what_is_out(flower: FakeFlower, clock: VirtualClock):
+    """One task in work and one behind it; the rest waits here."""
+    grid = make_grid(flower, clock, workers=1)
+    flower.silent = {10, 20, 30}
+    before = len(flower.sent)
+    replies = exchange(grid, seconds=1.0)
+    assert list(kinds(replies).values()) == [FailureKind.DEADLINE] * 3
+    assert clock.now() == pytest.approx(2 * 2 * (1.0 + 2.0), abs=0.2)
+    assert len(flower.sent) - before == 3
+
+
+def test_late_answer_is_handed_on_in_a_later_exchange(
+    flower: FakeFlower, clock: VirtualClock
+):
+    """The round it belongs to is written in it."""
+    grid = make_grid(flower, clock)
+    flower.silent = {10}
+    exchange(grid)
+    flower.silent = set()
+    replies = exchange(grid, round_index=2)
+    assert sorted(r.message.round_index for r in replies) == [1, 2, 2, 2]
+
+
+def test_late_failure_is_dropped(flower: FakeFlower, clock: VirtualClock):
+    """It has been counted when the deadline passed."""
+    grid = make_grid(flower, clock)
+    flower.silent, flower.spoilt = {10}, {10: Error(5, "gone")}
+    exchange(grid)
+    flower.silent, flower.spoilt = set(), {}
+    assert len(exchange(grid, round_index=2)) == 4  # This one was an update.
+    flower.silent, flower.spoilt = {10}, {10: Error(5, "gone")}
+    exchange(grid, round_index=3)
+    flower.silent = set()
+    assert len(exchange(grid, round_index=4)) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (0, FailureKind.UNREACHABLE),
+        (2, FailureKind.CRASHED),
+        (3, FailureKind.UNREACHABLE),
+        (5, FailureKind.UNREACHABLE),
+        (8, FailureKind.CRASHED),
+    ],
+)
+def test_error_reply_is_a_failure(
+    flower: FakeFlower, clock: VirtualClock, code: int, kind: FailureKind
+):
+    """Flower's codes tell a lost node from a crashed app."""
+    grid = make_grid(flower, clock)
+    flower.spoilt = {10: Error(code, "first line\nsecond")}
+    reply = exchange(grid)[0]
+    assert (reply.message.kind, reply.bytes_up) == (kind, 0)
+    assert reply.message.message == f"Flower error {code}: first line second"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (RecordDict(), "without a frame"),
+        (RecordDict({"frame": ConfigRecord({"bytes": b""})}), "without a frame"),
+        (RecordDict({"frame": flower_site._arrays(b"")}), "too few"),
+        (RecordDict({"frame": flower_site._arrays(b"x" * 90)}), "do not start like"),
+        (
+            RecordDict({"frame": flower_site._arrays(wire.encode_bytes(TASK))}),
+            "spoke for 'one'",
+        ),
+    ],
+)
+def test_unreadable_answer_is_invalid(
+    flower: FakeFlower, clock: VirtualClock, content: RecordDict, text: str
+):
+    """A node can send anything; it counts as this site's failure."""
+    grid = make_grid(flower, clock)
+    flower.spoilt = {10: content}
+    message = exchange(grid)[0].message
+    assert isinstance(message, SiteFailure)
+    assert message.kind is FailureKind.INVALID
+    assert text in message.message
+
+
+def test_node_may_speak_for_its_own_site_only(flower: FakeFlower, clock: VirtualClock):
+    """The site in the answer is that of the question."""
+    grid = make_grid(flower, clock)
+    stolen = toy_sites.echo_site(SITES[1], "job").handle(TASK)
+    flower.spoilt = {
+        10: RecordDict({"frame": flower_site._arrays(wire.encode_bytes(stolen))})
+    }
+    reply = exchange(grid)[0]
+    assert (reply.message.site, reply.message.kind) == ("one", FailureKind.INVALID)
+    assert reply.bytes_up == wire.encoded_size(stolen)
+
+
+def test_refused_message_is_a_failure(flower: FakeFlower, clock: VirtualClock):
+    """Flower may not take a message for a node that has gone."""
+    grid = make_grid(flower, clock)
+    flower.full = True
+    assert set(kinds(exchange(grid)).values()) == {FailureKind.UNREACHABLE}
+
+
+def test_unknown_site_is_a_mistake(flower: FakeFlower, clock: VirtualClock):
+    """The caller asked for a site that the job does not have."""
+    with pytest.raises(ValueError, match="no sites \\['zoe'\\]"):
+        make_grid(flower, clock).exchange(
+            [replace(TASK, site=SiteId("zoe"))], deadline_seconds=1.0
+        )
+
+
+def ask_app(app: Any, task: Any, *, site: str = "one", seconds: float = 5.0) -> Any:
+    """Send a site's app a message and read its answer."""
+    content = flower_site.pack(
+        wire.encode_bytes(task),
+        site=SiteId(site),
+        job_text=str(id(app)),
+        deadline_seconds=seconds,
+    )
+    reply = app(Message(content, 10, "train"), None)
+    return wire.decode(flower_site.unpack(reply.content))
+
+
+def test_app_builds_a_site_once(flower: FakeFlower):
+    """Data and model are loaded for the first task of a site."""
+    built = []
+
+    def handler_for(site: SiteId, job_text: str) -> Any:
+        built.append(site)
+        return toy_sites.echo_site(site, job_text)
+
+    app = flower_site.client_app(handler_for)
+    for _ in range(2):
+        assert isinstance(ask_app(app, TASK), SiteUpdate)
+    ask_app(app, replace(TASK, site=SITES[1]), site="two")
+    assert built == ["one", "two"]
+
+
+def test_app_forgets_the_site_used_longest_ago(
+    flower: FakeFlower, monkeypatch: pytest.MonkeyPatch
+):
+    """A process of a large simulation does not hold every site."""
+    monkeypatch.setattr(flower_site, "MAX_HANDLERS", 1)
+    built = []
+
+    def handler_for(site: SiteId, job_text: str) -> Any:
+        built.append(site)
+        return toy_sites.echo_site(site, job_text)
+
+    app = flower_site.client_app(handler_for)
+    for site in ("one", "two", "two", "one"):
+        ask_app(app, replace(TASK, site=SiteId(site)), site=site)
+    assert built == ["one", "two", "one"]
+
+
+def test_app_reports_a_hanging_site_and_stays_usable(flower: FakeFlower):
+    """The thread goes on; a second task finds the site busy, others do not."""
+    app = flower_site.client_app(toy_sites.echo_site)
+    bad = replace(TASK, site=SiteId("x-bad"), round_index=toy_sites.HANGING_ROUND)
+    first = ask_app(app, bad, site="x-bad", seconds=0.1)
+    second = ask_app(app, bad, site="x-bad", seconds=0.1)
+    assert (first.kind, second.kind) == (FailureKind.DEADLINE, FailureKind.BUSY)
+    assert isinstance(ask_app(app, TASK), SiteUpdate)
+
+
+def test_app_reports_a_site_that_leaves(flower: FakeFlower):
+    """A handler that ends its thread does not end the process."""
+
+    def handler_for(site: SiteId, job_text: str) -> Any:
+        raise SystemExit
+
+    failure = ask_app(flower_site.client_app(handler_for), TASK)
+    assert (failure.kind, failure.message) == (
+        FailureKind.CRASHED,
+        "ended its thread unanswered",
+    )
+
+
+@pytest.mark.parametrize("task", [TASK, toy_sites.echo_site(SITES[1], "").handle(TASK)])
+def test_app_refuses_what_is_not_its_task(flower: FakeFlower, task: Any):
+    """A task for another site, or no task at all."""
+    app = flower_site.client_app(toy_sites.echo_site)
+    with pytest.raises(FederationError, match="not its task"):
+        ask_app(app, task, site="two")

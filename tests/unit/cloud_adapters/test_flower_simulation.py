@@ -1,0 +1,176 @@
+"""What a run on Flower's simulation engine leaves, and how it ends badly."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import toy_sites
+
+from cloud_adapters.flower_simulation import import_flower, run_on_flower_simulation
+from federation.clock import SystemClock
+from federation.errors import FederationError, JobError
+from federation.ids import SiteId
+from federation.messages import FailureKind, Reply, RoundTask, SiteUpdate, TaskKind
+from federation.protocols import Grid
+
+SITES = [SiteId(n) for n in ("honest", "dies", "raises", "lies", "unbuilt")]
+
+
+def run(server: Any, **changes: Any) -> Any:
+    """Run a server against faulty sites."""
+    arguments = {
+        "sites": SITES,
+        "job_text": "",
+        "clock": SystemClock(),
+        "workers": 1,
+        **changes,
+    }
+    return run_on_flower_simulation(server, toy_sites.faulty_site, **arguments)
+
+
+def ask(grid: Grid, round_index: int) -> dict[SiteId, Reply]:
+    """Send every site a task."""
+    tasks = [
+        RoundTask(
+            run_id="run-1",
+            round_index=round_index,
+            site=site,
+            kind=TaskKind.TRAIN,
+            layout_digest="ab" * 32,
+            weights_d=np.ones(3, dtype=np.float32),
+            integers_m=np.empty(0, dtype=np.int64),
+            evaluate=False,
+            evaluate_after=False,
+        )
+        for site in grid.sites()
+    ]
+    return {
+        task.site: reply
+        for task, reply in zip(
+            tasks, grid.exchange(tasks, deadline_seconds=30), strict=True
+        )
+    }
+
+
+def children() -> set[str]:
+    """Processes that this one has started and that still live."""
+    found = subprocess.run(
+        ["ps", "--ppid", str(os.getpid()), "-o", "args="],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {line for line in found.stdout.splitlines() if not line.startswith("ps ")}
+
+
+def surroundings() -> dict[str, Any]:
+    """What a run must leave as it was."""
+    return {
+        "environment": dict(os.environ),
+        "children": children(),
+        "threads": {t for t in threading.enumerate() if not t.daemon},
+        "signals": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
+        "folders": {p.name for p in Path(tempfile.gettempdir()).glob("crossfed-*")},
+        "flower": (Path.home() / ".flwr").exists(),
+    }
+
+
+@pytest.fixture(scope="module")
+def story() -> SimpleNamespace:
+    """Two rounds with faulty sites, then an error in the server."""
+    rounds: list[dict[SiteId, Reply]] = []
+
+    def server(grid: Grid) -> None:
+        rounds.extend(ask(grid, index) for index in (1, 2))
+        raise FileNotFoundError("from the server")
+
+    before = surroundings()
+    with pytest.raises(FileNotFoundError) as caught:
+        run(server)
+    return SimpleNamespace(
+        rounds=rounds, error=caught.value, before=before, after=surroundings()
+    )
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+def test_error_of_the_server_is_raised_as_it_is(story: SimpleNamespace):
+    """The caller sees what the round loop raised and not Flower's view of it."""
+    assert str(story.error) == "from the server"
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("site", "kind", "text"),
+    [
+        ("dies", FailureKind.UNREACHABLE, "unavailable"),
+        ("raises", FailureKind.CRASHED, "KeyError: 'lost'"),
+        ("lies", FailureKind.INVALID, "spoke for 'honest'"),
+        ("unbuilt", FailureKind.CRASHED, "RuntimeError: no data here"),
+    ],
+)
+def test_faulty_site_is_reported(
+    story: SimpleNamespace, site: str, kind: FailureKind, text: str
+):
+    """Whatever happens in Ray's processes becomes a failure of that site."""
+    message = story.rounds[0][SiteId(site)].message
+    assert (message.site, message.kind) == (site, kind)
+    assert text in message.message
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+def test_site_whose_process_died_answers_in_the_next_round(story: SimpleNamespace):
+    """A new process takes the place of one that died."""
+    for site in ("honest", "dies"):
+        assert isinstance(story.rounds[1][SiteId(site)].message, SiteUpdate)
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["environment", "children", "threads", "signals", "folders", "flower"]
+)
+def test_nothing_is_left_behind(story: SimpleNamespace, name: str):
+    """No process, file, thread, signal handler or variable."""
+    assert story.before[name] == story.after[name]
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+def test_engine_that_cannot_start_is_an_error_of_ours():
+    """And the server, which waits for answers, is let go."""
+    before = surroundings()
+    with pytest.raises(FederationError, match="simulation engine failed"):
+        run(lambda grid: ask(grid, 1), gpus_per_site=1e6)
+    assert before == surroundings()
+
+
+def test_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
+    """Somebody without Flower is told how to get it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(JobError, match=r'pip install "crossfed\[flower\]"'):
+        run(lambda grid: None)
+    with pytest.raises(JobError, match="needs flwr and ray"):
+        import_flower()
+
+
+def test_flower_is_not_imported_before_it_is_used():
+    """Neither by this module nor by what it imports."""
+    code = (
+        "import sys, cloud_adapters.flower_simulation as f;"
+        "print([m for m in ('flwr', 'ray') if m in sys.modules])"
+    )
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
