@@ -8,7 +8,7 @@ PACKAGES := federation cloud_adapters clients aggregator monitoring deploy
 # -I: tests see the installed package, not whatever the working folder holds.
 PYTEST := $(BIN)/python -I -m pytest
 
-.PHONY: help demo test test-slow check lint format bench docs vectors dist clean
+.PHONY: help demo test test-fast test-lowest lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,12 @@ test: $(READY) ## Run every test
 
 test-fast: $(READY) ## Run the tests that take milliseconds
 	$(PYTEST) -m "not slow and not flower and not deploy"
+
+test-lowest: ## Run the fast tests with the oldest versions that we promise
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints.txt pip
+	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable . --group dev
+	$(VENV)-lowest/bin/python -I -m pytest -m "not slow and not flower and not deploy"
 
 lint: $(READY) ## Check format, style, types and floors
 	$(BIN)/ruff format --check --quiet .
@@ -51,4 +57,4 @@ dist: $(READY) ## Build the wheel and the source archive
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## Remove what make made
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,8 +16,8 @@ from federation.ids import SiteId
 from federation.protocols import ObjectStore
 from federation.vectors import IntegerVector, Layout, Role
 
-# Older rounds that stay behind, in case a coordinator goes back to one.
-KEEP_ROUNDS = 4
+# Rounds of a site whose values stay stored, in case a coordinator goes back to one.
+KEEP_ROUNDS = 5
 
 
 class KeptIntegers:
@@ -43,8 +43,7 @@ class KeptIntegers:
         """
         if not self._any:
             return integers_m
-        before = self._key(round_index)
-        earlier = [o.key for o in self._store.list(self._prefix) if o.key < before]
+        earlier = self._before(round_index)
         if not earlier:
             return integers_m
         return np.where(self._mine, self._read(earlier[-1]), integers_m)
@@ -55,17 +54,22 @@ class KeptIntegers:
             return
         kept = np.ascontiguousarray(np.where(self._mine, integers_m, 0))
         self._store.put(self._key(round_index), [save({"kept": kept})])
-        oldest = self._key(max(round_index - KEEP_ROUNDS, 0))
-        for info in list(self._store.list(self._prefix)):
-            if info.key < oldest:
-                self._store.delete(info.key)
+        # A site that is seldom asked still needs its last values: what counts is
+        # how many there are, not how old they are.
+        for key in self._before(round_index + 1)[:-KEEP_ROUNDS]:
+            self._store.delete(key)
 
     def conceal(self, integers_m: IntegerVector) -> IntegerVector:
         """Blank out what stays at the site."""
         return np.where(self._mine, 0, integers_m) if self._any else integers_m
 
+    def _before(self, round_index: int) -> list[str]:
+        """Keys of what earlier rounds left, in their order."""
+        limit = self._key(round_index)
+        return [o.key for o in self._store.list(self._prefix) if o.key < limit]
+
     def _key(self, round_index: int) -> str:
-        return f"{self._prefix}{round_index:06d}.safetensors"
+        return f"{self._prefix}{round_index:09d}.safetensors"
 
     def _read(self, key: str) -> IntegerVector:
         try:
@@ -75,6 +79,9 @@ class KeptIntegers:
                 f"{key} does not hold a site's integers ({error}); delete it to "
                 "begin with the server's"
             ) from error
-        if kept.shape != self._mine.shape:
-            raise CorruptObject(f"{key} holds {kept.size} integers of another model")
+        if kept.shape != self._mine.shape or kept.dtype != np.int64:
+            raise CorruptObject(
+                f"{key} holds {kept.size} values of another model; delete it to begin "
+                "with the server's"
+            )
         return kept

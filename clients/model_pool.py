@@ -4,18 +4,48 @@ A site keeps no model between rounds, so a thousand simulated sites need no more
 instances than train at the same time.
 """
 
+import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
+from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import torch
 
 from clients import weights
 from clients.factories import call_factory, import_factory
-from clients.randomness import global_state, seeded_globally, torch_seed
+from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from federation.errors import JobError
 from federation.job import JobSpec
 from federation.vectors import IntegerVector, Layout, Vector
+
+
+class Instance:
+    """One instance of the model, which forgets what it went through.
+
+    Attributes:
+        module: The model.
+    """
+
+    def __init__(self, module: torch.nn.Module, layout: Layout) -> None:
+        """Note what the module is like when it is new."""
+        self.module = module
+        self._layout = layout
+        self._begin = _Snapshot(module)
+
+    def load(self, weights_d: Vector, integers_m: IntegerVector) -> None:
+        """Make the module a new one that holds the given weights."""
+        self.reset()
+        weights.load(self.module, self._layout, weights_d, integers_m)
+
+    def reset(self) -> None:
+        """Take back everything but weights: gradients, hooks, caches, counters."""
+        self._begin.restore()
+        self.module.zero_grad(set_to_none=True)
 
 
 class ModelPool:
@@ -24,6 +54,7 @@ class ModelPool:
     Attributes:
         device: Where the models live.
         layout: Layout of the model.
+        draws: Makes models that draw random numbers reproducible.
     """
 
     def __init__(self, job: JobSpec) -> None:
@@ -31,78 +62,158 @@ class ModelPool:
 
         Raises:
             JobError: The factory cannot be imported or called, returns something
-                else than a module, or the device is not there.
+                that cannot be trained, or the device is not there.
         """
         self._factory = import_factory(job.model.factory, key="model.factory")
         self._options = job.model.options
         self._seed = torch_seed(job.seed, "initial weights")
+        self._lock = threading.Lock()
+        self._living: WeakSet[torch.nn.Module] = WeakSet()
         self.device = _device(job.training.device)
+        self.draws = GlobalDraws(self.device)
         first = self._build()
         self.layout: Layout = weights.layout_of(first, job.model.integer_buffers)
         self._initial = weights.read(first, self.layout)
-        self._idle = [first]
-        self._lock = threading.Lock()
-        self._draws_globally: bool | None = None
+        _check_finite(self.layout, self._initial[0])
+        self._idle = [self._instance(first)]
 
     def initial_weights(self) -> tuple[Vector, IntegerVector]:
         """Weights that the job's seed gives: shapes ``(d,)`` and ``(m,)``."""
         weights_d, integers_m = self._initial
         return weights_d.copy(), integers_m.copy()
 
-    @contextmanager
-    def borrow(
-        self, weights_d: Vector, integers_m: IntegerVector
-    ) -> Iterator[torch.nn.Module]:
-        """Lend an instance that holds the given weights."""
-        with self._lock:
-            module = self._idle.pop() if self._idle else None
-        if module is None:
-            module = self._build()
-        weights.load(module, self.layout, weights_d, integers_m)
-        try:
-            yield module
-        finally:
-            module.zero_grad(set_to_none=True)
-            with self._lock:
-                self._idle.append(module)
+    def reserve(self, num_instances: int) -> None:
+        """Build instances ahead, so that a factory's mistakes show before the run.
 
-    @contextmanager
-    def randomness(self, seed: int) -> Iterator[None]:
-        """Make the draws of a model that trains in this block reproducible.
+        Args:
+            num_instances: How many will be lent at the same time.
 
-        Dropout and the like draw from torch's global generators, which all threads
-        share: such models train one at a time. The first training shows whether
-        this model is one of them; it is also guarded.
+        Raises:
+            JobError: The factory does not make a new model each time.
         """
-        if self._draws_globally is False:
-            yield
-            return
-        with seeded_globally(seed):
-            before = global_state(self.device)
-            yield
-            drew = global_state(self.device) != before
-            self._draws_globally = bool(self._draws_globally) or drew
+        while len(self._idle) < num_instances:
+            self._idle.append(self._instance(self._build()))
+
+    @contextmanager
+    def borrow(self) -> Iterator[Instance]:
+        """Lend an instance; load it before use.
+
+        Raises:
+            JobError: The factory does not make a new model each time.
+        """
+        with self._lock:
+            instance = self._idle.pop() if self._idle else None
+        if instance is None:
+            instance = self._instance(self._build())
+        try:
+            yield instance
+        finally:
+            instance.reset()
+            with self._lock:
+                self._idle.append(instance)
+
+    def _instance(self, module: torch.nn.Module) -> Instance:
+        return Instance(module.to(self.device), self.layout)
 
     def _build(self) -> torch.nn.Module:
-        with seeded_globally(self._seed):
+        with seeded_globally(self._seed, self.device):
             module = call_factory(self._factory, self._options, key="model.options")
         if not isinstance(module, torch.nn.Module):
             raise JobError(
                 f"returned a {type(module).__name__}, not a torch.nn.Module",
                 key="model.factory",
             )
-        return module.to(self.device)
+        with self._lock:
+            self._check_new(module)
+            self._living.add(module)
+        return module
+
+    def _check_new(self, module: torch.nn.Module) -> None:
+        if module in self._living or any(
+            weights.memory_of(module) & weights.memory_of(other)
+            for other in self._living
+        ):
+            raise JobError(
+                "gave out the same weights twice, and sites that train at the same "
+                "time need a model each: build a new module in every call, or set "
+                "simulation.workers = 1",
+                key="model.factory",
+            )
+
+
+class _Snapshot:
+    """What a module holds beside its state: modes, hooks, caches, counters."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
+        self._contents = [
+            (value, copy.copy(value))
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if type(value) in {dict, OrderedDict, list, set}
+        ]
+        state = module.state_dict().keys()
+        self._buffers = [
+            (tensor, tensor.detach().clone())
+            for name, tensor in module.named_buffers()
+            if name not in state
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back in its place, without new objects."""
+        for attributes, before in self._attributes:
+            _refill(attributes, before)
+        for container, content in self._contents:
+            _refill(container, content)
+        for tensor, values in self._buffers:
+            # Instances may share a constant: it is written to only if it changed.
+            if not torch.equal(tensor, values):
+                tensor.copy_(values)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a container its content back; others may read one that has not changed."""
+    if _holds(container, content):
+        return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _holds(container: Any, content: Any) -> bool:
+    """Whether a container holds these very objects: tensors cannot be compared."""
+    if isinstance(container, set):
+        return bool(container == content)
+    if len(container) != len(content) or not all(map(is_, container, content)):
+        return False
+    if isinstance(container, dict):
+        return all(map(is_, container.values(), content.values()))
+    return True
+
+
+def _check_finite(layout: Layout, weights_d: Vector) -> None:
+    for spec, values in layout.float_views(weights_d):
+        if not np.isfinite(values).all():
+            raise JobError(
+                f"{spec.name!r} of the model begins with NaN or infinite values, "
+                "which cannot be averaged; make a constant like a mask a buffer "
+                "with persistent=False",
+                key="model.factory",
+            )
 
 
 def _device(name: str) -> torch.device:
-    """Resolve the job's device.
+    """Resolve the job's device; without a number it is the first of its kind.
 
     Raises:
         JobError: It names a CUDA device that this machine does not have.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = torch.device("cuda:0" if name == "cuda" else name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise JobError(
             f"this machine has {torch.cuda.device_count()} CUDA devices and no "

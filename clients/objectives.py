@@ -37,7 +37,12 @@ def classification(
     """Cross-entropy of one label per example: ``model(inputs)`` gives ``(B, K)``."""
     if labels is None:
         raise SiteError("classification needs targets, and the data has none")
-    logits_bk = model(inputs).float()
+    if labels.ndim != 1 or labels.is_floating_point():
+        raise SiteError(
+            "classification needs one integer class per example; the targets are "
+            f"{labels.dtype} of shape {tuple(labels.shape)}"
+        )
+    logits_bk = _logits(model, inputs)
     if logits_bk.ndim != 2 or len(logits_bk) != len(labels):  # noqa: PLR2004
         raise SiteError(
             f"classification needs logits of shape ({len(labels)}, classes); the "
@@ -52,8 +57,13 @@ def causal_lm(
     model: torch.nn.Module, tokens: torch.Tensor, _: torch.Tensor | None
 ) -> BatchLoss:
     """Cross-entropy of each next token: windows ``(B, T+1)``, logits ``(B, T, V)``."""
+    if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():  # noqa: PLR2004
+        raise SiteError(
+            "causal_lm needs windows of at least two integer tokens; the inputs are "
+            f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        )
     inputs_bt, targets_bt = tokens[:, :-1], tokens[:, 1:]
-    logits_btv = model(inputs_bt).float()
+    logits_btv = _logits(model, inputs_bt)
     if logits_btv.ndim != 3 or logits_btv.shape[:2] != targets_bt.shape:  # noqa: PLR2004
         raise SiteError(
             f"causal_lm needs logits of shape {tuple(targets_bt.shape)} and the "
@@ -64,6 +74,17 @@ def causal_lm(
     total = functional.cross_entropy(logits, targets, reduction="sum")
     correct = (logits.argmax(1) == targets).sum()
     return BatchLoss(total, targets.numel(), correct)
+
+
+def _logits(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Apply the model; losses are taken with float32 at least."""
+    logits = model(inputs)
+    if not isinstance(logits, torch.Tensor):
+        raise SiteError(
+            f"the model gave a {type(logits).__name__} and not a tensor of logits: "
+            "let its factory return a module that gives the logits alone"
+        )
+    return logits if logits.dtype is torch.float64 else logits.float()
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -2,7 +2,9 @@
 
 Every draw is a pure function of the job's seed, the site, the round and a purpose.
 Nothing is carried from round to round, so a resumed run draws what an
-uninterrupted one would have drawn, on whatever machine.
+uninterrupted one would have drawn, on whatever machine. The generators of
+``random`` and of ``numpy.random`` are not looked after: a model or a dataset that
+draws from those is not reproducible.
 
 This is the randomness of sampling and simulation, never of keys or of noise that
 protects somebody.
@@ -10,11 +12,14 @@ protects somebody.
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
+
+_Result = TypeVar("_Result")
 
 
 def stream(seed: int, *purpose: str | int) -> np.random.Generator:
@@ -37,28 +42,124 @@ def _key(seed: int, *purpose: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big")
 
 
-# Holds while a model may draw from torch's global generators, which all threads of
-# a process share. Re-entrant for models that build models.
-_GLOBAL_GENERATORS = threading.RLock()
+# Holds while a block has seeded torch's global generators, which all threads of a
+# process share. Re-entrant for models that build models.
+_SEEDED = threading.RLock()
 
 
 @contextmanager
-def seeded_globally(seed: int) -> Iterator[None]:
+def seeded_globally(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators for a block and put them back after it.
 
-    Models draw initial weights and dropout masks from there and nowhere else. Only
-    one thread at a time is let in.
+    Models draw initial weights and dropout masks from there. Only one thread at a
+    time is let in.
+
+    Args:
+        seed: Seed of the block.
+        device: Where the block works; generators of other GPUs are left alone.
     """
-    with _GLOBAL_GENERATORS:
-        # Without devices, fork_rng saves those of CUDA only where it is in use.
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.random.manual_seed(seed)
+    generators = _generators(device)
+    with _SEEDED:
+        before = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
             yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
 
 
-def global_state(device: torch.device) -> bytes:
-    """State of the global generators that a model on ``device`` may draw from."""
-    state = torch.random.get_rng_state().numpy().tobytes()
+class GlobalDraws:
+    """Makes what models draw from torch's global generators reproducible.
+
+    All threads share these generators, so work that draws from them runs alone,
+    with a seed of its own; work that does not draw runs together with other such
+    work. Which is which is found out: the first work of each kind runs alone and is
+    watched. Work that begins to draw later is noticed too, and is done again alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin without knowing anything."""
+        self._device = device
+        self._condition = threading.Condition()
+        self._found: dict[str, bool] = {}
+        self._num_together = 0
+
+    def run(self, work: Callable[[], _Result], *, kind: str, seed: int) -> _Result:
+        """Do some work and return what it returns.
+
+        Args:
+            work: Depends on nothing but the generators; it may be called twice.
+            kind: Work that is expected to draw alike, for example ``train``.
+            seed: Seed of this very work.
+        """
+        if self._join(kind):
+            try:
+                before = self._states()
+                result = work()
+                drew = _differ(before, self._states())
+            finally:
+                self._leave()
+            if not drew:
+                return result
+            self._note(kind, drew=True)
+            self._restore(before)
+        self._wait_for_the_others()
+        with seeded_globally(seed, self._device):
+            if not self._runs_together(kind):
+                before = self._states()
+                result = work()
+                self._note(kind, drew=_differ(before, self._states()))
+                return result
+        # While this thread waited, another has found that such work does not draw.
+        return self.run(work, kind=kind, seed=seed)
+
+    def _runs_together(self, kind: str) -> bool:
+        # As soon as one kind draws, no other may disturb it.
+        return self._found.get(kind) is False and not any(self._found.values())
+
+    def _join(self, kind: str) -> bool:
+        with self._condition:
+            together = self._runs_together(kind)
+            self._num_together += together
+            return together
+
+    def _leave(self) -> None:
+        with self._condition:
+            self._num_together -= 1
+            self._condition.notify_all()
+
+    def _wait_for_the_others(self) -> None:
+        """Wait for work that is under way; once a kind draws, no more joins it."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._num_together == 0 or not any(self._found.values())
+            )
+
+    def _note(self, kind: str, *, drew: bool) -> None:
+        with self._condition:
+            self._found[kind] = self._found.get(kind, False) or drew
+
+    def _states(self) -> list[torch.Tensor]:
+        """States of the generators, of a moment when no block has seeded them."""
+        with _SEEDED:
+            return [generator.get_state() for generator in _generators(self._device)]
+
+    def _restore(self, states: list[torch.Tensor]) -> None:
+        with _SEEDED:
+            for generator, state in zip(_generators(self._device), states, strict=True):
+                generator.set_state(state)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Global generators that work on a device may draw from."""
+    generators = [torch.default_generator]
     if device.type == "cuda":
-        state += torch.cuda.get_rng_state(device).numpy().tobytes()
-    return state
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    return generators
+
+
+def _differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return not all(map(torch.equal, before, after))

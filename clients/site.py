@@ -1,5 +1,6 @@
 """A site: it answers one task at a time."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,8 @@ from federation.messages import (
 from federation.protocols import Clock, Trainer
 
 MAX_MESSAGE_CHARS = 500
+
+_LOG = logging.getLogger(__name__)
 
 
 class Site:
@@ -52,6 +55,7 @@ class Site:
         try:
             return self._answer(task)
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
+            _LOG.debug("site_task_failed", exc_info=True)
             kind = (
                 FailureKind.NOT_FINITE
                 if isinstance(error, update.NotFinite)
@@ -102,8 +106,8 @@ class Site:
             with watch.phase("evaluate"):
                 evaluation_after = trainer.evaluate(result.weights_d, result.integers_m)
         with watch.phase("prepare"):
-            self._kept.keep(result.integers_m, task.round_index)
             delta_d = update.prepare(task.weights_d, result)
+            self._kept.keep(result.integers_m, task.round_index)
         return SiteUpdate(
             run_id=task.run_id,
             round_index=task.round_index,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from clients import batches, weights
-from clients.data import Batch, Dataset
+from clients.datasets import Batch, Dataset, Indices
 from clients.model_pool import ModelPool
 from clients.objectives import OBJECTIVES
 from clients.randomness import torch_seed
@@ -68,10 +68,38 @@ class TorchTrainer:
     ) -> LocalResult:
         """Train from the global weights; see ``federation.protocols.Trainer``."""
         seed = torch_seed(self._job.seed, "training", self._site, round_index)
-        with self._pool.borrow(weights_d, integers_m) as model:
-            with self._pool.randomness(seed):
-                training, num_steps = self._train(model, round_index)
-            local_d, local_m = weights.read(model, self._pool.layout)
+        with self._pool.borrow() as model:
+
+            def train() -> LocalResult:
+                model.load(weights_d, integers_m)
+                return self._train(model.module, round_index, weights_d)
+
+            return self._pool.draws.run(train, kind="train", seed=seed)
+
+    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+        """Sums over the site's held-out data."""
+        seed = torch_seed(self._job.seed, "evaluation", self._site)
+        with self._pool.borrow() as model:
+
+            def evaluate() -> MetricSums:
+                model.load(weights_d, integers_m)
+                return self._evaluate(model.module)
+
+            return self._pool.draws.run(evaluate, kind="evaluate", seed=seed)
+
+    def _train(
+        self, model: torch.nn.Module, round_index: int, weights_d: Vector
+    ) -> LocalResult:
+        """Train a model that holds the global weights."""
+        layout = self._pool.layout
+        lost_d = None
+        if weights.is_rounded(layout):  # By bfloat16 parameters, for example.
+            lost_d = weights_d - weights.read(model, layout)[0]
+        training, num_steps = self._steps(model, round_index)
+        local_d, local_m = weights.read(model, layout)
+        if lost_d is not None:
+            # What the model could not hold is not what training changed.
+            local_d += lost_d
         return LocalResult(
             weights_d=local_d,
             integers_m=local_m,
@@ -80,12 +108,7 @@ class TorchTrainer:
             training=training,
         )
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
-        """Sums over the site's held-out data."""
-        with self._pool.borrow(weights_d, integers_m) as model:
-            return self._evaluate(model)
-
-    def _train(
+    def _steps(
         self, model: torch.nn.Module, round_index: int
     ) -> tuple[MetricSums, int]:
         """Take this round's local steps."""
@@ -97,24 +120,27 @@ class TorchTrainer:
         )
         optimizer = _optimizer(parameters, training.optimizer)
         sums = _Sums(self._pool.device)
-        num_steps = 0
-        first_step = (round_index - 1) * (training.local_steps or 0)
-        for group in _groups(self._batches(round_index), training.accumulate):
-            for inputs, targets in group:
+        step = first_step = (round_index - 1) * self._steps_per_round()
+        for group in _groups(self._indices(round_index), training.accumulate):
+            num_examples = sum(map(len, group))
+            for chosen in group:
+                inputs, targets = self._on_device(self._train_data.batch(chosen))
                 with self._autocast():
                     loss = self._objective(model, inputs, targets)
-                mean = loss.total / (loss.count * len(group))
+                # Every example of a step counts the same, whatever its batch.
+                share = len(chosen) / num_examples
+                mean = loss.total / (loss.count / share)
                 mean.backward()  # type: ignore[no-untyped-call]
                 sums.add(loss.total, loss.count, loss.correct)
             if anchor:  # The gradient of mu/2 |x - theta|^2.
                 _add_proximal(parameters, anchor, training.proximal_mu)
             if training.clip_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, training.clip_grad_norm)
-            _set_learning_rate(optimizer, self._job, first_step + num_steps)
+            _set_learning_rate(optimizer, self._job, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            num_steps += 1
-        return sums.metrics(), num_steps
+            step += 1
+        return sums.metrics(), step - first_step
 
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module) -> MetricSums:
@@ -131,12 +157,20 @@ class TorchTrainer:
             sums.add(loss.total, loss.count, loss.correct)
         return sums.metrics()
 
-    def _batches(self, round_index: int) -> Iterator[Batch]:
-        """Yield the batches of a round."""
+    def _steps_per_round(self) -> int:
+        training = self._job.training
+        if training.local_steps is not None:
+            return training.local_steps
+        batches_per_epoch = -(-len(self._train_data) // training.batch_size)
+        num_batches = (training.local_epochs or 1) * batches_per_epoch
+        return -(-num_batches // training.accumulate)
+
+    def _indices(self, round_index: int) -> Iterator[Indices]:
+        """Yield the examples of each batch of a round."""
         training, size = self._job.training, len(self._train_data)
         if training.local_steps is not None:
             num_batches = training.local_steps * training.accumulate
-            indices = batches.stepwise(
+            return batches.stepwise(
                 size,
                 batch_size=training.batch_size,
                 first_batch=(round_index - 1) * num_batches,
@@ -144,18 +178,15 @@ class TorchTrainer:
                 seed=self._job.seed,
                 site=self._site,
             )
-        else:
-            num_epochs = training.local_epochs or 1
-            indices = batches.epochwise(
-                size,
-                batch_size=training.batch_size,
-                first_epoch=(round_index - 1) * num_epochs,
-                num_epochs=num_epochs,
-                seed=self._job.seed,
-                site=self._site,
-            )
-        for chosen in indices:
-            yield self._on_device(self._train_data.batch(chosen))
+        num_epochs = training.local_epochs or 1
+        return batches.epochwise(
+            size,
+            batch_size=training.batch_size,
+            first_epoch=(round_index - 1) * num_epochs,
+            num_epochs=num_epochs,
+            seed=self._job.seed,
+            site=self._site,
+        )
 
     def _on_device(self, batch: Batch) -> Batch:
         inputs, targets = batch
@@ -243,7 +274,7 @@ def _optimizer(
     )
 
 
-def _groups(items: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
+def _groups(items: Iterator[Indices], size: int) -> Iterator[list[Indices]]:
     """Cut a stream of batches into the batches of one optimiser step."""
     while group := list(islice(items, size)):
         yield group
@@ -254,5 +285,6 @@ def _add_proximal(
     parameters: Sequence[torch.nn.Parameter], anchor: Sequence[torch.Tensor], mu: float
 ) -> None:
     for parameter, origin in zip(parameters, anchor, strict=True):
-        if parameter.grad is not None:
-            parameter.grad.add_(parameter - origin, alpha=mu)
+        if parameter.grad is None:  # No batch of this step has used it.
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.add_(parameter - origin, alpha=mu)

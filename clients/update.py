@@ -30,7 +30,8 @@ def prepare(weights_d: Vector, result: LocalResult) -> Vector:
         NotFinite: Training left the finite numbers.
     """
     delta_d = result.weights_d
-    np.subtract(delta_d, weights_d, out=delta_d)
+    with np.errstate(over="ignore", invalid="ignore"):  # Looked at right below.
+        np.subtract(delta_d, weights_d, out=delta_d)
     if not is_finite(delta_d):
         raise NotFinite(
             "training gave NaN or infinite weights: lower the learning rate or set "

@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
-from torch.utils.dlpack import from_dlpack
+from torch.nn.parameter import is_lazy
 
 from federation.errors import JobError, LayoutMismatch
-from federation.vectors import IntegerVector, Layout, Role, Vector
+from federation.vectors import AVERAGED, IntegerVector, Layout, Role, Vector
 
 _INTEGER_TYPES = {
     torch.bool,
@@ -31,29 +31,29 @@ def layout_of(module: torch.nn.Module, integer_buffers: Mapping[str, str]) -> La
         integer_buffers: Role by name pattern, see ``ModelSpec.integer_buffers``.
 
     Raises:
-        JobError: A tensor is of a type that cannot travel, or a pattern fits none.
-        LayoutMismatch: There is nothing to train.
+        JobError: A tensor is of a kind that cannot travel, a pattern fits none, or
+            there is nothing to train.
     """
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     rows, unused = [], set(integer_buffers)
-    for name, tensor in _state(module).items():
+    for name, tensor in _distinct(module).items():
         if tensor.is_floating_point():
             role = Role.PARAMETER if name in parameters else Role.BUFFER
-        elif tensor.dtype in _INTEGER_TYPES:
+        else:
             role, pattern = _integer_role(name, integer_buffers)
             unused.discard(pattern)
-        else:
-            raise JobError(
-                f"tensor {name!r} of the model is {tensor.dtype}, which cannot be "
-                "sent; only real floating-point, integer and boolean tensors can",
-                key="model.factory",
-            )
         dtype = str(tensor.dtype).removeprefix("torch.")
         rows.append((name, tuple(tensor.shape), dtype, role))
     if unused:
         raise JobError(
             f"no integer or boolean buffer of the model is called {min(unused)!r}",
             key="model.integer_buffers",
+        )
+    if not any(p.requires_grad and p.numel() for p in parameters.values()):
+        raise JobError(
+            "the model has nothing to train: it needs a floating-point parameter "
+            "that requires a gradient",
+            key="model.factory",
         )
     return Layout.build(rows)
 
@@ -66,15 +66,53 @@ def _integer_role(name: str, roles: Mapping[str, str]) -> tuple[Role, str]:
     return (Role.MAX if counter else Role.FROM_SERVER), ""
 
 
-def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _distinct(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Tensors of the module's state, each memory once, in the module's order."""
-    seen, state = set(), {}
+    seen, distinct = set(), {}
     for name, tensor in module.state_dict().items():
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        _check_travels(name, tensor)
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() == 0 or memory not in seen:
             seen.add(memory)
-            state[name] = tensor
-    return state
+            distinct[name] = tensor
+    return distinct
+
+
+def _check_travels(name: str, tensor: object) -> None:
+    trouble = None
+    if not isinstance(tensor, torch.Tensor):
+        trouble = f"is a {type(tensor).__name__}: only tensors can be sent"
+    elif is_lazy(tensor):
+        trouble = "has no shape yet: give lazy layers their sizes"
+    elif tensor.is_meta or tensor.layout is not torch.strided:
+        trouble = "is sparse or on the meta device: make it a dense one with values"
+    elif not tensor.is_floating_point() and tensor.dtype not in _INTEGER_TYPES:
+        trouble = (
+            f"is {tensor.dtype}: only real floating-point, integer and boolean "
+            "tensors can be sent"
+        )
+    elif any(
+        stride == 0 and size > 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        trouble = "repeats its memory: clone what expand() returned"
+    if trouble is not None:
+        raise JobError(f"{name!r} of the model {trouble}", key="model.factory")
+
+
+def memory_of(module: torch.nn.Module) -> set[int]:
+    """Addresses of the memory that holds the module's state."""
+    return {
+        tensor.untyped_storage().data_ptr()
+        for tensor in module.state_dict().values()
+        if tensor.numel()
+    }
+
+
+def is_rounded(layout: Layout) -> bool:
+    """Whether the model holds fewer digits than the float32 vector."""
+    exact = {"float32", "float64"}
+    return any(t.dtype not in exact for t in layout.tensors if t.role in AVERAGED)
 
 
 @torch.no_grad()
@@ -95,12 +133,13 @@ def load(
             f"got {weights_d.size} values and {integers_m.size} integers for a model "
             f"of {layout.size} and {layout.num_integers}"
         )
-    state = _state(module)
-    # DLPack takes read-only arrays, which from_numpy warns about.
+    state = module.state_dict()
+    # Copies, one tensor at a time: torch warns about read-only arrays, and exports
+    # by DLPack refuse them in older versions.
     for spec, view in layout.float_views(weights_d):
-        state[spec.name].copy_(from_dlpack(view))
+        state[spec.name].copy_(torch.from_numpy(view.copy()))
     for integer_spec, integer_view in layout.integer_views(integers_m):
-        state[integer_spec.name].copy_(from_dlpack(integer_view))
+        state[integer_spec.name].copy_(torch.from_numpy(integer_view.copy()))
 
 
 @torch.no_grad()
@@ -108,7 +147,7 @@ def read(module: torch.nn.Module, layout: Layout) -> tuple[Vector, IntegerVector
     """Copy a module's tensors out into new vectors."""
     weights_d = np.empty(layout.size, dtype=np.float32)
     integers_m = np.empty(layout.num_integers, dtype=np.int64)
-    state = _state(module)
+    state = module.state_dict()
     for spec, view in layout.float_views(weights_d):
         torch.from_numpy(view).copy_(state[spec.name])
     for integer_spec, integer_view in layout.integer_views(integers_m):

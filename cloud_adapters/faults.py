@@ -35,7 +35,7 @@ class FaultInjector:
     ) -> Sequence[SiteMessage]:
         """Let a site answer, and spoil it if that is what the job wants.
 
-        Only answers to training tasks are spoilt.
+        Only answers to training tasks are spoilt, by the first fault that strikes.
         """
         if task.kind is not TaskKind.TRAIN:
             return (answer(),)

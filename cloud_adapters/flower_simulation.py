@@ -244,8 +244,9 @@ def _origin(error: BaseException) -> BaseException:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a while."""
-    before = {name: os.environ.get(name) for name in values}
+    """Set variables for a while; Ray adds one that goes with them."""
+    names = {*values, "PYTHONBREAKPOINT"}
+    before = {name: os.environ.get(name) for name in names}
     os.environ.update(values)
     try:
         yield

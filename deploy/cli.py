@@ -6,8 +6,10 @@ after a checkpoint. Heavy imports wait until a verb needs them.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -16,56 +18,88 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from federation import job_file
-from federation.errors import FederationError, JobError
-from federation.events import Emit
-from federation.job import JobSpec
+from federation.errors import (
+    CheckpointMismatch,
+    FederationError,
+    JobError,
+    RunNotFound,
+    SiteError,
+    StoreUnavailable,
+)
 
 if TYPE_CHECKING:
     from deploy.simulation import RunResult
+    from federation.events import DataDistributed, Emit, Event
+    from federation.job import JobSpec
 
 DONE, FAILED, BAD_JOB, STOPPED = 0, 1, 2, 130
+
+# A site's failure never ends a run: a SiteError that arrives here is of the job's
+# data, before any round.
+_BAD_JOB = (JobError, SiteError, CheckpointMismatch, RunNotFound)
+
+# Width of tables that nobody looks at on a terminal.
+_PIPE_COLUMNS = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(arguments)
-    # A user's own models and data are found from where the command is run.
-    sys.path.append(os.getcwd())  # noqa: PTH109 -- sys.path holds texts
     try:
-        return int(options.verb(options))
-    except JobError as error:
-        return _complain(error, options, BAD_JOB)
+        # A user's own models and data are found from where the command is run.
+        sys.path.append(os.getcwd())  # noqa: PTH109 -- sys.path holds texts
+        code = int(options.verb(options))
+        # Here and not at the interpreter's end, where no error can be handled.
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        print("crossfed: interrupted", file=sys.stderr)
+        _tell("interrupted")
         return STOPPED
     except BrokenPipeError:
         # The reader of our output has gone, for example `crossfed runs | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return FAILED
     except Exception as error:  # noqa: BLE001 -- the last place that can explain it
-        return _complain(error, options, FAILED)
-
-
-def _complain(error: Exception, options: argparse.Namespace, code: int) -> int:
-    if options.verbose:
-        traceback.print_exception(error)
-    known = isinstance(error, FederationError)
-    text = str(error) if known else f"{type(error).__name__}: {error}"
-    print(f"crossfed: {text}", file=sys.stderr)
-    if not known and not options.verbose:
-        print(
-            "crossfed: this is not an error that crossfed expects; add -v for the "
-            "traceback",
-            file=sys.stderr,
-        )
+        return _complain(error, options)
     return code
+
+
+def _tell(text: str) -> None:
+    """Say something on standard error, if there is anybody left to read it."""
+    with contextlib.suppress(OSError):
+        print(f"crossfed: {text}", file=sys.stderr, flush=True)
+
+
+def _forget_output() -> None:
+    """Let what is still buffered go nowhere when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _complain(error: Exception, options: argparse.Namespace) -> int:
+    if options.verbose:
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
+    if not isinstance(error, FederationError):
+        _tell(f"{type(error).__name__}: {error}")
+        if not options.verbose:
+            _tell(
+                "this is not an error that crossfed expects; add -v for the traceback"
+            )
+        return FAILED
+    text = str(error)
+    job = getattr(options, "job", None)
+    if isinstance(error, (JobError, SiteError)) and job and str(job) not in text:
+        text = f"{job}: {text}"
+    _tell(text)
+    return BAD_JOB if isinstance(error, _BAD_JOB) else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="crossfed",
         description="Train one model across clouds without moving data.",
+        allow_abbrev=False,
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -89,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate = verbs.add_parser(
         "simulate",
         parents=[job, common],
+        allow_abbrev=False,
         help="run a job with every site on this machine",
     )
     simulate.add_argument("--out", type=Path, metavar="DIR", help="folder of the run")
@@ -106,12 +141,18 @@ def _parser() -> argparse.ArgumentParser:
     simulate.set_defaults(verb=_simulate)
 
     check = verbs.add_parser(
-        "check-job", parents=[job, common], help="check a job and show who gets what"
+        "check-job",
+        parents=[job, common],
+        allow_abbrev=False,
+        help="check a job and show who gets what",
     )
     check.set_defaults(verb=_check_job)
 
     report = verbs.add_parser(
-        "report", parents=[common], help="write a run's report.html again"
+        "report",
+        parents=[common],
+        allow_abbrev=False,
+        help="write a run's report.html again",
     )
     report.add_argument("run", metavar="RUN", help="folder, run id or job name")
     report.add_argument(
@@ -119,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(verb=_report)
 
-    runs = verbs.add_parser("runs", parents=[common], help="list the runs")
+    runs = verbs.add_parser(
+        "runs", parents=[common], allow_abbrev=False, help="list the runs"
+    )
     runs.set_defaults(verb=_runs)
     for verb in (report, runs):
         verb.add_argument(
@@ -128,7 +171,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(options: argparse.Namespace) -> JobSpec:
+def _load(options: argparse.Namespace) -> "JobSpec":
+    from federation import job_file  # noqa: PLC0415 -- keeps `--help` fast
+
     overrides = list(options.set)
     if options.seed is not None:
         overrides.append(f"seed={options.seed}")
@@ -136,10 +181,10 @@ def _load(options: argparse.Namespace) -> JobSpec:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from deploy.simulation import simulate  # noqa: PLC0415 -- imports torch
-
     job = _load(options)
     folder = _folder(job, options.out, resume=options.resume)
+    from deploy.simulation import simulate  # noqa: PLC0415 -- imports torch
+
     try:
         with _stop_on_signal() as stop, _progress() as progress:
             outcome = simulate(
@@ -147,35 +192,43 @@ def _simulate(options: argparse.Namespace) -> int:
                 folder=folder,
                 resume=options.resume,
                 engine=options.engine,
-                listeners=[progress],
+                listeners=[_while_read(progress)],
                 stop_requested=stop,
             )
     except KeyboardInterrupt:
-        _say_how_to_resume(options, folder)
+        _say_how_to_resume(options, folder, "stopped at once")
         return STOPPED
+    except StoreUnavailable:
+        if folder is not None and _has_begun(folder):
+            _say_how_to_resume(options, folder, "once that is mended")
+        raise
+    if options.resume and outcome.status == "completed" and not outcome.rounds_now:
+        _tell(f"run {outcome.run_id} is completed: no round was left to run")
     if options.json:
-        print(json.dumps(outcome.summary(), indent=2))
+        kept = None if outcome.folder is None else str(outcome.folder)
+        _print_json({**outcome.summary(), "folder": kept})
     else:
         _print_outcome(outcome)
     if outcome.status == "completed":
         return DONE
-    _say_how_to_resume(options, folder)
+    sys.stdout.flush()
+    _say_how_to_resume(options, folder, "stopped")
     return STOPPED
 
 
-def _folder(job: JobSpec, out: Path | None, *, resume: bool) -> Path | None:
+def _folder(job: "JobSpec", out: Path | None, *, resume: bool) -> Path | None:
     """Choose the folder of a run."""
     from deploy import run_folder  # noqa: PLC0415 -- keeps `--help` fast
     from federation.clock import SystemClock  # noqa: PLC0415
     from federation.ids import new_run_id  # noqa: PLC0415
 
+    root = run_folder.runs_root(job)
     if out is not None:
         return out
-    root = run_folder.runs_root(job)
     if root is None:
         return None
     if resume:
-        return run_folder.find_run(job.name, root).path
+        return run_folder.newest_run(job.name, root).path
     return root / job.name / new_run_id(SystemClock().now(), os.urandom(3))
 
 
@@ -189,10 +242,10 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        print(
-            "\ncrossfed: stopping after this round; Ctrl-C again to stop at once",
-            file=sys.stderr,
-        )
+        # Not print: it may have been interrupted half-way, and cannot be re-entered.
+        text = b"\ncrossfed: stopping after this round; Ctrl-C again to stop at once\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text)
 
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, ask) for number in signals]
@@ -204,75 +257,137 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _progress() -> Iterator[Emit]:
+def _progress() -> Iterator["Emit"]:
     """Choose how a run shows itself: a picture on a terminal, lines in a pipe."""
     from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
 
     from monitoring.progress import LiveProgress, PlainProgress  # noqa: PLC0415
 
     console = Console(stderr=True)
-    if console.is_terminal:
+    if sys.stderr.isatty() and not console.is_dumb_terminal:
         with LiveProgress(console) as live:
             yield live
     else:
-        with PlainProgress(sys.stderr) as plain:
-            yield plain
+        plain = PlainProgress(sys.stderr)
+        yield plain
+        with contextlib.suppress(OSError):
+            plain.close()
+
+
+def _while_read(progress: "Emit") -> "Emit":
+    """Go on without progress when its reader is gone: the run is worth more."""
+    is_read = True
+
+    def listen(event: "Event") -> None:
+        nonlocal is_read
+        if is_read:
+            try:
+                progress(event)
+            except OSError:
+                is_read = False
+
+    return listen
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def _print_outcome(outcome: "RunResult") -> None:
-    print(f"status    {outcome.status}")
-    print(f"rounds    {outcome.rounds_completed}")
-    if outcome.loss is not None and outcome.accuracy is not None:
-        print(f"loss      {outcome.loss:.4f} nats, on held-out data of all sites")
-        print(f"accuracy  {outcome.accuracy:.2%}")
+    from monitoring.run_view import perplexity  # noqa: PLC0415
+
+    print(f"status      {outcome.status}")
+    print(f"rounds      {outcome.rounds_completed}")
+    if outcome.loss is not None:
+        print(f"loss        {outcome.loss:.4f} nats, on held-out data of all sites")
+        if outcome.view.is_language:
+            print(f"perplexity  {perplexity(outcome.loss):.2f}")
+        elif outcome.accuracy is not None:
+            print(f"accuracy    {outcome.accuracy:.2%}")
     if outcome.folder is not None:
-        print(f"run       {outcome.folder}")
-        print(f"report    {outcome.folder / 'report.html'}")
+        print(f"run         {outcome.folder}")
+        print(f"report      {outcome.folder / 'report.html'}")
 
 
-def _say_how_to_resume(options: argparse.Namespace, folder: Path | None) -> None:
+def _has_begun(folder: Path) -> bool:
+    """Whether there is anything to resume in a folder."""
+    from deploy.run_folder import RunFolder  # noqa: PLC0415
+
+    try:
+        return RunFolder(folder).run_id() is not None
+    except FederationError:
+        return False
+
+
+def _say_how_to_resume(
+    options: argparse.Namespace, folder: Path | None, why: str
+) -> None:
     if folder is None:
-        print("crossfed: stopped; this run was kept nowhere", file=sys.stderr)
+        _tell(f"{why}; this run was kept nowhere")
         return
-    settings = "".join(f" --set {text!r}" for text in options.set)
-    seed = "" if options.seed is None else f" --seed {options.seed}"
-    print(
-        "crossfed: stopped; go on with\n"
-        f"  crossfed simulate {options.job}{settings}{seed} --out {folder} --resume",
-        file=sys.stderr,
-    )
+    if not _has_begun(folder):
+        _tell(f"{why}, before the run began; there is nothing to resume")
+        return
+    words = ["crossfed", "simulate", str(options.job)]
+    for text in options.set:
+        words += ["--set", text]
+    if options.seed is not None:
+        words += ["--seed", str(options.seed)]
+    if options.engine != "inproc":
+        words += ["--engine", options.engine]
+    words += ["--out", str(folder), "--resume"]
+    _tell(f"{why}; go on with\n  {shlex.join(words)}")
 
 
 def _check_job(options: argparse.Namespace) -> int:
-    from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
-
-    from deploy import wiring  # noqa: PLC0415
+    job = _load(options)
+    from deploy import run_folder, wiring  # noqa: PLC0415 -- imports torch
+    from federation import job_file  # noqa: PLC0415
     from federation.clock import SystemClock  # noqa: PLC0415
     from monitoring.data_table import data_table  # noqa: PLC0415
 
-    job = _load(options)
+    run_folder.runs_root(job)
     federation = wiring.build_federation(job)
     dealt = wiring.data_distributed(federation, at=SystemClock().now())
+    size = federation.pool.layout.size
     if options.json:
-        print(json.dumps(job_file.document(job), indent=2))
+        sites = _site_rows(dealt)
+        document = job_file.document(job)
+        _print_json({"job": document, "sites": sites, "parameters": size})
         return DONE
-    layout = federation.pool.layout
-    Console(highlight=False).print(data_table(dealt))
+    console = _console()
+    console.print(data_table(dealt, columns=console.width))
     print(
         f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, "
-        f"{layout.size:,} values ({4 * layout.size:,} bytes) each way, site and round"
+        f"{size:,} values ({4 * size:,} bytes) each way, site and round"
     )
     print("the job is sound")
     return DONE
 
 
-def _report(options: argparse.Namespace) -> int:
-    from deploy.run_folder import find_run  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.simulation import leave_report  # noqa: PLC0415
+def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:
+    return [
+        {
+            "site": share.site,
+            "cloud": share.cloud,
+            "region": share.region,
+            "train_examples": share.train_examples,
+            "held_out_examples": share.held_out_examples,
+            "label_kind": dealt.label_kind,
+            "counts": dict(zip(dealt.labels, share.counts, strict=False)),
+        }
+        for share in dealt.shares
+    ]
 
-    run = find_run(options.run, options.root)
-    path = leave_report(run, options.out)
-    print(json.dumps({"report": str(path)}) if options.json else path)
+
+def _report(options: argparse.Namespace) -> int:
+    from deploy.run_folder import find_run, leave_report  # noqa: PLC0415
+
+    path = leave_report(find_run(options.run, options.root), options.out)
+    if options.json:
+        _print_json({"report": str(path)})
+    else:
+        print(path)
     return DONE
 
 
@@ -281,28 +396,40 @@ def _runs(options: argparse.Namespace) -> int:
 
     rows = [summary(run) for run in find_runs(options.root)]
     if options.json:
-        print(json.dumps(rows, indent=2))
-    else:
+        _print_json(rows)
+    elif rows:
         _print_runs(rows)
+    else:
+        _tell(f"there are no runs in {options.root}")
     return DONE
 
 
 def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415 -- keeps `--help` fast
+    from rich.text import Text  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False)
     for name in ("run", "job", "status", "rounds", "loss", "accuracy", "folder"):
         table.add_column(name, overflow="fold")
     for row in rows:
         loss, accuracy = row.get("loss"), row.get("accuracy")
-        table.add_row(
-            row.get("run_id", ""),
-            row.get("job", ""),
+        cells = (
+            row["run_id"],
+            row["job"],
             row["status"],
-            f"{row.get('rounds_completed', 0)}/{row.get('rounds', '?')}",
+            f"{row.get('rounds_completed', '?')}/{row.get('rounds', '?')}",
             "" if loss is None else f"{loss:.4f}",
             "" if accuracy is None else f"{accuracy:.1%}",
             row["folder"],
         )
-    Console(highlight=False).print(table)
+        # As text: a folder's name may look like markup.
+        table.add_row(*(Text(cell) for cell in cells))
+    _console().print(table)
+
+
+def _console() -> Any:
+    """Standard output for tables: wide in a pipe, so that no line is broken."""
+    from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
+
+    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    return Console(highlight=False, width=width)

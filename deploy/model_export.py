@@ -1,14 +1,17 @@
 """The final model as tensors by name: in float32, or in the model's own types."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.dlpack import from_dlpack
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from aggregator import tensor_file
+from federation.errors import CorruptObject
 from federation.protocols import Buffer, RunState
 from federation.vectors import Layout
 
@@ -38,9 +41,29 @@ def file_pieces(layout: Layout, arrays: Mapping[str, Array]) -> Iterable[Buffer]
         array = arrays[spec.name]
         if spec.dtype == "bfloat16":  # NumPy has no such type: carry its bits.
             halves.append(spec.name)
-            rounded = from_dlpack(array).to(torch.bfloat16)
+            rounded = torch.from_numpy(array).to(torch.bfloat16)
             array = rounded.view(torch.uint16).numpy()
         elif array.dtype.name != spec.dtype:
             array = array.astype(np.dtype(spec.dtype))
         typed[spec.name] = array
     return tensor_file.pieces(typed, {"format": "pt"}, bfloat16=halves)
+
+
+def read(path: Path) -> dict[str, Array]:
+    """Read an exported model: float32 and int64 arrays by tensor name.
+
+    Raises:
+        CorruptObject: It is not a whole safetensors file, or it cannot be read.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CorruptObject(
+            f"{path} cannot be read: {error}; resume the run to write it again"
+        ) from error
+    return {
+        name: tensor.to(
+            torch.float32 if tensor.is_floating_point() else torch.int64
+        ).numpy()
+        for name, tensor in tensors.items()
+    }

@@ -1,30 +1,53 @@
 """The folder that a run leaves: job, events, result, model, checkpoints, report."""
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
+import platform
+import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from cloud_adapters.urls import open_store
 from federation import job_file
+from federation.clock import SystemClock
 from federation.errors import (
-    CorruptObject,
-    JobError,
     RunConflict,
     RunNotFound,
+    StoreError,
     StoreUnavailable,
 )
 from federation.event_log import read_events
 from federation.events import Event, RunStarted
-from federation.ids import RunId
+from federation.ids import RunId, new_run_id
 from federation.job import JobSpec
 from federation.protocols import Buffer
-from monitoring.run_view import RunView, fold
+from monitoring.run_view import COMPLETED, RunView, fold, result
+
+# Another process may hold the lock for a moment to see whether a run goes on.
+LOCK_TRIES = 5
+LOCK_PAUSE_SECONDS = 0.05
+
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+
+_ADVICE: Mapping[int, str] = {
+    errno.ENOSPC: "free some space and resume the run",
+    errno.EDQUOT: "free some space and resume the run",
+    errno.ENOTDIR: "a file is where a folder must be: move it away, or choose "
+    "another folder with --out",
+    errno.EEXIST: "a file is where a folder must be: move it away, or choose "
+    "another folder with --out",
+}
+_OTHER_ADVICE = "make it writable for this user, or choose another folder with --out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +85,11 @@ class RunFolder:
         """The page to look at."""
         return self.path / "report.html"
 
+    @property
+    def lock(self) -> Path:
+        """Empty; the process that works on the run holds a lock on it."""
+        return self.path / ".lock"
+
     def exists(self) -> bool:
         """Whether a run has begun here."""
         return self.events.is_file()
@@ -72,6 +100,7 @@ class RunFolder:
         Raises:
             RunNotFound: No run has begun here.
             CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
         """
         if not self.exists():
             raise RunNotFound(f"there is no run in {self.path} (no events.jsonl)")
@@ -84,6 +113,12 @@ class RunFolder:
             raise RunNotFound(f"the run in {self.path} ended before its first event")
         return fold(found)
 
+    def new_run_id(self, unix_seconds: float) -> RunId:
+        """Name a run that begins here: as its folder, if that is such a name."""
+        if _RUN_ID.fullmatch(self.path.name):
+            return RunId(self.path.name)
+        return new_run_id(unix_seconds, os.urandom(3))
+
     def run_id(self) -> RunId | None:
         """Name of the run that began here; None if none has."""
         if not self.exists():
@@ -91,6 +126,20 @@ class RunFolder:
         started = (e for e in self.read_events() if isinstance(e, RunStarted))
         first = next(started, None)
         return None if first is None else RunId(first.run_id)
+
+    def completed(self, job: JobSpec) -> RunView | None:
+        """The view of a run of this very job of which nothing is left to do."""
+        files = (self.events, self.job, self.model, self.result, self.report)
+        if not all(file.is_file() for file in files):
+            return None
+        try:
+            kept = tomllib.loads(self.job.read_text())
+        except (OSError, ValueError):
+            return None
+        if job_file.differences(job_file.document(job), kept):
+            return None
+        view = self.view()
+        return view if view.status == COMPLETED else None
 
     def write_job(self, job: JobSpec) -> None:
         """Write the resolved job."""
@@ -102,50 +151,103 @@ class RunFolder:
         text = json.dumps(result, indent=2, allow_nan=False) + "\n"
         replace_file(self.result, [text.encode()])
 
+    def flush_events(self) -> None:
+        """Make the events durable.
+
+        Checkpoints outlive a power cut and name their run, so the name must too.
+
+        Raises:
+            StoreUnavailable: The disk is full or reports an error.
+        """
+        try:
+            for path in (self.events, self.path):
+                _flush(path)
+        except OSError as error:
+            raise _unavailable(self.events, error) from error
+
+    def is_locked(self) -> bool:
+        """Whether a process works on the run."""
+        try:
+            handle = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        else:
+            return False
+        finally:
+            os.close(handle)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for one coordinator of this machine.
 
         Raises:
             RunConflict: Another process holds it.
-            StoreUnavailable: The folder cannot be made or written.
+            StoreUnavailable: The folder cannot be made, written or locked.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _unavailable(self.path, error) from error
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunConflict(
-                f"another process runs in {self.path}; wait for it, or choose "
-                "another folder with --out"
-            ) from None
-        else:
+            self._take(handle)
             yield
         finally:
             os.close(handle)
 
+    def _take(self, handle: int) -> None:
+        clock = SystemClock()
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                clock.sleep(LOCK_PAUSE_SECONDS)
+            except OSError as error:
+                raise _unavailable(self.lock, error) from error
+            else:
+                return
+        raise RunConflict(
+            f"another process runs in {self.path}; wait for it, or choose another "
+            "folder with --out"
+        )
+
 
 def runs_root(job: JobSpec) -> Path | None:
-    """Folder of all runs on this machine; None if the job keeps nothing."""
+    """Folder of all runs on this machine; None if the job keeps nothing.
+
+    Raises:
+        JobError: The job's ``storage.url`` is malformed, or names what is not built.
+    """
+    open_store(job.storage.url)
     scheme, _, rest = job.storage.url.partition("://")
-    if scheme == "memory":
-        return None
-    if scheme != "file" or not rest:
-        raise JobError(
-            f"{job.storage.url!r} is not built yet: use file:// and a folder, or "
-            "memory://",
-            key="storage.url",
-        )
-    return Path(rest)
+    return Path(rest) if scheme == "file" else None
 
 
 def find_runs(root: Path) -> list[RunFolder]:
     """Every run under a folder, oldest first."""
     found = [RunFolder(path.parent) for path in root.glob("*/*/events.jsonl")]
     return sorted(found, key=lambda run: (run.path.name, str(run.path)))
+
+
+def newest_run(job_name: str, root: Path) -> RunFolder:
+    """Find the newest run of a job.
+
+    Raises:
+        RunNotFound: There is none.
+    """
+    runs = [run for run in find_runs(root) if run.path.parent.name == job_name]
+    if not runs:
+        raise RunNotFound(
+            f"there is no run of the job {job_name!r} in {root} to resume: leave "
+            "--resume out to start one, or name the run's folder with --out"
+        )
+    return runs[-1]
 
 
 def find_run(name: str, root: Path) -> RunFolder:
@@ -172,7 +274,7 @@ def find_run(name: str, root: Path) -> RunFolder:
 
 
 def replace_file(path: Path, pieces: Iterable[Buffer]) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all, durably.
 
     Raises:
         StoreUnavailable: The folder is full or cannot be written.
@@ -185,44 +287,85 @@ def replace_file(path: Path, pieces: Iterable[Buffer]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _flush(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise _unavailable(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):  # Gone, if all went well.
+            temporary.unlink()
 
 
 def summary(run: RunFolder) -> dict[str, Any]:
-    """One row of the list of runs."""
+    """One row of the list of runs; numbers that are not finite become None."""
     try:
         view = run.view()
-    except (RunNotFound, CorruptObject) as error:
-        return {"folder": str(run.path), "status": "unreadable", "error": str(error)}
-    last = view.last_evaluated
+    except (RunNotFound, StoreError) as error:
+        return {
+            "run_id": run.path.name,
+            "job": run.path.parent.name,
+            "status": "unreadable",
+            "error": str(error),
+            "folder": str(run.path),
+        }
+    final = result(view)["final"]
     return {
         "run_id": view.started.run_id,
         "job": view.started.job_name,
         "status": _status(view, run),
         "rounds_completed": view.rounds_completed,
         "rounds": view.started.rounds,
-        "loss": None if last is None else last.pooled.loss,
-        "accuracy": None if last is None else last.pooled.accuracy,
+        "loss": final["loss"],
+        "accuracy": final["accuracy"],
         "seconds": view.seconds,
         "folder": str(run.path),
     }
 
 
+def leave_report(run: RunFolder, path: Path | None = None) -> Path:
+    """Write the report of a run from what it left, and return where it is.
+
+    Raises:
+        RunNotFound: There is no run in the folder, or its job file is missing.
+        StoreUnavailable: The report cannot be written.
+    """
+    from monitoring.report import write_report  # noqa: PLC0415 -- slow to import
+
+    path = path or run.report
+    view = run.view()
+    try:
+        job = run.job.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunNotFound(
+            f"the run in {run.path} has lost its job.toml ({error.strerror}): "
+            "resume it with its job file, which writes it again"
+        ) from error
+    write_report(view, job, versions(), path)
+    return path
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    packages = ("crossfed", "numpy", "torch", "scikit-learn", "safetensors")
+    found = {name: metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), **found}
+
+
 def _status(view: RunView, run: RunFolder) -> str:
     """``interrupted`` for a run that no process works on and that never ended."""
-    if view.finished is not None:
+    if view.finished is not None or run.is_locked():
         return view.status
+    return "interrupted"
+
+
+def _flush(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with run.locked():
-            return "interrupted"
-    except RunConflict:
-        return view.status
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _unavailable(path: Path, error: OSError) -> StoreUnavailable:
-    return StoreUnavailable(
-        f"cannot write {path}: {error.strerror}; free space, change permissions, or "
-        "choose another folder with --out"
-    )
+    advice = _ADVICE.get(error.errno or 0, _OTHER_ADVICE)
+    return StoreUnavailable(f"cannot write {path}: {error.strerror}; {advice}")

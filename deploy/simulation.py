@@ -1,11 +1,10 @@
 """Run a whole federation here: the function behind ``crossfed simulate``."""
 
+import contextlib
 import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,24 @@ from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from deploy import model_export, wiring
-from deploy.run_folder import RunFolder, replace_file
+from deploy.run_folder import RunFolder, leave_report, replace_file, runs_root
 from federation import job_file
 from federation.clock import SystemClock
 from federation.coordinator import run_federation
-from federation.errors import RunConflict
+from federation.errors import CorruptObject, FederationError, RunConflict, RunNotFound
 from federation.event_log import EventWriter
-from federation.events import Emit, Event
-from federation.ids import RunId, SiteId, new_run_id
+from federation.events import Emit, Event, RunFinished, RunStarted
+from federation.ids import SiteId, new_run_id
 from federation.job import JobSpec
 from federation.protocols import Grid, ObjectStore, RunState
-from monitoring.run_view import RunFold, RunView, result
+from monitoring.run_view import (
+    COMPLETED,
+    RunFold,
+    RunView,
+    accuracy_of,
+    loss_of,
+    result,
+)
 
 ENGINES = ("inproc", "flower")
 
@@ -40,6 +46,7 @@ class RunResult:
         status: ``completed`` or ``stopped``.
         run_id: The run.
         rounds_completed: Rounds after which the weights changed.
+        rounds_now: Rounds that this call ran: 0 if all were done before.
         loss: Pooled held-out loss of the final model, in nats; None if it was not
             evaluated.
         accuracy: Its pooled held-out accuracy; None if it was not evaluated.
@@ -51,6 +58,7 @@ class RunResult:
     status: str
     run_id: str
     rounds_completed: int
+    rounds_now: int
     loss: float | None
     accuracy: float | None
     view: RunView
@@ -82,8 +90,10 @@ def simulate(
 
     Args:
         job: A job, or the path of a job file.
-        folder: Where to keep the run; nothing is written without it.
-        resume: Go on with the run in ``folder`` from its newest checkpoint.
+        folder: Where to keep the run; nothing is written without it, and not
+            before model and data are built.
+        resume: Go on with the run in ``folder`` from its newest checkpoint. A run
+            that is completed is left as it is.
         engine: ``inproc`` calls the sites in threads of this process; ``flower``
             runs them on Flower's simulation engine (extra ``crossfed[flower]``).
             Both give the same weights, bit for bit.
@@ -96,29 +106,84 @@ def simulate(
 
     Raises:
         JobError: The job asks for something that cannot be done.
+        SiteError: The data is not what the sites can use.
+        RunNotFound: ``resume`` is set, and ``folder`` holds no run.
         RunConflict: ``folder`` holds a run and ``resume`` is not set, or another
             process works on it.
+        CheckpointMismatch: The run to resume was started from another job.
         FederationError: Anything else that ends a run before its time.
     """
     if not isinstance(job, JobSpec):
         job = job_file.load(Path(job))
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+    runs_root(job)
+    run = None if folder is None else RunFolder(Path(folder))
+    _check_folder(run, resume=resume)
+    done = _done_before(job, run) if resume else None
+    if done is not None:
+        return done
     with ExitStack() as stack:
-        run = None if folder is None else RunFolder(folder)
+        stack.enter_context(wiring.torch_threads(job))
+        federation = wiring.build_federation(job)
         if run is not None:
             stack.enter_context(run.locked())
-            _check_fresh(run, resume=resume)
-        stack.enter_context(wiring.torch_threads(job))
-        return _Simulation(job, run, engine, stop_requested).run(listeners)
+            # Again: another process may have come and gone.
+            _check_folder(run, resume=resume)
+        simulation = _Simulation(federation, run, engine, stop_requested)
+        return simulation.run(listeners)
 
 
-def _check_fresh(run: RunFolder, *, resume: bool) -> None:
-    if run.exists() and not resume:
+def _check_folder(run: RunFolder | None, *, resume: bool) -> None:
+    if run is None:
+        if resume:
+            raise RunNotFound(
+                "there is nothing to resume: this run is kept nowhere; name a folder"
+            )
+    elif resume and not run.exists():
+        raise RunNotFound(
+            f"there is no run in {run.path} to resume (no events.jsonl): leave "
+            "--resume out to start one"
+        )
+    elif run.exists() and not resume:
         raise RunConflict(
             f"{run.path} already holds run {run.run_id() or '(not begun)'}; add "
             "--resume to go on with it, or choose another folder with --out"
         )
+
+
+def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
+    """The result of a run of which nothing is left to do; None if something is."""
+    view = None if run is None else run.completed(job)
+    if run is None or view is None:
+        return None
+    try:
+        weights = model_export.read(run.model)
+    except CorruptObject:
+        return None  # It will be written again, from the last checkpoint.
+    return _result(view, weights, run, rounds_now=0)
+
+
+def _result(
+    view: RunView,
+    weights: Mapping[str, NDArray[Any]],
+    run: RunFolder | None,
+    *,
+    rounds_now: int,
+) -> RunResult:
+    last = view.last_evaluated
+    sums = None if last is None else last.pooled
+    return RunResult(
+        status=view.status,
+        run_id=view.started.run_id,
+        rounds_completed=view.rounds_completed,
+        rounds_now=rounds_now,
+        loss=loss_of(sums),
+        accuracy=accuracy_of(sums),
+        view=view,
+        weights=weights,
+        folder=None if run is None else run.path,
+    )
 
 
 class _Simulation:
@@ -126,47 +191,64 @@ class _Simulation:
 
     def __init__(
         self,
-        job: JobSpec,
+        federation: wiring.Federation,
         run: RunFolder | None,
         engine: str,
         stop_requested: Callable[[], bool],
     ) -> None:
-        self._job = job
+        self._job = federation.job
         self._run = run
         self._engine = engine
         self._stop_requested = stop_requested
         self._clock = SystemClock()
+        self._start = self._clock.monotonic()
         self._fold = RunFold()
-        self._federation = wiring.build_federation(job)
-        known = None if run is None else run.run_id()
-        self._run_id = known or new_run_id(self._clock.now(), os.urandom(3))
+        self._federation = federation
+        now = self._clock.now()
+        if run is None:
+            self._run_id = new_run_id(now, os.urandom(3))
+        else:
+            self._run_id = run.run_id() or run.new_run_id(now)
         self._store: ObjectStore = (
             MemoryStore() if run is None else LocalStore(run.path)
         )
+        # What takes note of events first; those who only look on come after it.
+        self._records: list[Emit] = [self._fold.add]
+        self._listeners: Sequence[Emit] = ()
+        self._first_round: int | None = None
 
     def run(self, listeners: Sequence[Emit]) -> RunResult:
         """Run the federation and leave its files."""
+        self._listeners = listeners
         with ExitStack() as stack:
-            everyone: list[Emit] = [self._fold.add, *listeners]
             if self._run is not None:
-                if not self._run.exists():
-                    self._run.write_job(self._job)
-                else:
+                if self._run.exists():
                     for event in self._run.read_events():
                         self._fold.add(event)
-                everyone.insert(0, stack.enter_context(EventWriter(self._run.events)))
-
-            def emit(event: Event) -> None:
-                for listener in everyone:
-                    listener(event)
-
+                log = stack.enter_context(EventWriter(self._run.events))
+                self._records.insert(0, log)
             try:
-                state = self._drive(emit)
-            finally:
-                self._leave_result()
-        return self._result(state)
+                state = self._drive()
+            except BaseException as error:
+                self._leave_failure(error)
+                raise
+        return self._leave(state)
 
-    def _drive(self, emit: Emit) -> RunState:
+    def _emit(self, event: Event) -> None:
+        for listener in (*self._records, *self._listeners):
+            listener(event)
+        if isinstance(event, RunStarted):
+            self._begin(event)
+
+    def _begin(self, event: RunStarted) -> None:
+        """From here on the run is this coordinator's: leave what tells of it."""
+        self._first_round = event.first_round
+        if self._run is not None:
+            self._run.write_job(self._job)
+            self._run.flush_events()
+        self._emit(wiring.data_distributed(self._federation, at=self._clock.now()))
+
+    def _drive(self) -> RunState:
         """Run the round loop over the chosen engine."""
         if self._engine == "flower":
             from deploy import flower_engine  # noqa: PLC0415 -- an optional extra
@@ -174,7 +256,7 @@ class _Simulation:
             return flower_engine.run(
                 self._job,
                 self._federation.pool.layout,
-                lambda grid: self._coordinate(grid, emit),
+                self._coordinate,
                 folder=None if self._run is None else self._run.path,
             )
         fault = FaultInjector(
@@ -192,63 +274,64 @@ class _Simulation:
             workers=wiring.num_workers(self._job),
             fault=fault,
         ) as grid:
-            return self._coordinate(grid, emit)
+            return self._coordinate(grid)
 
-    def _coordinate(self, grid: Grid, emit: Emit) -> RunState:
-        emit(wiring.data_distributed(self._federation, at=self._clock.now()))
+    def _coordinate(self, grid: Grid) -> RunState:
         parts = wiring.build_server(
             self._federation,
-            run_id=RunId(self._run_id),
+            run_id=self._run_id,
             engine=self._engine,
             grid=grid,
             store=self._store,
             clock=self._clock,
-            emit=emit,
+            emit=self._emit,
             stop_requested=self._stop_requested,
         )
         return run_federation(self._job, parts)
 
-    def _result(self, state: RunState) -> RunResult:
+    def _leave(self, state: RunState) -> RunResult:
+        """Write what a run leaves, the most precious file first."""
         view = self._fold.view()
-        last = view.last_evaluated
         layout = self._federation.pool.layout
         weights = model_export.named_arrays(layout, state)
-        if self._run is not None and view.status == "completed":
-            replace_file(self._run.model, model_export.file_pieces(layout, weights))
-        return RunResult(
-            status=view.status,
-            run_id=self._run_id,
-            rounds_completed=state.rounds_completed,
-            loss=None if last is None else last.pooled.loss,
-            accuracy=None if last is None else last.pooled.accuracy,
-            view=view,
-            weights=weights,
-            folder=None if self._run is None else self._run.path,
-        )
-
-    def _leave_result(self) -> None:
-        """Write result and report of a run that has begun, however it ended."""
-        if self._run is not None and self._fold.has_started:
-            self._run.write_result(result(self._fold.view()))
+        if self._run is not None:
+            if view.status == COMPLETED:
+                replace_file(self._run.model, model_export.file_pieces(layout, weights))
+            self._run.write_result(result(view))
             leave_report(self._run)
+        first = self._first_round or 1
+        rounds_now = sum(row.index >= first for row in view.rounds)
+        return _result(view, weights, self._run, rounds_now=rounds_now)
 
+    def _leave_failure(self, error: BaseException) -> None:
+        """Write what is known of a run that ends before its time.
 
-def leave_report(run: RunFolder, path: Path | None = None) -> Path:
-    """Write the report of a run from what it left, and return where it is.
+        What cannot be written is left out: ``error`` is what a person must see.
+        """
+        if self._first_round is None:
+            return
+        with contextlib.suppress(FederationError):
+            if self._fold.view().finished is None:
+                self._note_end(error)
+        if self._run is None:
+            return
+        with contextlib.suppress(FederationError):
+            self._run.write_result(result(self._fold.view()))
+            # Drawing takes seconds, and an interrupted person waits.
+            if not isinstance(error, KeyboardInterrupt):
+                leave_report(self._run)
 
-    Raises:
-        RunNotFound: There is no run in the folder.
-        StoreUnavailable: The report cannot be written.
-    """
-    from monitoring.report import write_report  # noqa: PLC0415 -- slow to import
-
-    path = path or run.report
-    write_report(run.view(), run.job.read_text(), versions(), path)
-    return path
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    packages = ("crossfed", "numpy", "torch", "scikit-learn", "safetensors")
-    found = {name: metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
+    def _note_end(self, error: BaseException) -> None:
+        """Record an end that the round loop did not foresee."""
+        view = self._fold.view()
+        is_stop = isinstance(error, KeyboardInterrupt)
+        event = RunFinished(
+            at=self._clock.now(),
+            status="stopped" if is_stop else "failed",
+            rounds_completed=view.rounds_completed,
+            last_round=view.rounds[-1].index if view.rounds else 0,
+            message=f"{type(error).__name__}: {error}",
+            seconds=self._clock.monotonic() - self._start,
+        )
+        for record in reversed(self._records):
+            record(event)

@@ -20,7 +20,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from federation import events
-from federation.errors import FederationError, InvalidUpdate, QuorumNotMet
+from federation.errors import (
+    CorruptObject,
+    FederationError,
+    InvalidUpdate,
+    QuorumNotMet,
+    RunConflict,
+)
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.messages import RoundTask, SiteUpdate, TaskKind
@@ -83,51 +89,33 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         The last state; it is also the newest checkpoint.
 
     Raises:
-        QuorumNotMet: Too many rounds in a row had too few answers, or no finite
-            result.
+        QuorumNotMet: Too many rounds in a row, or all of them, had too few answers
+            or no finite result.
         RunConflict: Another coordinator works on this run.
         CheckpointMismatch: The run was started from another job.
         StoreError: Checkpoints cannot be read or written.
     """
     start = parts.clock.monotonic()
-    state = _load_or_begin(job, parts)
+    saved = parts.checkpoints.load_latest()
+    state = parts.initial_state() if saved is None else saved
+    _emit_started(job, parts, state)
     spare_d = np.empty(parts.layout.size, dtype=np.float32)
     try:
+        if saved is None:
+            # From here on the run belongs to this job and this coordinator.
+            parts.checkpoints.save(state)
         while state.round_index < job.rounds and not parts.stop_requested():
             state, spare_d = _run_round(job, parts, state, spare_d)
             _check_progress(job, state)
-        if state.round_index >= job.rounds:
+        is_complete = state.round_index >= job.rounds
+        if is_complete:
+            _check_result(job, state)
             _evaluate_last(job, parts, state)
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         _emit_finished(parts, state, status, str(error), start)
         raise
-    status = "completed" if state.round_index >= job.rounds else "stopped"
-    _emit_finished(parts, state, status, "", start)
-    return state
-
-
-def _load_or_begin(job: JobSpec, parts: ServerParts) -> RunState:
-    state = parts.checkpoints.load_latest()
-    resumed = state is not None
-    if state is None:
-        state = parts.initial_state()
-    parts.emit(
-        events.RunStarted(
-            at=parts.clock.now(),
-            run_id=parts.run_id,
-            job_name=job.name,
-            rounds=job.rounds,
-            first_round=state.round_index + 1,
-            sites=tuple(site.name for site in job.sites),
-            parameters=parts.layout.size,
-            engine=parts.engine,
-            task=job.training.task,
-        )
-    )
-    if not resumed:
-        # From here on the run belongs to this job and this coordinator.
-        parts.checkpoints.save(state)
+    _emit_finished(parts, state, "completed" if is_complete else "stopped", "", start)
     return state
 
 
@@ -153,15 +141,17 @@ def _run_round(
         clock=parts.clock,
         emit=parts.emit,
     )
-    try:
-        update_d = parts.combine(_sound_updates(job, parts, state, record), spare_d)
-    except QuorumNotMet:
-        new_state, status = _without_result(state), "lost"
-    else:
-        record.end_phase("combine")
-        record.update_norm = norm(update_d)
-        new_state, status = _step(parts, state, update_d, record)
-        record.end_phase("apply")
+    # Values too large for float32 become infinite, which is looked for below.
+    with np.errstate(over="ignore", invalid="ignore"):
+        try:
+            update_d = parts.combine(_sound_updates(job, parts, state, record), spare_d)
+        except QuorumNotMet:
+            new_state, status = _without_result(state), "lost"
+        else:
+            record.end_phase("combine")
+            record.update_norm = norm(update_d)
+            new_state, status = _step(parts, state, update_d, record)
+            record.end_phase("apply")
     saved_bytes = parts.checkpoints.save(new_state)
     record.end_phase("checkpoint")
     record.finish(status, saved_bytes)
@@ -202,10 +192,9 @@ def _step(
     weights_d, optimizer = parts.optimizer.apply(
         state.weights_d, state.optimizer, update_d
     )
-    if not is_finite(weights_d):
-        # The optimiser's state has followed the update: go back to what was saved.
-        saved = parts.checkpoints.load_latest()
-        return _without_result(saved or state), "discarded"
+    # An infinite second moment would stop the training and leave finite weights.
+    if not all(map(is_finite, (weights_d, *optimizer.values()))):
+        return _without_result(_before_step(parts, state)), "discarded"
     return RunState(
         round_index=record.round_index,
         weights_d=weights_d,
@@ -214,6 +203,31 @@ def _step(
         rounds_completed=state.rounds_completed + 1,
         lost_in_a_row=0,
     ), "completed"
+
+
+def _before_step(parts: ServerParts, state: RunState) -> RunState:
+    """Undo a step: it has written over the optimiser's state, not the weights.
+
+    Raises:
+        RunConflict: Another coordinator has saved a later round.
+        CorruptObject: The checkpoint of the round before is damaged or gone.
+    """
+    if not state.optimizer:
+        return state
+    saved = parts.checkpoints.load_latest()
+    if saved is None or saved.round_index < state.round_index:
+        raise CorruptObject(
+            f"the result of round {state.round_index + 1} is not finite, and the "
+            f"checkpoint of round {state.round_index} to go back to is damaged or "
+            "gone; resume the run from the newest that is whole"
+        )
+    if saved.round_index > state.round_index:
+        raise RunConflict(
+            f"round {saved.round_index} was saved by another coordinator that works "
+            f"on this run, {parts.run_id}; leave the run to that one, or stop it and "
+            "resume"
+        )
+    return replace(state, optimizer=saved.optimizer)
 
 
 def _without_result(state: RunState) -> RunState:
@@ -276,6 +290,32 @@ def _check_progress(job: JobSpec, state: RunState) -> None:
             f"round {state.round_index} (the quorum is {job.minimum_sites} of "
             f"{job.cohort_size} sites); the model of the last completed round is safe"
         )
+
+
+def _check_result(job: JobSpec, state: RunState) -> None:
+    """Check that a run at its end has something to show; a resumed one comes here."""
+    _check_progress(job, state)
+    if state.rounds_completed == 0:
+        raise QuorumNotMet(
+            f"not one of the {job.rounds} rounds had a result (the quorum is "
+            f"{job.minimum_sites} of {job.cohort_size} sites); nothing was trained"
+        )
+
+
+def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
+    parts.emit(
+        events.RunStarted(
+            at=parts.clock.now(),
+            run_id=parts.run_id,
+            job_name=job.name,
+            rounds=job.rounds,
+            first_round=state.round_index + 1,
+            sites=tuple(site.name for site in job.sites),
+            parameters=parts.layout.size,
+            engine=parts.engine,
+            task=job.training.task,
+        )
+    )
 
 
 def _emit_finished(

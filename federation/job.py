@@ -25,6 +25,8 @@ PLANNED_KEYS: Mapping[str, str] = {
     "storage.encryption": "encryption at rest",
 }
 
+MAX_ROUNDS = 10**9
+
 
 def key(
     doc: str,
@@ -35,6 +37,7 @@ def key(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """Declare a key of the job file.
 
@@ -46,6 +49,7 @@ def key(
         low: Smallest value that it may have.
         high: Largest value that it may have.
         above: Value that it must exceed.
+        below: Value that it must not reach.
     """
     metadata = {
         "doc": doc,
@@ -54,6 +58,7 @@ def key(
         "low": low,
         "high": high,
         "above": above,
+        "below": below,
     }
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
@@ -124,7 +129,7 @@ class OptimizerSpec:
 
     name: str = key("Algorithm.", default="sgd", choices=("sgd", "adam", "adamw"))
     lr: float = key("Learning rate.", default=0.01, above=0.0)
-    momentum: float = key("Momentum; `sgd` only.", default=0.0, low=0.0, high=1.0)
+    momentum: float = key("Momentum; `sgd` only.", default=0.0, low=0.0, below=1.0)
     nesterov: bool = key("Nesterov momentum; `sgd` only.", default=False)
     betas: tuple[float, ...] = key(
         "The two decay rates of `adam` and `adamw`.", default=(0.9, 0.999)
@@ -238,16 +243,16 @@ class ServerOptimizerSpec:
     )
     lr: float = key("Server learning rate.", default=1.0, above=0.0)
     momentum: float = key(
-        "Momentum of `momentum` and `nesterov`.", default=0.9, low=0.0, high=1.0
+        "Momentum of `momentum` and `nesterov`.", default=0.9, low=0.0, below=1.0
     )
     beta1: float = key(
         "Decay of the first moment: `adagrad`, `adam`, `yogi`.",
         default=0.9,
         low=0.0,
-        high=1.0,
+        below=1.0,
     )
     beta2: float = key(
-        "Decay of the second moment: `adam`, `yogi`.", default=0.99, low=0.0, high=1.0
+        "Decay of the second moment: `adam`, `yogi`.", default=0.99, low=0.0, below=1.0
     )
     tau: float = key(
         "Adaptivity: added to the root of the second moment.", default=1e-3, above=0.0
@@ -451,7 +456,7 @@ class JobSpec:
     """One federated training job."""
 
     name: str = key("Name of the job: lower-case letters, digits, `.`, `_`, `-`.")
-    rounds: int = key("Rounds to run.", low=1)
+    rounds: int = key("Rounds to run.", low=1, high=MAX_ROUNDS)
     seed: int = key(
         "Seed of everything random in a simulation: initial weights, partition, "
         "order of examples, cohorts.",
@@ -648,6 +653,11 @@ def _check_faults(job: JobSpec) -> None:
                 f"there is no site {fault.site!r}; the sites are "
                 f"{', '.join(sorted(names))}",
                 key=f"simulation.faults[{index}].site",
+            )
+        if any(round_index < 1 for round_index in fault.rounds):
+            raise JobError(
+                f"rounds count from 1, not {min(fault.rounds)}",
+                key=f"simulation.faults[{index}].rounds",
             )
 
 

@@ -7,10 +7,12 @@ Writing TOML is left to ``deploy``: the standard library can only read it.
 import dataclasses
 import difflib
 import math
+import operator
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,11 @@ from federation.errors import JobError
 from federation.job import PLANNED_KEYS, JobSpec, check
 
 MAX_JOB_FILE_BYTES = 1 << 20
+
+_TOO_LARGE = 2**63  # TOML's whole numbers have 64 bits.
+# TOMLDecodeError and UnicodeDecodeError are ValueErrors; a plain one is raised for
+# a number of too many digits, and a RecursionError for brackets without end.
+_NOT_TOML = (ValueError, RecursionError)
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
@@ -34,14 +41,15 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
             is unknown, out of range, unsafe or not built yet.
     """
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MAX_JOB_FILE_BYTES + 1)
     except OSError as error:
         raise JobError(f"cannot read the job file {path}: {error.strerror}") from error
     if len(raw) > MAX_JOB_FILE_BYTES:
         raise JobError(f"{path} is larger than {MAX_JOB_FILE_BYTES} bytes")
     try:
         document = tomllib.loads(raw.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except _NOT_TOML as error:
         raise JobError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _override(document, override)
@@ -51,9 +59,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
 def loads(text: str) -> JobSpec:
     """Check the job that a TOML text describes; see ``load``."""
     try:
-        return parse(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
+        document = tomllib.loads(text)
+    except _NOT_TOML as error:
         raise JobError(f"the job is not TOML: {error}") from error
+    return parse(document)
 
 
 def parse(document: Mapping[str, Any]) -> JobSpec:
@@ -81,7 +90,7 @@ def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         f"{name}: {left.get(name, 'not set')!r} here, "
         f"{right.get(name, 'not set')!r} there"
         for name in sorted(left.keys() | right.keys())
-        if left.get(name) != right.get(name)
+        if repr(left.get(name)) != repr(right.get(name))  # 1 is not true, nor 1.0
     ]
 
 
@@ -113,43 +122,50 @@ def _override(document: dict[str, Any], text: str) -> None:
     if not equals or not name:
         raise JobError(f"cannot set {text!r}: write key=value, for example rounds=3")
     *path, last = name.split(".")
+    value = _toml_value(raw.strip())
     table: Any = document
     for index, part in enumerate(path):
+        full = ".".join(path[: index + 1])
         if isinstance(table, list):
-            table = _entry(table, part, name)
+            table = table[_index(table, part, full)]
+        elif part not in table and value is None:
+            return  # What is not there need not be taken out.
         else:
             table = table.setdefault(part, {})
         if not isinstance(table, dict | list):
-            raise JobError("is not a table", key=".".join(path[: index + 1]))
-    value = _toml_value(raw.strip())
-    if isinstance(table, list):
-        _entry(table, last, name)
-        table[int(last)] = value
-    elif raw.strip():
-        table[last] = value
-    else:
-        table.pop(last, None)
+            raise JobError(f"is {_describe(table)}, not a table", key=full)
+    place: Any = _index(table, last, name) if isinstance(table, list) else last
+    if value is not None:
+        table[place] = value
+    elif place in table or isinstance(table, list):
+        del table[place]
 
 
-def _entry(entries: list[Any], index: str, name: str) -> Any:
-    if not index.isdecimal() or int(index) >= len(entries):
+def _index(entries: list[Any], index: str, name: str) -> int:
+    if not entries:
+        raise JobError(f"has no entry {index!r}: the list is empty", key=name)
+    # Few digits only: int() refuses thousands of them with an error of its own.
+    if not index.isdecimal() or len(index) > 9 or int(index) >= len(entries):  # noqa: PLR2004
         raise JobError(
-            f"has no entry {index!r}: count from 0 to {len(entries) - 1}", key=name
+            f"has no entry {index!r:.20}: count from 0 to {len(entries) - 1}", key=name
         )
-    return entries[int(index)]
+    return int(index)
 
 
 def _toml_value(raw: str) -> Any:
+    """Read the value of an override; None, which TOML has not, for an empty one."""
+    if not raw:
+        return None
     try:
         return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except _NOT_TOML:
         return raw  # A bare word: --set aggregation.combine=median
 
 
 def _build(cls: type, table: Any, name: str) -> Any:
     """Build the dataclass ``cls`` from a TOML table found under ``name``."""
     if not isinstance(table, Mapping):
-        raise JobError(f"must be a table, not {_describe(table)}", key=name)
+        raise JobError(f"must be a table, not {_describe(table)}", key=name or None)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key in table:
@@ -177,7 +193,7 @@ def _refuse_unknown(full: str, key: str, fields: Mapping[str, Any]) -> None:
         raise JobError(
             f"{PLANNED_KEYS[full]} is not built yet; take this key out", key=full
         )
-    nearest = difflib.get_close_matches(key, fields, n=1)
+    nearest = difflib.get_close_matches(str(key), fields, n=1)
     hint = (
         f"did you mean {nearest[0]!r}?"
         if nearest
@@ -204,12 +220,34 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if origin is not None:  # Mapping[str, ...]
         if not isinstance(value, Mapping):
             raise JobError(f"must be a table, not {_describe(value)}", key=name)
-        return dict(value)
-    return _scalar(hint, value, name)
+        return {
+            str(key): _convert(arguments[1], item, f"{name}.{key}")
+            for key, item in value.items()
+        }
+    return _option(value, name) if hint is Any else _scalar(hint, value, name)
+
+
+def _option(value: Any, name: str) -> Any:
+    """Copy an option of a factory, which may be anything that JSON can hold.
+
+    Options go into every checkpoint's manifest: a date or a NaN would not return.
+    """
+    if isinstance(value, Mapping):
+        return {str(k): _option(item, f"{name}.{k}") for k, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_option(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    if type(value) not in _TYPE_NAMES:
+        known = ", ".join(_TYPE_NAMES.values())
+        raise JobError(
+            f"must be {known}, a list or a table, not {_describe(value)}", key=name
+        )
+    return _scalar(type(value), value, name)
 
 
 def _scalar(hint: Any, value: Any, name: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int and abs(value) >= _TOO_LARGE:
+        raise JobError(f"must be smaller than {_describe(value)}", key=name)
+    if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint:
         raise JobError(f"must be {_TYPE_NAMES[hint]}, not {_describe(value)}", key=name)
@@ -229,9 +267,15 @@ _TYPE_NAMES = {
 def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a table"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "a list"
-    return repr(value)
+    if isinstance(value, date | time):
+        return f"the date or time {value}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
+        return "a number of more than 64 bits"  # Which Python may refuse to print.
+    return f"{value!r:.80}"
 
 
 def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
@@ -244,19 +288,21 @@ def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
             key=name,
         )
     if metadata["choices"] and value not in metadata["choices"]:
-        nearest = difflib.get_close_matches(str(value), metadata["choices"], n=1)
+        choices = metadata["choices"]
+        nearest = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise JobError(
-            f"{value!r} is not a choice; {hint}choose {_either(metadata['choices'])}",
-            key=name,
+            f"{value!r:.80} is not a choice; {hint}choose {_either(choices)}", key=name
         )
-    low, high, above = metadata["low"], metadata["high"], metadata["above"]
-    if low is not None and value < low:
-        raise JobError(f"must be at least {low}, not {value}", key=name)
-    if above is not None and value <= above:
-        raise JobError(f"must be above {above}, not {value}", key=name)
-    if high is not None and value > high:
-        raise JobError(f"must be at most {high}, not {value}", key=name)
+    for bound, word, holds in (
+        ("low", "at least", operator.ge),
+        ("above", "above", operator.gt),
+        ("high", "at most", operator.le),
+        ("below", "below", operator.lt),
+    ):
+        limit = metadata[bound]
+        if limit is not None and not holds(value, limit):
+            raise JobError(f"must be {word} {limit}, not {value}", key=name)
 
 
 def _either(choices: tuple[str, ...]) -> str:

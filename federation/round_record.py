@@ -10,7 +10,6 @@ import numpy as np
 from federation import events
 from federation.ids import RunId, SiteId
 from federation.messages import (
-    FailureKind,
     MetricSums,
     Phase,
     Reply,
@@ -31,7 +30,6 @@ class RoundRecord:
         round_index: The round.
         cohort: The sites that are asked.
         update_norm: Euclidean norm of the combined update, once it is known.
-        num_counted: Updates that count so far.
     """
 
     def __init__(
@@ -49,7 +47,6 @@ class RoundRecord:
         self.round_index = round_index
         self.cohort = cohort
         self.update_norm: float | None = None
-        self.num_counted = 0
         self._layout = layout
         self._clock = clock
         self._emit = emit
@@ -65,8 +62,6 @@ class RoundRecord:
         self._bytes_down = self._bytes_up = 0
         self._training: MetricSums | None = None
         self._evaluations: dict[str, MetricSums] = {}
-        self._counted: list[SiteId] = []
-        self._revoked = 0
         self._largest_m: IntegerVector | None = None
         if kind is TaskKind.TRAIN:
             emit(
@@ -97,8 +92,6 @@ class RoundRecord:
             reply: How it came.
             weight: What it counts.
         """
-        self.num_counted += 1
-        self._counted.append(update.site)
         self._training = _pool(self._training, update.training)
         if update.evaluation is not None:
             self._evaluations[update.site] = update.evaluation
@@ -126,15 +119,7 @@ class RoundRecord:
 
     def revoke(self, update: SiteUpdate, reply: Reply, reason: str) -> None:
         """Refuse an update after all, for a reason that only its use showed."""
-        failure = SiteFailure(
-            run_id=update.run_id,
-            round_index=update.round_index,
-            site=update.site,
-            kind=FailureKind.INVALID,
-            message=reason,
-        )
-        self._revoked += 1
-        self._emit_failure(failure, reply)
+        self._emit_failure(self._state.revoke(update.site, reason), reply)
 
     def combined_integers(self, integers_m: IntegerVector) -> IntegerVector:
         """Integer values after the round: the largest where the role is ``max``."""
@@ -161,6 +146,11 @@ class RoundRecord:
                 )
             )
 
+    @property
+    def num_counted(self) -> int:
+        """Updates that count so far."""
+        return len(self._state.answered)
+
     def end_phase(self, name: str) -> None:
         """Note that the aggregator's time since the last note went to ``name``."""
         now = self._clock.monotonic()
@@ -186,18 +176,14 @@ class RoundRecord:
                 seconds=checkpoint.seconds,
             )
         )
-        failed = dict(self._state.failed)
-        if self._revoked:
-            invalid = FailureKind.INVALID.value
-            failed[invalid] = failed.get(invalid, 0) + self._revoked
         self._emit(
             events.RoundFinished(
                 at=now,
                 round_index=self.round_index,
                 status=status,
                 asked=self.cohort,
-                answered=tuple(self._counted),
-                failed=tuple(sorted(failed.items())),
+                answered=self._state.answered,
+                failed=self._state.failed,
                 bytes_down=self._bytes_down,
                 bytes_up=self._bytes_up,
                 seconds=self._clock.monotonic() - self._start,

@@ -5,11 +5,15 @@ here, so that the round loop handles sound updates only.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
+    MetricSums,
+    SiteEvaluation,
     SiteFailure,
     SiteMessage,
     SiteUpdate,
@@ -22,8 +26,8 @@ class RoundState:
     """The answers to the tasks of one round.
 
     Each asked site is open until it is settled: by its first sound answer, by its
-    own word that it failed, or by an answer that must not be counted. Messages of
-    strangers, of other rounds and second answers settle nothing.
+    own or the grid's word that it failed, or by an answer that must not be counted.
+    Messages of strangers, of other rounds and second answers settle nothing.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class RoundState:
         self._layout = layout
         self._open = dict.fromkeys(cohort)
         self._asked = frozenset(cohort)
+        self._overdue: set[SiteId] = set()
         self._answered: list[SiteId] = []
         self._failed: Counter[FailureKind] = Counter()
 
@@ -62,38 +67,53 @@ class RoundState:
             None if it is a sound answer, which may be used once and now; otherwise
             what is wrong with it.
         """
-        failure = self._judge(message)
+        failure = self._judge_stray(message)
         if failure is None:
-            self._open.pop(message.site)
-            self._answered.append(message.site)
-            return None
+            failure = self._judge_answer(message)
+            del self._open[message.site]
+            if failure is None:
+                self._answered.append(message.site)
+                return None
+            if failure.kind is FailureKind.DEADLINE:
+                self._overdue.add(message.site)
         self._failed[failure.kind] += 1
-        if message.site in self._open and not _is_stray(failure.kind):
-            self._open.pop(message.site)
         return failure
+
+    def revoke(self, site: SiteId, reason: str) -> SiteFailure:
+        """Refuse a sound answer after all, for a reason that only its use showed."""
+        self._answered.remove(site)
+        self._failed[FailureKind.INVALID] += 1
+        return self._failure(site, FailureKind.INVALID, reason)
 
     def close(self) -> list[SiteFailure]:
         """End the round: every site that is still open has missed the deadline."""
-        missing = [
-            self._failure(
-                site, FailureKind.DEADLINE, "gave no valid answer before the deadline"
-            )
-            for site in self._open
-        ]
-        self._failed[FailureKind.DEADLINE] += len(missing)
-        self._failed += Counter()  # Forget kinds that did not happen.
+        text = "gave no valid answer before the deadline"
+        missing = [self._failure(s, FailureKind.DEADLINE, text) for s in self._open]
+        if missing:
+            self._failed[FailureKind.DEADLINE] += len(missing)
+        self._overdue.update(self._open)
         self._open.clear()
         return missing
 
-    def _judge(self, message: SiteMessage) -> SiteFailure | None:
-        site = message.site
+    def _judge_stray(self, message: SiteMessage) -> SiteFailure | None:
+        """Find a message that answers no open question of this round."""
+        site, of_round = message.site, message.round_index
+        if message.run_id != self._run_id:
+            text = f"answered run {message.run_id}, not {self._run_id}"
+            return self._failure(site, FailureKind.UNKNOWN, text)
+        if of_round != self._round_index:
+            early = of_round > self._round_index
+            kind = FailureKind.INVALID if early else FailureKind.LATE
+            text = f"answered round {of_round} in round {self._round_index}"
+            return self._failure(site, kind, text)
         if site not in self._asked:
             return self._failure(site, FailureKind.UNKNOWN, "was not asked")
-        if (message.run_id, message.round_index) != (self._run_id, self._round_index):
-            return self._judge_stray(message)
+        if site in self._overdue:
+            text = "answered after its deadline"
+            return self._failure(site, FailureKind.LATE, text)
         if site not in self._open:
             return self._failure(site, FailureKind.DUPLICATE, "answered twice")
-        return self._judge_answer(message)
+        return None
 
     def _judge_answer(self, message: SiteMessage) -> SiteFailure | None:
         if isinstance(message, SiteFailure):
@@ -102,28 +122,28 @@ class RoundState:
         if asked is not self._kind:
             text = f"answered {asked.value} where it was asked to {self._kind.value}"
             return self._invalid(message.site, text)
+        if not all(map(_is_possible, _sums_of(message))):
+            text = "counted predictions that cannot be"
+            return self._invalid(message.site, text)
         return self._judge_update(message) if isinstance(message, SiteUpdate) else None
-
-    def _judge_stray(self, message: SiteMessage) -> SiteFailure:
-        if message.run_id != self._run_id:
-            text = f"answered run {message.run_id}, not {self._run_id}"
-            return self._failure(message.site, FailureKind.UNKNOWN, text)
-        text = f"answered round {message.round_index} in round {self._round_index}"
-        return self._failure(message.site, FailureKind.LATE, text)
 
     def _judge_update(self, update: SiteUpdate) -> SiteFailure | None:
         layout = self._layout
         if update.layout_digest != layout.digest:
             text = "trained a model of another layout than this run's"
             return self._invalid(update.site, text)
-        for name, values, size in (
-            ("values", update.delta_d, layout.size),
-            ("integer values", update.integers_m, layout.num_integers),
+        delta_d, integers_m = update.delta_d, update.integers_m
+        for name, values, size, dtype in (
+            ("values", delta_d, layout.size, np.float32),
+            ("integer values", integers_m, layout.num_integers, np.int64),
         ):
             if values.shape != (size,):
                 text = f"sent {values.size} {name}; the model has {size}"
                 return self._invalid(update.site, text)
-        if not is_finite(update.delta_d):
+            if values.dtype != dtype:
+                text = f"sent {name} of type {values.dtype}"
+                return self._invalid(update.site, text)
+        if not is_finite(delta_d):
             text = "sent NaN or infinite values"
             return self._failure(update.site, FailureKind.NOT_FINITE, text)
         return None
@@ -141,5 +161,15 @@ class RoundState:
         )
 
 
-def _is_stray(kind: FailureKind) -> bool:
-    return kind in {FailureKind.UNKNOWN, FailureKind.LATE, FailureKind.DUPLICATE}
+def _sums_of(answer: SiteUpdate | SiteEvaluation) -> Iterator[MetricSums]:
+    if isinstance(answer, SiteEvaluation):
+        yield answer.evaluation
+        return
+    for sums in (answer.training, answer.evaluation, answer.evaluation_after):
+        if sums is not None:
+            yield sums
+
+
+def _is_possible(sums: MetricSums) -> bool:
+    # Its loss may be anything: a model that diverged is honest about NaN.
+    return 0 <= sums.correct <= sums.count

@@ -1,12 +1,14 @@
 """The grid over Flower, and the site's app, against a Flower made of two dicts."""
 
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import toy_sites
 
 from cloud_adapters import flower_simulation
@@ -30,7 +32,7 @@ flower_simulation.import_flower()
 from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_site  # noqa: E402
+from cloud_adapters import flower_grid, flower_site  # noqa: E402
 from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
 
 pytestmark = pytest.mark.flower
@@ -49,6 +51,9 @@ TASK = RoundTask(
 )
 
 
+JOB_NUMBERS = itertools.count()
+
+
 class FakeFlower:
     """Nodes that answer when they are told to."""
 
@@ -56,6 +61,7 @@ class FakeFlower:
         self.nodes = [30, 10, 20]
         self.silent: set[int] = set()  # nodes that do not answer for now
         self.spoilt: dict[int, Any] = {}  # node: what comes in place of its answer
+        self.stray: list[Message] = []  # replies that nobody waits for
         self.full = False
         self.sent: list[Message] = []
         self._open: dict[str, Message] = {}
@@ -75,7 +81,8 @@ class FakeFlower:
 
     def pull_messages(self, ids: list[str]) -> list[Message]:
         asked = [self._open[i] for i in ids if i in self._open]
-        return [self._reply(m) for m in asked if node_of(m) not in self.silent]
+        replies = [self._reply(m) for m in asked if node_of(m) not in self.silent]
+        return [*replies, *self.stray]
 
     def _reply(self, message: Message) -> Message:
         del self._open[message.metadata.message_id]
@@ -213,6 +220,28 @@ def test_shared_processes_limit_what_is_out(flower: FakeFlower, clock: VirtualCl
     assert len(flower.sent) - before == 3
 
 
+def test_few_answers_are_held_back(
+    flower: FakeFlower, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+):
+    """Where one holds up many, memory bounds how many tasks go out behind it."""
+    monkeypatch.setattr(flower_grid, "MAX_AHEAD_BYTES", 0)
+    grid = make_grid(flower, clock, ordered=True, workers=1)
+    flower.silent = {10}
+    before = len(flower.sent)
+    tasks = [replace(TASK, site=site) for site in SITES]
+    replies = grid.exchange(tasks, deadline_seconds=1.0)
+    assert next(replies).message.kind is FailureKind.DEADLINE
+    assert len(flower.sent) - before == 2
+    assert [reply.message.site for reply in replies] == SITES[1:]
+
+
+def test_stray_reply_is_ignored(flower: FakeFlower, clock: VirtualClock):
+    """A second answer to a greeting is nobody's."""
+    grid = make_grid(flower, clock)
+    flower.stray = [Message(RecordDict(), reply_to=flower.sent[0])]
+    assert len(exchange(grid)) == 3
+
+
 def test_late_answer_is_handed_on_in_a_later_exchange(
     flower: FakeFlower, clock: VirtualClock
 ):
@@ -311,12 +340,19 @@ def test_unknown_site_is_a_mistake(flower: FakeFlower, clock: VirtualClock):
         )
 
 
+def make_app(handler_for: Any) -> Any:
+    """Make an app whose job no other test has."""
+    app = flower_site.client_app(handler_for)
+    app.job_text = f"job {next(JOB_NUMBERS)}"
+    return app
+
+
 def ask_app(app: Any, task: Any, *, site: str = "one", seconds: float = 5.0) -> Any:
-    """Send a site's app a message and read its answer."""
+    """Send a site's app a message and read its answer; each app has its own job."""
     content = flower_site.pack(
         wire.encode_bytes(task),
         site=SiteId(site),
-        job_text=str(id(app)),
+        job_text=app.job_text,
         deadline_seconds=seconds,
     )
     reply = app(Message(content, 10, "train"), None)
@@ -331,7 +367,7 @@ def test_app_builds_a_site_once(flower: FakeFlower):
         built.append(site)
         return toy_sites.echo_site(site, job_text)
 
-    app = flower_site.client_app(handler_for)
+    app = make_app(handler_for)
     for _ in range(2):
         assert isinstance(ask_app(app, TASK), SiteUpdate)
     ask_app(app, replace(TASK, site=SITES[1]), site="two")
@@ -349,7 +385,7 @@ def test_app_forgets_the_site_used_longest_ago(
         built.append(site)
         return toy_sites.echo_site(site, job_text)
 
-    app = flower_site.client_app(handler_for)
+    app = make_app(handler_for)
     for site in ("one", "two", "two", "one"):
         ask_app(app, replace(TASK, site=SiteId(site)), site=site)
     assert built == ["one", "two", "one"]
@@ -357,7 +393,7 @@ def test_app_forgets_the_site_used_longest_ago(
 
 def test_app_reports_a_hanging_site_and_stays_usable(flower: FakeFlower):
     """The thread goes on; a second task finds the site busy, others do not."""
-    app = flower_site.client_app(toy_sites.echo_site)
+    app = make_app(toy_sites.echo_site)
     bad = replace(TASK, site=SiteId("x-bad"), round_index=toy_sites.HANGING_ROUND)
     first = ask_app(app, bad, site="x-bad", seconds=0.1)
     second = ask_app(app, bad, site="x-bad", seconds=0.1)
@@ -369,18 +405,34 @@ def test_app_reports_a_site_that_leaves(flower: FakeFlower):
     """A handler that ends its thread does not end the process."""
 
     def handler_for(site: SiteId, job_text: str) -> Any:
-        raise SystemExit
+        raise SystemExit(3)
 
-    failure = ask_app(flower_site.client_app(handler_for), TASK)
-    assert (failure.kind, failure.message) == (
-        FailureKind.CRASHED,
-        "ended its thread unanswered",
-    )
+    failure = ask_app(make_app(handler_for), TASK)
+    assert (failure.kind, failure.message) == (FailureKind.CRASHED, "SystemExit: 3")
 
 
 @pytest.mark.parametrize("task", [TASK, toy_sites.echo_site(SITES[1], "").handle(TASK)])
 def test_app_refuses_what_is_not_its_task(flower: FakeFlower, task: Any):
     """A task for another site, or no task at all."""
-    app = flower_site.client_app(toy_sites.echo_site)
+    app = make_app(toy_sites.echo_site)
     with pytest.raises(FederationError, match="not its task"):
         ask_app(app, task, site="two")
+
+
+def test_app_sets_the_threads_of_arithmetic(flower: FakeFlower):
+    """Their number decides the last bits of sums; it is set where a site works."""
+    threads = []
+
+    class CountingSite(toy_sites.EchoSite):
+        def handle(self, task: RoundTask) -> Any:
+            threads.append(torch.get_num_threads())
+            return super().handle(task)
+
+    app = flower_site.client_app(CountingSite, threads=3)
+    app.job_text = "threads"
+    before = torch.get_num_threads()
+    try:
+        ask_app(app, TASK)
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [3]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import toy_sites
 
+from cloud_adapters import flower_simulation
 from cloud_adapters.flower_simulation import import_flower, run_on_flower_simulation
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError
@@ -91,10 +92,10 @@ def story() -> SimpleNamespace:
 
     def server(grid: Grid) -> None:
         rounds.extend(ask(grid, index) for index in (1, 2))
-        raise FileNotFoundError("from the server")
+        raise RuntimeError("from the server")
 
     before = surroundings()
-    with pytest.raises(FileNotFoundError) as caught:
+    with pytest.raises(RuntimeError) as caught:
         run(server)
     return SimpleNamespace(
         rounds=rounds, error=caught.value, before=before, after=surroundings()
@@ -158,11 +159,20 @@ def test_engine_that_cannot_start_is_an_error_of_ours():
 
 def test_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
     """Somebody without Flower is told how to get it."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", {}.get)
     with pytest.raises(JobError, match=r'pip install "crossfed\[flower\]"'):
-        run(lambda grid: None)
+        run(ask)
     with pytest.raises(JobError, match="needs flwr and ray"):
         import_flower()
+
+
+def test_long_temporary_folder_is_avoided(monkeypatch: pytest.MonkeyPatch):
+    """Names of sockets must not be longer than the system takes."""
+    monkeypatch.setattr(tempfile, "tempdir", "/var/" + "x" * 80)
+    with flower_simulation._short_folder() as folder:
+        assert len(folder) < 40
+        assert Path(folder).is_dir()
+    assert not Path(folder).exists()
 
 
 def test_flower_is_not_imported_before_it_is_used():

@@ -1,0 +1,285 @@
+"""Datasets: what a data source may return, and how the rest reads it.
+
+A dataset of a user's is one of
+
+- ``Examples``;
+- a tuple ``(inputs, targets)`` of NumPy arrays or torch tensors of one length;
+  ``targets`` may be None for language models;
+- any map-style dataset: ``len(d)``, and ``d[i]`` returning ``(x, y)``; with an
+  attribute ``targets`` it can be dealt out by class.
+
+Nothing has to be inherited or registered. ``as_dataset`` makes a ``Dataset`` of any.
+Models see float32 and int64 only: floating-point and boolean inputs become
+float32, integer inputs are tokens and become int64 (so scale integer images to
+floating point), and integer targets are classes and become int64.
+
+Where datasets come from is in ``data``, how one is dealt out to sites in
+``partition``.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import default_collate
+
+from federation.errors import SiteError
+
+Indices = NDArray[np.int64]
+Batch = tuple[torch.Tensor, torch.Tensor | None]
+
+_EXPECTED = (
+    "expected clients.data.Examples, a tuple (inputs, targets) of arrays, or a "
+    "map-style dataset whose items are (x, y)"
+)
+_PAIR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Examples:
+    """Examples in arrays.
+
+    Attributes:
+        inputs: Shape ``(n, ...)``; floating point, or integer tokens.
+        targets: Shape ``(n, ...)``, or None if the inputs are their own targets;
+            integers of shape ``(n,)`` are classes.
+        groups: Shape ``(n,)``: index of each example's group in ``group_names``.
+        group_names: Names of the groups.
+
+    Raises:
+        ValueError: Lengths differ, a type is not numeric, or a group has no name.
+    """
+
+    inputs: NDArray[Any]
+    targets: NDArray[Any] | None = None
+    groups: Indices | None = None
+    group_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check types and lengths."""
+        parts = {"inputs": self.inputs, "targets": self.targets, "groups": self.groups}
+        for what, array in parts.items():
+            if array is None:
+                continue
+            if array.ndim == 0 or array.dtype.kind not in "biuf":
+                raise ValueError(
+                    f"{what} must be an array of numbers, one row per example, not "
+                    f"{array.dtype} of shape {array.shape}"
+                )
+            if len(array) != len(self.inputs):
+                raise ValueError(
+                    f"there are {len(self.inputs)} inputs and {len(array)} {what}"
+                )
+        groups = self.groups
+        if groups is not None and groups.size:
+            if groups.dtype.kind not in "iu" or groups.ndim != 1:
+                raise ValueError("groups must be integers of shape (n,)")
+            if groups.min() < 0 or groups.max() >= len(self.group_names):
+                raise ValueError(
+                    f"groups must be indices into the {len(self.group_names)} "
+                    "group_names"
+                )
+
+
+class Dataset(Protocol):
+    """What the rest of the product reads examples from."""
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        ...
+
+    def batch(self, indices: Indices) -> Batch:
+        """Inputs and targets of some examples, float32 or int64, in fresh memory."""
+        ...
+
+    def labels(self) -> Indices | None:
+        """Class of each example, shape ``(n,)``; None if there are no classes."""
+        ...
+
+    @property
+    def groups(self) -> Indices | None:
+        """Group of each example, shape ``(n,)``; None if there are no groups."""
+        ...
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of all groups, also of those that have no example here."""
+        ...
+
+    def subset(self, indices: Indices) -> "Dataset":
+        """A view of some of the examples; nothing is copied but the indices."""
+        ...
+
+
+def as_dataset(obj: object, *, name: str) -> Dataset:
+    """Make a ``Dataset`` of anything that a data source may return.
+
+    Args:
+        obj: See the top of this module.
+        name: What it is, for the message.
+
+    Raises:
+        SiteError: It is something else, malformed or empty.
+    """
+    if isinstance(obj, Examples):
+        dataset = _from_examples(obj)
+    elif isinstance(obj, tuple):
+        dataset = _from_examples(_examples_of_tuple(obj, name=name))
+    else:
+        dataset = _from_items(obj, name=name)
+    if len(dataset) == 0:
+        raise SiteError(f"{name} has no example")
+    return dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _View:
+    """Some examples of a source: the only implementation of ``Dataset``."""
+
+    fetch: Callable[[Indices], Batch]
+    index: Indices
+    all_labels: Indices | None
+    all_groups: Indices | None
+    group_names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batch(self, indices: Indices) -> Batch:
+        return self.fetch(self.index[indices])
+
+    def labels(self) -> Indices | None:
+        return None if self.all_labels is None else self.all_labels[self.index]
+
+    @property
+    def groups(self) -> Indices | None:
+        return None if self.all_groups is None else self.all_groups[self.index]
+
+    def subset(self, indices: Indices) -> "_View":
+        return dataclasses.replace(self, index=self.index[indices])
+
+
+def _from_examples(examples: Examples) -> _View:
+    groups = examples.groups
+    return _View(
+        fetch=partial(_fetch_rows, examples),
+        index=np.arange(len(examples.inputs)),
+        all_labels=_labels_of(examples.targets, len(examples.inputs)),
+        all_groups=None if groups is None else groups.astype(np.int64),
+        group_names=examples.group_names,
+    )
+
+
+def _fetch_rows(examples: Examples, indices: Indices) -> Batch:
+    targets = examples.targets
+    return (
+        _as_tensor(examples.inputs[indices], integer_kinds="iu"),
+        None if targets is None else _as_tensor(targets[indices], integer_kinds="biu"),
+    )
+
+
+def _as_tensor(rows: NDArray[Any], *, integer_kinds: str) -> torch.Tensor:
+    dtype = np.int64 if rows.dtype.kind in integer_kinds else np.float32
+    return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
+
+
+def _examples_of_tuple(pair: tuple[object, ...], *, name: str) -> Examples:
+    if len(pair) != _PAIR:
+        raise SiteError(f"{name} is a tuple of {len(pair)} things: {_EXPECTED}")
+    inputs, targets = (_as_array(part) for part in pair)
+    if inputs is None or (targets is None and pair[1] is not None):
+        found = f"({describe(pair[0])}, {describe(pair[1])})"
+        raise SiteError(f"{name} is {found}: {_EXPECTED}")
+    try:
+        return Examples(inputs=inputs, targets=targets)
+    except ValueError as error:
+        raise SiteError(f"{name}: {error}") from error
+
+
+def _as_array(obj: object) -> NDArray[Any] | None:
+    if isinstance(obj, np.ndarray):
+        return obj
+    if isinstance(obj, torch.Tensor):
+        values = obj.detach().cpu()
+        # NumPy has no bfloat16; batches are float32 in any case.
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return None
+
+
+def _labels_of(targets: object, size: int) -> Indices | None:
+    """Read classes from arrays, or from a list as torchvision keeps them."""
+    array = _as_array(targets)
+    if array is None and isinstance(targets, Sequence):
+        try:
+            array = np.asarray(targets)
+        except ValueError:  # Ragged.
+            return None
+    if array is None or array.shape != (size,) or array.dtype.kind not in "biu":
+        return None
+    return array.astype(np.int64)
+
+
+def _from_items(obj: Any, *, name: str) -> _View:
+    """Wrap a map-style dataset, after a look at its first item."""
+    has_methods = hasattr(obj, "__len__") and hasattr(obj, "__getitem__")
+    if not has_methods or isinstance(obj, (np.ndarray, torch.Tensor, Mapping, str)):
+        raise SiteError(f"{name} is {describe(obj)}: {_EXPECTED}")
+    size = len(obj)
+    if size:
+        _check_item(obj[0], name=name)
+    return _View(
+        fetch=partial(_fetch_items, obj),
+        index=np.arange(size),
+        all_labels=_labels_of(getattr(obj, "targets", None), size),
+        all_groups=None,
+        group_names=(),
+    )
+
+
+def _check_item(item: object, *, name: str) -> None:
+    if not isinstance(item, (tuple, list)) or len(item) != _PAIR:
+        raise SiteError(f"items of {name} are {describe(item)}: {_EXPECTED}")
+    try:
+        parts = [default_collate([part]) for part in item if part is not None]
+    except TypeError as error:
+        raise SiteError(
+            f"items of {name} cannot be stacked into a batch: {error}; transform "
+            "them to tensors, arrays or numbers"
+        ) from error
+    if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+        found = ", ".join(describe(part) for part in item)
+        raise SiteError(
+            f"items of {name} are ({found}): expected tensors, arrays or numbers"
+        )
+
+
+def _fetch_items(items: Any, indices: Indices) -> Batch:
+    inputs, targets = zip(*(items[int(i)] for i in indices), strict=True)
+    return (
+        _as_model_type(default_collate(list(inputs))),
+        None
+        if targets[0] is None
+        else _as_model_type(default_collate(list(targets)), bools=torch.int64),
+    )
+
+
+def _as_model_type(
+    values: torch.Tensor, *, bools: torch.dtype = torch.float32
+) -> torch.Tensor:
+    if values.dtype == torch.bool:
+        return values.to(bools)
+    return values.to(torch.float32 if values.is_floating_point() else torch.int64)
+
+
+def describe(obj: object) -> str:
+    """Say what something is, without its content: it may be private."""
+    if isinstance(obj, (np.ndarray, torch.Tensor)):
+        return f"{type(obj).__name__}{list(obj.shape)}"
+    if isinstance(obj, (tuple, list)):
+        return f"{type(obj).__name__} of length {len(obj)}"
+    return "None" if obj is None else f"a {type(obj).__name__}"

@@ -1,0 +1,180 @@
+"""Run ``crossfed`` as a person does: as a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CROSSFED = Path(sys.executable).with_name("crossfed")
+SUPPORT = Path(__file__).parent
+
+JOB = """
+name = "small"
+seed = 3
+rounds = 6
+
+[model]
+factory = "small_parts:linear"
+
+[data]
+source = "clients.data:digits"
+partition = { kind = "dirichlet", alpha = 1.0 }
+
+[training]
+local_steps = 4
+batch_size = 16
+optimizer = { name = "sgd", lr = 0.05, momentum = 0.9 }
+
+[aggregation]
+server_optimizer = { name = "adam", lr = 0.03 }
+
+[[sites]]
+name = "left"
+
+[[sites]]
+name = "right"
+"""
+
+PARTS = """
+import time
+import numpy as np
+import torch
+from torch import nn
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return x
+
+
+def linear(seconds=0.0, hidden=0):
+    layers = [nn.Flatten(), Slow(seconds), nn.Dropout(0.1)]
+    if hidden:
+        layers += [nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10)]
+    else:
+        layers += [nn.Linear(64, 10)]
+    return nn.Sequential(*layers)
+
+
+not_callable = 3
+
+
+def no_model():
+    return "a text"
+
+
+def broken_model():
+    raise RuntimeError("the factory is out of order")
+
+
+def no_data():
+    return 17
+
+
+def broken_data():
+    raise OSError("the cable is cut")
+
+
+def few():
+    return (
+        (np.zeros((3, 64), np.float32), np.array([0, 1, 2])),
+        (np.zeros((3, 64), np.float32), np.array([0, 1, 2])),
+    )
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What a command came to."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float = 0.0
+
+
+def workplace(folder: Path, job: str = JOB) -> Path:
+    """Make a folder with a job file and a user's own module in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.toml").write_text(job)
+    (folder / "small_parts.py").write_text(PARTS)
+    return folder
+
+
+def crossfed(*arguments: str, folder: Path, **environment: str) -> Done:
+    """Run the installed command, with pipes for its streams."""
+    done = subprocess.run(
+        [CROSSFED, *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return Done(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+class ForkServer:
+    """Runs commands in forks of one process that has imported torch already."""
+
+    def __init__(self, scratch: Path) -> None:
+        """Start the server; ``scratch`` takes the output of commands."""
+        self._scratch = scratch
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, str(SUPPORT.parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(
+        self,
+        *arguments: str,
+        folder: Path,
+        misfortune: str = "",
+        kill_after_seconds: float | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Done:
+        """Run ``crossfed`` with these arguments in ``folder``."""
+        out, err = self._scratch / "stdout", self._scratch / "stderr"
+        order = {
+            "arguments": arguments,
+            "folder": str(folder),
+            "stdout": str(out),
+            "stderr": str(err),
+            "misfortune": misfortune,
+            "kill_after_seconds": kill_after_seconds,
+            "environment": dict(environment or {}),
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        reply = json.loads(self._process.stdout.readline())
+        return Done(
+            code=reply["code"],
+            stdout=out.read_text(),
+            stderr=err.read_text(),
+            seconds=reply["seconds"],
+        )
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.communicate()
+
+
+_START = """
+import runpy, sys
+sys.path.insert(0, sys.argv[1])
+from support import fork_server
+fork_server._serve()
+"""

@@ -1,0 +1,59 @@
+"""A script that imports torch once and forks a process for every command.
+
+Run by path. One JSON object a line comes in and one goes out; see
+``commands.ForkServer``. A child is the command and nothing else: it runs
+``deploy.cli.main``, or ``misfortunes.run`` if it is to be killed at some point.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import sklearn.datasets  # noqa: F401 -- imported before the forks
+import torch._dynamo  # noqa: F401
+
+import deploy.cli
+import deploy.simulation
+import monitoring.report  # noqa: F401
+
+
+def _child(order: dict[str, Any]) -> None:
+    os.setsid()
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(order["folder"])
+    os.environ.update(order["environment"])
+    if order["misfortune"]:
+        from support import misfortunes
+
+        misfortunes.prepare(order["misfortune"])
+    sys.exit(deploy.cli.main(order["arguments"]))
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        start = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            _child(order)
+        if order["kill_after_seconds"] is not None:
+            time.sleep(order["kill_after_seconds"])
+            os.kill(pid, signal.SIGKILL)  # Not reaped yet, so it is still ours.
+        _, status = os.waitpid(pid, 0)
+        reply = {
+            "code": os.waitstatus_to_exitcode(status),
+            "seconds": time.monotonic() - start,
+        }
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve()

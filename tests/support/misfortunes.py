@@ -1,0 +1,120 @@
+"""Ways for a process to be killed at a chosen point of a run, or to meet a full disk.
+
+Nothing in the product knows of them: they come in through what the product lets a
+caller choose (the store, the listeners), and through three functions that are
+replaced in the doomed process alone.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import deploy.simulation
+from cloud_adapters.storage.local import LocalStore
+from federation.protocols import Buffer, ObjectInfo
+
+ROUND = 3
+MANIFEST = f"round-{ROUND:06d}.json"
+
+LISTENED = {
+    "sites train": ("RoundStarted", ROUND),
+    "updates are folded": ("SiteAnswered", ROUND),
+    "checkpoint event is written": ("CheckpointSaved", ROUND),
+    "round has ended": ("RoundFinished", ROUND),
+    "run has begun": ("RunStarted", None),
+    "run has ended": ("RunFinished", None),
+}
+STORED = (
+    "update is folded, no blob yet",
+    "first blob is written",
+    "between two blobs",
+    "between blobs and manifest",
+    "manifest is written, no event yet",
+)
+REPLACED = ("model is written", "result is written, no report yet")
+KINDS = (*LISTENED, *STORED, *REPLACED)
+
+
+def die() -> NoReturn:
+    """End this process as the kernel would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def prepare(kind: str) -> None:
+    """Doom this process."""
+    if kind == "disk fills up while events are written":
+        _listen("SiteAnswered", ROUND, _fill_disk)
+    elif kind in LISTENED:
+        _listen(*LISTENED[kind], die)
+    elif kind in STORED:
+        _KillingStore.kind = kind
+        deploy.simulation.LocalStore = _KillingStore  # type: ignore[misc]
+    elif kind == "model is written":
+        pieces = deploy.simulation.model_export.file_pieces
+        deploy.simulation.model_export.file_pieces = lambda *a: _first(pieces(*a))
+    elif kind == "result is written, no report yet":
+        deploy.simulation.leave_report = lambda *_: die()
+    else:
+        raise ValueError(kind)
+
+
+def _listen(name: str, round_index: int | None, act: Callable[[], None]) -> None:
+    simulate = deploy.simulation.simulate
+
+    def listener(event: object) -> None:
+        if type(event).__name__ == name and (
+            round_index is None or getattr(event, "round_index", None) == round_index
+        ):
+            act()
+
+    def simulate_with_listener(*args: Any, **kwargs: Any) -> Any:
+        kwargs["listeners"] = [*kwargs.get("listeners", ()), listener]
+        return simulate(*args, **kwargs)
+
+    deploy.simulation.simulate = simulate_with_listener
+
+
+def _fill_disk() -> None:
+    with (Path(os.environ["DISK"]) / "filler").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 12))
+        except OSError:
+            return
+
+
+def _first(pieces: Iterable[Buffer]) -> Iterable[Buffer]:
+    """Yield one piece and die."""
+    for piece in pieces:
+        yield piece
+        die()
+
+
+class _KillingStore(LocalStore):
+    """A store whose process dies on the way of round 3's checkpoint."""
+
+    kind = ""
+    blobs_before = 0
+    due = False
+
+    def put(
+        self, key: str, data: Iterable[Buffer], *, if_absent: bool = False
+    ) -> ObjectInfo:
+        if key.endswith(MANIFEST) and self.kind == "between blobs and manifest":
+            die()
+        if "/blobs/" in key and self.due:
+            if self.kind == "update is folded, no blob yet":
+                die()
+            if self.kind == "first blob is written":
+                data = _first(data)
+        info = super().put(key, data, if_absent=if_absent)
+        if "/blobs/" in key and self.due and self.kind == "between two blobs":
+            die()
+        if key.endswith(MANIFEST):
+            die()
+        if key.endswith(f"round-{ROUND - 1:06d}.json"):
+            self.due = True
+        return info

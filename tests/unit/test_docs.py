@@ -1,0 +1,104 @@
+"""What the pages say can be followed: links, job files, Python.
+
+A code block after the comment ``<!-- file: NAME -->`` is a file of the reader's; all
+files of a page lie in one folder. After ``<!-- run -->`` it is Python that runs.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy import wiring
+from federation import job_file
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(
+    r"(?:<!-- (.+?) -->\n)?```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE
+)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+every_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda path: str(path.relative_to(ROOT))
+)
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[str, str]]:
+    """Mark and content of a page's code blocks in one language."""
+    for mark, found, content in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if found == language:
+            yield mark, content
+
+
+def anchors(page: Path) -> set[str]:
+    """Places of a page that a link may name."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = HEADING.findall(text)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in found}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path):
+    """A relative link names a file, and an anchor a heading in it."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    broken = []
+    for link in LINK.findall(text):
+        if link.startswith(("https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@every_page
+def test_whole_jobs_are_sound(page: Path):
+    """A block of TOML can be read; one with a name and rounds is a job that loads."""
+    for _, content in blocks(page, "toml"):
+        document = tomllib.loads(content)
+        if {"name", "rounds"} <= document.keys():
+            job_file.loads(content)
+
+
+@every_page
+def test_python_compiles(page: Path):
+    """A block of Python is Python."""
+    for _, content in blocks(page, "python"):
+        compile(content, page.name, "exec")
+
+
+@every_page
+def test_python_that_is_marked_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Marked blocks run, and so do the tests in them."""
+    monkeypatch.chdir(ROOT)
+    for mark, content in blocks(page, "python"):
+        if mark == "run":
+            names: dict[str, object] = {}
+            exec(compile(content, page.name, "exec"), names)  # noqa: S102
+            for name, test in names.items():
+                if name.startswith("test_"):
+                    assert callable(test)
+                    test()
+
+
+@every_page
+def test_files_of_a_page_make_federations(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The reader's own models and data can be built as the page says."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for language in ("python", "toml"):
+        for mark, content in blocks(page, language):
+            if mark.startswith("file: "):
+                (tmp_path / mark.removeprefix("file: ")).write_text(content)
+    for path in sorted(tmp_path.glob("*.toml")):
+        federation = wiring.build_federation(job_file.load(path))
+        assert len(federation.site_data) == len(federation.job.sites)

@@ -1,0 +1,362 @@
+"""Generate ``docs/reference`` from the code: ``reference.py [--check]``.
+
+With ``--check`` nothing is written; the exit code is 1 if a page on the disk is not
+what the code says.
+"""
+
+import argparse
+import dataclasses
+import enum
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy import cli
+from federation import errors, event_log, events, job, messages, wire
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = Path("docs/reference")
+NOTE = "<!-- Written by tools/reference.py from the code: edit the code, not this. -->"
+
+# Event names stand for their tables; these are the parts that several share.
+_PARTS = (events.SiteShare, messages.MetricSums, messages.Phase)
+_TRAVELLERS = (
+    messages.RoundTask,
+    messages.SiteUpdate,
+    messages.SiteEvaluation,
+    messages.SiteFailure,
+)
+_REQUIRED = "**required**"
+_WORDS: Mapping[Any, str] = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    type(None): "nothing",
+}
+
+_JOB_FILE = (
+    "One TOML file describes one job. A key that is not listed here is an error, and "
+    "so is a value that is marked *not built*. `crossfed check-job JOB` checks a file "
+    "without training."
+)
+_OVERRIDES = (
+    "Every key can be replaced on the command line: `--set training.optimizer.lr=0.1`, "
+    "`--set sites.0.name=here` for an entry of a list, "
+    "`--set schedule.minimum_sites=` to take a key out."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the pages, or check them, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Generate docs/reference.")
+    parser.add_argument("--check", action="store_true", help="write nothing; compare")
+    if not parser.parse_args(arguments).check:
+        write(ROOT)
+        return 0
+    found = stale(ROOT)
+    for path in found:
+        print(f"{path} is not what the code says; run `make docs`", file=sys.stderr)
+    return 1 if found else 0
+
+
+def pages() -> dict[Path, str]:
+    """Every page by its path from the root of the repository."""
+    makers: Mapping[str, Callable[[], Iterable[str]]] = {
+        "job-file.md": _job_file,
+        "cli.md": _cli,
+        "errors.md": _errors,
+        "events.md": _events,
+        "wire.md": _wire,
+    }
+    found = {}
+    for name, make in makers.items():
+        text = "\n".join([NOTE, "", *make()])
+        found[FOLDER / name] = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+    return found
+
+
+def write(root: Path) -> None:
+    """Write every page under ``root``."""
+    for path, text in pages().items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, encoding="utf-8")
+
+
+def stale(root: Path) -> list[Path]:
+    """Pages under ``root`` that are missing or not what the code says."""
+    return [
+        path
+        for path, text in pages().items()
+        if not (root / path).is_file()
+        or (root / path).read_text(encoding="utf-8") != text
+    ]
+
+
+def _job_file() -> Iterator[str]:
+    yield from ("# Job file", "", _JOB_FILE, "", _OVERRIDES, "")
+    yield from _job_table(job.JobSpec, "")
+    yield from ("## Keys that are refused by name", "")
+    yield "They belong to parts that are not in this version:"
+    yield ""
+    yield from (f"- `{key}`: {part}" for key, part in job.PLANNED_KEYS.items())
+
+
+def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]:
+    """One table of the job file and, after it, those inside it."""
+    title = "Top level" if not name else f"`[[{name}]]`" if is_list else f"`[{name}]`"
+    yield from (f"## {title}", "", inspect.cleandoc(spec.__doc__ or ""), "")
+    hints, inner = typing.get_type_hints(spec), []
+    rows = []
+    for field in dataclasses.fields(spec):
+        table = _table_in(hints[field.name])
+        full = f"{name}.{field.name}" if name else field.name
+        if table is not None:
+            listed = typing.get_origin(hints[field.name]) is tuple
+            inner.append((table, full, listed, _default(field) == _REQUIRED))
+        else:
+            rows.append(_job_row(field, hints[field.name]))
+    if rows:
+        yield from _table(("Key", "Type", "Default", "Values", "Meaning"), rows)
+    if inner:
+        links = (
+            f"[`{full}`](#{_slug(full)})" + (" (required)" if required else "")
+            for _, full, _, required in inner
+        )
+        yield from (f"Tables inside: {', '.join(links)}.", "")
+    for table, full, listed, _ in inner:
+        yield from _job_table(table, full, is_list=listed)
+
+
+def _table_in(hint: Any) -> type | None:
+    """The dataclass that a field holds, if it holds one."""
+    for part in (hint, *typing.get_args(hint)):
+        if isinstance(part, type) and dataclasses.is_dataclass(part):
+            return part
+    return None
+
+
+def _job_row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
+    facts = field.metadata
+    return (
+        f"`{field.name}`",
+        _type(hint),
+        _default(field),
+        _values(facts),
+        facts["doc"],
+    )
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default is not dataclasses.MISSING:
+        return "not set" if field.default is None else f"`{_toml(field.default)}`"
+    if field.default_factory is not dataclasses.MISSING:
+        return "`{}`"
+    return _REQUIRED
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _values(facts: Mapping[str, Any]) -> str:
+    parts = []
+    if facts["choices"]:
+        parts.append(", ".join(f"`{word}`" for word in facts["choices"]))
+    if facts["planned"]:
+        words = ", ".join(f"`{word}`" for word in facts["planned"])
+        parts.append(f"*not built:* {words}")
+    bounds = (("above", "above"), ("low", "at least"), ("high", "at most"))
+    parts += [f"{word} {facts[k]:g}" for k, word in bounds if facts[k] is not None]
+    return "; ".join(parts)
+
+
+def _cli() -> Iterator[str]:
+    yield from ("# Command line", "", *_prose(cli), "")
+    parser = cli._parser()  # noqa: SLF001 -- the set of flags is its to know
+    for action in parser._actions:  # noqa: SLF001 -- argparse has no public list
+        if not isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            continue
+        helps = {c.dest: c.help for c in action._choices_actions}  # noqa: SLF001
+        for name, verb in action.choices.items():
+            yield from (f"## `crossfed {name}`", "", _sentence(helps[name] or ""), "")
+            yield from _table(("Argument", "Meaning"), _arguments(verb))
+
+
+def _arguments(verb: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    for action in verb._actions:  # noqa: SLF001 -- argparse has no public list
+        if isinstance(action, argparse._HelpAction):  # noqa: SLF001
+            continue
+        metavar = action.metavar
+        if action.nargs == 0:
+            metavar = None
+        elif metavar is None and action.choices is not None:
+            metavar = "|".join(map(str, action.choices))
+        elif metavar is None:
+            metavar = action.dest.upper()
+        flags = ", ".join(action.option_strings)
+        text = " ".join(filter(None, (flags, str(metavar) if metavar else "")))
+        default = action.default
+        note = f" Default: `{default}`." if isinstance(default, (str, Path)) else ""
+        yield f"`{text}`", _sentence(action.help or "") + note
+
+
+def _errors() -> Iterator[str]:
+    head, *rest = inspect.cleandoc(errors.__doc__ or "").split("\n\n")
+    tree, *prose = rest
+    yield from ("# Errors", "", head, "", "```text", tree, "```", "")
+    yield from ("\n\n".join(_markdown(text) for text in prose), "")
+    yield "The command line exits with 2 for a `JobError` and with 1 for the others."
+    yield ""
+    classes = [
+        member
+        for member in vars(errors).values()
+        if isinstance(member, type) and issubclass(member, errors.FederationError)
+    ]
+    rows = [
+        (
+            f"`{kind.__name__}`",
+            f"`{kind.__bases__[0].__name__}`",
+            _markdown(_summary(kind)),
+        )
+        for kind in classes
+    ]
+    yield from _table(("Error", "Is a", "Meaning"), rows)
+
+
+def _events() -> Iterator[str]:
+    yield from ("# Events", "", *_prose(events), "")
+    yield from ("## The file `events.jsonl`", "", *_prose(event_log), "")
+    for kind in event_log.KINDS.values():
+        yield from _described(kind, level=2)
+    yield from ("## Parts of events", "")
+    for part in _PARTS:
+        yield from _described(part, level=3)
+    yield from _failure_kinds(level=3)
+
+
+def _wire() -> Iterator[str]:
+    yield from ("# Wire format", "", f"Version {wire.VERSION}.", "", *_prose(wire), "")
+    yield from ("## Limits", "", "A frame that exceeds one is a `WireError`.", "")
+    pattern = re.compile(r"^(MAX_\w+) = (.+?)(?:\s+# (.+))?$", re.MULTILINE)
+    rows = [
+        (f"`{name}`", f"{getattr(wire, name):,}", _sentence(comment or ""))
+        for name, _, comment in pattern.findall(inspect.getsource(wire))
+    ]
+    yield from _table(("Limit", "Value", "Note"), rows)
+    yield from ("## Messages", "")
+    for kind in _TRAVELLERS:
+        yield from _described(kind, level=3)
+    for part in (messages.MetricSums, messages.Phase):
+        yield from _described(part, level=3)
+    yield from _failure_kinds(level=3)
+
+
+def _described(kind: type, *, level: int) -> Iterator[str]:
+    """A dataclass: heading, docstring, fields."""
+    text, attributes = _docstring(kind)
+    yield from (f"{'#' * level} `{kind.__name__}`", "", _markdown(text), "")
+    hints = typing.get_type_hints(kind)
+    rows = [
+        (f"`{f.name}`", _type(hints[f.name]), _markdown(attributes.get(f.name, "")))
+        for f in dataclasses.fields(kind)
+    ]
+    columns: tuple[str, ...] = ("Field", "Type", "Meaning")
+    if not attributes:
+        columns, rows = columns[:2], [row[:2] for row in rows]  # type: ignore[misc]
+    yield from _table(columns, rows)
+
+
+def _failure_kinds(*, level: int) -> Iterator[str]:
+    yield from (f"{'#' * level} `FailureKind`", "")
+    yield from (_summary(messages.FailureKind), "")
+    source = inspect.getsource(messages.FailureKind)
+    rows = [
+        (f"`{word}`", _sentence(meaning))
+        for word, meaning in re.findall(r'= "(\w+)"  # (.+)', source)
+    ]
+    yield from _table(("Kind", "Meaning"), rows)
+
+
+def _docstring(kind: type) -> tuple[str, dict[str, str]]:
+    """Text of a docstring, and what it says of each attribute."""
+    text, _, section = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")
+    attributes: dict[str, str] = {}
+    for name, meaning in re.findall(
+        r"^    (\w+): (.+(?:\n {8,}.+)*)", section, re.MULTILINE
+    ):
+        attributes[name] = " ".join(meaning.split())
+    return text.strip(), attributes
+
+
+def _prose(module: types.ModuleType) -> Iterator[str]:
+    """A module's docstring in Markdown; ``::`` opens a block of plain text."""
+    in_block = False
+    for line in inspect.cleandoc(module.__doc__ or "").splitlines():
+        if in_block and line and not line.startswith(" "):
+            in_block = False
+            yield from ("```", "")
+        if line.endswith("::"):
+            in_block = True
+            yield from (_markdown(line[:-1]), "", "```text")
+        elif in_block:
+            if line:
+                yield line.removeprefix("    ")
+        else:
+            yield _markdown(line)
+
+
+def _type(hint: Any) -> str:
+    """A type in words that a reader of TOML or JSON knows."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        return " or ".join(_type(part) for part in parts if part is not type(None))
+    if origin is tuple:
+        inside = parts[:1] if parts[-1] is Ellipsis else parts
+        return "list of " + ", ".join(_type(part) for part in inside)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return f"`{hint.__name__}`"
+    is_word = isinstance(hint, type) and issubclass(hint, enum.Enum)
+    if is_word or isinstance(hint, typing.NewType):
+        return "text"
+    return _WORDS.get(hint, "array" if "ndarray" in str(hint) else "table")
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'|'.join(' --- ' for _ in columns)}|"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+    yield ""
+
+
+def _slug(heading: str) -> str:
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _summary(kind: type) -> str:
+    return inspect.cleandoc(kind.__doc__ or "").splitlines()[0]
+
+
+def _sentence(text: str) -> str:
+    """Begin with a capital and end with a stop."""
+    return text if not text else text[0].upper() + text[1:].rstrip(".") + "."
+
+
+def _markdown(text: str) -> str:
+    """Code is between two backticks in docstrings and between one in Markdown."""
+    return text.replace("``", "`")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
