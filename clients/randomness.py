@@ -85,6 +85,7 @@ class GlobalDraws:
         self._condition = threading.Condition()
         self._found: dict[str, bool] = {}
         self._num_together = 0
+        self._untouched: list[torch.Tensor] = []
 
     def run(self, work: Callable[[], _Result], *, kind: str, seed: int) -> _Result:
         """Do some work and return what it returns.
@@ -104,7 +105,8 @@ class GlobalDraws:
             if not drew:
                 return result
             self._note(kind, drew=True)
-            self._restore(before)
+            self._wait_for_the_others()
+            self._restore()
         self._wait_for_the_others()
         with seeded_globally(seed, self._device):
             if not self._runs_together(kind):
@@ -122,6 +124,8 @@ class GlobalDraws:
     def _join(self, kind: str) -> bool:
         with self._condition:
             together = self._runs_together(kind)
+            if together and self._num_together == 0:
+                self._untouched = self._states()
             self._num_together += together
             return together
 
@@ -138,17 +142,22 @@ class GlobalDraws:
             )
 
     def _note(self, kind: str, *, drew: bool) -> None:
-        with self._condition:
-            self._found[kind] = self._found.get(kind, False) or drew
+        if drew:
+            self._found[kind] = True
+        else:  # Never in place of a True that another thread has written.
+            self._found.setdefault(kind, False)
 
     def _states(self) -> list[torch.Tensor]:
         """States of the generators, of a moment when no block has seeded them."""
         with _SEEDED:
             return [generator.get_state() for generator in _generators(self._device)]
 
-    def _restore(self, states: list[torch.Tensor]) -> None:
+    def _restore(self) -> None:
+        """Take back what work has drawn that was not expected to."""
         with _SEEDED:
-            for generator, state in zip(_generators(self._device), states, strict=True):
+            for generator, state in zip(
+                _generators(self._device), self._untouched, strict=True
+            ):
                 generator.set_state(state)
 
 

@@ -91,7 +91,7 @@ def _check_travels(name: str, tensor: object) -> None:
             f"is {tensor.dtype}: only real floating-point, integer and boolean "
             "tensors can be sent"
         )
-    elif any(
+    elif tensor.numel() and any(
         stride == 0 and size > 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):

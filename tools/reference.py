@@ -175,7 +175,12 @@ def _values(facts: Mapping[str, Any]) -> str:
     if facts["planned"]:
         words = ", ".join(f"`{word}`" for word in facts["planned"])
         parts.append(f"*not built:* {words}")
-    bounds = (("above", "above"), ("low", "at least"), ("high", "at most"))
+    bounds = (
+        ("above", "above"),
+        ("low", "at least"),
+        ("below", "below"),
+        ("high", "at most"),
+    )
     parts += [f"{word} {facts[k]:g}" for k, word in bounds if facts[k] is not None]
     return "; ".join(parts)
 
@@ -215,7 +220,11 @@ def _errors() -> Iterator[str]:
     tree, *prose = rest
     yield from ("# Errors", "", head, "", "```text", tree, "```", "")
     yield from ("\n\n".join(_markdown(text) for text in prose), "")
-    yield "The command line exits with 2 for a `JobError` and with 1 for the others."
+    wrong_job = ", ".join(
+        f"`{kind.__name__}`"
+        for kind in cli._BAD_JOB  # noqa: SLF001 -- the exit codes are its to know
+    )
+    yield f"The command line exits with 2 for {wrong_job}, and with 1 for the others."
     yield ""
     classes = [
         member

@@ -47,6 +47,8 @@ def prepare(kind: str) -> None:
     """Doom this process."""
     if kind == "disk fills up while events are written":
         _listen("SiteAnswered", ROUND, _fill_disk)
+    elif kind == "bug":
+        _listen("SiteAnswered", 1, _fail)
     elif kind in LISTENED:
         _listen(*LISTENED[kind], die)
     elif kind in STORED:
@@ -75,6 +77,10 @@ def _listen(name: str, round_index: int | None, act: Callable[[], None]) -> None
         return simulate(*args, **kwargs)
 
     deploy.simulation.simulate = simulate_with_listener
+
+
+def _fail() -> None:
+    raise ZeroDivisionError("rehearsed")
 
 
 def _fill_disk() -> None:

@@ -119,7 +119,11 @@ class QuadraticTrainer:
             training=self.evaluate(trained_d, counted_m),
         )
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+    def evaluate(
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,  # noqa: ARG002 -- of the seam
+    ) -> MetricSums:
         """Squared distance to the optimum."""
         distance = float(np.square(weights_d - self.optimum_d).sum())
         return MetricSums(count=10, loss_sum=10 * distance, correct=5)

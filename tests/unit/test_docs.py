@@ -5,6 +5,7 @@ files of a page lie in one folder. After ``<!-- run -->`` it is Python that runs
 """
 
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +99,10 @@ def test_files_of_a_page_make_federations(
     for language in ("python", "toml"):
         for mark, content in blocks(page, language):
             if mark.startswith("file: "):
-                (tmp_path / mark.removeprefix("file: ")).write_text(content)
+                path = tmp_path / mark.removeprefix("file: ")
+                path.write_text(content)
+                # Another page may have brought a module of the same name.
+                monkeypatch.delitem(sys.modules, path.stem, raising=False)
     for path in sorted(tmp_path.glob("*.toml")):
         federation = wiring.build_federation(job_file.load(path))
         assert len(federation.site_data) == len(federation.job.sites)

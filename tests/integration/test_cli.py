@@ -1,0 +1,557 @@
+"""The command line as its users meet it: verbs, options, streams, codes, messages."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.commands import CROSSFED, Done, ForkServer, crossfed, workplace
+
+from deploy.cli import _parser
+
+pytestmark = [pytest.mark.slow]
+
+FAST = ("--set", "rounds=2", "--set", "training.local_steps=1")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return workplace(tmp_path / "place")
+
+
+@pytest.fixture(scope="module")
+def finished(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place with one completed run; do not write there."""
+    place = workplace(tmp_path_factory.mktemp("finished"))
+    done = server.run("simulate", "job.toml", *FAST, folder=place)
+    assert done.code == 0, done.stderr
+    return place
+
+
+def test_verbs_and_options_are_frozen() -> None:
+    """Adding one is a decision, not an accident."""
+    actions = _parser()._actions
+    (verbs,) = [action.choices for action in actions if action.dest == "==SUPPRESS=="]
+    assert verbs is not None
+    found = {
+        name: {o for action in verb._actions for o in action.option_strings}
+        | {action.dest for action in verb._actions if not action.option_strings}
+        for name, verb in verbs.items()  # type: ignore[attr-defined]
+    }
+    common = {"-h", "--help", "-v", "--verbose", "--json"}
+    job = {"job", "--set", "--seed"}
+    assert found == {
+        "simulate": common | job | {"--out", "--resume", "--engine"},
+        "check-job": common | job,
+        "report": common | {"run", "--out", "--root"},
+        "runs": common | {"--root"},
+    }
+
+
+def test_help_is_quick(tmp_path: Path) -> None:
+    """Torch is not imported to show help; the best of a few, on a shared machine."""
+    times = []
+    for _ in range(5):
+        begin = time.monotonic()
+        done = crossfed("--help", folder=tmp_path)
+        times.append(time.monotonic() - begin)
+        assert done.code == 0
+        assert "simulate" in done.stdout
+    assert min(times) < 0.3
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    """Nor NumPy."""
+    script = (
+        "import sys, contextlib\nfrom deploy.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "assert not {'torch', 'numpy', 'rich', 'sklearn'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-I", "-c", script], check=True, stdout=subprocess.DEVNULL
+    )
+
+
+def test_simulate_prints_result_and_leaves_files(place: Path) -> None:
+    """The whole command, as installed: data on stdout, progress on stderr."""
+    done = crossfed("simulate", "job.toml", *FAST, "--json", folder=place)
+    assert done.code == 0, done.stderr
+    result = json.loads(done.stdout)
+    run = place / result["folder"]
+    assert run == place / "runs/small" / result["run_id"]
+    kept = json.loads((run / "result.json").read_text())
+    assert kept == {k: v for k, v in result.items() if k != "folder"}
+    assert result["status"] == "completed"
+    assert "\x1b" not in done.stderr
+    assert re.search(r"^round  2/2  loss", done.stderr, re.MULTILINE)
+    for name in ("job.toml", "events.jsonl", "model.safetensors", "report.html"):
+        assert (run / name).is_file()
+
+
+def test_simulate_shows_a_live_picture_on_a_terminal(place: Path) -> None:
+    """Standard error is a terminal and standard output a pipe."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [CROSSFED, "simulate", "job.toml", *FAST],
+        cwd=place,
+        env={**os.environ, "TERM": "xterm"},
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # A terminal without a writer.
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    os.close(ours)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert b"\x1b[" in shown
+    assert b"round 2/2" in shown
+    assert stdout.startswith(b"status      completed\n")
+
+
+def test_set_and_seed_replace_keys(server: ForkServer, place: Path) -> None:
+    """Later ones win, and the run's job file tells."""
+    done = server.run(
+        "simulate",
+        "job.toml",
+        *FAST,
+        "--set",
+        "rounds=1",
+        "--set",
+        "aggregation.combine=median",
+        "--set",
+        "aggregation.weights=uniform",
+        "--seed",
+        "11",
+        "--out",
+        "run",
+        folder=place,
+    )
+    assert done.code == 0, done.stderr
+    job = (place / "run/job.toml").read_text()
+    assert "rounds = 1\n" in job
+    assert "seed = 11\n" in job
+    assert 'combine = "median"' in job
+
+
+def test_memory_storage_leaves_nothing(server: ForkServer, place: Path) -> None:
+    """A run that is kept nowhere writes no file."""
+    before = sorted(place.rglob("*"))
+    done = server.run(
+        "simulate", "job.toml", *FAST, "--set", "storage.url=memory://", folder=place
+    )
+    assert done.code == 0, done.stderr
+    after = [p for p in sorted(place.rglob("*")) if "__pycache__" not in p.parts]
+    assert after == before
+
+
+def test_resume_continues_the_newest_run_of_the_job(
+    server: ForkServer, place: Path
+) -> None:
+    """Without --out; a run that was killed goes on under its own name."""
+    for kind in ("round has ended", "run has begun"):
+        server.run("simulate", "job.toml", folder=place, misfortune=kind)
+        time.sleep(1.1)  # Run ids sort by their second.
+    newest = max((place / "runs/small").iterdir())
+    done = server.run("simulate", "job.toml", "--resume", "--json", folder=place)
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout)["folder"] == f"runs/small/{newest.name}"
+
+
+def test_completed_run_is_left_intact(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """Resuming it says so, changes no byte and is no error."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    (run,) = (place / "runs/small").iterdir()
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in _files(run)}
+    done = server.run("simulate", "job.toml", *FAST, "--resume", "--json", folder=place)
+    assert done.code == 0, done.stderr
+    assert "is completed: no round was left to run" in done.stderr
+    assert json.loads(done.stdout)["status"] == "completed"
+    after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in _files(run)}
+    assert after == before
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_check_job_shows_who_gets_what(server: ForkServer, finished: Path) -> None:
+    """As a table, or as JSON."""
+    text = server.run("check-job", "job.toml", folder=finished)
+    assert text.code == 0, text.stderr
+    assert "left" in text.stdout
+    assert text.stdout.endswith("the job is sound\n")
+    done = server.run("check-job", "job.toml", "--json", folder=finished)
+    found = json.loads(done.stdout)
+    assert found["job"]["rounds"] == 6
+    assert found["parameters"] == 650
+    assert [site["site"] for site in found["sites"]] == ["left", "right"]
+    for site in found["sites"]:
+        assert sum(site["counts"].values()) == site["train_examples"]
+
+
+def test_report_is_written_again(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """By folder, run id and job name; elsewhere with --out."""
+    (run,) = (finished / "runs/small").iterdir()
+    for name in (f"runs/small/{run.name}", run.name, "small"):
+        target = tmp_path / "page.html"
+        done = server.run("report", name, "--out", str(target), folder=finished)
+        assert done.code == 0, done.stderr
+        assert done.stdout == f"{target}\n"
+        assert "</html>" in target.read_text()
+        target.unlink()
+    done = server.run(
+        "report", "small", "--out", str(target), "--json", folder=finished
+    )
+    assert json.loads(done.stdout) == {"report": str(target)}
+
+
+def test_runs_lists_every_run(server: ForkServer, finished: Path) -> None:
+    """With the id that other verbs take."""
+    (run,) = (finished / "runs/small").iterdir()
+    text = server.run("runs", folder=finished)
+    assert text.code == 0, text.stderr
+    heads, row = text.stdout.splitlines()
+    assert heads.split()[0] == "run"
+    assert row.split()[:4] == [run.name, "small", "completed", "2/2"]
+    (found,) = json.loads(server.run("runs", "--json", folder=finished).stdout)
+    assert found["run_id"] == run.name
+    assert found["status"] == "completed"
+
+
+def test_runs_tells_of_none_and_of_damaged_ones(
+    server: ForkServer, place: Path
+) -> None:
+    """One bad folder does not hide the others, nor does an empty one fail."""
+    none = server.run("runs", folder=place)
+    assert (none.code, none.stdout) == (0, "")
+    assert "there are no runs in runs" in none.stderr
+    (place / "runs/small/x[red]").mkdir(parents=True)
+    (place / "runs/small/x[red]/events.jsonl").write_text("{\n{}\n")
+    server.run("simulate", "job.toml", folder=place, misfortune="round has ended")
+    rows = server.run("runs", folder=place).stdout
+    assert "unreadable" in rows
+    assert "x[red]" in rows
+    assert "interrupted" in rows
+
+
+def test_reader_that_leaves_gets_no_traceback(finished: Path) -> None:
+    """As in ``crossfed runs | head -1``."""
+    done = subprocess.run(
+        f"{CROSSFED} runs | true; {CROSSFED} runs --json | head -1",
+        shell=True,  # noqa: S602 -- a pipe of the shell is what is tested
+        cwd=finished,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout == "[\n"
+
+
+def test_run_goes_on_when_nobody_reads_its_progress(place: Path) -> None:
+    """A closed pipe for standard error costs the progress and nothing else."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [CROSSFED, "simulate", "job.toml", *FAST],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=write,
+        check=False,
+    )
+    os.close(write)
+    assert done.stdout.startswith(b"status      completed\n")
+    assert done.returncode == 0
+
+
+BAD = {
+    "unknown key": (
+        ["--set", "training.lokal_steps=3"],
+        ["job.toml", "training.lokal_steps", "did you mean 'local_steps'?"],
+    ),
+    "wrong type": (["--set", "rounds=many"], ["job.toml", "rounds", "a whole number"]),
+    "out of range": (["--set", "rounds=0"], ["job.toml", "rounds", "at least 1"]),
+    "negative seed": (["--seed", "-1"], ["job.toml", "seed", "at least 0"]),
+    "no module": (
+        ["--set", "model.factory=no_such_module:f"],
+        ["job.toml", "model.factory", "no_such_module"],
+    ),
+    "no function": (
+        ["--set", "model.factory=small_parts:liner"],
+        ["model.factory", "did you mean linear"],
+    ),
+    "not callable": (
+        ["--set", "model.factory=small_parts:not_callable"],
+        ["model.factory", "is a int, not a function"],
+    ),
+    "wrong options": (
+        ["--set", "model.options.second=1"],
+        ["model.options", "did you mean seconds", "its options are seconds, hidden"],
+    ),
+    "not a model": (
+        ["--set", "model.factory=small_parts:no_model"],
+        ["model.factory", "returned a str, not a torch.nn.Module"],
+    ),
+    "broken model": (
+        ["--set", "model.factory=small_parts:broken_model"],
+        ["small_parts:broken_model", "out of order"],
+    ),
+    "data: no module": (
+        ["--set", "data.source=no_such_module:f"],
+        ["data.source", "no_such_module"],
+    ),
+    "data: wrong options": (
+        ["--set", "data.options.held_out_fractoin=0.5"],
+        ["data.options", "did you mean held_out_fraction"],
+    ),
+    "data: not a pair": (
+        ["--set", "data.source=small_parts:no_data"],
+        ["small_parts:no_data", "(train, held_out)"],
+    ),
+    "data: broken": (
+        ["--set", "data.source=small_parts:broken_data"],
+        ["small_parts:broken_data", "the cable is cut"],
+    ),
+    "more sites than data": (
+        [
+            "--set",
+            "data.source=small_parts:few",
+            "--set",
+            "data.partition.kind=iid",
+            "--set",
+            'sites=[{name="a"},{name="b"},{name="c"},{name="empty"}]',
+        ],
+        ["'empty'", "0 training examples", "fewer sites"],
+    ),
+    "secure aggregation": (
+        ["--set", "privacy.secure_aggregation.enabled=true"],
+        ["privacy.secure_aggregation.enabled", "not built yet"],
+    ),
+    "s3": (["--set", "storage.url=s3://bucket/x"], ["storage.url", "not built yet"]),
+    "unknown url": (["--set", "storage.url=ftp://x"], ["storage.url", "'ftp'"]),
+    "nothing to set": (["--set", "rounds"], ["'rounds'", "write key=value"]),
+}
+
+
+@pytest.mark.parametrize("verb", ["simulate", "check-job"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_job_is_one_clear_error(
+    name: str, verb: str, server: ForkServer, place: Path
+) -> None:
+    """Exit code 2, what and where, no traceback, and nothing is written."""
+    arguments, words = BAD[name]
+    out = ["--out", "run"] if verb == "simulate" else []
+    done = server.run(verb, "job.toml", *arguments, *out, folder=place)
+    check_refused(done, words, code=2)
+    assert not (place / "run").exists()
+    assert not (place / "runs").exists()
+
+
+def check_refused(done: Done, words: list[str], *, code: int) -> None:
+    assert done.code == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("crossfed: ")
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_bad_job_file_is_one_clear_error(server: ForkServer, place: Path) -> None:
+    """No file, a folder, and no TOML."""
+    missing = server.run("simulate", "absent.toml", folder=place)
+    check_refused(missing, ["absent.toml", "No such file"], code=2)
+    folder = server.run("simulate", ".", folder=place)
+    check_refused(folder, ["cannot read", "Is a directory"], code=2)
+    (place / "job.toml").write_text("rounds = = 3\n")
+    check_refused(
+        server.run("check-job", "job.toml", folder=place),
+        ["job.toml is not TOML", "line 1"],
+        code=2,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["train"], ["simulate"], ["simulate", "job.toml", "--res"], ["runs", "-x"]],
+)
+def test_bad_command_line_is_code_2(
+    arguments: list[str], server: ForkServer, place: Path
+) -> None:
+    """Usage on standard error."""
+    done = server.run(*arguments, folder=place)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: crossfed")
+
+
+def test_folder_that_holds_a_run_is_not_used_again(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """Without --resume; the run in it stays as it is."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    (run,) = (place / "runs/small").iterdir()
+    before = {p: p.read_bytes() for p in _files(run)}
+    done = server.run("simulate", "job.toml", *FAST, "--out", str(run), folder=place)
+    check_refused(done, ["already holds run", run.name, "--resume", "--out"], code=1)
+    assert {p: p.read_bytes() for p in _files(run)} == before
+
+
+def test_resume_without_a_run_is_refused(server: ForkServer, place: Path) -> None:
+    """By folder, by job, and for a run that was kept nowhere."""
+    by_folder = server.run(
+        "simulate", "job.toml", "--out", "run", "--resume", folder=place
+    )
+    check_refused(by_folder, ["there is no run in run"], code=2)
+    by_job = server.run("simulate", "job.toml", "--resume", folder=place)
+    check_refused(by_job, ["no run of the job 'small' in runs"], code=2)
+    nowhere = ["--set", "storage.url=memory://", "--resume"]
+    done = server.run("simulate", "job.toml", *nowhere, folder=place)
+    check_refused(done, ["nothing to resume"], code=2)
+    assert not (place / "run").exists()
+
+
+def test_report_of_no_run_is_refused(server: ForkServer, place: Path) -> None:
+    """It says what to give."""
+    done = server.run("report", "nothing", folder=place)
+    check_refused(done, ["no run 'nothing'", "crossfed runs"], code=2)
+
+
+def test_resume_with_a_changed_job_names_the_keys(
+    server: ForkServer, place: Path
+) -> None:
+    """And leaves the run as it is, to be resumed with its own job."""
+    server.run(
+        "simulate",
+        "job.toml",
+        "--out",
+        "run",
+        folder=place,
+        misfortune="round has ended",
+    )
+    before = {p: p.read_bytes() for p in _files(place / "run")}
+    changed = ["--set", "training.optimizer.lr=0.5", "--seed", "9"]
+    done = server.run(
+        "simulate", "job.toml", *changed, "--out", "run", "--resume", folder=place
+    )
+    check_refused(done, ["seed: 9 here, 3 there", "training.optimizer.lr"], code=2)
+    assert {p: p.read_bytes() for p in _files(place / "run")} == before
+
+
+def test_file_in_place_of_a_folder_is_refused(server: ForkServer, place: Path) -> None:
+    """As the folder itself, and on the way to it."""
+    (place / "taken").write_text("mine")
+    for out in ("taken", "taken/run"):
+        done = server.run("simulate", "job.toml", "--out", out, folder=place)
+        check_refused(done, ["taken", "a file is where a folder must be"], code=1)
+    assert (place / "taken").read_text() == "mine"
+
+
+def test_unexpected_error_has_a_traceback_only_when_asked(
+    server: ForkServer, place: Path
+) -> None:
+    """A fault of ours is told in two lines."""
+    arguments = ("simulate", "job.toml", *FAST, "--out")
+    short = server.run(*arguments, "a", folder=place, misfortune="bug")
+    check_refused_late(short)
+    assert "Traceback" not in short.stderr
+    assert "add -v for the traceback" in short.stderr
+    long = server.run(*arguments, "b", "-v", folder=place, misfortune="bug")
+    check_refused_late(long)
+    assert "Traceback" in long.stderr
+    for name in ("a", "b"):
+        result = json.loads((place / name / "result.json").read_text())
+        assert result["status"] == "failed"
+
+
+def check_refused_late(done: Done) -> None:
+    assert (done.code, done.stdout) == (1, "")
+    assert "crossfed: ZeroDivisionError: rehearsed" in done.stderr
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 1 MB of its own."""
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if os.geteuid() != 0 or mount is None:
+        pytest.skip("needs root and mount")
+    done = subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder],
+        check=False,
+        capture_output=True,
+    )
+    if done.returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)  # noqa: S607
+
+
+def reference(server: ForkServer, place: Path, *more: str) -> bytes:
+    """The model of the same job with all the space that it needs."""
+    done = server.run("simulate", "job.toml", *more, "--out", "whole", folder=place)
+    assert done.code == 0, done.stderr
+    return (place / "whole/model.safetensors").read_bytes()
+
+
+def test_disk_full_at_a_checkpoint_loses_no_state(
+    server: ForkServer, place: Path
+) -> None:
+    """With more space the run goes on and ends as if there always had been."""
+    larger = ("--set", "model.options.hidden=400")
+    expected = reference(server, place, *larger)
+    with small_disk(place / "disk") as disk:
+        arguments = ("simulate", "job.toml", *larger, "--out", "disk/run")
+        done = server.run(*arguments, folder=place)
+        assert done.code == 1, done.stderr
+        assert "the disk is full; free some space and resume the run" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "--out disk/run --resume" in done.stderr
+        subprocess.run(
+            ["mount", "-o", "remount,size=8m", disk],  # noqa: S607
+            check=True,
+        )
+        resumed = server.run(*arguments, "--resume", folder=place)
+        assert resumed.code == 0, resumed.stderr
+        assert (disk / "run/model.safetensors").read_bytes() == expected
+
+
+def test_disk_full_while_events_are_written_loses_no_state(
+    server: ForkServer, place: Path
+) -> None:
+    """The torn line is cut off and its round runs again."""
+    expected = reference(server, place)
+    with small_disk(place / "disk") as disk:
+        arguments = ("simulate", "job.toml", "--out", "disk/run")
+        done = server.run(
+            *arguments,
+            folder=place,
+            misfortune="disk fills up while events are written",
+            environment={"DISK": str(disk)},
+        )
+        assert done.code == 1, done.stderr
+        assert "No space left on device" in done.stderr
+        assert "events.jsonl" in done.stderr
+        assert "Traceback" not in done.stderr
+        (disk / "filler").unlink()
+        resumed = server.run(*arguments, "--resume", folder=place)
+        assert resumed.code == 0, resumed.stderr
+        assert (disk / "run/model.safetensors").read_bytes() == expected

@@ -1,0 +1,43 @@
+"""Jobs and data that train in milliseconds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from clients.datasets import Examples
+from federation import job_file
+from federation.job import JobSpec
+
+
+def small_job(
+    *, num_sites: int = 1, model: Mapping[str, Any] | None = None, **tables: Any
+) -> JobSpec:
+    """Logistic regression on ``blobs``, with tables and keys replaced by others."""
+    document: dict[str, Any] = {
+        "name": "small",
+        "rounds": 1,
+        "model": {
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 4, "classes": 3},
+        },
+        "data": {"source": "support.small_jobs:blobs"},
+        "training": {"local_steps": 1, "optimizer": {"lr": 0.5}},
+        "sites": [{"name": f"site-{i}"} for i in range(num_sites)],
+    }
+    if model is not None:
+        document["model"] = model
+    return job_file.parse(document | tables)
+
+
+def blobs(num_train: int = 60, num_held_out: int = 12) -> tuple[Examples, Examples]:
+    """Three overlapping clouds of points in four dimensions."""
+    rng = np.random.default_rng(11)
+
+    def draw(size: int) -> Examples:
+        classes = np.arange(size) % 3
+        noise = rng.normal(size=(size, 4))
+        inputs = (noise + np.eye(4)[classes]).astype(np.float32)
+        return Examples(inputs=inputs, targets=classes)
+
+    return draw(num_train), draw(num_held_out)

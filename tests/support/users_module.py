@@ -1,0 +1,118 @@
+"""What a user might name in a job file: modules and data of their own."""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def two_moons(size: int = 80, noise: float = 0.1):
+    """A data source that returns plain tuples of arrays."""
+    rng = np.random.default_rng(5)
+    angle = rng.uniform(0, np.pi, size)
+    classes = np.arange(size) % 2
+    x = np.where(classes, 1 - np.cos(angle), np.cos(angle))
+    y = np.where(classes, 0.5 - np.sin(angle), np.sin(angle))
+    points = np.stack([x, y], axis=1) + rng.normal(0, noise, (size, 2))
+    cut = size * 3 // 4
+    return (points[:cut], classes[:cut]), (points[cut:], classes[cut:])
+
+
+class _Network(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, width)
+        self.outer = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+def network(width: int = 8) -> nn.Module:
+    """A module from a class of the user's own."""
+    return _Network(width)
+
+
+def dropout_network(inputs: int = 4, classes: int = 3) -> nn.Module:
+    """A network that draws random numbers while it trains."""
+    return nn.Sequential(
+        nn.Linear(inputs, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, classes)
+    )
+
+
+def norm_network(inputs: int = 4, classes: int = 3) -> nn.Module:
+    """A network with running statistics and a counter."""
+    return nn.Sequential(
+        nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes)
+    )
+
+
+def frozen_network(inputs: int = 4, classes: int = 3) -> nn.Module:
+    """A network whose first layer does not train."""
+    model = nn.Sequential(nn.Linear(inputs, 8), nn.ReLU(), nn.Linear(8, classes))
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+@cache
+def same_network() -> nn.Module:
+    """The very same module in every call."""
+    return nn.Linear(4, 3)
+
+
+_BACKBONE = nn.Linear(4, 4)
+
+
+def shared_backbone() -> nn.Module:
+    """A new module around a layer that all of them share."""
+    return nn.Sequential(_BACKBONE, nn.Linear(4, 3))
+
+
+class _Forgetful(nn.Module):
+    """Leaves everything behind that a forward pass can leave behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.calls = 0
+        self.seen: list[float] = []
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.register_buffer("cache", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(x) * (self.scale + self.calls + len(self.seen))
+        self.calls += 1
+        self.seen.append(1.0)
+        self.scale.add_(1)
+        self.cache = x.detach().mean()
+        self.left_over = logits
+        self.register_forward_hook(lambda *_: None)
+        return logits
+
+
+def forgetful() -> nn.Module:
+    """A module with state that is not in its ``state_dict``."""
+    return _Forgetful()
+
+
+class _LateDropout(nn.Module):
+    """Draws random numbers only after some steps, as stochastic depth may."""
+
+    def __init__(self, quiet: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.quiet = quiet
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            if self.steps > self.quiet:
+                x = nn.functional.dropout(x, 0.5)
+        return self.linear(x)
+
+
+def late_dropout(quiet: int = 1) -> nn.Module:
+    """A module that begins to draw in a later round."""
+    return _LateDropout(quiet)

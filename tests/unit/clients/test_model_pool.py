@@ -1,0 +1,180 @@
+"""Instances of a model and who gets them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_jobs import small_job
+from torch import nn
+
+from clients import weights
+from clients.model_pool import Instance, ModelPool
+from federation.errors import JobError
+
+X = torch.ones(2, 4)
+
+
+def masked() -> nn.Module:
+    """A model with a mask among its weights."""
+    model = nn.Linear(4, 3)
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf))
+    return model
+
+
+def not_a_model() -> object:
+    return {"weights": 1}
+
+
+def pool_of(name: str = "clients.models:digits_cnn", **options: Any):
+    if ":" not in name:
+        name = f"support.users_module:{name}"
+    return ModelPool(small_job(model={"factory": name, "options": options}))
+
+
+def loaded(pool: ModelPool, instance: Instance):
+    instance.load(*pool.initial_weights())
+    return instance.module
+
+
+def test_initial_weights_follow_the_seed():
+    """The same job begins the same; another seed begins elsewhere."""
+    model = {"factory": "clients.models:digits_cnn"}
+    first, again, other = (
+        ModelPool(small_job(model=model, seed=seed)).initial_weights()[0]
+        for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_building_does_not_draw_from_the_callers_generator():
+    """The caller's next draw is the same with and without a pool."""
+    before = torch.get_rng_state()
+    pool_of()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_initial_weights_are_copies():
+    """Nobody can spoil them for the next one."""
+    pool = pool_of()
+    pool.initial_weights()[0].fill(7)
+    assert not (pool.initial_weights()[0] == 7).any()
+
+
+def test_an_instance_is_lent_again():
+    """One user after another gets the same module; two at once do not."""
+    pool = pool_of()
+    with pool.borrow() as first:
+        pass
+    with pool.borrow() as again, pool.borrow() as second:
+        assert first is again
+        assert not weights.memory_of(first.module) & weights.memory_of(second.module)
+
+
+def test_an_instance_comes_back_after_a_failure():
+    """An error in its user does not cost an instance."""
+    pool = pool_of()
+
+    def fail() -> None:
+        with pool.borrow() as instance:
+            lent.append(instance)
+            raise KeyError
+
+    lent: list[Instance] = []
+    with pytest.raises(KeyError):
+        fail()
+    with pool.borrow() as again:
+        assert lent == [again]
+
+
+def test_a_lent_instance_forgets_its_user():
+    """Counters, lists, buffers, hooks, new attributes, mode, gradients: all gone."""
+    pool = pool_of("forgetful")
+    with pool.borrow() as instance:
+        model = loaded(pool, instance)
+        hidden = set(vars(model))
+        expected = model(X)
+        for _ in range(3):
+            model.eval()(X).sum().backward()
+        assert not torch.equal(expected, model(X))
+    assert (model.calls, model.seen, model.cache) == (0, [], None)
+    assert set(vars(model)) == hidden
+    assert model.training
+    assert not model._forward_hooks
+    assert model.linear.weight.grad is None
+    with pool.borrow() as instance:
+        torch.testing.assert_close(expected, loaded(pool, instance)(X))
+
+
+def test_a_load_makes_an_instance_new():
+    """Work that is done again begins where it began."""
+    pool = pool_of("forgetful")
+    with pool.borrow() as instance:
+        first = loaded(pool, instance)(X)
+        assert torch.equal(first, loaded(pool, instance)(X))
+
+
+def test_tied_weights_stay_tied_in_the_pool():
+    """Forgetting keeps the modules' own objects."""
+    pool = pool_of("clients.models:gpt", layers=1, width=8, heads=2, context=4)
+    for _ in range(2):
+        with pool.borrow() as instance:
+            loaded(pool, instance)
+    names = [name for name, _ in instance.module.named_parameters()]
+    assert names == [t.name for t in pool.layout.tensors]
+
+
+@pytest.mark.parametrize("name", ["same_network", "shared_backbone"])
+def test_models_that_share_memory_are_refused(name: str):
+    """Two sites would train the same weights at once."""
+    pool = pool_of(name)
+    with pool.borrow(), pytest.raises(JobError, match="same weights twice") as caught:
+        pool.borrow().__enter__()
+    assert caught.value.key == "model.factory"
+    with pytest.raises(JobError, match=r"simulation\.workers = 1"):
+        pool.reserve(2)
+
+
+def test_one_worker_needs_one_model():
+    """A factory that always gives the same module is fine for one at a time."""
+    pool = pool_of("same_network")
+    pool.reserve(1)
+    for _ in range(2):
+        with pool.borrow() as instance:
+            loaded(pool, instance)
+
+
+def test_reserved_instances_are_lent():
+    """They are built once, ahead."""
+    pool = pool_of()
+    pool.reserve(3)
+    with pool.borrow() as a, pool.borrow() as b, pool.borrow() as c:
+        assert len({id(a), id(b), id(c)}) == 3
+    pool.reserve(3)
+    assert len(pool._living) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{__name__}:not_a_model", "returned a dict"),
+        (f"{__name__}:masked", "'mask' .* persistent=False"),
+        ("torch.nn:Flatten", "nothing to train"),
+        ("torch.nn:nothing", "has no 'nothing'"),
+    ],
+)
+def test_what_is_not_a_model_is_refused(
+    name: str, message: str, request: pytest.FixtureRequest
+):
+    """Before the first round, with the key of the job file."""
+    with pytest.raises(JobError, match=message) as caught:
+        pool_of(name)
+    assert caught.value.key == "model.factory"
+
+
+def test_a_device_that_is_not_there_is_refused():
+    """No machine has a hundred of them."""
+    with pytest.raises(JobError, match="CUDA devices") as caught:
+        ModelPool(small_job(training={"local_steps": 1, "device": "cuda:99"}))
+    assert caught.value.key == "training.device"

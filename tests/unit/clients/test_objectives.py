@@ -1,0 +1,123 @@
+"""What local training minimises."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from clients.objectives import OBJECTIVES, causal_lm, classification
+from federation.errors import SiteError
+
+
+class Fixed(nn.Module):
+    """Gives the same output whatever comes in."""
+
+    def __init__(self, output: object) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, _: torch.Tensor) -> object:
+        return self.output
+
+
+INPUTS = torch.zeros(2, 3)
+LABELS = torch.tensor([0, 1])
+TOKENS = torch.tensor([[0, 1, 0], [1, 1, 1]])
+
+
+def test_classification_sums_over_examples():
+    """Loss by hand: -log softmax of the label, added up."""
+    logits = torch.tensor([[2.0, 0.0, 0.0], [3.0, 1.0, 0.0]])
+    loss = classification(Fixed(logits), INPUTS, LABELS)
+    expected = -2 + math.log(math.exp(2) + 2)
+    expected += -1 + math.log(math.exp(3) + math.e + 1)
+    assert loss.total.item() == pytest.approx(expected)
+    assert (loss.count, loss.correct.item()) == (2, 1)
+
+
+def test_causal_lm_sums_over_next_tokens():
+    """Each position predicts the token after it."""
+    logits = torch.zeros(2, 2, 4)
+    logits[0, 0, 1] = 5.0
+    loss = causal_lm(Fixed(logits), TOKENS, None)
+    expected = 3 * math.log(4) + math.log(math.exp(5) + 3) - 5
+    assert loss.total.item() == pytest.approx(expected)
+    assert (loss.count, loss.correct.item()) == (4, 2)
+
+
+def test_causal_lm_hides_the_last_token():
+    """The model sees all tokens but the last."""
+    seen = []
+
+    class Watcher(nn.Module):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            seen.append(tokens.clone())
+            return torch.zeros(*tokens.shape, 2)
+
+    causal_lm(Watcher(), TOKENS, None)
+    assert seen[0].tolist() == TOKENS[:, :-1].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_loss_of_half_precision_logits_is_float32(dtype: torch.dtype):
+    """Sums over many predictions need the digits."""
+    logits = torch.zeros(2, 3, dtype=dtype)
+    assert classification(Fixed(logits), INPUTS, LABELS).total.dtype is torch.float32
+
+
+def test_loss_of_float64_logits_is_float64():
+    """Digits that are there are not thrown away."""
+    logits = torch.zeros(2, 3, dtype=torch.float64)
+    assert classification(Fixed(logits), INPUTS, LABELS).total.dtype is torch.float64
+
+
+def test_total_carries_the_gradient():
+    """Gradient of the sum: probabilities minus one-hot labels."""
+    logits = torch.zeros(2, 4, requires_grad=True)
+    classification(Fixed(logits), INPUTS, LABELS).total.backward()
+    one_hot = nn.functional.one_hot(LABELS, 4)
+    torch.testing.assert_close(logits.grad, 0.25 - one_hot.float())
+
+
+@pytest.mark.parametrize(
+    ("output", "labels", "message"),
+    [
+        (torch.zeros(2, 3), None, "needs targets"),
+        (torch.zeros(2), LABELS, r"shape \(2, classes\)"),
+        (torch.zeros(3, 3), LABELS, r"gave \(3, 3\)"),
+        (torch.zeros(2, 3), LABELS.float(), "integer class"),
+        (torch.zeros(2, 3), LABELS[:, None], "one integer class per example"),
+        ((torch.zeros(2, 3), None), LABELS, "gave a tuple"),
+    ],
+)
+def test_classification_explains_what_it_needs(
+    output: object, labels: torch.Tensor | None, message: str
+):
+    """Wrong labels and wrong outputs are errors that name their shapes."""
+    with pytest.raises(SiteError, match=message):
+        classification(Fixed(output), INPUTS, labels)
+
+
+@pytest.mark.parametrize(
+    ("output", "tokens", "message"),
+    [
+        (torch.zeros(2, 3, 4), TOKENS, r"shape \(2, 2\)"),
+        (torch.zeros(2, 4), TOKENS, r"gave \(2, 4\)"),
+        ({"logits": torch.zeros(2, 2, 4)}, TOKENS, "gave a dict"),
+        (torch.zeros(2, 0, 4), TOKENS[:, :1], "at least two"),
+        (torch.zeros(2, 2, 4), TOKENS.float(), "integer tokens"),
+        (torch.zeros(2, 2, 4), TOKENS[0], "windows"),
+    ],
+)
+def test_causal_lm_explains_what_it_needs(
+    output: object, tokens: torch.Tensor, message: str
+):
+    """So do wrong windows of tokens."""
+    with pytest.raises(SiteError, match=message):
+        causal_lm(Fixed(output), tokens, None)
+
+
+def test_every_task_has_an_objective():
+    """The names are those of the job file."""
+    assert {"classification", "causal_lm"} == set(OBJECTIVES)

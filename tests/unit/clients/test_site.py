@@ -1,0 +1,200 @@
+"""A site's answers to tasks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clients.kept_integers import KeptIntegers
+from clients.site import MAX_MESSAGE_CHARS, Site
+from cloud_adapters.storage.memory import MemoryStore
+from federation.clock import SystemClock
+from federation.errors import SiteError
+from federation.ids import RunId, SiteId
+from federation.messages import (
+    FailureKind,
+    MetricSums,
+    RoundTask,
+    SiteEvaluation,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+from federation.protocols import LocalResult
+from federation.vectors import IntegerVector, Layout, Role, Vector
+
+SITE = SiteId("a")
+LAYOUT = Layout.build(
+    [
+        ("w", (2,), "float32", Role.PARAMETER),
+        ("mine", (), "int64", Role.KEEP),
+        ("count", (), "int64", Role.MAX),
+    ]
+)
+
+
+def sums(loss: float):
+    return MetricSums(count=2, loss_sum=loss, correct=1)
+
+
+class AddOne:
+    """A trainer that adds one to everything and notes what it was given."""
+
+    def __init__(self, error: Exception | None = None, step: float = 1.0) -> None:
+        self.error = error
+        self.step = np.float32(step)
+        self.calls: list[str] = []
+
+    def layout(self) -> Layout:
+        return LAYOUT
+
+    def fit(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> LocalResult:
+        self.calls.append(f"round {round_index} {integers_m.tolist()}")
+        if self.error is not None:
+            raise self.error
+        return LocalResult(
+            weights_d=weights_d + self.step,
+            integers_m=integers_m + 1,
+            num_examples=3,
+            num_steps=4,
+            training=sums(9.0),
+        )
+
+    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+        self.calls.append(f"evaluate {integers_m.tolist()}")
+        return sums(float(weights_d.sum()))
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+def site_of(trainer: AddOne, store: MemoryStore):
+    kept = KeptIntegers(SITE, LAYOUT, store)
+    return Site(SITE, make_trainer=lambda: trainer, kept=kept, clock=SystemClock())
+
+
+def task(kind: TaskKind = TaskKind.TRAIN, **changes: Any):
+    weights_d, integers_m = np.ones(2, np.float32), np.array([10, 20])
+    weights_d.flags.writeable = integers_m.flags.writeable = False
+    fields: dict[str, Any] = {
+        "run_id": RunId("run"),
+        "round_index": 5,
+        "site": SITE,
+        "kind": kind,
+        "layout_digest": LAYOUT.digest,
+        "weights_d": weights_d,
+        "integers_m": integers_m,
+        "evaluate": False,
+        "evaluate_after": False,
+    }
+    return RoundTask(**fields | changes)
+
+
+def test_a_training_task_gives_an_update(store: MemoryStore):
+    """Local minus global, with everything that the server counts by."""
+    answer = site_of(AddOne(), store).handle(task())
+    assert isinstance(answer, SiteUpdate)
+    assert answer.delta_d.tolist() == [1, 1]
+    assert (answer.num_examples, answer.num_steps) == (3, 4)
+    assert (answer.site, answer.round_index, answer.run_id) == (SITE, 5, "run")
+    assert (answer.evaluation, answer.evaluation_after) == (None, None)
+    assert answer.training == sums(9.0)
+
+
+def test_kept_integers_stay_at_the_site(store: MemoryStore):
+    """They do not travel, and the next round gets them back."""
+    trainer = AddOne()
+    site = site_of(trainer, store)
+    answer = site.handle(task())
+    assert isinstance(answer, SiteUpdate)
+    assert answer.integers_m.tolist() == [0, 21]
+    site.handle(task(round_index=6))
+    site.handle(task(TaskKind.EVALUATE, round_index=6))
+    assert trainer.calls == [
+        "round 5 [10, 20]",
+        "round 6 [11, 20]",
+        "evaluate [11, 20]",
+    ]
+
+
+def test_evaluation_before_and_after(store: MemoryStore):
+    """The global weights and integers first, the site's own afterwards."""
+    trainer = AddOne()
+    answer = site_of(trainer, store).handle(task(evaluate=True, evaluate_after=True))
+    assert isinstance(answer, SiteUpdate)
+    assert (answer.evaluation, answer.evaluation_after) == (sums(2.0), sums(4.0))
+    assert trainer.calls == [
+        "evaluate [10, 20]",
+        "round 5 [10, 20]",
+        "evaluate [11, 21]",
+    ]
+    names = [phase.name for phase in answer.phases]
+    assert names == ["evaluate", "train", "evaluate", "prepare"]
+    starts = [phase.start_seconds for phase in answer.phases]
+    assert sorted(starts) == starts
+
+
+def test_an_evaluation_task_trains_nothing(store: MemoryStore):
+    """It is answered with sums alone."""
+    trainer = AddOne()
+    answer = site_of(trainer, store).handle(task(TaskKind.EVALUATE))
+    assert isinstance(answer, SiteEvaluation)
+    assert answer.evaluation == sums(2.0)
+    assert trainer.calls == ["evaluate [10, 20]"]
+    assert list(store.list()) == []
+
+
+def test_another_layout_is_refused(store: MemoryStore):
+    """Before anything is trained."""
+    trainer = AddOne()
+    answer = site_of(trainer, store).handle(task(layout_digest="0" * 64))
+    assert isinstance(answer, SiteFailure)
+    assert answer.kind is FailureKind.INVALID
+    assert trainer.calls == []
+
+
+@pytest.mark.parametrize("step", [np.nan, np.inf])
+def test_an_update_that_is_not_finite_is_a_failure(step: float, store: MemoryStore):
+    """And nothing of the spoilt training is kept."""
+    answer = site_of(AddOne(step=step), store).handle(task())
+    assert isinstance(answer, SiteFailure)
+    assert answer.kind is FailureKind.NOT_FINITE
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (SiteError("no data"), "no data"),
+        (ValueError("two\nlines\t\x1b[31m"), "ValueError: two lines ?[31m"),
+        (KeyError("x" * 2000), "KeyError: 'x"),
+    ],
+)
+def test_an_error_becomes_one_line(error: Exception, expected: str, store: MemoryStore):
+    """Of bounded length, that may be shown on a terminal."""
+    answer = site_of(AddOne(error), store).handle(task())
+    assert isinstance(answer, SiteFailure)
+    assert answer.kind is FailureKind.CRASHED
+    assert answer.message.startswith(expected)
+    assert len(answer.message) <= MAX_MESSAGE_CHARS
+    assert answer.message.isprintable()
+
+
+def test_a_failed_start_is_tried_again(store: MemoryStore):
+    """A site whose data was out of reach joins in once it is there."""
+    trainers = iter([SiteError("no disk"), AddOne()])
+
+    def make() -> AddOne:
+        made = next(trainers)
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    kept = KeptIntegers(SITE, LAYOUT, store)
+    site = Site(SITE, make_trainer=make, kept=kept, clock=SystemClock())
+    answers = [site.handle(task()) for _ in range(3)]
+    assert [type(a) for a in answers] == [SiteFailure, SiteUpdate, SiteUpdate]

@@ -1,0 +1,362 @@
+"""Local training at one site."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_jobs import blobs, small_job
+from torch import nn
+from torch.nn import functional
+
+from clients.batches import epoch_order
+from clients.datasets import Dataset, Examples, as_dataset
+from clients.model_pool import ModelPool
+from clients.trainer import TorchTrainer, learning_rate
+from federation.errors import SiteError
+from federation.ids import SiteId
+from federation.job import JobSpec, LearningRateSpec
+
+SITE = SiteId("site-0")
+TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
+SGD = {"lr": 0.5}
+USERS = "support.users_module"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors are slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def job_of(training: dict[str, Any], **tables: Any):
+    return small_job(training={"optimizer": SGD, **training}, **tables)
+
+
+def trainer_of(job: JobSpec, train: Dataset = TRAIN):
+    pool = ModelPool(job)
+    trainer = TorchTrainer(job, SITE, pool=pool, train=train, held_out=HELD_OUT)
+    return trainer, pool
+
+
+def fit(job: JobSpec, train: Dataset = TRAIN, round_index: int = 1):
+    trainer, pool = trainer_of(job, train)
+    return trainer.fit(*pool.initial_weights(), round_index=round_index)
+
+
+def rows(*indices: int):
+    return TRAIN.subset(np.array(indices, np.int64))
+
+
+def sgd(parameters: Iterable[nn.Parameter]):
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def plain(steps: list[np.ndarray], make_optimizer: Callable[..., Any] = sgd):
+    """Plain PyTorch on the same examples, one list of indices per step."""
+    model = nn.Linear(4, 3)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = make_optimizer(model.parameters())
+    for step in steps:
+        inputs, labels = TRAIN.batch(step)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def flat(model: nn.Module):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def test_steps_are_plain():
+    """The same examples in the same order give the same weights."""
+    order = epoch_order(len(TRAIN), seed=0, site=SITE, epoch=0)
+    result = fit(job_of({"local_steps": 3, "batch_size": 20}))
+    expected = plain([order[:20], order[20:40], order[40:]])
+    np.testing.assert_allclose(expected, result.weights_d, atol=1e-6)
+    assert (result.num_examples, result.num_steps) == (60, 3)
+    assert result.training.count == 60
+
+
+def test_accumulated_batches_are_one_batch():
+    """Every example of a step counts the same, also in a smaller last batch."""
+    small = fit(job_of({"local_epochs": 1, "batch_size": 25, "accumulate": 3}))
+    large = fit(job_of({"local_epochs": 1, "batch_size": 75}))
+    assert small.num_steps == large.num_steps == 1
+    np.testing.assert_allclose(large.weights_d, small.weights_d, atol=1e-6)
+
+
+def test_the_last_step_of_an_epoch_takes_what_is_left():
+    """Five batches, two to a step: three steps, the last of one batch."""
+    order = epoch_order(len(TRAIN), seed=0, site=SITE, epoch=0)
+    result = fit(job_of({"local_epochs": 1, "batch_size": 12, "accumulate": 2}))
+    expected = plain([order[:24], order[24:48], order[48:]])
+    assert result.num_steps == 3
+    np.testing.assert_allclose(expected, result.weights_d, atol=1e-6)
+
+
+def test_training_loss_is_taken_while_training():
+    """With zero weights each of three classes costs log 3."""
+    result = fit(job_of({"local_steps": 1, "batch_size": 60}))
+    assert result.training.loss == pytest.approx(np.log(3))
+
+
+def test_proximal_gradient_is_that_of_the_penalty():
+    """Autograd of mu/2 |x - theta|^2, over steps that leave theta."""
+    mu, lr = 0.7, 0.5
+    result = fit(job_of({"local_steps": 4, "batch_size": 60, "proximal_mu": mu}))
+    x = torch.zeros(15, requires_grad=True)
+    inputs, labels = TRAIN.batch(np.arange(60))
+    for _ in range(4):
+        logits = inputs @ x[:12].reshape(3, 4).t() + x[12:]
+        loss = functional.cross_entropy(logits, labels) + mu / 2 * x.square().sum()
+        (gradient,) = torch.autograd.grad(loss, x)
+        x = (x - lr * gradient).detach().requires_grad_()
+    np.testing.assert_allclose(x.detach(), result.weights_d, atol=1e-6)
+
+
+def test_gradients_are_clipped_to_their_norm():
+    """A step of learning rate 0.5 is half as long as the largest gradient."""
+    result = fit(job_of({"local_steps": 1, "batch_size": 60, "clip_grad_norm": 0.01}))
+    assert np.linalg.norm(result.weights_d) == pytest.approx(0.005, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_optimizers_are_torchs(name: str):
+    """The three names, with weight decay, against torch's classes."""
+    optimizer = {"name": name, "lr": 0.1, "weight_decay": 0.2}
+    training = {"local_steps": 3, "batch_size": 60, "optimizer": optimizer}
+    algorithm = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }[name]
+    steps = [epoch_order(60, seed=0, site=SITE, epoch=epoch) for epoch in range(3)]
+    expected = plain(steps, partial(algorithm, lr=0.1, weight_decay=0.2))
+    actual = fit(small_job(training=training)).weights_d
+    np.testing.assert_allclose(expected, actual, atol=1e-6)
+
+
+LR, STEPS, WARMUP = 0.3, 20, 4
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_learning_rates_follow_their_closed_forms(name: str, final: float):
+    """Linear warm-up, then constant, a line or half a cosine down to the end."""
+    spec = LearningRateSpec(name=name, warmup_steps=WARMUP, final_fraction=final)
+    u = (np.arange(STEPS) - WARMUP) / (STEPS - WARMUP)
+    down = {
+        "constant": 1 + 0 * u,
+        "linear": 1 - u,
+        "cosine": np.cos(np.pi * u / 2) ** 2,
+    }
+    floor = 0.0 if name == "constant" else final
+    expected = LR * (floor + (1 - floor) * down[name])
+    expected[:WARMUP] = LR * np.array([0.25, 0.5, 0.75, 1])
+    actual = [learning_rate(spec, LR, step, STEPS) for step in range(STEPS)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+def test_learning_rate_never_turns_negative():
+    """Past the end it stays where it ended."""
+    spec = LearningRateSpec(name="linear", final_fraction=0.5)
+    assert learning_rate(spec, LR, 2 * STEPS, STEPS) == LR / 2
+
+
+@pytest.mark.parametrize(
+    "length", [{"local_steps": 2}, {"local_epochs": 1, "batch_size": 30}]
+)
+def test_warmup_goes_on_in_the_next_round(length: dict[str, int]):
+    """Steps count over the run: the second round of two is past the first two."""
+    plan = {"name": "constant", "warmup_steps": 1000}
+    job = job_of({"batch_size": 60, **length, "learning_rate": plan}, rounds=3)
+    norms = [np.linalg.norm(fit(job, round_index=r).weights_d) for r in (1, 2)]
+    # From zero weights, two short steps go as far as the sum of their rates.
+    assert norms[1] / norms[0] == pytest.approx((3 + 4) / (1 + 2), rel=0.02)
+
+
+def test_rounds_walk_on_through_the_examples():
+    """The second round of one batch takes the second batch of the epoch."""
+    order = epoch_order(len(TRAIN), seed=0, site=SITE, epoch=0)
+    result = fit(job_of({"local_steps": 1, "batch_size": 20}), round_index=2)
+    np.testing.assert_allclose(plain([order[20:40]]), result.weights_d, atol=1e-6)
+
+
+def test_the_given_weights_stay():
+    """Vectors that may not be written to are enough."""
+    trainer, pool = trainer_of(job_of({"local_steps": 2}))
+    weights_d, integers_m = pool.initial_weights()
+    weights_d.flags.writeable = integers_m.flags.writeable = False
+    result = trainer.fit(weights_d, integers_m, round_index=1)
+    assert not np.shares_memory(result.weights_d, weights_d)
+    assert (result.weights_d != weights_d).any()
+
+
+@pytest.mark.parametrize("name", ["dropout_network", "norm_network", "forgetful"])
+def test_fit_is_a_function_of_its_arguments(name: str):
+    """Whatever ran before: the same weights and round give the same result."""
+    model = {"factory": f"{USERS}:{name}"}
+    trainer, pool = trainer_of(job_of({"local_steps": 2}, model=model))
+    start = pool.initial_weights()
+    first = trainer.fit(*start, round_index=1)
+    other = trainer.fit(*start, round_index=2)
+    trainer.evaluate(*start)
+    again = trainer.fit(*start, round_index=1)
+    assert first.weights_d.tobytes() == again.weights_d.tobytes()
+    assert first.integers_m.tobytes() == again.integers_m.tobytes()
+    assert first.weights_d.tobytes() != other.weights_d.tobytes()
+
+
+def test_evaluation_changes_nothing():
+    """No statistics, no counter, no gradient, no mode."""
+    model = {"factory": f"{USERS}:norm_network"}
+    trainer, pool = trainer_of(job_of({"local_steps": 1}, model=model))
+    weights_d, integers_m = pool.initial_weights()
+    before = weights_d.tobytes(), integers_m.tobytes()
+    first = trainer.evaluate(weights_d, integers_m)
+    assert first == trainer.evaluate(weights_d, integers_m)
+    assert before == (weights_d.tobytes(), integers_m.tobytes())
+    with pool.borrow() as instance:
+        assert instance.module.training
+        assert instance.module[1].num_batches_tracked == 0
+        assert all(p.grad is None for p in instance.module.parameters())
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 12, 100])
+def test_evaluation_does_not_depend_on_its_batches(batch_size: int):
+    """Sums over all held-out examples, once each."""
+    job = job_of({"local_steps": 1}, evaluation={"batch_size": batch_size})
+    trainer, pool = trainer_of(job)
+    sums = trainer.evaluate(*pool.initial_weights())
+    assert (sums.count, sums.correct) == (12, 4)
+    assert sums.loss == pytest.approx(np.log(3))
+
+
+def test_batch_norm_trains_its_statistics():
+    """They and the counter come back with the weights."""
+    model = {"factory": f"{USERS}:norm_network"}
+    trainer, pool = trainer_of(job_of({"local_steps": 3}, model=model))
+    start_d, start_m = pool.initial_weights()
+    result = trainer.fit(start_d, start_m, round_index=1)
+    for spec, values in pool.layout.float_views(result.weights_d - start_d):
+        # A bias in front of a normalisation has no gradient beyond rounding.
+        assert values.any() or spec.name == "0.bias"
+    assert (result.integers_m - start_m).tolist() == [3]
+
+
+def test_frozen_parameters_stay_exactly():
+    """Neither weight decay nor the proximal term moves them."""
+    training = {
+        "local_steps": 3,
+        "proximal_mu": 1.0,
+        "optimizer": {"name": "adamw", "lr": 0.1, "weight_decay": 0.1},
+    }
+    model = {"factory": f"{USERS}:frozen_network"}
+    trainer, pool = trainer_of(job_of(training, model=model))
+    start_d, start_m = pool.initial_weights()
+    change_d = trainer.fit(start_d, start_m, round_index=1).weights_d - start_d
+    moved = {s.name: bool(v.any()) for s, v in pool.layout.float_views(change_d)}
+    assert moved == {
+        "0.weight": False,
+        "0.bias": False,
+        "2.weight": True,
+        "2.bias": True,
+    }
+
+
+def half_network() -> nn.Module:
+    """Half of it frozen, all of it in bfloat16."""
+
+    class Half(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.bfloat16())
+
+    model = Half(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+def test_half_precision_models_lose_no_digits_of_the_global_weights():
+    """What bfloat16 cannot hold is not part of the update."""
+    model = {"factory": f"{__name__}:half_network"}
+    trainer, pool = trainer_of(job_of({"local_steps": 2}, model=model))
+    start_d, start_m = pool.initial_weights()
+    start_d += np.float32(1e-5)  # As an average of several sites would be.
+    result = trainer.fit(start_d, start_m, round_index=1)
+    frozen = slice(0, 20)
+    np.testing.assert_array_equal(start_d[frozen], result.weights_d[frozen])
+    assert (start_d[20:] != result.weights_d[20:]).all()
+
+
+def float64_network() -> nn.Module:
+    """A model that takes float64."""
+
+    class Double(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.double())
+
+    return Double(4, 3, dtype=torch.float64)
+
+
+def test_float64_models_train():
+    """Their weights travel as float32."""
+    result = fit(
+        job_of({"local_steps": 2}, model={"factory": f"{__name__}:float64_network"})
+    )
+    assert result.weights_d.dtype == np.float32
+
+
+def test_bf16_trains_with_float32_weights():
+    """The forward pass is rounded, so the result differs, by little."""
+    model = {"factory": f"{USERS}:frozen_network"}
+    full, half = (
+        fit(job_of({"local_steps": 3, "precision": p}, model=model)).weights_d
+        for p in ("fp32", "bf16")
+    )
+    assert half.dtype == np.float32
+    assert (full != half).any()
+    np.testing.assert_allclose(full, half, atol=0.05)
+    # Weights of float32 use digits that bfloat16 does not have.
+    assert (half.view(np.uint32) & 0xFFFF).any()
+
+
+def test_language_models_train_on_windows():
+    """Inputs are their own targets, and every window counts its tokens."""
+    tokens = Examples(inputs=np.random.default_rng(0).integers(0, 9, (10, 6)))
+    options = {"vocabulary": 9, "context": 5, "layers": 1, "heads": 1, "width": 4}
+    job = job_of(
+        {"task": "causal_lm", "local_epochs": 1, "batch_size": 4},
+        model={"factory": "clients.models:gpt", "options": options},
+    )
+    result = fit(job, as_dataset(tokens, name="tokens"))
+    assert result.training.count == 10 * 5
+    assert result.training.loss == pytest.approx(np.log(9), rel=0.05)
+
+
+def test_a_batch_larger_than_the_data_is_all_of_it():
+    """A small site takes all of its examples in every step."""
+    result = fit(job_of({"local_steps": 2, "batch_size": 32}), rows(1, 2, 3))
+    expected = plain([np.array([1, 2, 3])] * 2)
+    np.testing.assert_allclose(expected, result.weights_d, atol=1e-6)
+    assert result.training.count == 6
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "message"),
+    [(rows(), HELD_OUT, "no training"), (TRAIN, rows(), "evaluation.every = 0")],
+)
+def test_a_site_without_examples_is_refused(
+    train: Dataset, held_out: Dataset, message: str
+):
+    """At the start, with the name of the site."""
+    job = small_job()
+    with pytest.raises(SiteError, match=f"site-0.*{message}"):
+        TorchTrainer(job, SITE, pool=ModelPool(job), train=train, held_out=held_out)

@@ -1,0 +1,151 @@
+"""What rehearsed misfortunes do to answers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support import toy
+
+from cloud_adapters.faults import FaultInjector
+from federation.clock import VirtualClock
+from federation.job import FaultSpec
+from federation.messages import (
+    FailureKind,
+    SiteFailure,
+    SiteMessage,
+    SiteUpdate,
+    TaskKind,
+)
+
+SITE, OTHER, _ = toy.SITES
+
+
+def spoilt(
+    kind: str, *, clock: VirtualClock | None = None, seed: int = 0, **fields: Any
+) -> list[SiteMessage]:
+    """What becomes of a sound answer to the task of round 1."""
+    task_fields = {k: fields.pop(k) for k in ("round_index",) if k in fields}
+    task = toy.task(SITE, **task_fields)
+    fault = FaultSpec(site=SITE, kind=kind, **fields)
+    injector = FaultInjector([fault], clock=clock or VirtualClock(), seed=seed)
+    return list(injector(task, lambda: toy.update(SITE, round_index=task.round_index)))
+
+
+def only_update(messages: list[SiteMessage]) -> SiteUpdate:
+    """The one message that there is."""
+    (message,) = messages
+    assert isinstance(message, SiteUpdate)
+    return message
+
+
+def test_crash_is_a_failure_without_work():
+    """The site is not even called."""
+    (message,) = spoilt("crash")
+    assert isinstance(message, SiteFailure)
+    assert (message.kind, message.site) == (FailureKind.CRASHED, SITE)
+
+
+def test_silent_says_nothing():
+    """Not even that it failed."""
+    assert spoilt("silent") == []
+
+
+def test_hang_takes_its_time_and_answers():
+    """Whether that is too late is for the grid to say."""
+    clock = VirtualClock()
+    assert only_update(spoilt("hang", clock=clock, seconds=90.0)).site == SITE
+    assert clock.now() == 90.0
+
+
+def test_duplicate_answers_twice():
+    """The same."""
+    first, second = spoilt("duplicate")
+    assert first is second
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_one_value_is_not_finite(kind: str):
+    """The others are as they were."""
+    delta_d = only_update(spoilt(kind)).delta_d
+    assert np.isfinite(delta_d).sum() == delta_d.size - 1
+    assert str(delta_d[~np.isfinite(delta_d)][0]) == kind
+
+
+def test_garbage_has_its_norm():
+    """And no likeness to the update."""
+    delta_d = only_update(spoilt("garbage", scale=5.0)).delta_d
+    assert np.linalg.norm(delta_d) == pytest.approx(5.0)
+    assert delta_d.dtype == np.float32
+
+
+def test_garbage_is_the_same_in_every_run():
+    """But not in every round and with every seed."""
+    first = only_update(spoilt("garbage")).delta_d
+    np.testing.assert_array_equal(first, only_update(spoilt("garbage")).delta_d)
+    others = [spoilt("garbage", seed=1), spoilt("garbage", round_index=2)]
+    assert not any(np.array_equal(first, only_update(m).delta_d) for m in others)
+
+
+def test_wrong_length_is_one_short():
+    """The smallest mistake."""
+    assert only_update(spoilt("wrong_length")).delta_d.size == toy.LAYOUT.size - 1
+
+
+def test_wrong_round_is_the_one_before():
+    """Also in round 1."""
+    assert only_update(spoilt("wrong_round")).round_index == 0
+
+
+@pytest.mark.parametrize("kind", ["nan", "garbage", "wrong_length"])
+def test_failure_passes_unspoilt(kind: str):
+    """There is no update to spoil."""
+    fault = FaultSpec(site=SITE, kind=kind)
+    injector = FaultInjector([fault], clock=VirtualClock(), seed=0)
+    failure = toy.failure(SITE)
+    assert list(injector(toy.task(SITE), lambda: failure)) == [failure]
+
+
+def test_sites_own_update_is_not_written_to():
+    """The site may still need it."""
+    update = toy.update(SITE)
+    fault = FaultSpec(site=SITE, kind="nan")
+    injector = FaultInjector([fault], clock=VirtualClock(), seed=0)
+    injector(toy.task(SITE), lambda: update)
+    assert np.isfinite(update.delta_d).all()
+
+
+def test_other_sites_and_tasks_are_left_alone():
+    """A fault strikes its site when it trains."""
+    injector = FaultInjector(
+        [FaultSpec(site=SITE, kind="silent")], clock=VirtualClock(), seed=0
+    )
+    for task in (toy.task(OTHER), toy.task(SITE, kind=TaskKind.EVALUATE)):
+        answer = toy.update(task.site)
+        assert list(injector(task, lambda answer=answer: answer)) == [answer]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [1, 2, 3, 4, 5, 6]),
+        ({"rounds": (2, 5)}, [2, 5]),
+        ({"every": 3}, [3, 6]),
+        ({"rounds": (2, 3), "every": 3}, [3]),
+    ],
+)
+def test_rounds_in_which_it_strikes(fields: dict[str, Any], expected: list[int]):
+    """Both conditions must hold."""
+    struck = [r for r in range(1, 7) if not spoilt("silent", round_index=r, **fields)]
+    assert struck == expected
+
+
+def test_first_fault_that_strikes_wins():
+    """One misfortune at a time."""
+    faults = [
+        FaultSpec(site=SITE, kind="silent", rounds=(9,)),
+        FaultSpec(site=SITE, kind="crash"),
+        FaultSpec(site=SITE, kind="silent"),
+    ]
+    injector = FaultInjector(faults, clock=VirtualClock(), seed=0)
+    (message,) = injector(toy.task(SITE), lambda: toy.update(SITE))
+    assert isinstance(message, SiteFailure)

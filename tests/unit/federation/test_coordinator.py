@@ -1,0 +1,787 @@
+"""The round loop, walked through with toy sites."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import toy
+
+from aggregator.checkpoint import RunCheckpoints
+from cloud_adapters.faults import FaultInjector
+from federation import wire
+from federation.clock import VirtualClock
+from federation.coordinator import run_federation
+from federation.errors import (
+    CorruptObject,
+    InvalidUpdate,
+    QuorumNotMet,
+    RunConflict,
+    StoreUnavailable,
+)
+from federation.events import (
+    CheckpointSaved,
+    ModelEvaluated,
+    RoundFinished,
+    RoundStarted,
+    RunFinished,
+    RunStarted,
+    SiteAnswered,
+    SiteFailed,
+    Warned,
+)
+from federation.ids import SiteId
+from federation.job import JobSpec
+from federation.messages import (
+    FailureKind,
+    Reply,
+    RoundTask,
+    SiteMessage,
+    SiteUpdate,
+    TaskKind,
+)
+from federation.protocols import RunState, ServerOptimizer, WeightedUpdate
+from federation.vectors import Vector
+
+C, A, B = toy.SITES
+OPTIMIZERS = ["average", "momentum", "nesterov", "adagrad", "adam", "yogi"]
+
+
+def same(one: RunState, other: RunState) -> bool:
+    """Whether two states are equal to the last bit."""
+    vectors = [
+        (s.weights_d.tobytes(), s.integers_m.tobytes())
+        + tuple((k, v.tobytes()) for k, v in sorted(s.optimizer.items()))
+        for s in (one, other)
+    ]
+    numbers = [
+        (s.round_index, s.rounds_completed, s.lost_in_a_row) for s in (one, other)
+    ]
+    return vectors[0] == vectors[1] and numbers[0] == numbers[1]
+
+
+def failing(*cases: tuple[str, int]) -> dict[str, Any]:
+    """A fault under which sites fail in given rounds."""
+
+    def fail(message: SiteMessage) -> SiteMessage:
+        return toy.failure(message.site, round_index=message.round_index)
+
+    return {"fault": toy.faults(*((site, r, fail) for site, r in cases))}
+
+
+def changing(site: str, round_index: int, **fields: Any) -> dict[str, Any]:
+    """A fault under which a site's update has other fields."""
+
+    def change(message: SiteMessage) -> SiteMessage:
+        return replace(message, **fields)  # type: ignore[arg-type]
+
+    return {"fault": toy.faults((site, round_index, change))}
+
+
+def quorum(minimum_sites: int, **schedule: int) -> dict[str, Any]:
+    """Keys of a job with a quorum."""
+    return {"schedule": {"minimum_sites": minimum_sites, **schedule}}
+
+
+def by_hand(job: JobSpec) -> Vector:
+    """FedAvg over all sites in ten lines of float64."""
+    trainers = {site: toy.QuadraticTrainer(site, job) for site in toy.SITES}
+    theta_d = np.zeros(toy.LAYOUT.size, dtype=np.float32)
+    for round_index in range(1, job.rounds + 1):
+        total_d, total = np.zeros(toy.LAYOUT.size), 0
+        for trainer in trainers.values():
+            integers_m = np.zeros(2, dtype=np.int64)
+            result = trainer.fit(theta_d, integers_m, round_index=round_index)
+            total_d += result.num_examples * (result.weights_d - theta_d)
+            total += result.num_examples
+        theta_d = (theta_d + total_d / total).astype(np.float32)
+    return theta_d
+
+
+# A run without misfortune.
+
+
+def test_run_is_fedavg():
+    """The same as by hand."""
+    job = toy.job({"rounds": 5})
+    state = toy.Toy(job=job).run()
+    np.testing.assert_allclose(state.weights_d, by_hand(job), rtol=1e-5)
+    assert (state.round_index, state.rounds_completed, state.lost_in_a_row) == (5, 5, 0)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_result_does_not_depend_on_threads(workers: int, optimizer: str):
+    """To the last bit."""
+    job = toy.job({"aggregation": {"server_optimizer": {"name": optimizer}}})
+    one, many = toy.Toy(job=job).run(), toy.Toy(job=job, workers=workers).run()
+    assert same(one, many)
+
+
+def test_last_state_is_the_newest_checkpoint():
+    """What is returned is durable."""
+    run = toy.Toy(job=toy.job())
+    state = run.run()
+    saved = run.checkpoints().load_latest()
+    assert saved is not None
+    assert same(state, saved)
+
+
+def test_integers_follow_their_roles():
+    """The largest batch count of any site; the server's version."""
+    job = toy.job()
+    state = toy.Toy(job=job).run()
+    most = max(toy.QuadraticTrainer(s, job)._num_examples for s in toy.SITES)
+    assert state.integers_m.tolist() == [3 * 2 * most, 42]
+
+
+def test_events_are_in_order():
+    """A run, its rounds, its sites."""
+    run = toy.Toy(job=toy.job({"rounds": 2}))
+    run.run()
+    one_round = [
+        RoundStarted,
+        *[SiteAnswered] * 3,
+        ModelEvaluated,
+        CheckpointSaved,
+        RoundFinished,
+    ]
+    assert [type(event) for event in run.events] == [
+        RunStarted,
+        *one_round,
+        *one_round,
+        ModelEvaluated,
+        RunFinished,
+    ]
+
+
+def test_run_started_and_finished_tell_the_run():
+    """What a reader of the log must know first and last."""
+    run = toy.Toy(job=toy.job())
+    run.run()
+    (started,), (finished,) = run.told(RunStarted), run.told(RunFinished)
+    assert (started.run_id, started.job_name, started.engine) == ("run-1", "toy", "toy")
+    assert (started.rounds, started.first_round, started.parameters) == (3, 1, 8)
+    assert started.sites == toy.SITES
+    assert (finished.status, finished.message) == ("completed", "")
+    assert (finished.rounds_completed, finished.last_round) == (3, 3)
+
+
+def test_bytes_are_exact():
+    """Of every site, of the round and of the last evaluation."""
+    run = toy.Toy(job=toy.job({"rounds": 1}))
+    run.run()
+    down = wire.encoded_size(toy.task(C, evaluate=True))
+    (finished,) = run.told(RoundFinished)
+    answered = run.told(SiteAnswered)
+    assert {event.bytes_down for event in answered} == {down}
+    assert finished.bytes_down == 3 * down
+    assert finished.bytes_up == sum(event.bytes_up for event in answered)
+    first, last = run.told(ModelEvaluated)
+    evaluate = toy.task(C, kind=TaskKind.EVALUATE, round_index=2, evaluate=True)
+    assert (first.bytes_down, first.bytes_up) == ((0,) * 3, (0,) * 3)
+    assert last.bytes_down == (wire.encoded_size(evaluate),) * 3
+    assert all(up > 0 for up in last.bytes_up)
+
+
+def test_bytes_of_duplicates_and_failures_are_counted():
+    """What was sent twice was paid for twice; the task was sent once."""
+    job = toy.job(
+        quorum(2)
+        | {
+            "rounds": 1,
+            "simulation": {
+                "faults": [
+                    {"site": "a", "kind": "duplicate"},
+                    {"site": "b", "kind": "nan"},
+                ]
+            },
+        }
+    )
+    faults = FaultInjector(job.simulation.faults, clock=VirtualClock(), seed=0)
+    run = toy.Toy(job=job, fault=faults)
+    run.run()
+    (finished,) = run.told(RoundFinished)
+    reports = [*run.told(SiteAnswered), *run.told(SiteFailed)]
+    assert len(reports) == 4
+    assert finished.bytes_down == 3 * wire.encoded_size(toy.task(C, evaluate=True))
+    assert finished.bytes_down == sum(report.bytes_down for report in reports)
+    assert finished.bytes_up == sum(report.bytes_up for report in reports)
+    assert finished.failed == (("duplicate", 1), ("not_finite", 1))
+
+
+def test_tasks_cannot_be_written_to():
+    """A site in the same process must not train the server's own weights."""
+    seen: list[RoundTask] = []
+
+    def spy(
+        task: RoundTask, answer: Callable[[], SiteMessage]
+    ) -> Sequence[SiteMessage]:
+        seen.append(task)
+        return (answer(),)
+
+    toy.Toy(job=toy.job(), fault=spy).run()
+    assert len(seen) == 4 * 3
+    assert not any(task.weights_d.flags.writeable for task in seen)
+    assert not any(task.integers_m.flags.writeable for task in seen)
+
+
+def test_weights_of_the_cohort():
+    """Each site counts what the job says."""
+    job = toy.job({"rounds": 1})
+    run = toy.Toy(job=job)
+    run.run()
+    weights = {event.site: event.weight for event in run.told(SiteAnswered)}
+    expected = {s: toy.QuadraticTrainer(s, job)._num_examples for s in toy.SITES}
+    assert weights == expected
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [(0, []), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (5, [0, 5]), (9, [0, 5])],
+)
+def test_evaluation_every_so_many_rounds(every: int, expected: list[int]):
+    """And after the last."""
+    run = toy.Toy(job=toy.job({"rounds": 5, "evaluation": {"every": every}}))
+    run.run()
+    assert [event.round_index for event in run.told(ModelEvaluated)] == expected
+
+
+def test_evaluation_is_of_the_model_that_the_round_began_with():
+    """So it follows one round behind, and the loss falls."""
+    job = toy.job()
+    run = toy.Toy(job=job)
+    state = run.run()
+    first, *_, last = run.told(ModelEvaluated)
+    trainers = [toy.QuadraticTrainer(site, job) for site in toy.SITES]
+    sums = [t.evaluate(state.weights_d, state.integers_m) for t in trainers]
+    assert last.by_site == tuple(sums)
+    assert last.pooled == sums[0] + sums[1] + sums[2]
+    assert last.pooled.loss < first.pooled.loss
+
+
+def test_dynamic_weights_evaluate_after_training():
+    """They compare before and after."""
+    job = toy.job({"rounds": 1, "aggregation": {"weights": "dynamic"}})
+    run = toy.Toy(job=job)
+    run.run()
+    assert len(run.told(SiteAnswered)) == 3
+    assert run.told(SiteFailed) == []
+
+
+def test_nobody_evaluates_the_final_model():
+    """A warning, and the run is completed all the same."""
+
+    def fault(
+        task: RoundTask, answer: Callable[[], SiteMessage]
+    ) -> Sequence[SiteMessage]:
+        return (answer(),) if task.kind is TaskKind.TRAIN else ()
+
+    run = toy.Toy(job=toy.job(), fault=fault)
+    run.run()
+    (warned,) = run.told(Warned)
+    assert warned.message == "no site evaluated the final model"
+    assert len(run.told(SiteFailed)) == 3
+    assert run.told(RunFinished)[0].status == "completed"
+
+
+# Misfortune.
+
+
+def test_failed_sites_do_not_count():
+    """The round goes on with the others, and their weights alone."""
+    job = toy.job(quorum(2) | {"rounds": 1})
+    run = toy.Toy(job=job, **failing((A, 1)))
+    with_fault = run.run()
+    others = toy.job({"rounds": 1}, sites=[C, B])
+    assert np.array_equal(with_fault.weights_d, toy.Toy(job=others).run().weights_d)
+    (finished,) = run.told(RoundFinished)
+    assert (finished.asked, finished.answered) == (toy.SITES, (C, B))
+    assert (finished.status, finished.failed) == ("completed", (("crashed", 1),))
+    (failed,) = run.told(SiteFailed)
+    assert (failed.site, failed.message) == (A, "no disk")
+
+
+def test_update_of_an_unbelievable_weight_is_refused():
+    """It was sound until it was weighed, and does not count for the quorum."""
+    job = toy.job(quorum(2) | {"rounds": 1})
+    run = toy.Toy(job=job, **changing(A, 1, num_examples=0))
+    run.run()
+    (finished,) = run.told(RoundFinished)
+    assert (finished.answered, finished.failed) == ((C, B), (("invalid", 1),))
+    assert "claims 0 training examples" in run.told(SiteFailed)[0].message
+    first = run.told(ModelEvaluated)[0]
+    assert first.sites == (C, B)
+
+
+def test_lost_round_leaves_everything_as_it_was():
+    """It counts as one of the planned rounds."""
+    job = toy.job({"aggregation": {"server_optimizer": {"name": "adam"}}})
+    run = toy.Toy(job=job, **failing((A, 3)))
+    state = run.run()
+    shorter = toy.Toy(job=replace(job, rounds=2)).run()
+    assert same(state, replace(shorter, round_index=3, lost_in_a_row=1))
+    assert [e.status for e in run.told(RoundFinished)] == ["completed"] * 2 + ["lost"]
+    lost = run.told(RoundFinished)[-1]
+    assert (lost.update_norm, lost.answered) == (None, (C, B))
+    assert "combine" not in [phase.name for phase in lost.phases]
+
+
+@pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "multi_krum"])
+def test_lost_round_under_a_robust_rule(rule: str):
+    """The quorum is checked before the rule sees too few updates."""
+    job = toy.job({"aggregation": {"combine": rule, "weights": "uniform"}})
+    run = toy.Toy(job=job, **failing((A, 2)))
+    assert run.run().rounds_completed == 2
+
+
+def test_completed_round_forgets_the_lost_ones():
+    """Only rounds in a row stop a run."""
+    lost = [(A, r) for r in (1, 2, 4, 5, 7)]
+    run = toy.Toy(job=toy.job({"rounds": 8}), **failing(*lost))
+    state = run.run()
+    assert (state.rounds_completed, state.lost_in_a_row) == (3, 0)
+
+
+def test_too_many_lost_rounds_stop_the_run():
+    """With the last checkpoint intact."""
+    job = toy.job({"rounds": 9})
+    run = toy.Toy(job=job, **failing((A, 2), (A, 3), (A, 4)))
+    with pytest.raises(QuorumNotMet, match="3 rounds in a row had no result") as caught:
+        run.run()
+    (finished,) = run.told(RunFinished)
+    assert (finished.status, finished.message) == ("failed", str(caught.value))
+    assert (finished.last_round, finished.rounds_completed) == (4, 1)
+    saved = run.checkpoints().load_latest()
+    assert saved is not None
+    one = toy.Toy(job=replace(job, rounds=1)).run()
+    assert np.array_equal(saved.weights_d, one.weights_d)
+
+
+def test_stopped_by_lost_rounds_and_resumed():
+    """The sites are back, and the run goes on."""
+    run = toy.Toy(job=toy.job({"rounds": 6}), **failing((A, 2), (A, 3), (A, 4)))
+    with pytest.raises(QuorumNotMet):
+        run.run()
+    state = run.run()
+    assert (state.round_index, state.rounds_completed, state.lost_in_a_row) == (6, 3, 0)
+    assert run.told(RunStarted)[1].first_round == 5
+
+
+def test_run_that_failed_in_its_last_round_stays_failed():
+    """Resuming does not make a success of it."""
+    run = toy.Toy(job=toy.job(), **failing(*((A, r) for r in (1, 2, 3))))
+    for _ in range(2):
+        with pytest.raises(QuorumNotMet, match="the last of them round 3"):
+            run.run()
+    assert [event.status for event in run.told(RunFinished)] == ["failed"] * 2
+
+
+def test_run_without_one_completed_round_fails():
+    """However few rounds it had."""
+    run = toy.Toy(job=toy.job({"rounds": 2}), **failing((A, 1), (A, 2)))
+    with pytest.raises(QuorumNotMet, match="not one of the 2 rounds had a result"):
+        run.run()
+    assert run.told(RunFinished)[0].status == "failed"
+
+
+# Results that are not finite.
+
+
+def huge(value: float) -> Vector:
+    """An update that no model survives, and every single value of it finite."""
+    return np.full(toy.LAYOUT.size, value, dtype=np.float32)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_result_that_is_not_finite_is_discarded(optimizer: str):
+    """Weights and the optimiser's state are those of the round before."""
+    server = {"server_optimizer": {"name": optimizer, "lr": 10.0}}
+    job = toy.job({"rounds": 2, "aggregation": server})
+
+    def blow_up(message: SiteMessage) -> SiteMessage:
+        return replace(message, delta_d=huge(3e38))  # type: ignore[arg-type]
+
+    run = toy.Toy(job=job, fault=toy.faults(*((s, 2, blow_up) for s in toy.SITES)))
+    state = run.run()
+    one = toy.Toy(job=replace(job, rounds=1)).run()
+    assert same(state, replace(one, round_index=2, lost_in_a_row=1))
+    last = run.told(RoundFinished)[-1]
+    assert (last.status, last.update_norm) == ("discarded", None)
+    assert last.answered == toy.SITES
+
+
+def test_infinite_second_moment_is_discarded():
+    """The weights would stay finite, and never move again."""
+    job = toy.job({"rounds": 3, "aggregation": {"server_optimizer": {"name": "adam"}}})
+
+    def blow_up(message: SiteMessage) -> SiteMessage:
+        return replace(message, delta_d=huge(1e30))  # type: ignore[arg-type]
+
+    run = toy.Toy(job=job, fault=toy.faults(*((s, 2, blow_up) for s in toy.SITES)))
+    state = run.run()
+    statuses = [event.status for event in run.told(RoundFinished)]
+    assert statuses == ["completed", "discarded", "completed"]
+    assert np.isfinite(state.optimizer["second_moment"]).all()
+
+
+def test_run_after_a_discarded_round_is_that_of_a_resumed_one():
+    """The memory that the round loop reuses holds nothing of the lost round."""
+    job = toy.job({"rounds": 4, "aggregation": {"server_optimizer": {"name": "yogi"}}})
+
+    def blow_up(message: SiteMessage) -> SiteMessage:
+        return replace(message, delta_d=huge(3e38))  # type: ignore[arg-type]
+
+    fault = toy.faults(*((s, 2, blow_up) for s in toy.SITES))
+    whole = toy.Toy(job=job, fault=fault).run()
+    pieces = toy.Toy(job=job, fault=fault)
+    assert same(whole, in_pieces(pieces))
+
+
+def test_damaged_checkpoint_when_a_round_is_discarded():
+    """An older state would be a wrong one: the run stops and can be resumed."""
+    run = unsound_second_round()
+
+    def damage() -> None:
+        run.store.delete("checkpoints/round-000001.json")
+
+    with pytest.raises(CorruptObject, match="checkpoint of round 1 to go back to"):
+        run.run(optimizer=breaking(run, damage))
+
+
+def test_other_coordinator_when_a_round_is_discarded():
+    """Its state is not taken over."""
+    run = unsound_second_round()
+
+    def overtake() -> None:
+        state = run.checkpoints().load_latest()
+        assert state is not None
+        run.checkpoints().save(replace(state, round_index=2))
+
+    with pytest.raises(RunConflict, match="round 2 was saved by another coordinator"):
+        run.run(optimizer=breaking(run, overtake))
+
+
+def unsound_second_round() -> toy.Toy:
+    """A run with a server optimiser that has state."""
+    adam = {"server_optimizer": {"name": "adam"}}
+    return toy.Toy(job=toy.job({"aggregation": adam}))
+
+
+def breaking(run: toy.Toy, then: Callable[[], None]) -> ServerOptimizer:
+    """An optimiser whose second step is not finite, while something else happens."""
+    sound = run.parts(grid=None).optimizer  # type: ignore[arg-type]
+    steps = [0]
+
+    def apply(weights_d: Vector, state: Any, update_d: Vector) -> Any:
+        steps[0] += 1
+        if steps[0] == 2:
+            then()
+            update_d.fill(np.nan)
+            return update_d, state
+        return sound.apply(weights_d, state, update_d)
+
+    return ServerOptimizer(init=sound.init, apply=apply)
+
+
+# Stopping, resuming, conflicts.
+
+
+def in_pieces(run: toy.Toy) -> RunState:
+    """Stop after every round and resume."""
+    while True:
+        before = len(run.told(RoundFinished))
+        run.stop_requested = lambda before=before: len(run.told(RoundFinished)) > before
+        state = run.run()
+        if state.round_index >= run.job.rounds:
+            return state
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resumed_at_every_round_is_the_same_run(optimizer: str):
+    """Bit by bit, lost rounds and sampled cohorts included."""
+    job = toy.job(
+        {
+            "rounds": 6,
+            "aggregation": {"server_optimizer": {"name": optimizer}},
+            "schedule": {"sites_per_round": 2, "minimum_sites": 2},
+        }
+    )
+    faults = failing((A, 2), (B, 3), (C, 2))
+    assert same(toy.Toy(job=job, **faults).run(), in_pieces(toy.Toy(job=job, **faults)))
+
+
+def test_stop_request_ends_the_run_after_its_round():
+    """With a checkpoint and without an evaluation of its own."""
+    run = toy.Toy(job=toy.job())
+    run.stop_requested = lambda: bool(run.told(RoundFinished))
+    state = run.run()
+    (finished,) = run.told(RunFinished)
+    assert (state.round_index, finished.status, finished.message) == (1, "stopped", "")
+    assert [event.round_index for event in run.told(ModelEvaluated)] == [0]
+
+
+def test_stop_request_before_the_first_round():
+    """Nobody is asked, and the run can be resumed."""
+    run = toy.Toy(job=toy.job(), stop_requested=lambda: True)
+    assert run.run().round_index == 0
+    assert [type(event) for event in run.events] == [RunStarted, RunFinished]
+    run.stop_requested = lambda: False
+    assert run.run().round_index == 3
+
+
+def test_stop_request_after_the_last_round_is_too_late():
+    """The run is completed."""
+    run = toy.Toy(job=toy.job({"rounds": 1}))
+    run.stop_requested = lambda: bool(run.told(RoundFinished))
+    run.run()
+    assert run.told(RunFinished)[0].status == "completed"
+
+
+def test_completed_run_is_only_evaluated_again():
+    """No round is run twice."""
+    run = toy.Toy(job=toy.job())
+    first = run.run()
+    run.events.clear()
+    assert same(first, run.run())
+    assert [type(event) for event in run.events] == [
+        RunStarted,
+        ModelEvaluated,
+        RunFinished,
+    ]
+    assert run.told(RunStarted)[0].first_round == 4
+
+
+def test_other_coordinator_saved_the_round():
+    """It won; nothing of this one is written over it."""
+    run = toy.Toy(job=toy.job())
+    seen: list[RunState] = []
+
+    class Overtaken(RunCheckpoints):
+        pass
+
+    checkpoints = run.checkpoints()
+
+    def overtake(job: JobSpec, round_index: int) -> Sequence[SiteId]:
+        if round_index == 2:
+            theirs = run.checkpoints().load_latest()
+            assert theirs is not None
+            seen.append(replace(theirs, round_index=2))
+            run.checkpoints().save(seen[0])
+        return toy.SITES
+
+    with pytest.raises(RunConflict, match="was written by another coordinator"):
+        run.run(draw_cohort=overtake, checkpoints=checkpoints)
+    (finished,) = run.told(RunFinished)
+    assert (finished.status, finished.last_round) == ("failed", 1)
+    saved = run.checkpoints().load_latest()
+    assert saved is not None
+    assert same(saved, seen[0])
+
+
+def test_two_coordinators_begin_the_same_run():
+    """The second is told before it asks anybody."""
+    run = toy.Toy(job=toy.job())
+
+    def begin() -> RunState:
+        run.checkpoints().save(toy.initial_state(run.job))
+        return toy.initial_state(run.job)
+
+    with pytest.raises(RunConflict):
+        run.run(initial_state=begin)
+    assert [type(event) for event in run.events] == [RunStarted, RunFinished]
+    assert run.told(RunFinished)[0].status == "failed"
+
+
+def test_store_that_fails_ends_the_run():
+    """With its own words."""
+    run = toy.Toy(job=toy.job())
+
+    def fail(job: JobSpec, round_index: int) -> Sequence[SiteId]:
+        raise StoreUnavailable("the disk is full")
+
+    with pytest.raises(StoreUnavailable):
+        run.run(draw_cohort=fail)
+    assert run.told(RunFinished)[0].message == "the disk is full"
+
+
+def test_keyboard_interrupt_is_a_stop():
+    """In the middle of a round, which is run again."""
+    run = toy.Toy(job=toy.job())
+    calls = [0]
+
+    def interrupt(update: SiteUpdate) -> float:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise KeyboardInterrupt
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(weight_of=interrupt)
+    (finished,) = run.told(RunFinished)
+    assert (finished.status, finished.last_round) == ("stopped", 1)
+    uninterrupted = toy.Toy(job=run.job).run(weight_of=lambda _update: 1.0)
+    assert same(run.run(weight_of=lambda _update: 1.0), uninterrupted)
+
+
+# Cohorts.
+
+
+def test_only_the_cohort_is_asked():
+    """And all sites evaluate the final model."""
+    job = toy.job({"rounds": 6, "schedule": {"sites_per_round": 2}})
+    run = toy.Toy(job=job)
+    run.run()
+    cohorts = [event.cohort for event in run.told(RoundStarted)]
+    assert {len(cohort) for cohort in cohorts} == {2}
+    assert len(set(cohorts)) > 1
+    assert [e.asked for e in run.told(RoundFinished)] == cohorts
+    answered = [(e.round_index, e.site) for e in run.told(SiteAnswered)]
+    asked = [(r, site) for r, cohort in enumerate(cohorts, 1) for site in cohort]
+    assert answered == asked
+    assert run.told(ModelEvaluated)[-1].sites == toy.SITES
+
+
+# Memory and strange grids.
+
+
+class LoneUpdates:
+    """A grid that makes an update when it is asked for the next, and watches them."""
+
+    def __init__(self) -> None:
+        """Begin with no update."""
+        self.alive: list[int] = []
+        self._last: weakref.ref[Any] | None = None
+
+    def sites(self) -> Sequence[SiteId]:
+        """All sites."""
+        return toy.SITES
+
+    def exchange(
+        self, tasks: Sequence[RoundTask], *, deadline_seconds: float
+    ) -> Iterator[Reply]:
+        """Answer, and note whether the update before is still there."""
+        for task in tasks:
+            self.alive.append(int(self._last is not None and self._last() is not None))
+            yield self._reply(task)
+        self.alive.append(int(self._last is not None and self._last() is not None))
+
+    def _reply(self, task: RoundTask) -> Reply:
+        message: SiteMessage = toy.evaluation(task.site, round_index=task.round_index)
+        if task.kind is TaskKind.TRAIN:
+            update = toy.update(task.site, round_index=task.round_index)
+            if task.site == B:
+                update = replace(update, num_examples=0)  # Refused when weighed.
+            self._last = weakref.ref(update.delta_d)
+            message = update
+        return Reply(
+            message=message,
+            asked_seconds=0.0,
+            answered_seconds=0.0,
+            bytes_down=0,
+            bytes_up=0,
+        )
+
+
+def test_one_update_is_alive_at_a_time():
+    """Each is let go before the next is waited for; without the collector's help."""
+    run = toy.Toy(job=toy.job(quorum(2)))
+    grid = LoneUpdates()
+    gc.disable()
+    try:
+        run_federation(run.job, run.parts(grid))
+    finally:
+        gc.enable()
+    assert sum(grid.alive) == 0
+    assert len(grid.alive) == 4 * 4
+
+
+class Replaying(LoneUpdates):
+    """A grid that yields what it is told."""
+
+    def __init__(self, change: Callable[[list[Reply]], list[Reply]]) -> None:
+        """Change the replies of every exchange."""
+        super().__init__()
+        self._change = change
+
+    def exchange(
+        self, tasks: Sequence[RoundTask], *, deadline_seconds: float
+    ) -> Iterator[Reply]:
+        """Answer, after the change."""
+        yield from self._change([self._reply(task) for task in tasks])
+
+
+@pytest.mark.parametrize(
+    ("change", "answered", "failed"),
+    [
+        (lambda replies: replies[::-1], (A, C), (("invalid", 1),)),
+        (lambda replies: replies[:2], (C, A), (("deadline", 1),)),
+        (lambda replies: replies * 2, (C, A), (("duplicate", 3), ("invalid", 1))),
+    ],
+)
+def test_grid_may_yield_what_it_likes(
+    change: Callable[[list[Reply]], list[Reply]],
+    answered: tuple[str, ...],
+    failed: tuple[tuple[str, int], ...],
+):
+    """Order, number and content of replies are judged here."""
+    run = toy.Toy(job=toy.job(quorum(2) | {"rounds": 1}))
+    run_federation(run.job, run.parts(Replaying(change)))
+    (finished,) = run.told(RoundFinished)
+    assert (finished.answered, finished.failed) == (answered, failed)
+
+
+def test_combine_rule_gets_sound_updates_only():
+    """As they land, with their weights."""
+    job = toy.job(quorum(2) | {"rounds": 1})
+    run = toy.Toy(job=job, **changing(A, 1, delta_d=huge(np.nan)))
+    seen: list[WeightedUpdate] = []
+
+    def combine(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+        seen.extend(updates)
+        out_d.fill(0)
+        return out_d
+
+    run.run(combine=combine, weight_of=lambda _update: 2.5)
+    assert [(u.site, u.weight) for u in seen] == [(C, 2.5), (B, 2.5)]
+    assert run.told(SiteFailed)[0].kind is FailureKind.NOT_FINITE
+
+
+def test_refused_weight_names_its_reason():
+    """Whatever the weighting objects to."""
+    run = toy.Toy(job=toy.job(quorum(2) | {"rounds": 1}))
+
+    def weight_of(update: SiteUpdate) -> float:
+        if update.site == A:
+            raise InvalidUpdate("too good to be true")
+        return 1.0
+
+    run.run(weight_of=weight_of)
+    (failed,) = run.told(SiteFailed)
+    assert (failed.kind, failed.message) == (FailureKind.INVALID, "too good to be true")
+
+
+def test_phases_cover_the_round():
+    """The aggregator's time goes somewhere."""
+    clock = VirtualClock()
+    run = toy.Toy(job=toy.job({"rounds": 1}), clock=clock)
+
+    def draw(job: JobSpec, round_index: int) -> Sequence[SiteId]:
+        return toy.SITES
+
+    def weight_of(update: SiteUpdate) -> float:
+        clock.sleep(2)
+        return 1.0
+
+    run.run(draw_cohort=draw, weight_of=weight_of)
+    (finished,) = run.told(RoundFinished)
+    names = [phase.name for phase in finished.phases]
+    assert names == ["exchange", "combine", "apply", "checkpoint"]
+    assert sum(phase.seconds for phase in finished.phases) == finished.seconds == 6.0
+    assert [phase.start_seconds for phase in finished.phases] == [0.0, 6.0, 6.0, 6.0]

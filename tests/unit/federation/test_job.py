@@ -1,0 +1,292 @@
+"""What a job refuses, and why."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support import toy
+
+from federation import job as jobs
+from federation import job_file
+from federation.errors import JobError
+from federation.job import JobSpec
+
+
+def robust(rule: str, **aggregation: Any) -> dict[str, Any]:
+    """A job with a robust rule."""
+    return {"aggregation": {"combine": rule, "weights": "uniform", **aggregation}}
+
+
+def fault(**fields: Any) -> dict[str, Any]:
+    """A job that rehearses a misfortune."""
+    return {"simulation": {"faults": [{"kind": "crash", "site": "a"} | fields]}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "name": ({"name": "My Job"}, "name", "'My Job' is not a name: use 1 to 64"),
+    "no site": ({"sites": []}, "sites", "name at least one site"),
+    "site name": (
+        {"sites": [{"name": "a"}, {"name": "B"}]},
+        "sites[1].name",
+        "'B' is not a name",
+    ),
+    "site twice": (
+        {"sites": [{"name": "a"}, {"name": "a"}]},
+        "sites[1].name",
+        "two sites are called 'a'",
+    ),
+    "steps and epochs": (
+        {"training": {"local_epochs": 1}},
+        "training.local_steps",
+        "set exactly one of local_steps and local_epochs",
+    ),
+    "device": (
+        {"training": {"device": "tpu"}},
+        "training.device",
+        "'tpu' is not a device: use auto, cpu, cuda or cuda:N",
+    ),
+    "device without number": (
+        {"training": {"device": "cuda:x"}},
+        "training.device",
+        "'cuda:x' is not a device",
+    ),
+    "momentum of adam": (
+        {"training": {"optimizer": {"name": "adam", "momentum": 0.9}}},
+        "training.optimizer.momentum",
+        "'adam' has no momentum: use betas",
+    ),
+    "Nesterov's adam": (
+        {"training": {"optimizer": {"name": "adamw", "nesterov": True}}},
+        "training.optimizer.nesterov",
+        "'adamw' has no Nesterov form",
+    ),
+    "Nesterov without momentum": (
+        {"training": {"optimizer": {"nesterov": True}}},
+        "training.optimizer.nesterov",
+        "Nesterov needs a momentum above 0",
+    ),
+    "one beta": (
+        {"training": {"optimizer": {"betas": [0.9]}}},
+        "training.optimizer.betas",
+        "give two numbers from 0 to below 1",
+    ),
+    "beta of 1": (
+        {"training": {"optimizer": {"betas": [0.9, 1]}}},
+        "training.optimizer.betas",
+        "give two numbers from 0 to below 1",
+    ),
+    "cohort too large": (
+        {"schedule": {"sites_per_round": 4}},
+        "schedule.sites_per_round",
+        "cannot draw 4 of 3 sites",
+    ),
+    "quorum above all sites": (
+        {"schedule": {"minimum_sites": 4}},
+        "schedule.minimum_sites",
+        "4 sites can never answer: a round asks 3",
+    ),
+    "quorum above the cohort": (
+        {"schedule": {"minimum_sites": 3, "sites_per_round": 2}},
+        "schedule.minimum_sites",
+        "3 sites can never answer: a round asks 2",
+    ),
+    "bad sites and a mean": (
+        {"aggregation": {"byzantine_sites": 1}},
+        "aggregation.byzantine_sites",
+        "a mean withstands no bad site",
+    ),
+    "robust rule with weights": (
+        {"aggregation": {"combine": "median"}},
+        "aggregation.weights",
+        "median counts every site once",
+    ),
+    "trimmed mean of too few": (
+        robust("trimmed_mean", byzantine_sites=2),
+        "schedule.minimum_sites",
+        "trimmed_mean withstands 2 bad sites only with at least 5 answers",
+    ),
+    "median of too few": (
+        robust("median", byzantine_sites=2),
+        "schedule.minimum_sites",
+        "median withstands 2 bad sites only with at least 5 answers",
+    ),
+    "krum of too few": (
+        robust("krum", byzantine_sites=1),
+        "schedule.minimum_sites",
+        "krum withstands 1 bad sites only with at least 5 answers",
+    ),
+    "krum with a small quorum": (
+        robust("multi_krum") | {"schedule": {"minimum_sites": 2}},
+        "schedule.minimum_sites",
+        "at least 3 answers, and the quorum is 2",
+    ),
+    "dynamic weights unmeasured": (
+        {"aggregation": {"weights": "dynamic"}, "evaluation": {"every": 2}},
+        "aggregation.weights",
+        "set evaluation.every = 1",
+    ),
+    "role of a buffer": (
+        {"model": {"integer_buffers": {"*count": "mean"}}},
+        "model.integer_buffers.*count",
+        "'mean' is not a role: use keep, max or from_server",
+    ),
+    "fault of no site": (
+        fault(site="z"),
+        "simulation.faults[0].site",
+        "there is no site 'z'; the sites are a, b, c",
+    ),
+    "fault in round 0": (
+        fault(rounds=[3, 0]),
+        "simulation.faults[0].rounds",
+        "rounds count from 1, not 0",
+    ),
+    "secure aggregation": (
+        {"privacy": {"secure_aggregation": {"enabled": True}}},
+        "privacy.secure_aggregation.enabled",
+        "secure aggregation is not built yet: the aggregator would see every update",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str):
+    """With the key, and what to write instead."""
+    changes, key, text = REFUSED[case]
+    with pytest.raises(JobError) as caught:
+        toy.job(changes)
+    assert caught.value.key == key
+    assert str(caught.value).startswith(f"{key}: ")
+    assert text in str(caught.value)
+
+
+def test_neither_steps_nor_epochs():
+    """How long a site trains must be said."""
+    document = toy.document()
+    del document["training"]["local_steps"]
+    with pytest.raises(JobError, match="set exactly one") as caught:
+        job_file.parse(document)
+    assert caught.value.key == "training.local_steps"
+
+
+def test_rate_schedule_over_epochs():
+    """How many steps they are differs from site to site."""
+    rate = {"learning_rate": {"name": "cosine"}, "local_epochs": 1}
+    with pytest.raises(JobError, match="'cosine' needs to know how") as caught:
+        job_file.parse(toy.document() | {"training": rate})
+    assert caught.value.key == "training.learning_rate.name"
+
+
+def test_no_data_for_a_site():
+    """Neither dealt out nor its own."""
+    document = toy.document()
+    del document["data"]
+    document["sites"][0]["data"] = {"source": "toy:data"}
+    with pytest.raises(JobError, match="site 'a' has no data: add a") as caught:
+        job_file.parse(document)
+    assert caught.value.key == "data"
+
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "one site": {"sites": [{"name": "a"}]},
+    "schedule over steps": {"training": {"learning_rate": {"name": "linear"}}},
+    "device": {"training": {"device": "cuda:11"}},
+    "Nesterov": {"training": {"optimizer": {"nesterov": True, "momentum": 0.9}}},
+    "cohort and quorum": {"schedule": {"sites_per_round": 2, "minimum_sites": 1}},
+    "median": robust("median", byzantine_sites=1),
+    "trimmed mean": robust("trimmed_mean", byzantine_sites=1),
+    "krum": robust("krum"),
+    "dynamic weights": {"aggregation": {"weights": "dynamic"}},
+    "buffers": {"model": {"integer_buffers": {"*": "keep", "b": "max"}}},
+    "faults": fault(rounds=[1, 99], every=2),
+    "no secure aggregation": {"privacy": {"secure_aggregation": {"enabled": False}}},
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepted(case: str):
+    """What lies just inside the rules."""
+    assert isinstance(toy.job(ACCEPTED[case]), JobSpec)
+
+
+def test_own_data_of_every_site_is_enough():
+    """Then nothing is dealt out."""
+    document = toy.document()
+    del document["data"]
+    for site in document["sites"]:
+        site["data"] = {"source": "toy:data"}
+    assert job_file.parse(document).data is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({}, (3, 3)),
+        ({"sites_per_round": 2}, (2, 2)),
+        ({"minimum_sites": 1}, (3, 1)),
+        ({"sites_per_round": 2, "minimum_sites": 1}, (2, 1)),
+    ],
+)
+def test_quorum_and_cohort(schedule: dict[str, int], expected: tuple[int, int]):
+    """All that are asked must answer, unless the job says otherwise."""
+    job = toy.job({"schedule": schedule})
+    assert (job.cohort_size, job.minimum_sites) == expected
+
+
+def specs(cls: type[Any] = JobSpec) -> Iterator[type[Any]]:
+    """Every table of the job file."""
+    yield cls
+    for hint in typing.get_type_hints(cls).values():
+        for inner in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(inner):
+                yield from specs(typing.cast("type[Any]", inner))
+
+
+FIELDS = [
+    pytest.param(field, id=f"{cls.__name__}.{field.name}")
+    for cls in dict.fromkeys(specs())
+    for field in dataclasses.fields(cls)
+]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_key_is_documented(field: "dataclasses.Field[Any]"):
+    """In whole sentences; the reference page is made of them."""
+    assert field.metadata["doc"].strip()
+    assert field.metadata["doc"].endswith(".")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_default_is_a_choice(field: "dataclasses.Field[Any]"):
+    """Nobody can be refused for what he did not write."""
+    choices = field.metadata["choices"]
+    if choices and field.default is not dataclasses.MISSING:
+        assert field.default in choices
+    assert not set(choices) & set(field.metadata["planned"])
+
+
+def test_all_specs_are_found():
+    """The walk over the tables reaches the deepest ones."""
+    found = {cls.__name__ for cls in specs()}
+    there = {n for n, v in vars(jobs).items() if dataclasses.is_dataclass(v)}
+    assert found == there
+
+
+def test_every_table_is_documented():
+    """By the docstring of its class."""
+    assert all((cls.__doc__ or "").endswith(".") for cls in specs())
+
+
+@pytest.mark.parametrize("name", jobs.PLANNED_KEYS)
+def test_planned_keys_are_not_there_yet(name: str):
+    """Whoever builds one takes it off the list."""
+    cls: Any = JobSpec
+    *path, last = name.split(".")
+    for part in path:
+        hints = typing.get_type_hints(cls)
+        if part not in hints:
+            return
+        cls = hints[part]
+    assert last not in typing.get_type_hints(cls)

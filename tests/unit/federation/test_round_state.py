@@ -1,0 +1,261 @@
+"""What counts in a round, and what is wrong with the rest."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import toy
+
+from federation.messages import FailureKind, MetricSums, SiteMessage, TaskKind
+from federation.round_state import RoundState
+from federation.vectors import Role
+
+SITE, OTHER, _ = toy.SITES
+ROUND = 2
+SOUND = toy.update(round_index=ROUND)
+
+
+def opened(kind: TaskKind = TaskKind.TRAIN) -> RoundState:
+    """A round in which two sites were asked."""
+    return RoundState(
+        run_id=toy.RUN,
+        round_index=ROUND,
+        kind=kind,
+        cohort=(SITE, OTHER),
+        layout=toy.LAYOUT,
+    )
+
+
+def verdict(message: SiteMessage) -> tuple[FailureKind, str]:
+    """What an open round says to a message that it refuses."""
+    failure = opened().accept(message)
+    assert failure is not None
+    assert (failure.run_id, failure.site) == (toy.RUN, message.site)
+    return failure.kind, failure.message
+
+
+def impossible(**fields: int) -> MetricSums:
+    """Sums that cannot be."""
+    return replace(SOUND.training, **fields)
+
+
+NAN, INFINITY = (SOUND.delta_d * value for value in (np.nan, np.inf))
+REFUSED = {
+    "stranger": (
+        toy.update(toy.SITES[2], round_index=ROUND),
+        FailureKind.UNKNOWN,
+        "was not asked",
+    ),
+    "other run": (
+        replace(SOUND, run_id="run-2"),
+        FailureKind.UNKNOWN,
+        "answered run run-2, not run-1",
+    ),
+    "earlier round": (
+        replace(SOUND, round_index=1),
+        FailureKind.LATE,
+        "answered round 1 in round 2",
+    ),
+    "earlier round, not asked in this one": (
+        toy.update(toy.SITES[2], round_index=1),
+        FailureKind.LATE,
+        "answered round 1 in round 2",
+    ),
+    "later round": (
+        replace(SOUND, round_index=3),
+        FailureKind.INVALID,
+        "answered round 3 in round 2",
+    ),
+    "other kind": (
+        toy.evaluation(round_index=ROUND),
+        FailureKind.INVALID,
+        "answered evaluate where it was asked to train",
+    ),
+    "other layout": (
+        replace(SOUND, layout_digest="0" * 64),
+        FailureKind.INVALID,
+        "trained a model of another layout than this run's",
+    ),
+    "too short": (
+        replace(SOUND, delta_d=SOUND.delta_d[:-1]),
+        FailureKind.INVALID,
+        "sent 7 values; the model has 8",
+    ),
+    "too many dimensions": (
+        replace(SOUND, delta_d=SOUND.delta_d[:, None]),
+        FailureKind.INVALID,
+        "sent 8 values; the model has 8",
+    ),
+    "too few integers": (
+        replace(SOUND, integers_m=SOUND.integers_m[:0]),
+        FailureKind.INVALID,
+        "sent 0 integer values; the model has 2",
+    ),
+    "double precision": (
+        replace(SOUND, delta_d=SOUND.delta_d.astype(np.float64)),
+        FailureKind.INVALID,
+        "sent values of type float64",
+    ),
+    "short integers": (
+        replace(SOUND, integers_m=SOUND.integers_m.astype(np.int32)),
+        FailureKind.INVALID,
+        "sent integer values of type int32",
+    ),
+    "nan": (
+        replace(SOUND, delta_d=NAN),
+        FailureKind.NOT_FINITE,
+        "sent NaN or infinite values",
+    ),
+    "infinity": (
+        replace(SOUND, delta_d=INFINITY),
+        FailureKind.NOT_FINITE,
+        "sent NaN or infinite values",
+    ),
+    "more right than counted": (
+        replace(SOUND, training=impossible(correct=11)),
+        FailureKind.INVALID,
+        "counted predictions that cannot be",
+    ),
+    "negative count": (
+        replace(SOUND, evaluation=impossible(count=-1, correct=-1)),
+        FailureKind.INVALID,
+        "counted predictions that cannot be",
+    ),
+    "own word": (
+        toy.failure(round_index=ROUND),
+        FailureKind.CRASHED,
+        "no disk",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str):
+    """Each misfortune has its kind and a text that says what it was."""
+    message, *expected = REFUSED[case]
+    assert verdict(message) == tuple(expected)
+
+
+def test_sound_update_counts():
+    """None is no news."""
+    state = opened()
+    assert state.accept(SOUND) is None
+    assert (state.answered, state.failed) == ((SITE,), ())
+
+
+def test_answers_are_in_order_of_arrival():
+    """Whatever the order of the cohort."""
+    state = opened()
+    for site in (OTHER, SITE):
+        state.accept(replace(SOUND, site=site))
+    assert state.answered == (OTHER, SITE)
+
+
+def test_loss_may_be_nan():
+    """A model that diverged is honest about it."""
+    sums = replace(SOUND.training, loss_sum=float("nan"))
+    assert opened().accept(replace(SOUND, training=sums)) is None
+
+
+def test_second_answer_is_a_duplicate():
+    """The first one counts, once."""
+    state = opened()
+    state.accept(SOUND)
+    second = state.accept(SOUND)
+    assert second is not None
+    assert (second.kind, second.message) == (FailureKind.DUPLICATE, "answered twice")
+    assert state.answered == (SITE,)
+
+
+@pytest.mark.parametrize("case", ["nan", "own word", "other kind", "too short"])
+def test_refused_answer_settles_its_site(case: str):
+    """There is no second try."""
+    state = opened()
+    state.accept(REFUSED[case][0])
+    second = state.accept(SOUND)
+    assert second is not None
+    assert second.kind is FailureKind.DUPLICATE
+
+
+@pytest.mark.parametrize("case", ["other run", "earlier round", "later round"])
+def test_stray_message_settles_nothing(case: str):
+    """The site's answer to this round may still come."""
+    state = opened()
+    state.accept(REFUSED[case][0])
+    assert state.accept(SOUND) is None
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_site_that_says_any_failure_is_settled(kind: FailureKind):
+    """Also by kinds that only the server should give."""
+    state = opened()
+    assert state.accept(toy.failure(SITE, kind, round_index=ROUND)) is not None
+    assert [failure.site for failure in state.close()] == [OTHER]
+
+
+def test_answer_after_the_deadline_is_late():
+    """It is no duplicate: there was no first answer."""
+    state = opened()
+    state.accept(toy.failure(SITE, FailureKind.DEADLINE, round_index=ROUND))
+    late = state.accept(SOUND)
+    assert late is not None
+    assert (late.kind, late.message) == (
+        FailureKind.LATE,
+        "answered after its deadline",
+    )
+
+
+def test_close_reports_who_is_missing():
+    """In the order of the cohort, and what comes then is late."""
+    state = opened()
+    missing = state.close()
+    assert [(f.site, f.kind) for f in missing] == [
+        (SITE, FailureKind.DEADLINE),
+        (OTHER, FailureKind.DEADLINE),
+    ]
+    assert state.failed == (("deadline", 2),)
+    late = state.accept(SOUND)
+    assert late is not None
+    assert late.kind is FailureKind.LATE
+
+
+def test_close_of_a_settled_round_reports_nobody():
+    """Nor does closing twice."""
+    state = opened()
+    state.accept(SOUND)
+    assert len(state.close()) == 1
+    assert state.close() == []
+    assert state.failed == (("deadline", 1),)
+
+
+def test_revoked_answer_does_not_count():
+    """And its site stays settled."""
+    state = opened()
+    state.accept(SOUND)
+    failure = state.revoke(SITE, "claims 0 examples")
+    assert (failure.kind, failure.message) == (FailureKind.INVALID, "claims 0 examples")
+    assert (state.answered, state.failed) == ((), (("invalid", 1),))
+    assert [missing.site for missing in state.close()] == [OTHER]
+
+
+def test_evaluation_is_judged_by_its_sums():
+    """It has no vectors."""
+    state = opened(TaskKind.EVALUATE)
+    assert state.accept(toy.evaluation(SITE, round_index=ROUND)) is None
+    bad = toy.evaluation(OTHER, round_index=ROUND, evaluation=impossible(correct=-1))
+    refused = state.accept(bad)
+    assert refused is not None
+    assert refused.kind is FailureKind.INVALID
+
+
+def test_update_where_an_evaluation_was_asked():
+    """The other way round."""
+    refused = opened(TaskKind.EVALUATE).accept(SOUND)
+    assert refused is not None
+    assert refused.message == "answered train where it was asked to evaluate"
+
+
+def test_toy_layout_has_every_travelling_role():
+    """What the tests of the round loop stand on."""
+    roles = {tensor.role for tensor in toy.LAYOUT.tensors}
+    assert roles == {Role.PARAMETER, Role.BUFFER, Role.MAX, Role.FROM_SERVER}
