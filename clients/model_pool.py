@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -68,7 +68,8 @@ class ModelPool:
         self._options = job.model.options
         self._seed = torch_seed(job.seed, "initial weights")
         self._lock = threading.Lock()
-        self._living: WeakSet[torch.nn.Module] = WeakSet()
+        self._memory: WeakKeyDictionary[torch.nn.Module, set[int]]
+        self._memory = WeakKeyDictionary()
         self.device = _device(job.training.device)
         self.draws = GlobalDraws(self.device)
         first = self._build()
@@ -113,7 +114,12 @@ class ModelPool:
                 self._idle.append(instance)
 
     def _instance(self, module: torch.nn.Module) -> Instance:
-        return Instance(module.to(self.device), self.layout)
+        module.to(self.device)
+        memory = weights.memory_of(module)
+        with self._lock:
+            self._check_new(module, memory)
+            self._memory[module] = memory
+        return Instance(module, self.layout)
 
     def _build(self) -> torch.nn.Module:
         with seeded_globally(self._seed, self.device):
@@ -123,16 +129,11 @@ class ModelPool:
                 f"returned a {type(module).__name__}, not a torch.nn.Module",
                 key="model.factory",
             )
-        with self._lock:
-            self._check_new(module)
-            self._living.add(module)
         return module
 
-    def _check_new(self, module: torch.nn.Module) -> None:
-        if module in self._living or any(
-            weights.memory_of(module) & weights.memory_of(other)
-            for other in self._living
-        ):
+    def _check_new(self, module: torch.nn.Module, memory: set[int]) -> None:
+        # Addresses are noted: a module that another thread uses cannot be read.
+        if module in self._memory or any(memory & m for m in self._memory.values()):
             raise JobError(
                 "gave out the same weights twice, and sites that train at the same "
                 "time need a model each: build a new module in every call, or set "

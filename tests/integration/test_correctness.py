@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_breast_cancer
 from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
@@ -52,7 +52,7 @@ def job_of(cuts: Sequence[int], training: dict[str, Any], **tables: Any) -> JobS
                 "options": {"first": first, "last": last},
             },
         }
-        for i, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False))
+        for i, (first, last) in enumerate(pairwise(cuts))
     ]
     tables.setdefault("optimizer", {"lr": LR})
     training = {"optimizer": tables.pop("optimizer"), **training}
@@ -122,9 +122,7 @@ def walk(num_batches: int, size: int):
 @pytest.mark.parametrize(("rounds", "local_steps"), [(1, 12), (4, 3), (12, 1)])
 def test_one_site_is_local_training(rounds: int, local_steps: int):
     """However the steps are cut into rounds, also across the ends of epochs."""
-    job = job_of(
-        (0, 60), {"local_steps": local_steps, "batch_size": 25}, rounds=rounds
-    )
+    job = job_of((0, 60), {"local_steps": local_steps, "batch_size": 25}, rounds=rounds)
     expected = centralised(walk(12, 25))
     np.testing.assert_allclose(expected, flat(simulate(job)), atol=1e-5)
 
@@ -170,25 +168,204 @@ def test_accumulating_k_batches_is_one_batch_k_times_larger(k: int):
     )
 
 
+class _Slope(nn.Module):
+    """One weight, whose gradient has one sign as long as it is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slope * x[:, :3]
+
+
+def slope() -> nn.Module:
+    return _Slope()
+
+
+U = np.arange(5) / 5  # Three steps of warm-up, and five for the rest of the way.
+
+
 @pytest.mark.parametrize(
-    ("name", "factors"),
+    ("name", "down"),
     [
-        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1]),
-        ("linear", [1 / 3, 2 / 3, 1, 1, 0.82, 0.64, 0.46, 0.28]),
-        ("cosine", [1 / 3, 2 / 3, *(0.55 + 0.45 * np.cos(np.pi * np.arange(-1, 5) / 5))]),
+        ("constant", 1 + 0 * U),
+        ("linear", 1 - U),
+        ("cosine", np.cos(np.pi * U / 2) ** 2),
     ],
 )
-def test_learning_rate_moves_over_the_whole_run(name: str, factors: list[float]):
-    """A model whose gradient is constant moves by the sum of the rates."""
-    if name == "cosine":
-        factors[2] = 1.0
+def test_learning_rates_move_over_the_whole_run(name: str, down: np.ndarray):
+    """With gradients clipped to one length a weight moves by the sum of the rates."""
+    floor = 0.0 if name == "constant" else 0.1
+    factors = [1 / 3, 2 / 3, 1, *(floor + (1 - floor) * down)]
     plan = {"name": name, "warmup_steps": 3, "final_fraction": 0.1}
-    training = {"local_steps": 4, "batch_size": FULL, "learning_rate": plan}
-    model = {"factory": f"{__name__}:constant_gradient"}
-    job = job_of((0, 60), training, rounds=2, model=model)
-    moved = [
-        float(simulate(job_with_rounds(job, r)).weights["slope"]) for r in (1, 2)
+    training = {"local_steps": 4, "clip_grad_norm": 0.01, "learning_rate": plan}
+    model = {"factory": f"{__name__}:slope"}
+    result = simulate(job_of((0, 60), training, rounds=2, model=model))
+    expected = LR * 0.01 * sum(factors)
+    assert float(result.weights["slope"]) == pytest.approx(expected, rel=1e-3)
+
+
+def test_bf16_trains_and_weights_stay_float32():
+    """The loss falls as with float32, on weights with more digits than bfloat16."""
+    model = {"factory": f"{USERS}:frozen_network"}
+    full, half = (
+        simulate(
+            job_of(
+                (0, 30, 60),
+                {"local_steps": 10, "precision": precision},
+                rounds=3,
+                model=model,
+            )
+        )
+        for precision in ("fp32", "bf16")
+    )
+    assert {a.dtype for a in half.weights.values()} == {np.dtype(np.float32)}
+    assert (flat(half).view(np.uint32) & 0xFFFF).any()
+    assert digest(full) != digest(half)
+    assert half.loss == pytest.approx(full.loss, abs=0.02)
+    assert half.loss < 0.9 * np.log(3)
+
+
+MODELS = {
+    "plain": {"factory": f"{USERS}:frozen_network"},
+    "dropout": {"factory": f"{USERS}:dropout_network"},
+    "late_dropout": {"factory": f"{USERS}:late_dropout"},
+    "norm": {"factory": f"{USERS}:norm_network"},
+    "forgetful": {"factory": f"{USERS}:forgetful"},
+}
+
+
+def run_of(model: str, *, workers: int = 1, seed: int = 1) -> RunResult:
+    """Five sites, two rounds."""
+    return simulate(
+        small_job(
+            num_sites=5,
+            rounds=2,
+            seed=seed,
+            model=MODELS[model],
+            training={"local_steps": 3, "batch_size": 4, "optimizer": {"lr": 0.1}},
+            simulation={"workers": workers},
+        )
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_is_a_function_of_its_seed(model: str):
+    """Twice the same, bit by bit, whatever the number of workers."""
+    first = run_of(model)
+    for workers in (1, 2, 4):
+        again = run_of(model, workers=workers)
+        assert digest(first) == digest(again)
+        assert (first.loss, first.accuracy) == (again.loss, again.accuracy)
+    assert digest(first) != digest(run_of(model, seed=2))
+
+
+@pytest.mark.parametrize("model", ["dropout", "late_dropout"])
+def test_random_models_draw_differently_at_each_site(model: str):
+    """The only site's name is all that differs, and all examples are in the batch."""
+    data = {"source": f"{__name__}:own_data", "options": {"first": 0, "last": 60}}
+    results = [
+        simulate(
+            small_job(
+                model=MODELS[model],
+                training={"local_steps": 3, "batch_size": FULL},
+                sites=[{"name": name, "data": data}],
+            )
+        )
+        for name in ("a", "b")
     ]
-    if name == "constant":
-        assert moved[0] == pytest.approx(moved_by(factors[:4]), rel=1e-5)
-    assert moved[1] == pytest.approx(moved_by(factors), rel=1e-5)
+    assert np.abs(flat(results[0]) - flat(results[1])).max() > 1e-4
+
+
+PROGRAM = """
+import hashlib, sys
+sys.path.insert(0, sys.argv[1])
+from support.small_jobs import small_job
+from deploy.simulation import simulate
+job = small_job(
+    num_sites=3,
+    rounds=2,
+    model={"factory": sys.argv[2]},
+    data={"source": "clients.data:digits"},
+    training={"local_steps": 3, "threads": int(sys.argv[3])},
+    simulation={"workers": 2},
+)
+weights = simulate(job).weights.values()
+print(hashlib.sha256(b"".join(a.tobytes() for a in weights)).hexdigest())
+"""
+
+
+def digest_elsewhere(model: str, threads: int, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(TESTS), model, str(threads)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_run_does_not_depend_on_the_environments_threads(threads: int):
+    """The job says how many threads compute; the environment has no say."""
+    model = "clients.models:digits_cnn"
+    digests = {
+        digest_elsewhere(model, threads, OMP_NUM_THREADS=n, MKL_NUM_THREADS=n)
+        for n in ("1", "2", "4")
+    }
+    assert len(digests) == 1
+
+
+def test_a_users_own_model_and_data():
+    """A module of the user's, named in the job with its options."""
+    job = small_job(
+        num_sites=2,
+        rounds=3,
+        model={"factory": f"{USERS}:network", "options": {"width": 16}},
+        data={"source": f"{USERS}:two_moons", "options": {"noise": 0.05}},
+        training={"local_epochs": 8, "optimizer": {"name": "adam", "lr": 0.05}},
+    )
+    result = simulate(job)
+    assert result.weights["inner.weight"].shape == (16, 2)
+    assert result.accuracy >= 0.9
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_run_leaves_the_process_as_it_was(workers: int):
+    """Random state, thread count, threads, gradients on: nothing has changed."""
+    torch.rand(7)
+
+    def state() -> tuple[object, ...]:
+        return (
+            torch.get_rng_state().tolist(),
+            np.random.get_state()[1].tolist(),  # noqa: NPY002 -- the global one
+            torch.get_num_threads(),
+            set(threading.enumerate()),
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+        )
+
+    before = state()
+    run_of("dropout", workers=workers)
+    assert before == state()
+
+
+def test_an_example_finishes_well_under_a_second(capfd: pytest.CaptureFixture[str]):
+    """Three clouds learn to tell tumours apart, nearly as well as one would."""
+    job = small_job(
+        num_sites=3,
+        rounds=5,
+        model={
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 30, "classes": 2},
+        },
+        data={"source": "clients.data:breast_cancer"},
+        training={"local_epochs": 2, "optimizer": {"lr": 0.1}},
+    )
+    result = simulate(job)
+    assert result.accuracy > 0.95
+    assert capfd.readouterr() == ("", "")

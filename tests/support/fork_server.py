@@ -12,11 +12,14 @@ import sys
 import time
 from typing import Any
 
-import sklearn.datasets  # noqa: F401 -- imported before the forks
+import matplotlib.backends.backend_svg  # noqa: F401 -- imported before the forks
+import matplotlib.figure  # noqa: F401
+import sklearn.datasets  # noqa: F401
 import torch._dynamo  # noqa: F401
 
 import deploy.cli
 import deploy.simulation
+import monitoring.progress
 import monitoring.report  # noqa: F401
 
 

@@ -46,7 +46,7 @@ def die() -> NoReturn:
 def prepare(kind: str) -> None:
     """Doom this process."""
     if kind == "disk fills up while events are written":
-        _listen("SiteAnswered", ROUND, _fill_disk)
+        _listen("RoundStarted", ROUND, _fill_disk)
     elif kind == "bug":
         _listen("SiteAnswered", 1, _fail)
     elif kind in LISTENED:

@@ -152,7 +152,7 @@ def test_reserved_instances_are_lent():
     with pool.borrow() as a, pool.borrow() as b, pool.borrow() as c:
         assert len({id(a), id(b), id(c)}) == 3
     pool.reserve(3)
-    assert len(pool._living) == 3
+    assert len(pool._memory) == 3
 
 
 @pytest.mark.parametrize(

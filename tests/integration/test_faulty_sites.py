@@ -1,0 +1,183 @@
+"""Whole simulations in which sites misbehave."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.toy import merged
+
+from deploy.simulation import RunResult, simulate
+from federation import job_file
+from federation.errors import QuorumNotMet
+from federation.events import Event, RoundFinished, RunFinished, SiteFailed
+from federation.job import FaultSpec, JobSpec
+
+SITES = ("aws", "bad", "gcp")
+BAD_ROUND = 2
+
+
+def digits(*faults: dict[str, Any], **changes: Any) -> JobSpec:
+    """Three sites and a linear model of handwritten digits."""
+    base = {
+        "name": "faulty",
+        "rounds": 3,
+        "model": {
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 64, "classes": 10},
+        },
+        "data": {"source": "clients.data:digits"},
+        "training": {"local_steps": 2, "optimizer": {"lr": 0.1}, "device": "cpu"},
+        "schedule": {"minimum_sites": 2, "max_lost_rounds": 2},
+        "simulation": {"faults": list(faults)},
+        "sites": [{"name": site} for site in SITES],
+    }
+    return job_file.parse(merged(base, changes))
+
+
+def bad(kind: str, **fields: Any) -> dict[str, Any]:
+    """A fault of the bad site in the bad round."""
+    return {"site": "bad", "kind": kind, "rounds": [BAD_ROUND]} | fields
+
+
+def run(job: JobSpec, **arguments: Any) -> tuple[RunResult, list[Event]]:
+    """Simulate and listen."""
+    events: list[Event] = []
+    return simulate(job, listeners=[events.append], **arguments), events
+
+
+def told(events: list[Event], kind: type[Any]) -> list[Any]:
+    """Events of one kind."""
+    return [event for event in events if isinstance(event, kind)]
+
+
+def weights(result: RunResult) -> bytes:
+    """The final model, to compare."""
+    return b"".join(array.tobytes() for array in result.weights.values())
+
+
+# What each fault looks like from the server, and whether its site counts.
+REFUSED = {
+    "crash": (["crashed"], "rehearsed crash"),
+    "silent": (["unreachable"], "never answered"),
+    "nan": (["not_finite"], "sent NaN or infinite values"),
+    "inf": (["not_finite"], "sent NaN or infinite values"),
+    "wrong_length": (["invalid"], "sent 649 values; the model has 650"),
+    "wrong_round": (["late", "deadline"], "answered round 1 in round 2"),
+}
+COUNTED = {"duplicate": ["duplicate"], "garbage": []}
+
+
+def test_every_fault_has_a_test():
+    """Whoever adds a kind says what becomes of it."""
+    kinds = FaultSpec.__dataclass_fields__["kind"].metadata["choices"]
+    assert {*REFUSED, *COUNTED, "hang"} == set(kinds)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_run_goes_on_without_the_bad_site(kind: str):
+    """Events and result name the site and what was wrong."""
+    expected, text = REFUSED[kind]
+    result, events = run(digits(bad(kind)))
+    assert (result.status, result.rounds_completed) == ("completed", 3)
+    failed = told(events, SiteFailed)
+    assert [(f.round_index, f.site, f.kind) for f in failed] == [
+        (BAD_ROUND, "bad", kind) for kind in expected
+    ]
+    assert text in failed[0].message
+    rounds = [r.answered for r in told(events, RoundFinished)]
+    assert rounds == [SITES, ("aws", "gcp"), SITES]
+    summary = result.summary()
+    assert summary["rounds"][BAD_ROUND - 1]["failed"] == dict.fromkeys(expected, 1)
+    failures = {row["site"]: row["failures"] for row in summary["sites"]}
+    assert failures == {"aws": 0, "bad": len(expected), "gcp": 0}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_site_that_answers_all_the_same_counts(kind: str):
+    """Its first answer is as good as any."""
+    result, events = run(digits(bad(kind)))
+    assert result.rounds_completed == 3
+    assert [f.kind for f in told(events, SiteFailed)] == COUNTED[kind]
+    assert [r.answered for r in told(events, RoundFinished)] == [SITES] * 3
+
+
+def test_duplicate_changes_nothing():
+    """Not one bit of the model."""
+    assert weights(run(digits(bad("duplicate")))[0]) == weights(run(digits())[0])
+
+
+def test_hanging_site_misses_its_deadline_and_is_busy():
+    """Nobody waits for it twice, and it may come back."""
+    job = digits(bad("hang", seconds=30.0), schedule={"round_deadline_seconds": 0.5})
+    result, events = run(job)
+    assert (result.status, result.rounds_completed) == ("completed", 3)
+    failed = [(f.round_index, f.site, f.kind) for f in told(events, SiteFailed)]
+    busy = [(3, "bad", "busy"), (4, "bad", "busy")]  # 4: the final evaluation
+    assert failed == [(BAD_ROUND, "bad", "deadline"), *busy]
+    seconds = {r.round_index: r.seconds for r in told(events, RoundFinished)}
+    assert 0.5 <= seconds[BAD_ROUND] < 5
+    assert seconds[3] < 5
+
+
+@pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "multi_krum"])
+def test_robust_rule_withstands_garbage(rule: str):
+    """The model is as good as without the bad site; with a mean it is not."""
+    sites = [{"name": name} for name in (*SITES, "x", "y")]
+    garbage = bad("garbage", rounds=[], scale=1000.0)
+    byzantine = 0 if rule == "median" else 1
+    robust = {"combine": rule, "weights": "uniform", "byzantine_sites": byzantine}
+    schedule = {"minimum_sites": 5}
+    job = digits(garbage, sites=sites, schedule=schedule, aggregation=robust)
+    sound, spoilt = (
+        run(digits(*faults, sites=sites, schedule=schedule))[0]
+        for faults in ((), (garbage,))
+    )
+    result, _ = run(job)
+    assert result.loss is not None
+    assert sound.loss is not None
+    assert spoilt.loss is not None
+    assert result.loss < 1.2 * sound.loss < spoilt.loss
+
+
+def test_faults_do_not_depend_on_threads():
+    """The same model with one worker and with three."""
+    faults = [bad("garbage"), {"site": "aws", "kind": "crash", "rounds": [1]}]
+    one, three = (
+        run(digits(*faults, simulation={"workers": workers}))[0] for workers in (1, 3)
+    )
+    assert weights(one) == weights(three)
+
+
+@pytest.mark.slow
+def test_lost_quorum_ends_the_run_and_loses_nothing(tmp_path: Path):
+    """After so many lost rounds; when the sites are back, the run goes on."""
+    folder = tmp_path / "run"
+    faults = [{"site": site, "kind": "crash", "rounds": [2, 3]} for site in SITES[:2]]
+    job = digits(*faults, rounds=5)
+    events: list[Event] = []
+    with pytest.raises(QuorumNotMet, match="2 rounds in a row had no result"):
+        simulate(job, folder=folder, listeners=[events.append])
+    (finished,) = told(events, RunFinished)
+    assert (finished.status, finished.rounds_completed) == ("failed", 1)
+    assert [r.status for r in told(events, RoundFinished)] == [
+        "completed",
+        "lost",
+        "lost",
+    ]
+
+    result, events = run(job, folder=folder, resume=True)
+    assert (result.status, result.rounds_completed) == ("completed", 3)
+    assert [r.round_index for r in told(events, RoundFinished)] == [4, 5]
+
+    whole, _ = run(digits(*faults, rounds=5, schedule={"max_lost_rounds": 9}))
+    assert weights(result) == weights(whole)
+
+
+def test_lost_rounds_leave_the_weights(tmp_path: Path):
+    """The model after them is the model before."""
+    faults = [{"site": site, "kind": "silent", "rounds": [2]} for site in SITES[:2]]
+    lost, _ = run(digits(*faults, rounds=2))
+    one, _ = run(digits(rounds=1))
+    assert weights(lost) == weights(one)
+    assert all(np.isfinite(array).all() for array in lost.weights.values())
