@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from deploy.simulation import RunResult
     from federation.events import DataDistributed, Emit, Event
     from federation.job import JobSpec
+    from monitoring.run_view import RunView
 
 DONE, FAILED, BAD_JOB, STOPPED = 0, 1, 2, 130
 
@@ -299,7 +300,7 @@ def _print_outcome(outcome: "RunResult") -> None:
     print(f"status      {outcome.status}")
     print(f"rounds      {outcome.rounds_completed}")
     if outcome.loss is not None:
-        print(f"loss        {outcome.loss:.4f} nats, on held-out data of all sites")
+        print(f"loss        {outcome.loss:.4f} nats, {_on_what(outcome.view)}")
         if outcome.view.is_language:
             print(f"perplexity  {perplexity(outcome.loss):.2f}")
         elif outcome.accuracy is not None:
@@ -307,6 +308,16 @@ def _print_outcome(outcome: "RunResult") -> None:
     if outcome.folder is not None:
         print(f"run         {outcome.folder}")
         print(f"report      {outcome.folder / 'report.html'}")
+
+
+def _on_what(view: "RunView") -> str:
+    """Which model the final loss is of, and on whose data."""
+    last = view.last_evaluated
+    if last is None:
+        return "not evaluated"
+    sites, everyone = len(last.sites), len(view.started.sites)
+    whose = "all sites" if sites == everyone else f"{sites} of {everyone} sites"
+    return f"after round {last.round_index}, on held-out data of {whose}"
 
 
 def _has_begun(folder: Path) -> bool:

@@ -1,6 +1,6 @@
 """What happens in a run, as typed events.
 
-The coordinator emits them, ``log`` writes them as JSON lines, and everything in
+The coordinator emits them, ``event_log`` writes them as JSON lines, and everything in
 ``monitoring`` reads only them. Times are seconds since the epoch (``at``) or
 durations; sizes are bytes.
 """
@@ -35,7 +35,19 @@ class SiteShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """A coordinator has begun, or gone on with, a run."""
+    """A coordinator has begun, or gone on with, a run.
+
+    Attributes:
+        at: When.
+        run_id: The run.
+        job_name: Name of its job.
+        rounds: Rounds that the job plans.
+        first_round: The round that this coordinator begins with.
+        sites: Every site of the job.
+        parameters: Length of the model's float vector.
+        engine: What brings tasks to the sites: ``inproc`` or ``flower``.
+        task: What is learnt: ``classification`` or ``causal_lm``.
+    """
 
     at: float
     run_id: str
@@ -50,17 +62,30 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataDistributed:
-    """Who holds what (simulation: the partition)."""
+    """Who holds what (simulation: the partition).
+
+    Attributes:
+        at: When.
+        label_kind: ``class``, ``group``, or empty if the data has neither.
+        labels: Names of the classes or groups.
+        shares: What each site holds.
+    """
 
     at: float
-    label_kind: str  # "class", "group" or ""
+    label_kind: str
     labels: tuple[str, ...]
     shares: tuple[SiteShare, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStarted:
-    """Tasks are about to go out."""
+    """Tasks are about to go out.
+
+    Attributes:
+        at: When.
+        round_index: 1 for the first.
+        cohort: Sites that are asked.
+    """
 
     at: float
     round_index: int
@@ -71,8 +96,21 @@ class RoundStarted:
 class SiteAnswered:
     """A site's update was accepted and folded in.
 
-    ``asked_seconds`` and ``answered_seconds`` count from the start of the round.
-    ``evaluation`` is of the global model that the round began with.
+    Attributes:
+        at: When.
+        round_index: The round.
+        site: Who answered.
+        asked_seconds: When it was asked, from the start of the round.
+        answered_seconds: When its answer arrived, from the start of the round.
+        bytes_down: Sent to it for this task.
+        bytes_up: Received from it.
+        num_examples: Training examples that it holds.
+        num_steps: Optimiser steps that it took.
+        weight: What its update counts, not normalised.
+        training: Pooled over its batches, taken while it trained.
+        evaluation: Of the global model that the round began with, on its held-out
+            data; None if it was not asked.
+        phases: Where its time went.
     """
 
     at: float
@@ -92,7 +130,19 @@ class SiteAnswered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFailed:
-    """An answer was refused, or none came."""
+    """An answer was refused, or none came.
+
+    Attributes:
+        at: When.
+        round_index: The round.
+        site: Who failed.
+        kind: Why.
+        message: What happened, in one line.
+        asked_seconds: When it was asked, from the start of the round.
+        answered_seconds: When the answer or the verdict came, likewise.
+        bytes_down: Sent to it for this task.
+        bytes_up: Received from it.
+    """
 
     at: float
     round_index: int
@@ -110,9 +160,17 @@ class ModelEvaluated:
     """The global model after ``round_index`` rounds, on held-out data.
 
     Sites evaluate the model that a round begins with, so this follows one round
-    behind. Round 0 is the initial model. The tuples run in parallel with ``sites``;
-    bytes are those of an exchange for evaluation alone, as after the last round,
-    and 0 where the metrics came along with updates.
+    behind. The tuples run in parallel with ``sites``.
+
+    Attributes:
+        at: When.
+        round_index: Rounds that made the model; 0 for the initial one.
+        pooled: Over all sites that evaluated it.
+        sites: These sites.
+        by_site: Each one's own.
+        bytes_down: Bytes of an exchange for evaluation alone, as after the last
+            round; 0 where the metrics came along with updates.
+        bytes_up: The same, from the sites.
     """
 
     at: float
@@ -160,7 +218,14 @@ class RoundFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved:
-    """The state after a round is durable."""
+    """The state after a round is durable.
+
+    Attributes:
+        at: When.
+        round_index: The round.
+        bytes_written: New bytes in the store.
+        seconds: How long it took.
+    """
 
     at: float
     round_index: int
@@ -170,7 +235,13 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSkipped:
-    """A checkpoint was torn or corrupt; the one before it is used."""
+    """A checkpoint was torn or corrupt; the one before it is used.
+
+    Attributes:
+        at: When.
+        key: Key of the object in the store.
+        reason: What is wrong with it.
+    """
 
     at: float
     key: str
@@ -179,7 +250,12 @@ class CheckpointSkipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    """Something that a person should know and that does not stop the run."""
+    """Something that a person should know and that does not stop the run.
+
+    Attributes:
+        at: When.
+        message: What it is, in one line.
+    """
 
     at: float
     message: str

@@ -27,7 +27,6 @@ from federation.events import (
     SiteFailed,
     Warned,
 )
-from federation.messages import MetricSums
 from federation.protocols import Clock
 from monitoring.run_view import (
     COMPLETED,
@@ -81,7 +80,7 @@ class PlainProgress:
         self._rounds = 0
         self._num_sites = 0
         self._waiting: dict[int, RoundFinished] = {}
-        self._sums: dict[int, MetricSums] = {}
+        self._evaluated: dict[int, ModelEvaluated] = {}
 
     def __call__(self, event: Event) -> None:
         """Write what the event has to say, if anything."""
@@ -128,9 +127,9 @@ class PlainProgress:
 
     def _evaluate(self, event: ModelEvaluated) -> None:
         if event.round_index == 0:
-            self._write(f"start  {_metrics_line(event.pooled, self._is_language)}")
+            self._write(f"start  {self._metrics(event)}")
             return
-        self._sums[event.round_index] = event.pooled
+        self._evaluated[event.round_index] = event
         self._write_rounds(before=event.round_index + 1)
 
     def _write_site(self, event: SiteAnswered | SiteFailed) -> None:
@@ -159,11 +158,11 @@ class PlainProgress:
                 self._write_round(self._waiting.pop(index))
 
     def _write_round(self, event: RoundFinished) -> None:
-        sums = self._sums.pop(event.round_index, None)
+        evaluated = self._evaluated.pop(event.round_index, None)
         status = "" if event.status == COMPLETED else f"{event.status}  "
         self._write(
             f"round  {self._place(event.round_index)}  {status}"
-            f"{_metrics_line(sums, self._is_language)}  "
+            f"{self._metrics(evaluated)}  "
             f"{len(event.answered)}/{len(event.asked)} sites  "
             f"up {format_bytes(event.bytes_up)}  "
             f"down {format_bytes(event.bytes_down)}  {format_duration(event.seconds)}"
@@ -178,23 +177,26 @@ class PlainProgress:
             f"{format_duration(event.seconds)}{message}"
         )
 
+    def _metrics(self, event: ModelEvaluated | None) -> str:
+        if event is None:
+            return "not evaluated"
+        loss = loss_of(event.pooled)
+        text = f"loss {format_number(loss)}"
+        if self._is_language:
+            value = None if loss is None else perplexity(loss)
+            text += f"  perplexity {format_number(value)}"
+        else:
+            text += f"  accuracy {format_fraction(accuracy_of(event.pooled))}"
+        missing = self._num_sites - len(event.sites)
+        # Losses over other sites are losses over other data: do not compare them.
+        return f"{text} without {format_count(missing, 'site')}" if missing else text
+
     def _place(self, round_index: int) -> str:
         return f"{round_index:>{len(str(self._rounds))}}/{self._rounds}"
 
     def _write(self, line: str) -> None:
         self._stream.write(printable(line, limit=500) + "\n")
         self._stream.flush()
-
-
-def _metrics_line(sums: MetricSums | None, is_language: bool) -> str:  # noqa: FBT001
-    if sums is None:
-        return "not evaluated"
-    loss = loss_of(sums)
-    text = f"loss {format_number(loss)}"
-    if is_language:
-        value = None if loss is None else perplexity(loss)
-        return f"{text}  perplexity {format_number(value)}"
-    return f"{text}  accuracy {format_fraction(accuracy_of(sums))}"
 
 
 class LiveProgress:

@@ -85,6 +85,11 @@ class RoundView:
         return sum(isinstance(report, SiteAnswered) for report in self.reports)
 
     @property
+    def sites_evaluated(self) -> int | None:
+        """How many sites' held-out data the loss is over; None if not evaluated."""
+        return None if self.evaluated is None else len(self.evaluated.sites)
+
+    @property
     def failures(self) -> dict[str, int]:
         """Number of refused or missing answers by kind."""
         return dict(self.finished.failed) if self.finished else {}
@@ -483,6 +488,7 @@ def _final(view: RunView) -> Mapping[str, float | int | None]:
     loss = loss_of(sums)
     final = {
         "round": None if event is None else event.round_index,
+        "sites_evaluated": 0 if event is None else len(event.sites),
         "loss": _finite(loss),
         "accuracy": _finite(accuracy_of(sums)),
     }
@@ -496,6 +502,7 @@ def _round_result(row: RoundView) -> Mapping[str, Any]:
         "round": row.index,
         "status": row.status,
         "training_loss": _finite(row.training_loss),
+        "sites_evaluated": row.sites_evaluated,
         "loss": _finite(row.loss),
         "accuracy": _finite(row.accuracy),
         "asked": len(row.cohort),

@@ -253,9 +253,9 @@ def test_runs_tells_of_none_and_of_damaged_ones(
 
 def test_reader_that_leaves_gets_no_traceback(finished: Path) -> None:
     """As in ``crossfed runs | head -1``."""
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: S602 -- a pipe of the shell is what is tested
         f"{CROSSFED} runs | true; {CROSSFED} runs --json | head -1",
-        shell=True,  # noqa: S602 -- a pipe of the shell is what is tested
+        shell=True,
         cwd=finished,
         capture_output=True,
         text=True,

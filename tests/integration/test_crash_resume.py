@@ -124,7 +124,7 @@ def test_run_killed_at_any_time_resumes_to_the_same_model(
     seed: int, server: ForkServer, place: Path, baseline: Baseline
 ) -> None:
     """Killed twice, at moments drawn from the length of a whole run."""
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311 -- moments, not keys
     for _ in range(2):
         seconds = draw.uniform(0, baseline.seconds)
         begun = (place / "run/events.jsonl").exists()

@@ -23,7 +23,7 @@ def load(name: str, *overrides: str) -> JobSpec:
 
 
 def centralised_accuracy(job: JobSpec) -> float:
-    """Train on the pooled data for as many steps as all sites together."""
+    """Train on the pooled data for as many steps as each site takes."""
     assert job.data is not None
     assert job.training.local_steps is not None
     train, held_out = data.load(job.data.source, job.data.options)
@@ -63,7 +63,6 @@ def test_quickstart_is_as_good_as_pooling_the_data() -> None:
     federated = accuracy(simulate(job))
     seconds = time.monotonic() - begin
     central = centralised_accuracy(job)
-    print(f"quickstart {federated:.4f} centralised {central:.4f} {seconds:.1f} s")
     assert federated >= 0.95
     assert federated >= central - 0.02
     assert seconds < 60
@@ -74,7 +73,6 @@ def test_trimmed_mean_holds_where_the_mean_fails() -> None:
     held = accuracy(simulate(load("poisoned")))
     mean = ("aggregation.combine=mean", "aggregation.byzantine_sites=0")
     failed = accuracy(simulate(load("poisoned", *mean)))
-    print(f"poisoned: trimmed mean {held:.4f}, mean {failed:.4f}")
     assert held >= 0.9
     assert failed < 0.6
 
@@ -85,10 +83,7 @@ def test_gpt_learns_more_than_byte_frequencies() -> None:
     assert job.data is not None
     _, held_out = data.load(job.data.source, job.data.options)
     unigram = data.unigram_entropy(held_out)
-    begin = time.monotonic()
     outcome = simulate(job)
-    seconds = time.monotonic() - begin
-    print(f"text-gpt: {outcome.loss:.4f}, unigram {unigram:.4f}, {seconds:.1f} s")
     assert outcome.status == "completed"
     assert outcome.loss is not None
     assert outcome.loss <= unigram - 0.5

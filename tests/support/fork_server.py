@@ -12,15 +12,11 @@ import sys
 import time
 from typing import Any
 
-import matplotlib.backends.backend_svg  # noqa: F401 -- imported before the forks
-import matplotlib.figure  # noqa: F401
-import sklearn.datasets  # noqa: F401
-import torch._dynamo  # noqa: F401
+# Nothing here uses most of these: they are imported before the forks.
+from support import misfortunes
 
 import deploy.cli
 import deploy.simulation
-import monitoring.progress
-import monitoring.report  # noqa: F401
 
 
 def _child(order: dict[str, Any]) -> None:
@@ -33,8 +29,6 @@ def _child(order: dict[str, Any]) -> None:
     os.chdir(order["folder"])
     os.environ.update(order["environment"])
     if order["misfortune"]:
-        from support import misfortunes
-
         misfortunes.prepare(order["misfortune"])
     sys.exit(deploy.cli.main(order["arguments"]))
 

@@ -4,6 +4,7 @@ import io
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ from support import event_samples
 from support.event_samples import Script, run
 
 from federation.clock import VirtualClock
-from federation.events import Event, RoundFinished, RunFinished, Warned
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RunFinished,
+    Warned,
+)
 from federation.messages import FailureKind
 from monitoring.progress import LiveProgress, PlainProgress, printable, sparkline
 
@@ -74,6 +81,25 @@ def test_plain_round_waits_for_its_evaluation():
     """A round's line comes when its model is evaluated: in the next round."""
     rounds = [line for line in _lines(event_samples.two_sites(3)) if "/3  loss" in line]
     assert [line[:10] for line in rounds] == ["round  1/3", "round  2/3", "round  3/3"]
+
+
+def test_plain_metrics_over_fewer_sites_say_so():
+    """A loss that lacks a site's data is not passed off as everybody's."""
+    lines = _lines([_without_second_site(e) for e in event_samples.two_sites(1)])
+    (line,) = (line for line in lines if line.startswith("round"))
+    assert " without 1 site " in line
+
+
+def _without_second_site(event: Event) -> Event:
+    if not isinstance(event, ModelEvaluated):
+        return event
+    return replace(
+        event,
+        sites=event.sites[:1],
+        by_site=event.by_site[:1],
+        bytes_down=event.bytes_down[:1],
+        bytes_up=event.bytes_up[:1],
+    )
 
 
 def test_plain_round_without_evaluation_is_not_held_back():

@@ -148,7 +148,7 @@ def test_result_is_json():
         "sites",
         "seconds",
     ]
-    assert {"round", "loss", "accuracy"} == set(found["final"])
+    assert {"round", "sites_evaluated", "loss", "accuracy"} == set(found["final"])
     assert (len(found["rounds"]), len(found["sites"])) == (10, 2)
 
 
