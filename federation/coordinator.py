@@ -288,8 +288,14 @@ def _check_progress(job: JobSpec, state: RunState) -> None:
         raise QuorumNotMet(
             f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
             f"round {state.round_index} (the quorum is {job.minimum_sites} of "
-            f"{job.cohort_size} sites); the model of the last completed round is safe"
+            f"{job.cohort_size} sites); {_what_is_left(state)}"
         )
+
+
+def _what_is_left(state: RunState) -> str:
+    if state.rounds_completed:
+        return "the model of the last completed round is safe in the checkpoints"
+    return "no round was completed: look at what each site answered"
 
 
 def _check_result(job: JobSpec, state: RunState) -> None:

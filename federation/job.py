@@ -618,6 +618,12 @@ def _check_robust_rule(job: JobSpec) -> None:
             'large weight: set weights = "uniform"',
             key="aggregation.weights",
         )
+    if bad == 0 and rule != "median":
+        raise JobError(
+            f"{rule} withstands as many bad sites as it is told to, and 0 would make "
+            "it no safer than the mean: set it to 1 or more",
+            key="aggregation.byzantine_sites",
+        )
     needed = 2 * bad + (3 if rule in {"krum", "multi_krum"} else 1)
     if job.minimum_sites < needed:
         raise JobError(

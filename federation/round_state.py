@@ -87,7 +87,7 @@ class RoundState:
 
     def close(self) -> list[SiteFailure]:
         """End the round: every site that is still open has missed the deadline."""
-        text = "gave no valid answer before the deadline"
+        text = "gave no answer that counts"
         missing = [self._failure(s, FailureKind.DEADLINE, text) for s in self._open]
         if missing:
             self._failed[FailureKind.DEADLINE] += len(missing)

@@ -360,3 +360,22 @@ def test_a_site_without_examples_is_refused(
     job = small_job()
     with pytest.raises(SiteError, match=f"site-0.*{message}"):
         TorchTrainer(job, SITE, pool=ModelPool(job), train=train, held_out=held_out)
+
+
+def unused_network() -> nn.Module:
+    """A parameter that no batch uses."""
+    model = nn.Linear(4, 3)
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    return model
+
+
+def test_the_penalty_reaches_parameters_without_other_gradient():
+    """At the global weights it is zero, so they stay."""
+    model = {"factory": f"{__name__}:unused_network"}
+    job = job_of({"local_steps": 2, "proximal_mu": 1.0}, model=model)
+    trainer, pool = trainer_of(job)
+    result = trainer.fit(*pool.initial_weights(), round_index=1)
+    (unused,) = (
+        v for s, v in pool.layout.float_views(result.weights_d) if s.name == "unused"
+    )
+    assert unused.tolist() == [1, 1]

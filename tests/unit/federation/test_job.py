@@ -112,6 +112,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "schedule.minimum_sites",
         "median withstands 2 bad sites only with at least 5 answers",
     ),
+    "trimmed mean that trims nothing": (
+        robust("trimmed_mean"),
+        "aggregation.byzantine_sites",
+        "trimmed_mean withstands as many bad sites as it is told to, and 0",
+    ),
     "krum of too few": (
         robust("krum", byzantine_sites=1),
         "schedule.minimum_sites",
