@@ -269,6 +269,7 @@ def test_second_interrupt_stops_at_once(
 ) -> None:
     """Without waiting for the round, whose work is lost; the rest is safe."""
     slow = ("--set", "model.options.seconds=0.4", "--set", "rounds=3")
+    slow += ("--set", "training.local_steps=3", "--set", "evaluation.every=0")
     with coordinator(place, *slow) as process:
         process.send_signal(signal.SIGINT)
         wait_for(place / "stderr", "stopping after this round")

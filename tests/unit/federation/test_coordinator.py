@@ -336,7 +336,8 @@ def test_lost_round_leaves_everything_as_it_was():
 @pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "multi_krum"])
 def test_lost_round_under_a_robust_rule(rule: str):
     """The quorum is checked before the rule sees too few updates."""
-    job = toy.job({"aggregation": {"combine": rule, "weights": "uniform"}})
+    aggregation = {"combine": rule, "weights": "uniform", "byzantine_sites": 1}
+    job = toy.job({"aggregation": aggregation}, sites=(A, B, C, "d", "e"))
     run = toy.Toy(job=job, **failing((A, 2)))
     assert run.run().rounds_completed == 2
 

@@ -123,9 +123,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "krum withstands 1 bad sites only with at least 5 answers",
     ),
     "krum with a small quorum": (
-        robust("multi_krum") | {"schedule": {"minimum_sites": 2}},
+        robust("multi_krum", byzantine_sites=1) | {"schedule": {"minimum_sites": 2}},
         "schedule.minimum_sites",
-        "at least 3 answers, and the quorum is 2",
+        "at least 5 answers, and the quorum is 2",
     ),
     "dynamic weights unmeasured": (
         {"aggregation": {"weights": "dynamic"}, "evaluation": {"every": 2}},
@@ -202,7 +202,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "cohort and quorum": {"schedule": {"sites_per_round": 2, "minimum_sites": 1}},
     "median": robust("median", byzantine_sites=1),
     "trimmed mean": robust("trimmed_mean", byzantine_sites=1),
-    "krum": robust("krum"),
+    "krum": robust("krum", byzantine_sites=1)
+    | {"sites": [{"name": name} for name in "abcde"]},
     "dynamic weights": {"aggregation": {"weights": "dynamic"}},
     "buffers": {"model": {"integer_buffers": {"*": "keep", "b": "max"}}},
     "faults": fault(rounds=[1, 99], every=2),
