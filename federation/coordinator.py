@@ -40,7 +40,7 @@ from federation.protocols import (
     WeightedUpdate,
 )
 from federation.round_record import RoundRecord
-from federation.vectors import Layout, Vector, is_finite, norm
+from federation.vectors import Layout, Role, Vector, is_finite, norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +189,12 @@ def _step(
     parts: ServerParts, state: RunState, update_d: Vector, record: RoundRecord
 ) -> tuple[RunState, str]:
     """Apply the combined update; a result that is not finite is discarded."""
+    averaged = _averaged_buffers(parts.layout, state.weights_d, update_d)
     weights_d, optimizer = parts.optimizer.apply(
         state.weights_d, state.optimizer, update_d
     )
+    for start, values in averaged:
+        weights_d[start : start + values.size] = values
     # An infinite second moment would stop the training and leave finite weights.
     if not all(map(is_finite, (weights_d, *optimizer.values()))):
         return _without_result(_before_step(parts, state)), "discarded"
@@ -203,6 +206,23 @@ def _step(
         rounds_completed=state.rounds_completed + 1,
         lost_in_a_row=0,
     ), "completed"
+
+
+def _averaged_buffers(
+    layout: Layout, weights_d: Vector, update_d: Vector
+) -> list[tuple[int, Vector]]:
+    """New values of floating-point buffers, each with its place in the vector.
+
+    Running statistics are combined and never stepped: a server optimiser could make
+    a variance negative.
+    """
+    return [
+        (spec.offset, (weights + update).reshape(-1))
+        for (spec, weights), (_, update) in zip(
+            layout.float_views(weights_d), layout.float_views(update_d), strict=True
+        )
+        if spec.role is Role.BUFFER
+    ]
 
 
 def _before_step(parts: ServerParts, state: RunState) -> RunState:

@@ -34,7 +34,7 @@ class Role(StrEnum):
     """What the federation does with a tensor of the model."""
 
     PARAMETER = "parameter"  # trained; combined by the job's rule
-    BUFFER = "buffer"  # floating-point state; combined like a parameter
+    BUFFER = "buffer"  # floating-point state; combined, but not stepped
     MAX = "max"  # integers: the largest value of any site
     FROM_SERVER = "from_server"  # integers: the server's value, at every site
     KEEP = "keep"  # integers: each site keeps its own; they never travel

@@ -342,6 +342,20 @@ def test_lost_round_under_a_robust_rule(rule: str):
     assert run.run().rounds_completed == 2
 
 
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "adam", "yogi"])
+def test_buffers_are_averaged_and_never_stepped(name: str):
+    """One round moves running statistics as plain averaging does; weights not."""
+    averaged = toy.Toy(job=toy.job({"rounds": 1})).run()
+    optimizer = {"server_optimizer": {"name": name, "lr": 0.1}}
+    stepped = toy.Toy(job=toy.job({"rounds": 1, "aggregation": optimizer})).run()
+    (weight, mean), (other_weight, other_mean) = (
+        [view for _, view in toy.LAYOUT.float_views(state.weights_d)]
+        for state in (averaged, stepped)
+    )
+    assert np.array_equal(mean, other_mean)
+    assert not np.allclose(weight, other_weight)
+
+
 def test_completed_round_forgets_the_lost_ones():
     """Only rounds in a row stop a run."""
     lost = [(A, r) for r in (1, 2, 4, 5, 7)]
