@@ -27,7 +27,7 @@ test: $(READY) ## Run every test
 	$(PYTEST)
 
 test-fast: $(READY) ## Run the tests that take milliseconds
-	$(PYTEST) -m "not slow and not flower and not deploy"
+	$(PYTEST) -m "not slow and not flower and not deploy" -n 2
 
 test-lowest: ## Run the fast tests with the oldest versions that we promise
 	$(PYTHON) -m venv $(VENV)-lowest
