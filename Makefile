@@ -24,7 +24,7 @@ demo: $(READY) ## Train one model across two simulated clouds and write a report
 	$(BIN)/crossfed simulate jobs/quickstart.toml
 
 test: $(READY) ## Run every test
-	$(PYTEST)
+	$(PYTEST) -n 2
 
 test-fast: $(READY) ## Run the tests that take milliseconds
 	$(PYTEST) -m "not slow and not flower and not deploy" -n 2

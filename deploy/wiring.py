@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -154,7 +155,7 @@ def build_server(
             store=store,
             prefix="checkpoints/",
             run_id=run_id,
-            job=job_file.document(job),
+            job=_what_decides(job),
             layout=layout,
             keep=job.storage.keep_checkpoints,
             emit=emit,
@@ -168,6 +169,13 @@ def build_server(
         emit=emit,
         stop_requested=stop_requested,
     )
+
+
+def _what_decides(job: JobSpec) -> dict[str, Any]:
+    """The job without what may change on resume, as no result depends on it."""
+    document = job_file.document(job)
+    del document["storage"], document["simulation"]["workers"]
+    return document
 
 
 def num_workers(job: JobSpec) -> int:

@@ -103,7 +103,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
     try:
         if saved is None:
             # From here on the run belongs to this job and this coordinator.
-            parts.checkpoints.save(state)
+            _save(parts, state)
         while state.round_index < job.rounds and not parts.stop_requested():
             state, spare_d = _run_round(job, parts, state, spare_d)
             _check_progress(job, state)
@@ -152,10 +152,23 @@ def _run_round(
             record.update_norm = norm(update_d)
             new_state, status = _step(parts, state, update_d, record)
             record.end_phase("apply")
-    saved_bytes = parts.checkpoints.save(new_state)
-    record.end_phase("checkpoint")
-    record.finish(status, saved_bytes)
+    record.finish(status)
+    _save(parts, new_state)
     return new_state, state.weights_d if status == "completed" else spare_d
+
+
+def _save(parts: ServerParts, state: RunState) -> None:
+    """Make a state durable and say so."""
+    start = parts.clock.monotonic()
+    bytes_written = parts.checkpoints.save(state)
+    parts.emit(
+        events.CheckpointSaved(
+            at=parts.clock.now(),
+            round_index=state.round_index,
+            bytes_written=bytes_written,
+            seconds=parts.clock.monotonic() - start,
+        )
+    )
 
 
 def _sound_updates(

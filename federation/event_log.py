@@ -11,9 +11,11 @@ else that is not as written is an error. Folding events into a view of the run
 is the work of ``monitoring.run_view``.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import types
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -62,10 +64,15 @@ class EventWriter:
             StoreUnavailable: The disk is full, or the file is out of reach.
         """
         rest = memoryview(to_line(event).encode("ascii") + b"\n")
+        start = self._file.seek(0, os.SEEK_END)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
+            # Half a line must not run into the next one, should there be room then.
+            # That this fails as well is not the news.
+            with contextlib.suppress(OSError):
+                self._file.truncate(start)
             raise _unavailable(self._path, error) from error
 
     def close(self) -> None:

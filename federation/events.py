@@ -196,7 +196,7 @@ class RoundFinished:
         failed: Number of refused or missing answers by kind.
         bytes_down: To all sites.
         bytes_up: From all sites.
-        seconds: The whole round.
+        seconds: From the first question to the result; the checkpoint follows.
         phases: Where the aggregator's time went.
         training: Pooled over the sites, taken while they trained.
         update_norm: Euclidean norm of the combined update; None if there is none.

@@ -347,7 +347,7 @@ def _draw_round(
     def bar(place: int, start: float, seconds: float, colour: str) -> None:
         axes.broken_barh([(offset + start, seconds)], (place - 0.3, 0.6), fc=colour)
 
-    for phase in row.finished.phases if row.finished else ():
+    for phase in row.phases:
         bar(0, phase.start_seconds, phase.seconds, _phase_colour(phase.name, colours))
     for report in row.reports:
         if report.site not in sites:

@@ -27,7 +27,7 @@ from federation.events import (
     SiteShare,
     Warned,
 )
-from federation.messages import MetricSums
+from federation.messages import MetricSums, Phase
 
 RUNNING = "running"
 COMPLETED = "completed"
@@ -48,6 +48,7 @@ class RoundView:
         reports: What became of each task, in order of arrival.
         finished: Its canonical line; None while it runs.
         evaluated: The model after it; None if that was not evaluated, or not yet.
+        saved: Its checkpoint; None if that is not durable, or not yet.
     """
 
     index: int
@@ -56,6 +57,7 @@ class RoundView:
     reports: Reports
     finished: RoundFinished | None
     evaluated: ModelEvaluated | None
+    saved: CheckpointSaved | None
 
     @property
     def status(self) -> str:
@@ -110,8 +112,22 @@ class RoundView:
 
     @property
     def seconds(self) -> float | None:
-        """Duration; None while the round runs."""
-        return None if self.finished is None else self.finished.seconds
+        """Duration with its checkpoint; None while the round runs."""
+        if self.finished is None:
+            return None
+        return self.finished.seconds + (self.saved.seconds if self.saved else 0.0)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Where the aggregator's time went."""
+        if self.finished is None or self.saved is None:
+            return self.finished.phases if self.finished else ()
+        checkpoint = Phase(
+            name="checkpoint",
+            start_seconds=self.finished.seconds,
+            seconds=self.saved.seconds,
+        )
+        return (*self.finished.phases, checkpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,6 +469,7 @@ class RunFold:
             reports=tuple(self._reports.get(index, ())),
             finished=ended,
             evaluated=self._evaluated.get(index),
+            saved=self._saved.get(index),
         )
 
 

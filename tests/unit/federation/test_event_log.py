@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import resource
 from pathlib import Path
 from typing import get_args
 
@@ -219,6 +220,22 @@ def test_full_disk_is_a_store_error():
         pytest.raises(StoreUnavailable, match="No space left"),
     ):
         emit(WARNED)
+
+
+def test_line_that_did_not_fit_leaves_no_half(tmp_path: Path):
+    """Once there is room again, the log goes on with whole lines."""
+    path = tmp_path / "events.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventWriter(path) as emit:
+        emit(WARNED)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
+            with pytest.raises(StoreUnavailable):
+                emit(WARNED)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        emit(WARNED)
+    assert read_events(path) == [WARNED, WARNED]
 
 
 def test_events_hold_only_what_the_log_can_rebuild():
