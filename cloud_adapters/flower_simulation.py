@@ -5,6 +5,7 @@ kept from calling home, from logging to the terminal and from leaving processes 
 files behind.
 """
 
+import gc
 import importlib
 import importlib.util
 import logging
@@ -215,6 +216,9 @@ def _ray(num_cpus: int, folder: str) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+            # What Ray left open must go here, where its warnings are expected, and
+            # not at some later moment of the caller's.
+            gc.collect()
             worker._worker_logs_enabled = True  # noqa: SLF001
 
 
