@@ -24,10 +24,10 @@ demo: $(READY) ## Train one model across two simulated clouds and write a report
 	$(BIN)/crossfed simulate jobs/quickstart.toml
 
 test: $(READY) ## Run every test
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist loadgroup
 
 test-fast: $(READY) ## Run the tests that take milliseconds
-	$(PYTEST) -m "not slow and not flower and not deploy" -n 2
+	$(PYTEST) -m "not slow and not flower and not deploy" -n 2 --dist loadgroup
 
 test-lowest: ## Run the fast tests with the oldest versions that we promise
 	$(PYTHON) -m venv $(VENV)-lowest

@@ -75,6 +75,7 @@ def children() -> set[str]:
 
 def surroundings() -> dict[str, Any]:
     """What a run must leave as it was."""
+    import_flower()  # Which sets variables of its own, once a process.
     return {
         "environment": dict(os.environ),
         "children": children(),

@@ -1,0 +1,70 @@
+"""Flower's engine gives the weights of the in-process one, bit for bit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploy.simulation import simulate
+from federation import job_file
+from federation.errors import JobError
+from federation.job import JobSpec
+
+pytestmark = [pytest.mark.flower, pytest.mark.slow]
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+
+def _job(*changes: str) -> JobSpec:
+    return job_file.load(JOBS / "quickstart.toml", ["rounds=3", *changes])
+
+
+def _weights_equal(job: JobSpec) -> bool:
+    ours, flowers = (simulate(job, engine=engine) for engine in ("inproc", "flower"))
+    assert ours.rounds_completed == flowers.rounds_completed == 3
+    return all(
+        np.array_equal(ours.weights[name], flowers.weights[name])
+        for name in ours.weights
+    )
+
+
+def test_engines_agree_bit_for_bit():
+    """Same sites, same coordinator, another grid."""
+    assert _weights_equal(_job())
+
+
+def test_engines_agree_about_faulty_sites():
+    """What a site does wrong is judged the same."""
+    faults = """
+        { site = "aws-us-east-1", kind = "garbage", rounds = [1] },
+        { site = "gcp-us-central1", kind = "nan", rounds = [2] },
+        { site = "aws-us-east-1", kind = "crash", rounds = [3] },
+    """
+    changes = (f"simulation.faults=[{faults}]", "schedule.minimum_sites=1")
+    assert _weights_equal(_job(*changes))
+
+
+def test_second_answer_cannot_be_rehearsed():
+    """Flower takes one reply to a message."""
+    fault = '[{ site = "aws-us-east-1", kind = "duplicate" }]'
+    with pytest.raises(JobError, match=r"simulation\.faults\[0\]\.kind"):
+        simulate(_job(f"simulation.faults={fault}"), engine="flower")
+
+
+def test_command_line_runs_it(tmp_path: Path):
+    """And leaves what any run leaves."""
+    command = Path(sys.executable).with_name("crossfed")
+    job = JOBS / "quickstart.toml"
+    options = ("--engine", "flower", "--out", "run", "--set", "rounds=2")
+    done = subprocess.run(
+        [command, "simulate", job, *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/model.safetensors").is_file()
+    assert "accuracy" in done.stdout
