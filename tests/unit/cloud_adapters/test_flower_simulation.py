@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,10 @@ def run(server: Any, **changes: Any) -> Any:
     return run_on_flower_simulation(server, toy_sites.faulty_site, **arguments)
 
 
-def ask(grid: Grid, round_index: int) -> dict[SiteId, Reply]:
-    """Send every site a task."""
+def ask(
+    grid: Grid, round_index: int, *, wanted: Callable[[SiteId], bool] = bool
+) -> dict[SiteId, Reply]:
+    """Send a task to every site that is wanted."""
     tasks = [
         RoundTask(
             run_id="run-1",
@@ -53,6 +56,7 @@ def ask(grid: Grid, round_index: int) -> dict[SiteId, Reply]:
             evaluate_after=False,
         )
         for site in grid.sites()
+        if wanted(site)
     ]
     return {
         task.site: reply
@@ -86,13 +90,25 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_temporary_folder() -> Iterator[None]:
+    """See this module's files and no other process's; the path must be short."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        tempfile.tempdir = folder
+        yield
+        tempfile.tempdir = None
+
+
 @pytest.fixture(scope="module")
 def story() -> SimpleNamespace:
     """Two rounds with faulty sites, then an error in the server."""
     rounds: list[dict[SiteId, Reply]] = []
 
     def server(grid: Grid) -> None:
-        rounds.extend(ask(grid, index) for index in (1, 2))
+        # A task that waits behind one that kills its process may go with it.
+        first = ask(grid, 1, wanted=lambda site: site != "dies")
+        rounds.append(first | ask(grid, 1, wanted=lambda site: site == "dies"))
+        rounds.append(ask(grid, 2))
         raise RuntimeError("from the server")
 
     before = surroundings()
