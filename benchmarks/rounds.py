@@ -37,6 +37,7 @@ from cloud_adapters.storage.memory import MemoryStore
 from federation import events, job_file
 from federation.clock import SystemClock
 from federation.coordinator import ServerParts, run_federation
+from federation.gather import PlainGather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.messages import MetricSums
@@ -133,7 +134,14 @@ def _parts(
         run_id=run_id,
         engine="inproc",
         layout=layout,
-        grid=grid,
+        gather=PlainGather(
+            job,
+            run_id=run_id,
+            layout=layout,
+            grid=grid,
+            weight_of=weight_of("examples"),
+            combine=weighted_mean,
+        ),
         initial_state=lambda: RunState(
             round_index=0,
             weights_d=np.zeros(layout.size, dtype=np.float32),
@@ -153,8 +161,6 @@ def _parts(
             clock=clock,
         ),
         draw_cohort=draw_cohort,
-        weight_of=weight_of("examples"),
-        combine=weighted_mean,
         optimizer=optimizer,
         clock=clock,
         emit=emit,

@@ -16,6 +16,7 @@ from federation.messages import (
     SiteFailure,
     SiteMessage,
     SiteUpdate,
+    Task,
     TaskKind,
 )
 from federation.protocols import Clock, Trainer
@@ -50,7 +51,7 @@ class Site:
         self._clock = clock
         self._trainer: Trainer | None = None
 
-    def handle(self, task: RoundTask) -> SiteMessage:
+    def handle(self, task: Task) -> SiteMessage:
         """Answer a task; whatever goes wrong becomes a ``SiteFailure``."""
         try:
             return self._answer(task)
@@ -63,7 +64,14 @@ class Site:
             )
             return self._failure(task, kind, _one_line(error))
 
-    def _answer(self, task: RoundTask) -> SiteMessage:
+    def _answer(self, task: Task) -> SiteMessage:
+        if not isinstance(task, RoundTask) or task.secure:
+            return self._failure(
+                task,
+                FailureKind.INVALID,
+                "was asked for secure aggregation and answers in the clear only: give "
+                "the site the run's own job",
+            )
         if self._trainer is None:
             self._trainer = self._make_trainer()
         trainer = self._trainer
@@ -123,7 +131,7 @@ class Site:
             phases=watch.phases(),
         )
 
-    def _failure(self, task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
+    def _failure(self, task: Task, kind: FailureKind, text: str) -> SiteFailure:
         return SiteFailure(
             run_id=task.run_id,
             round_index=task.round_index,

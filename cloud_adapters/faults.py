@@ -12,13 +12,18 @@ import numpy as np
 from federation.job import FaultSpec
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     RoundTask,
+    SecureTask,
     SiteFailure,
     SiteMessage,
     SiteUpdate,
+    Task,
     TaskKind,
 )
 from federation.protocols import Clock
+
+_SILENCING = frozenset({"silent", "crash", "hang"})
 
 
 class FaultInjector:
@@ -31,18 +36,32 @@ class FaultInjector:
         self._seed = seed
 
     def __call__(
-        self, task: RoundTask, answer: Callable[[], SiteMessage]
+        self, task: Task, answer: Callable[[], SiteMessage]
     ) -> Sequence[SiteMessage]:
         """Let a site answer, and spoil it if that is what the job wants.
 
-        Only answers to training tasks are spoilt, by the first fault that strikes.
+        Only answers to training tasks are spoilt, by the first fault that strikes. A
+        site that does not answer its training task is silent for the rest of the
+        round: it answers no step of secure aggregation either.
         """
-        if task.kind is not TaskKind.TRAIN:
+        fault = self._striking(task)
+        if fault is None:
             return (answer(),)
-        for fault in self._faults:
-            if fault.site == task.site and _strikes(fault, task.round_index):
-                return self._spoil(fault, task, answer)
-        return (answer(),)
+        if isinstance(task, RoundTask):
+            return self._spoil(fault, task, answer)
+        return () if fault.kind in _SILENCING else (answer(),)
+
+    def _striking(self, task: Task) -> FaultSpec | None:
+        """Find the fault that strikes a site in the round of its task."""
+        if isinstance(task, SecureTask):
+            trains = task.round_index > 0  # Nobody trains in the setup of a run.
+        else:
+            trains = task.kind is TaskKind.TRAIN
+        if trains:
+            for fault in self._faults:
+                if fault.site == task.site and _strikes(fault, task.round_index):
+                    return fault
+        return None
 
     def _spoil(
         self, fault: FaultSpec, task: RoundTask, answer: Callable[[], SiteMessage]
@@ -50,7 +69,7 @@ class FaultInjector:
         if fault.kind == "silent":
             return ()
         if fault.kind == "crash":
-            return (_crash(task),)
+            return (_crash(task, "rehearsed crash"),)
         if fault.kind == "hang":
             self._clock.sleep(fault.seconds)
         message = answer()
@@ -59,7 +78,9 @@ class FaultInjector:
         if fault.kind == "wrong_round":
             return (replace(message, round_index=task.round_index - 1),)
         if isinstance(message, SiteUpdate):
-            return (self._spoil_update(fault, message),)
+            message = self._spoil_update(fault, message)
+        elif isinstance(message, MaskedUpdate):
+            message = self._spoil_masked(fault, task, message)
         return (message,)
 
     def _spoil_update(self, fault: FaultSpec, update: SiteUpdate) -> SiteUpdate:
@@ -70,12 +91,31 @@ class FaultInjector:
             delta_d[delta_d.size // 2] = float(fault.kind)
             return replace(update, delta_d=delta_d)
         if fault.kind == "garbage":
-            entropy = [self._seed, update.round_index, *update.site.encode()]
-            draws = np.random.default_rng(entropy)
+            draws = self._draws(update)
             delta_d = draws.standard_normal(update.delta_d.size, dtype=np.float32)
             delta_d *= fault.scale / float(np.linalg.norm(delta_d))
             return replace(update, delta_d=delta_d)
         return update
+
+    def _spoil_masked(
+        self, fault: FaultSpec, task: RoundTask, update: MaskedUpdate
+    ) -> MaskedUpdate | SiteFailure:
+        if fault.kind == "wrong_length":
+            word_bytes = max(1, update.words.size // max(1, task.weights_d.size))
+            return replace(update, words=update.words[:-word_bytes])
+        if fault.kind in {"nan", "inf"}:
+            text = f"rehearsed crash: masked words have no place for {fault.kind}"
+            return _crash(task, text)
+        if fault.kind == "garbage":
+            words = self._draws(update).integers(
+                256, size=update.words.size, dtype=np.uint8
+            )
+            return replace(update, words=words)
+        return update
+
+    def _draws(self, update: SiteUpdate | MaskedUpdate) -> np.random.Generator:
+        entropy = [self._seed, update.round_index, *update.site.encode()]
+        return np.random.default_rng(entropy)
 
 
 def _strikes(fault: FaultSpec, round_index: int) -> bool:
@@ -83,11 +123,11 @@ def _strikes(fault: FaultSpec, round_index: int) -> bool:
     return chosen and round_index % fault.every == 0
 
 
-def _crash(task: RoundTask) -> SiteFailure:
+def _crash(task: RoundTask, text: str) -> SiteFailure:
     return SiteFailure(
         run_id=task.run_id,
         round_index=task.round_index,
         site=task.site,
         kind=FailureKind.CRASHED,
-        message="rehearsed crash",
+        message=text,
     )

@@ -20,8 +20,11 @@ from federation.messages import (
     FailureKind,
     Reply,
     RoundTask,
+    SecureTask,
     SiteFailure,
     SiteMessage,
+    Task,
+    TaskKind,
 )
 from federation.protocols import Clock
 
@@ -49,7 +52,7 @@ class _Question:
     """A task on its way."""
 
     index: int
-    task: RoundTask
+    task: Task
     asked_seconds: float
     bytes_down: int
 
@@ -58,7 +61,7 @@ class _Question:
 class _Exchange:
     """The state of one call of ``exchange``."""
 
-    waiting: deque[tuple[int, RoundTask]]
+    waiting: deque[tuple[int, Task]]
     ahead: float
     pending: dict[str, _Question] = field(default_factory=dict)
     landed: dict[int, Reply] = field(default_factory=dict)
@@ -125,7 +128,7 @@ class FlowerGrid:
         return tuple(self._nodes)
 
     def exchange(
-        self, tasks: Sequence[RoundTask], *, deadline_seconds: float
+        self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Iterator[Reply]:
         """Send tasks and yield what comes back.
 
@@ -178,7 +181,7 @@ class FlowerGrid:
                     deadline_seconds=deadline_seconds,
                 ),
                 self._nodes[task.site],
-                task.kind.value,
+                _kind(task).value,
                 ttl=QUEUE * (deadline_seconds + LATE_SECONDS),
                 group_id=str(task.round_index),
             )
@@ -243,7 +246,7 @@ class FlowerGrid:
         try:
             frame = flower_site.unpack(message.content)
             answer = wire.decode(frame)
-            if isinstance(answer, RoundTask) or answer.site != task.site:
+            if isinstance(answer, RoundTask | SecureTask) or answer.site != task.site:
                 text = f"{task.site}'s node spoke for {answer.site!r}"
                 raise ProtocolError(text)  # noqa: TRY301 -- one place makes the reply
         except ProtocolError as error:
@@ -295,10 +298,16 @@ class FlowerGrid:
         self._clock.sleep(self._poll_seconds)
 
 
-def _ahead(tasks: Sequence[RoundTask]) -> int:
+def _ahead(tasks: Sequence[Task]) -> int:
     """Answers that memory allows to hold back."""
-    largest = max((task.weights_d.nbytes for task in tasks), default=0)
+    models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
+    largest = max(models, default=0)
     return min(MAX_AHEAD, MAX_AHEAD_BYTES // max(largest, 1))
+
+
+def _kind(task: Task) -> TaskKind:
+    # Flower knows no kind for steps of secure aggregation; they belong to training.
+    return task.kind if isinstance(task, RoundTask) else TaskKind.TRAIN
 
 
 def _gist(reason: str | None) -> str:
@@ -306,7 +315,7 @@ def _gist(reason: str | None) -> str:
     return (reason or "").rpartition("occurred. Message: ")[2].strip()
 
 
-def _failure(task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
+def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:
     return SiteFailure(
         run_id=task.run_id,
         round_index=task.round_index,

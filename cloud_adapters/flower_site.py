@@ -25,8 +25,10 @@ from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
     RoundTask,
+    SecureTask,
     SiteFailure,
     SiteMessage,
+    Task,
 )
 from federation.protocols import SiteHandler
 
@@ -104,7 +106,7 @@ def _answer(
 ) -> Message:
     about = message.content.config_records[_ABOUT]
     task = wire.decode(unpack(message.content))
-    if not isinstance(task, RoundTask) or task.site != about["site"]:
+    if not isinstance(task, RoundTask | SecureTask) or task.site != about["site"]:
         raise ProtocolError(f"a message for {about['site']!r} that is not its task")
     job_text = str(about["job"])
 
@@ -137,7 +139,7 @@ def _limit_torch(threads: int) -> None:
 
 
 def _within(
-    seconds: float, task: RoundTask, handle: Callable[[], SiteMessage]
+    seconds: float, task: Task, handle: Callable[[], SiteMessage]
 ) -> SiteMessage:
     """Answer within a time, in a thread, so that a hanging site frees its process."""
     answers: list[SiteMessage] = []
@@ -164,7 +166,7 @@ def _within(
     return answers[0]
 
 
-def _failure(task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
+def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:
     return SiteFailure(
         run_id=task.run_id,
         round_index=task.round_index,

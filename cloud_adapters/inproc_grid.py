@@ -25,6 +25,7 @@ from federation.messages import (
     RoundTask,
     SiteFailure,
     SiteMessage,
+    Task,
 )
 from federation.protocols import Clock, SiteHandler
 
@@ -36,12 +37,12 @@ MAX_AHEAD_BYTES = 64 << 20
 # that ends while a thread is inside a C++ library may be aborted by it.
 CLOSING_SECONDS = 1.0
 
-Fault = Callable[[RoundTask, Callable[[], SiteMessage]], Sequence[SiteMessage]]
+Fault = Callable[[Task, Callable[[], SiteMessage]], Sequence[SiteMessage]]
 _Answer = tuple[SiteMessage, int]  # What a site said, and its bytes on the wire.
 
 
 def no_fault(
-    task: RoundTask,  # noqa: ARG001 -- faults see the task
+    task: Task,  # noqa: ARG001 -- faults see the task
     answer: Callable[[], SiteMessage],
 ) -> Sequence[SiteMessage]:
     """Let a site answer as it does."""
@@ -57,7 +58,7 @@ class _Slot:
     what the site then says is late.
     """
 
-    task: RoundTask
+    task: Task
     index: int
     deadline_seconds: float
     bytes_down: int
@@ -158,7 +159,7 @@ class InProcessGrid:
         return tuple(self._handlers)
 
     def exchange(
-        self, tasks: Sequence[RoundTask], *, deadline_seconds: float
+        self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Iterator[Reply]:
         """Have the sites work on their tasks; yield in the order of the tasks.
 
@@ -174,9 +175,7 @@ class InProcessGrid:
             raise ValueError(f"the grid has no sites {unknown}")
         return self._run(tasks, deadline_seconds)
 
-    def _run(
-        self, tasks: Sequence[RoundTask], deadline_seconds: float
-    ) -> Iterator[Reply]:
+    def _run(self, tasks: Sequence[Task], deadline_seconds: float) -> Iterator[Reply]:
         slots = [
             _Slot(
                 task=task,
@@ -200,8 +199,9 @@ class InProcessGrid:
             with self._condition:
                 self._leave(exchange)
 
-    def _ahead(self, tasks: Sequence[RoundTask]) -> int:
-        largest = max((task.weights_d.nbytes for task in tasks), default=0)
+    def _ahead(self, tasks: Sequence[Task]) -> int:
+        models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
+        largest = max(models, default=0)
         by_memory = MAX_AHEAD_BYTES // max(largest, 1)
         return min(MAX_AHEAD, max(by_memory, self._num_workers))
 
@@ -311,7 +311,7 @@ class InProcessGrid:
             replies[index] = replace(replies[index], bytes_down=0)
         return replies
 
-    def _call(self, task: RoundTask) -> Sequence[_Answer]:
+    def _call(self, task: Task) -> Sequence[_Answer]:
         try:
             messages = self._fault(task, lambda: self._handlers[task.site].handle(task))
             answers = [_checked(task, message) for message in messages]
@@ -338,7 +338,7 @@ class InProcessGrid:
             return not slot.given_up
 
 
-def _checked(task: RoundTask, message: SiteMessage) -> _Answer:
+def _checked(task: Task, message: SiteMessage) -> _Answer:
     """Weigh a message, and see to it that a site speaks for itself alone.
 
     Raises:
@@ -351,11 +351,11 @@ def _checked(task: RoundTask, message: SiteMessage) -> _Answer:
     return message, num_bytes
 
 
-def _refusal(task: RoundTask, kind: FailureKind, text: str) -> _Answer:
+def _refusal(task: Task, kind: FailureKind, text: str) -> _Answer:
     return _failure(task, kind, text), 0
 
 
-def _failure(task: RoundTask, kind: FailureKind, text: str) -> SiteFailure:
+def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:
     return SiteFailure(
         run_id=task.run_id,
         round_index=task.round_index,

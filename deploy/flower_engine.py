@@ -20,7 +20,7 @@ from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import JobSpec
-from federation.messages import FailureKind, RoundTask, SiteFailure, SiteMessage
+from federation.messages import FailureKind, SiteFailure, SiteMessage, Task
 from federation.protocols import Grid, RunState, SiteHandler
 from federation.vectors import Layout, Role
 
@@ -95,7 +95,7 @@ class _FaultyHandler:
         self._handler = handler
         self._faults = faults
 
-    def handle(self, task: RoundTask) -> SiteMessage:
+    def handle(self, task: Task) -> SiteMessage:
         """Answer a task, or say that no answer will come."""
         for message in self._faults(task, lambda: self._handler.handle(task)):
             return message

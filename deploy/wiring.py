@@ -24,6 +24,7 @@ from federation import job_file
 from federation.coordinator import ServerParts
 from federation.errors import JobError
 from federation.events import DataDistributed, Emit, SiteShare
+from federation.gather import PlainGather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, Grid, ObjectStore, RunState
@@ -149,7 +150,14 @@ def build_server(
         run_id=run_id,
         engine=engine,
         layout=layout,
-        grid=grid,
+        gather=PlainGather(
+            job,
+            run_id=run_id,
+            layout=layout,
+            grid=grid,
+            weight_of=weight_of(job.aggregation.weights),
+            combine=combine_rule(job.aggregation),
+        ),
         initial_state=initial_state,
         checkpoints=RunCheckpoints(
             store=store,
@@ -162,8 +170,6 @@ def build_server(
             clock=clock,
         ),
         draw_cohort=draw_cohort,
-        weight_of=weight_of(job.aggregation.weights),
-        combine=combine_rule(job.aggregation),
         optimizer=optimizer,
         clock=clock,
         emit=emit,

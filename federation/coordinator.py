@@ -14,7 +14,7 @@ A round without quorum, or whose result is not finite, leaves theta as it was an
 counts as one of the planned rounds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,22 +23,14 @@ from federation import events
 from federation.errors import (
     CorruptObject,
     FederationError,
-    InvalidUpdate,
     QuorumNotMet,
     RunConflict,
 )
+from federation.gather import Gather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.messages import RoundTask, SiteUpdate, TaskKind
-from federation.protocols import (
-    Checkpoints,
-    Clock,
-    CombineRule,
-    Grid,
-    RunState,
-    ServerOptimizer,
-    WeightedUpdate,
-)
+from federation.messages import TaskKind
+from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
 from federation.round_record import RoundRecord
 from federation.vectors import Layout, Role, Vector, is_finite, norm
 
@@ -51,12 +43,10 @@ class ServerParts:
         run_id: The run.
         engine: Name of the engine, for the record.
         layout: Layout of the model.
-        grid: The way to the sites.
+        gather: How the cohort's work becomes one update: in the clear, or in secret.
         initial_state: Makes the state before the first round.
         checkpoints: Durable states.
         draw_cohort: Who is asked in a round: a function of job and round index.
-        weight_of: What an update counts.
-        combine: Many updates to one.
         optimizer: The combined update to new weights.
         clock: Time.
         emit: Where events go.
@@ -66,12 +56,10 @@ class ServerParts:
     run_id: RunId
     engine: str
     layout: Layout
-    grid: Grid
+    gather: Gather
     initial_state: Callable[[], RunState]
     checkpoints: Checkpoints
     draw_cohort: Callable[[JobSpec, int], Sequence[SiteId]]
-    weight_of: Callable[[SiteUpdate], float]
-    combine: CombineRule
     optimizer: ServerOptimizer
     clock: Clock
     emit: events.Emit
@@ -144,11 +132,10 @@ def _run_round(
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
-            update_d = parts.combine(_sound_updates(job, parts, state, record), spare_d)
+            update_d = parts.gather.update(state, record, spare_d)
         except QuorumNotMet:
             new_state, status = _without_result(state), "lost"
         else:
-            record.end_phase("combine")
             record.update_norm = norm(update_d)
             new_state, status = _step(parts, state, update_d, record)
             record.end_phase("apply")
@@ -169,33 +156,6 @@ def _save(parts: ServerParts, state: RunState) -> None:
             seconds=parts.clock.monotonic() - start,
         )
     )
-
-
-def _sound_updates(
-    job: JobSpec, parts: ServerParts, state: RunState, record: RoundRecord
-) -> Iterator[WeightedUpdate]:
-    """Ask the cohort and yield each answer that counts, as it lands.
-
-    Raises:
-        QuorumNotMet: Fewer sites than the quorum gave one.
-    """
-    tasks = _tasks(job, parts, state, record.cohort, TaskKind.TRAIN)
-    replies = parts.grid.exchange(
-        tasks, deadline_seconds=job.schedule.round_deadline_seconds
-    )
-    for update, reply in record.sound_updates(replies):
-        try:
-            weight = parts.weight_of(update)
-        except InvalidUpdate as error:
-            record.revoke(update, reply, str(error))
-        else:
-            record.count(update, reply, weight)
-            yield WeightedUpdate(
-                site=update.site, delta_d=update.delta_d, weight=weight
-            )
-        del update, reply  # One update at a time: the next is about to land.
-    if record.num_counted < job.minimum_sites:
-        raise QuorumNotMet(f"{record.num_counted} of {job.minimum_sites} sites")
 
 
 def _step(
@@ -271,32 +231,6 @@ def _without_result(state: RunState) -> RunState:
     )
 
 
-def _tasks(
-    job: JobSpec,
-    parts: ServerParts,
-    state: RunState,
-    cohort: Sequence[SiteId],
-    kind: TaskKind,
-) -> list[RoundTask]:
-    weights_d, integers_m = state.weights_d.view(), state.integers_m.view()
-    weights_d.flags.writeable = integers_m.flags.writeable = False
-    every = job.evaluation.every
-    return [
-        RoundTask(
-            run_id=parts.run_id,
-            round_index=state.round_index + 1,
-            site=site,
-            kind=kind,
-            layout_digest=parts.layout.digest,
-            weights_d=weights_d,
-            integers_m=integers_m,
-            evaluate=every > 0 and state.round_index % every == 0,
-            evaluate_after=job.aggregation.weights == "dynamic",
-        )
-        for site in cohort
-    ]
-
-
 def _evaluate_last(job: JobSpec, parts: ServerParts, state: RunState) -> None:
     """Have every site evaluate the final model."""
     if job.evaluation.every == 0:
@@ -304,16 +238,14 @@ def _evaluate_last(job: JobSpec, parts: ServerParts, state: RunState) -> None:
     record = RoundRecord(
         run_id=parts.run_id,
         round_index=state.round_index + 1,
-        cohort=tuple(parts.grid.sites()),
+        cohort=tuple(parts.gather.sites()),
         layout=parts.layout,
         clock=parts.clock,
         emit=parts.emit,
         kind=TaskKind.EVALUATE,
     )
-    tasks = _tasks(job, parts, state, record.cohort, TaskKind.EVALUATE)
-    record.collect_evaluations(
-        parts.grid.exchange(tasks, deadline_seconds=job.schedule.round_deadline_seconds)
-    )
+    parts.gather.evaluation(state, record)
+    record.finish_evaluation()
 
 
 def _check_progress(job: JobSpec, state: RunState) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from federation.ids import RunId, SiteId
-from federation.vectors import IntegerVector, Vector
+from federation.vectors import ByteVector, HeaderVector, IntegerVector, Vector
 
 
 class TaskKind(StrEnum):
@@ -16,6 +16,15 @@ class TaskKind(StrEnum):
 
     TRAIN = "train"
     EVALUATE = "evaluate"
+
+
+class SecureStep(StrEnum):
+    """An exchange of the secure-aggregation protocol beside that of the model."""
+
+    ADVERTISE = "advertise"  # once a run: contract out, public keys back
+    CONFIRM = "confirm"  # once a run: everybody's public keys out, assent back
+    SURVIVORS = "survivors"  # a round with dropouts: who answered; assent back
+    REVEAL = "reveal"  # a round with dropouts: assents out, shares back
 
 
 class FailureKind(StrEnum):
@@ -96,6 +105,8 @@ class RoundTask:
             before training.
         evaluate_after: Whether the site's own model is evaluated after training,
             which dynamic weights need.
+        secure: Under secure aggregation what its protocol says beside the model, as
+            bytes of ``privacy.secagg``; empty otherwise.
     """
 
     run_id: RunId
@@ -107,6 +118,65 @@ class RoundTask:
     integers_m: IntegerVector
     evaluate: bool
     evaluate_after: bool
+    secure: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecureTask:
+    """A step of the secure-aggregation protocol that one site is asked to take.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round; 0 for the setup of the run.
+        site: Who is asked.
+        step: Which step.
+        body: Bytes of ``privacy.secagg``.
+    """
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    step: SecureStep
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecureAnswer:
+    """A site's answer to a ``SecureTask``; attributes as there."""
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    step: SecureStep
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedUpdate:
+    """A site's answer to a task under secure aggregation.
+
+    Nothing in it tells of the site's update, loss or number of examples but through
+    the sum over all sites.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round that this answers.
+        site: Who answers.
+        layout_digest: Digest of the layout of the site's model.
+        words: The masked update, raw little-endian words of the contract's ring,
+            shape ``(bytes,)``, uint8.
+        header_h: The masked header, shape ``(h,)``, uint64: sums of weights,
+            examples, losses and hits.
+        body: Signed head and sealed shares, bytes of ``privacy.secagg``.
+    """
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    layout_digest: str
+    words: ByteVector
+    header_h: HeaderVector
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +250,8 @@ class SiteFailure:
     message: str
 
 
-SiteMessage = SiteUpdate | SiteEvaluation | SiteFailure
+Task = RoundTask | SecureTask
+SiteMessage = SiteUpdate | SiteEvaluation | MaskedUpdate | SecureAnswer | SiteFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from federation.ids import SiteId
-from federation.messages import MetricSums, Reply, RoundTask, SiteMessage
+from federation.messages import MetricSums, Reply, SiteMessage, Task
 from federation.vectors import IntegerVector, Layout, Vector
 
 Buffer = bytes | bytearray | memoryview
@@ -43,7 +43,7 @@ class Grid(Protocol):
         ...
 
     def exchange(
-        self, tasks: Sequence[RoundTask], *, deadline_seconds: float
+        self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Iterator[Reply]:
         """Send tasks and yield what comes back, until all answered or time is up.
 
@@ -57,7 +57,7 @@ class Grid(Protocol):
 class SiteHandler(Protocol):
     """What a site does with a task. Implementation: ``clients.site``."""
 
-    def handle(self, task: RoundTask) -> SiteMessage:
+    def handle(self, task: Task) -> SiteMessage:
         """Answer a task; an error becomes a ``SiteFailure``."""
         ...
 

@@ -62,6 +62,8 @@ class RoundRecord:
         self._bytes_down = self._bytes_up = 0
         self._training: MetricSums | None = None
         self._evaluations: dict[str, MetricSums] = {}
+        self._secret_evaluation: MetricSums | None = None
+        self._journeys: dict[str, Reply] = {}
         self._largest_m: IntegerVector | None = None
         if kind is TaskKind.TRAIN:
             emit(
@@ -130,15 +132,17 @@ class RoundRecord:
 
     def collect_evaluations(self, replies: Iterable[Reply]) -> None:
         """Take in the answers to an exchange for evaluation alone."""
-        journeys: dict[str, Reply] = {}
         for reply in replies:
             message = reply.message
             if self._is_sound(reply) and isinstance(message, SiteEvaluation):
                 self._evaluations[message.site] = message.evaluation
-                journeys[message.site] = reply
+                self._journeys[message.site] = reply
         self._close()
-        self._emit_evaluated(journeys)
-        if not self._evaluations:
+
+    def finish_evaluation(self) -> None:
+        """Emit the final model's metrics, or that there are none."""
+        self._emit_evaluated()
+        if self._pooled_evaluation() is None:
             self._emit(
                 events.Warned(
                     at=self._clock.now(),
@@ -169,7 +173,7 @@ class RoundRecord:
         In this order a crash in between leaves a line too many, which the round that
         runs again replaces. In the other it would leave a line too few for ever.
         """
-        self._emit_evaluated({})
+        self._emit_evaluated()
         self._emit(
             events.RoundFinished(
                 at=self._clock.now(),
@@ -217,14 +221,20 @@ class RoundRecord:
             )
         )
 
-    def _emit_evaluated(self, journeys: dict[str, Reply]) -> None:
-        """Emit the metrics of the model that this round began with."""
-        pooled: MetricSums | None = None
+    def _pooled_evaluation(self) -> MetricSums | None:
+        pooled = self._secret_evaluation
         for sums in self._evaluations.values():
             pooled = _pool(pooled, sums)
+        return pooled
+
+    def _emit_evaluated(self) -> None:
+        """Emit the metrics of the model that this round began with."""
+        pooled = self._pooled_evaluation()
         if pooled is None:
             return
-        sites = tuple(self._evaluations)
+        in_secret = self._secret_evaluation is not None
+        sites = self._state.answered if in_secret else tuple(self._evaluations)
+        journeys = self._journeys
         self._emit(
             events.ModelEvaluated(
                 at=self._clock.now(),

@@ -12,7 +12,9 @@ import numpy as np
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     MetricSums,
+    SecureAnswer,
     SiteEvaluation,
     SiteFailure,
     SiteMessage,
@@ -118,6 +120,9 @@ class RoundState:
     def _judge_answer(self, message: SiteMessage) -> SiteFailure | None:
         if isinstance(message, SiteFailure):
             return message
+        if isinstance(message, MaskedUpdate | SecureAnswer):
+            text = "answered in secret where the job has no secure aggregation"
+            return self._invalid(message.site, text)
         asked = TaskKind.TRAIN if isinstance(message, SiteUpdate) else TaskKind.EVALUATE
         if asked is not self._kind:
             text = f"answered {asked.value} where it was asked to {self._kind.value}"

@@ -22,6 +22,8 @@ from federation.errors import LayoutMismatch
 
 Vector = NDArray[np.float32]
 IntegerVector = NDArray[np.int64]
+ByteVector = NDArray[np.uint8]
+HeaderVector = NDArray[np.uint64]
 
 # 256 KiB of float32: a few such chunks fit in a core's second-level cache.
 CHUNK_VALUES = 1 << 16

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from deploy import cli
-from federation import errors, event_log, events, job, messages, wire
+from federation import (
+    errors,
+    event_log,
+    events,
+    job,
+    messages,
+    wire,
+    wire_fields,
+    wire_values,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("docs/reference")
@@ -30,6 +39,9 @@ _TRAVELLERS = (
     messages.SiteUpdate,
     messages.SiteEvaluation,
     messages.SiteFailure,
+    messages.SecureTask,
+    messages.SecureAnswer,
+    messages.MaskedUpdate,
 )
 _REQUIRED = "**required**"
 _WORDS: Mapping[Any, str] = {
@@ -37,6 +49,7 @@ _WORDS: Mapping[Any, str] = {
     float: "number",
     bool: "true or false",
     str: "text",
+    bytes: "bytes",
     type(None): "nothing",
 }
 
@@ -250,7 +263,7 @@ def _events() -> Iterator[str]:
     yield from ("## Parts of events", "")
     for part in _PARTS:
         yield from _described(part, level=3)
-    yield from _failure_kinds(level=3)
+    yield from _words(messages.FailureKind, level=3)
 
 
 def _wire() -> Iterator[str]:
@@ -259,7 +272,8 @@ def _wire() -> Iterator[str]:
     pattern = re.compile(r"^(MAX_\w+) = (.+?)(?:\s+# (.+))?$", re.MULTILINE)
     rows = [
         (f"`{name}`", f"{getattr(wire, name):,}", _sentence(comment or ""))
-        for name, _, comment in pattern.findall(inspect.getsource(wire))
+        for module in (wire, wire_fields, wire_values)
+        for name, _, comment in pattern.findall(inspect.getsource(module))
     ]
     yield from _table(("Limit", "Value", "Note"), rows)
     yield from ("## Messages", "")
@@ -267,7 +281,8 @@ def _wire() -> Iterator[str]:
         yield from _described(kind, level=3)
     for part in (messages.MetricSums, messages.Phase):
         yield from _described(part, level=3)
-    yield from _failure_kinds(level=3)
+    yield from _words(messages.SecureStep, level=3)
+    yield from _words(messages.FailureKind, level=3)
 
 
 def _described(kind: type, *, level: int) -> Iterator[str]:
@@ -285,15 +300,16 @@ def _described(kind: type, *, level: int) -> Iterator[str]:
     yield from _table(columns, rows)
 
 
-def _failure_kinds(*, level: int) -> Iterator[str]:
-    yield from (f"{'#' * level} `FailureKind`", "")
-    yield from (_summary(messages.FailureKind), "")
-    source = inspect.getsource(messages.FailureKind)
+def _words(kind: type, *, level: int) -> Iterator[str]:
+    """An enumeration: heading, docstring, words."""
+    yield from (f"{'#' * level} `{kind.__name__}`", "")
+    yield from (_summary(kind), "")
+    source = inspect.getsource(kind)
     rows = [
         (f"`{word}`", _sentence(meaning))
         for word, meaning in re.findall(r'= "(\w+)"  # (.+)', source)
     ]
-    yield from _table(("Kind", "Meaning"), rows)
+    yield from _table(("Word", "Meaning"), rows)
 
 
 def _docstring(kind: type) -> tuple[str, dict[str, str]]:

@@ -5,7 +5,7 @@ what came of it. To add a grid, write a function like ``in_process`` and list it
 ``ENGINES``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,16 @@ from federation.clock import SystemClock
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     Reply,
     RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
     SiteEvaluation,
     SiteFailure,
     SiteUpdate,
+    Task,
     TaskKind,
 )
 from federation.protocols import Grid
@@ -54,6 +59,20 @@ Server = Callable[[Grid], Any]
 def tasks(sites: list[SiteId] = SITES, **fields: Any) -> list[RoundTask]:
     """One task for each site."""
     return [replace(TASK, site=site, **fields) for site in sites]
+
+
+def secure_tasks(step: SecureStep, round_index: int) -> list[SecureTask]:
+    """One step of secure aggregation for each site."""
+    return [
+        SecureTask(
+            run_id="run-1",
+            round_index=round_index,
+            site=site,
+            step=step,
+            body=b"\0for " + site.encode(),
+        )
+        for site in SITES
+    ]
 
 
 def in_process(server: Server, *, workers: int):
@@ -101,6 +120,8 @@ class Played:
     reverse: list[Reply]
     some: list[Reply]
     none: list[Reply]
+    setup: list[Reply]
+    masked: list[Reply]
     failing: list[Reply]
     after_break: list[Reply]
     hanging: list[Reply]
@@ -110,7 +131,7 @@ class Played:
 def play(grid: Grid) -> Played:
     """Send the script's tasks."""
 
-    def send(tasks: list[RoundTask], seconds: float = PATIENT_SECONDS) -> list[Reply]:
+    def send(tasks: Sequence[Task], seconds: float = PATIENT_SECONDS) -> list[Reply]:
         return list(grid.exchange(tasks, deadline_seconds=seconds))
 
     def send_and_leave() -> None:
@@ -122,6 +143,8 @@ def play(grid: Grid) -> Played:
     evaluate = send(tasks(round_index=2, kind=TaskKind.EVALUATE))
     reverse, some = send(tasks(SITES[::-1])), send(tasks(SITES[1:3]))
     none = send([])
+    setup = send(secure_tasks(SecureStep.ADVERTISE, 0))
+    masked = send(tasks(round_index=3, secure=b"\0contract\xff"))
     failing = send(tasks(round_index=toy_sites.FAILING_ROUND))
     send_and_leave()
     after_break = send(tasks(round_index=51))
@@ -138,6 +161,8 @@ def play(grid: Grid) -> Played:
         reverse=reverse,
         some=some,
         none=none,
+        setup=setup,
+        masked=masked,
         failing=failing,
         after_break=after_break,
         hanging=hanging,
@@ -207,6 +232,32 @@ def test_evaluation_is_answered_by_an_evaluation(played: Played):
     """The kind of the task reaches the site."""
     assert senders(played.evaluate) == SITES
     assert {type(r.message) for r in played.evaluate} == {SiteEvaluation}
+
+
+def test_steps_of_secure_aggregation_arrive(played: Played):
+    """Also before the first round; bytes are carried as they are."""
+    assert senders(played.setup) == SITES
+    for reply, task in zip(
+        played.setup, secure_tasks(SecureStep.ADVERTISE, 0), strict=True
+    ):
+        assert isinstance(reply.message, SecureAnswer)
+        assert reply.message.step is SecureStep.ADVERTISE
+        assert reply.message.body == task.body[::-1]
+        assert reply.message.round_index == 0
+        assert reply.bytes_down == wire.encoded_size(task)
+        assert reply.bytes_up == wire.encoded_size(reply.message)
+
+
+def test_masked_updates_arrive_bit_for_bit(played: Played):
+    """Words, the 64 bits of the header's words, and what is signed."""
+    for reply in played.masked:
+        update = reply.message
+        assert isinstance(update, MaskedUpdate)
+        assert update.words.tobytes() == TASK.weights_d[::-1].tobytes()
+        expected_h = TASK.integers_m.view(np.uint64) + np.uint64(1)
+        np.testing.assert_array_equal(update.header_h, expected_h)
+        assert update.body == b"\xfftcartnoc\0"
+        assert reply.bytes_up == wire.encoded_size(update)
 
 
 def test_bytes_are_those_of_the_wire(played: Played):

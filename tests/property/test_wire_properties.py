@@ -12,9 +12,13 @@ from federation import wire
 from federation.errors import WireError
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     MetricSums,
     Phase,
     RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
     SiteEvaluation,
     SiteFailure,
     SiteUpdate,
@@ -32,6 +36,13 @@ float_vectors = st.binary(max_size=400).map(
 integer_vectors = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(
     lambda values: np.array(values, dtype=np.int64)
 )
+byte_vectors = st.binary(max_size=400).map(
+    lambda data: np.frombuffer(data, dtype=np.uint8)
+)
+header_vectors = st.lists(
+    st.integers(0, 2**64 - 1), max_size=wire.MAX_MASKED_HEADER_WORDS
+).map(lambda values: np.array(values, dtype=np.uint64))
+bodies = st.binary(max_size=200)
 sums = st.builds(MetricSums, count=counts, loss_sum=st.floats(), correct=counts)
 phases = st.lists(
     st.builds(Phase, name=lines, start_seconds=seconds, seconds=seconds), max_size=5
@@ -46,6 +57,7 @@ tasks = st.builds(
     integers_m=integer_vectors,
     evaluate=st.booleans(),
     evaluate_after=st.booleans(),
+    secure=bodies,
 )
 updates = st.builds(
     SiteUpdate,
@@ -64,7 +76,21 @@ evaluations = st.builds(SiteEvaluation, **about, evaluation=sums, phases=phases)
 failures = st.builds(
     SiteFailure, **about, kind=st.sampled_from(FailureKind), message=lines
 )
-messages = st.one_of(tasks, updates, evaluations, failures)
+step = {"step": st.sampled_from(SecureStep), "body": bodies}
+secure_tasks = st.builds(SecureTask, **about, **step)
+secure_answers = st.builds(SecureAnswer, **about, **step)
+masked_updates = st.builds(
+    MaskedUpdate,
+    **about,
+    layout_digest=digests,
+    words=byte_vectors,
+    header_h=header_vectors,
+    body=bodies,
+)
+messages = st.one_of(
+    *(tasks, updates, evaluations, failures),
+    *(secure_tasks, secure_answers, masked_updates),
+)
 
 
 def plain(value: object):

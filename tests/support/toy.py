@@ -22,12 +22,17 @@ from federation import job_file
 from federation.clock import VirtualClock
 from federation.coordinator import ServerParts, run_federation
 from federation.events import Event
+from federation.gather import PlainGather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     MetricSums,
     RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
     SiteEvaluation,
     SiteFailure,
     SiteMessage,
@@ -198,18 +203,21 @@ class Toy:
             "run_id": RUN,
             "engine": "toy",
             "layout": LAYOUT,
-            "grid": grid,
             "initial_state": lambda: initial_state(self.job),
             "checkpoints": self.checkpoints(),
             "draw_cohort": draw_cohort,
-            "weight_of": weight_of(aggregation.weights),
-            "combine": combine_rule(aggregation),
             "optimizer": server_optimizer(aggregation.server_optimizer),
             "clock": self.clock,
             "emit": self.events.append,
             "stop_requested": self.stop_requested,
         }
-        return ServerParts(**(usual | changes))
+        in_the_clear = {
+            "weight_of": weight_of(aggregation.weights),
+            "combine": combine_rule(aggregation),
+        }
+        chosen = {name: changes.pop(name, it) for name, it in in_the_clear.items()}
+        gather = PlainGather(self.job, run_id=RUN, layout=LAYOUT, grid=grid, **chosen)
+        return ServerParts(**(usual | {"gather": gather} | changes))
 
     def run(self, **changes: Any) -> RunState:
         """Run the job, or go on with it, as one coordinator."""
@@ -256,6 +264,32 @@ def update(site: SiteId = SITES[0], **changes: Any) -> SiteUpdate:
         "phases": (),
     }
     return SiteUpdate(**(usual | changes))
+
+
+def masked(site: SiteId = SITES[0], **changes: Any) -> MaskedUpdate:
+    """A masked answer to ``task``, in words of 24 bits."""
+    usual: dict[str, Any] = {
+        "run_id": RUN,
+        "round_index": 1,
+        "site": site,
+        "layout_digest": LAYOUT.digest,
+        "words": np.arange(3 * LAYOUT.size, dtype=np.uint8),
+        "header_h": np.arange(5, dtype=np.uint64),
+        "body": b"signed",
+    }
+    return MaskedUpdate(**(usual | changes))
+
+
+def secure_task(site: SiteId = SITES[0], **changes: Any) -> SecureTask:
+    """A step of secure aggregation."""
+    usual: dict[str, Any] = {"run_id": RUN, "round_index": 1, "body": b"who"}
+    return SecureTask(site=site, step=SecureStep.SURVIVORS, **(usual | changes))
+
+
+def secure_answer(site: SiteId = SITES[0], **changes: Any) -> SecureAnswer:
+    """An answer to ``secure_task``."""
+    usual: dict[str, Any] = {"run_id": RUN, "round_index": 1, "body": b"assent"}
+    return SecureAnswer(site=site, step=SecureStep.SURVIVORS, **(usual | changes))
 
 
 def evaluation(site: SiteId = SITES[0], **changes: Any) -> SiteEvaluation:

@@ -12,13 +12,16 @@ import numpy as np
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     MetricSums,
     Phase,
-    RoundTask,
+    SecureAnswer,
+    SecureTask,
     SiteEvaluation,
     SiteFailure,
     SiteMessage,
     SiteUpdate,
+    Task,
     TaskKind,
 )
 
@@ -37,7 +40,7 @@ class EchoSite:
         self._site = site
         self._job_text = job_text
 
-    def handle(self, task: RoundTask) -> SiteMessage:
+    def handle(self, task: Task) -> SiteMessage:
         """Answer, except where this round is for failing or hanging."""
         about = {
             "run_id": task.run_id,
@@ -50,10 +53,20 @@ class EchoSite:
                 return SiteFailure(**about, kind=FailureKind.CRASHED, message=text)
             if task.round_index == HANGING_ROUND:
                 time.sleep(HANGING_SECONDS)
+        if isinstance(task, SecureTask):
+            return SecureAnswer(**about, step=task.step, body=task.body[::-1])
         sums = MetricSums(count=10, loss_sum=0.1, correct=len(self._job_text))
         phases = (Phase(name="echo", start_seconds=0.25, seconds=0.5),)
         if task.kind is TaskKind.EVALUATE:
             return SiteEvaluation(**about, evaluation=sums, phases=phases)
+        if task.secure:
+            return MaskedUpdate(
+                **about,
+                layout_digest=task.layout_digest,
+                words=task.weights_d[::-1].copy().view(np.uint8),
+                header_h=task.integers_m.view(np.uint64) + np.uint64(1),
+                body=task.secure[::-1],
+            )
         return SiteUpdate(
             **about,
             layout_digest=task.layout_digest,
@@ -76,7 +89,7 @@ def echo_site(site: SiteId, job_text: str) -> EchoSite:
 class FaultySite(EchoSite):
     """Misbehaves in ways that its name tells."""
 
-    def handle(self, task: RoundTask) -> SiteMessage:
+    def handle(self, task: Task) -> SiteMessage:
         """Answer, if at all, not as a site should."""
         answer = super().handle(task)
         match self._site:

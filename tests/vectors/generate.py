@@ -16,9 +16,13 @@ from federation import wire
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     MetricSums,
     Phase,
     RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
     SiteEvaluation,
     SiteFailure,
     SiteUpdate,
@@ -42,6 +46,18 @@ WIRE_MESSAGES: dict[str, wire.WireMessage] = {
         integers_m=np.array([-1, 2**40], dtype=np.int64),
         evaluate=True,
         evaluate_after=False,
+    ),
+    "round of secrets": RoundTask(
+        run_id=_RUN,
+        round_index=4,
+        site=_SITE,
+        kind=TaskKind.TRAIN,
+        layout_digest=_DIGEST,
+        weights_d=np.array([2.5], dtype=np.float32),
+        integers_m=np.array([-2], dtype=np.int64),
+        evaluate=False,
+        evaluate_after=False,
+        secure=b"\x00secret\xff",
     ),
     "update": SiteUpdate(
         run_id=_RUN,
@@ -70,6 +86,29 @@ WIRE_MESSAGES: dict[str, wire.WireMessage] = {
         site=_SITE,
         kind=FailureKind.CRASHED,
         message='RuntimeError: "no space left", 0 °C, \U0001f4be',
+    ),
+    "secure task": SecureTask(
+        run_id=_RUN,
+        round_index=0,
+        site=_SITE,
+        step=SecureStep.ADVERTISE,
+        body=b"\x01\x00contract",
+    ),
+    "secure answer": SecureAnswer(
+        run_id=_RUN,
+        round_index=5,
+        site=_SITE,
+        step=SecureStep.REVEAL,
+        body=b"",
+    ),
+    "masked update": MaskedUpdate(
+        run_id=_RUN,
+        round_index=5,
+        site=_SITE,
+        layout_digest=_DIGEST,
+        words=np.array([1, 2, 3, 250, 251, 252], dtype=np.uint8),
+        header_h=np.array([0, 2**63, 2**64 - 1], dtype=np.uint64),
+        body=b"signed",
     ),
 }
 

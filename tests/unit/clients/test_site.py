@@ -15,6 +15,8 @@ from federation.messages import (
     FailureKind,
     MetricSums,
     RoundTask,
+    SecureStep,
+    SecureTask,
     SiteEvaluation,
     SiteFailure,
     SiteUpdate,
@@ -154,6 +156,33 @@ def test_another_layout_is_refused(store: MemoryStore):
     answer = site_of(trainer, store).handle(task(layout_digest="0" * 64))
     assert isinstance(answer, SiteFailure)
     assert answer.kind is FailureKind.INVALID
+    assert trainer.calls == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        task(secure=b"contract"),
+        task(TaskKind.EVALUATE, secure=b"contract"),
+        SecureTask(
+            run_id=RunId("run"),
+            round_index=0,
+            site=SITE,
+            step=SecureStep.ADVERTISE,
+            body=b"",
+        ),
+    ],
+)
+def test_a_plain_site_gives_nothing_to_secure_aggregation(
+    asked: Any, store: MemoryStore
+):
+    """It says so, and above all does not answer in the clear."""
+    trainer = AddOne()
+    answer = site_of(trainer, store).handle(asked)
+    assert isinstance(answer, SiteFailure)
+    assert answer.kind is FailureKind.INVALID
+    assert answer.message.startswith("was asked for secure aggregation")
+    assert (answer.site, answer.round_index) == (SITE, asked.round_index)
     assert trainer.calls == []
 
 

@@ -11,6 +11,7 @@ from federation.clock import VirtualClock
 from federation.job import FaultSpec
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     SiteFailure,
     SiteMessage,
     SiteUpdate,
@@ -35,6 +36,16 @@ def only_update(messages: list[SiteMessage]) -> SiteUpdate:
     """The one message that there is."""
     (message,) = messages
     assert isinstance(message, SiteUpdate)
+    return message
+
+
+def spoilt_words(kind: str, *, seed: int = 0, **changes: Any) -> Any:
+    """What becomes of a masked update of round 1."""
+    update = toy.masked(SITE, **changes)
+    injector = FaultInjector(
+        [FaultSpec(site=SITE, kind=kind)], clock=VirtualClock(), seed=seed
+    )
+    (message,) = injector(toy.task(SITE, secure=b"head"), lambda: update)
     return message
 
 
@@ -112,6 +123,81 @@ def test_sites_own_update_is_not_written_to():
     injector = FaultInjector([fault], clock=VirtualClock(), seed=0)
     injector(toy.task(SITE), lambda: update)
     assert np.isfinite(update.delta_d).all()
+
+
+def test_masked_garbage_has_the_same_length():
+    """Nobody can tell it from masked words; the header and the head stay."""
+    sent, message = toy.masked(SITE), spoilt_words("garbage")
+    assert isinstance(message, MaskedUpdate)
+    assert (message.words.dtype, message.words.shape) == (np.uint8, sent.words.shape)
+    assert not np.array_equal(message.words, sent.words)
+    np.testing.assert_array_equal(message.header_h, sent.header_h)
+    assert message.body == sent.body
+
+
+def test_masked_garbage_is_the_same_in_every_run():
+    """But not with every seed."""
+    first, again = spoilt_words("garbage").words, spoilt_words("garbage").words
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, spoilt_words("garbage", seed=1).words)
+
+
+@pytest.mark.parametrize("word_bytes", [2, 3, 4])
+def test_masked_wrong_length_is_one_word_short(word_bytes: int):
+    """Whatever the width of the ring."""
+    words = np.arange(word_bytes * toy.LAYOUT.size, dtype=np.uint8)
+    message = spoilt_words("wrong_length", words=words)
+    np.testing.assert_array_equal(message.words, words[:-word_bytes])
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_masked_words_cannot_be_not_finite(kind: str):
+    """The site crashes instead, and says why."""
+    message = spoilt_words(kind)
+    assert isinstance(message, SiteFailure)
+    assert message.kind is FailureKind.CRASHED
+    assert message.message == f"rehearsed crash: masked words have no place for {kind}"
+
+
+def test_masked_update_of_a_slow_site_is_sound():
+    """A site that hangs says what it would have said."""
+    np.testing.assert_array_equal(spoilt_words("hang").words, toy.masked(SITE).words)
+
+
+def test_masked_wrong_round_and_duplicate():
+    """As for plain updates."""
+    assert spoilt_words("wrong_round").round_index == 0
+    injector = FaultInjector(
+        [FaultSpec(site=SITE, kind="duplicate")], clock=VirtualClock(), seed=0
+    )
+    first, second = injector(toy.task(SITE), lambda: toy.masked(SITE))
+    assert first is second
+
+
+def secure_step(kind: str, round_index: int = 1, **fields: Any) -> list[SiteMessage]:
+    """What becomes of an answer to a step of secure aggregation."""
+    task = toy.secure_task(SITE, round_index=round_index)
+    fault = FaultSpec(site=SITE, kind=kind, **fields)
+    injector = FaultInjector([fault], clock=VirtualClock(), seed=0)
+    return list(injector(task, lambda: toy.secure_answer(SITE)))
+
+
+@pytest.mark.parametrize("kind", ["silent", "crash", "hang"])
+def test_site_that_is_gone_takes_no_secure_step(kind: str):
+    """In the very round of its fault, and not in its run's setup."""
+    assert secure_step(kind) == []
+    assert secure_step(kind, round_index=2, rounds=(2,)) == []
+    for elsewhere in ({"round_index": 0}, {"round_index": 1, "rounds": (2,)}):
+        (answer,) = secure_step(kind, **elsewhere)
+        assert answer == toy.secure_answer(SITE)
+
+
+@pytest.mark.parametrize(
+    "kind", ["duplicate", "nan", "inf", "garbage", "wrong_length", "wrong_round"]
+)
+def test_other_faults_leave_secure_steps_alone(kind: str):
+    """They spoil updates."""
+    assert secure_step(kind) == [toy.secure_answer(SITE)]
 
 
 def test_other_sites_and_tasks_are_left_alone():

@@ -20,6 +20,9 @@ from federation.messages import (
     FailureKind,
     Reply,
     RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
     SiteFailure,
     SiteUpdate,
     TaskKind,
@@ -51,6 +54,13 @@ TASK = RoundTask(
 )
 
 
+SECURE_TASK = SecureTask(
+    run_id="run-1",
+    round_index=0,
+    site=SITES[0],
+    step=SecureStep.ADVERTISE,
+    body=b"contract",
+)
 JOB_NUMBERS = itertools.count()
 
 
@@ -142,6 +152,19 @@ def test_message_says_what_flower_needs(flower: FakeFlower, clock: VirtualClock)
     assert metadata.ttl == 2 * (5.0 + 60.0)
     about = flower.sent[-1].content.config_records["about"]
     assert dict(about) == {"site": "three", "job": "job", "deadline_seconds": 5.0}
+
+
+def test_secure_step_is_a_message_of_training(flower: FakeFlower, clock: VirtualClock):
+    """Flower knows no kind of its own for it."""
+    (reply,) = make_grid(flower, clock, ordered=True).exchange(
+        [SECURE_TASK], deadline_seconds=5.0
+    )
+    metadata = flower.sent[-1].metadata
+    assert (metadata.message_type, metadata.group_id) == ("train", "0")
+    assert isinstance(reply.message, SecureAnswer)
+    assert reply.message.body == b"tcartnoc"
+    assert reply.bytes_down == wire.encoded_size(SECURE_TASK)
+    assert reply.bytes_up == wire.encoded_size(reply.message)
 
 
 def test_late_nodes_are_waited_for(flower: FakeFlower, clock: VirtualClock):
@@ -297,6 +320,10 @@ def test_error_reply_is_a_failure(
         (RecordDict({"frame": flower_site._arrays(b"x" * 90)}), "do not start like"),
         (
             RecordDict({"frame": flower_site._arrays(wire.encode_bytes(TASK))}),
+            "spoke for 'one'",
+        ),
+        (
+            RecordDict({"frame": flower_site._arrays(wire.encode_bytes(SECURE_TASK))}),
             "spoke for 'one'",
         ),
     ],

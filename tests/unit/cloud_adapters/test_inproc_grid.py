@@ -21,6 +21,7 @@ from federation import wire
 from federation.clock import SystemClock, VirtualClock
 from federation.ids import SiteId
 from federation.messages import (
+    FailureKind,
     Reply,
     RoundTask,
     SiteFailure,
@@ -460,6 +461,32 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, ahead: int, workers:
     finally:
         gc.enable()
     assert alive.most <= max(ahead, workers) + 1  # And the one that is being folded.
+
+
+def test_secure_steps_are_small():
+    """Beside models they do not count, and they need none."""
+    with grid_of() as grid:
+        assert grid._ahead([toy.secure_task()]) == inproc_grid.MAX_AHEAD
+        assert grid._ahead([]) == inproc_grid.MAX_AHEAD
+
+
+def test_late_masked_update_is_not_kept():
+    """Of what comes too late only the word is kept, masked or not."""
+    late = inproc_grid._late(
+        [
+            Reply(
+                message=toy.masked(),
+                asked_seconds=0.0,
+                answered_seconds=1.0,
+                bytes_down=5,
+                bytes_up=7,
+            )
+        ]
+    )
+    (reply,) = late
+    assert isinstance(reply.message, SiteFailure)
+    assert reply.message.kind is FailureKind.LATE
+    assert (reply.bytes_down, reply.bytes_up) == (0, 7)
 
 
 def test_window_shrinks_for_large_models(monkeypatch: pytest.MonkeyPatch):

@@ -121,6 +121,21 @@ REFUSED = {
         FailureKind.INVALID,
         "counted predictions that cannot be",
     ),
+    "masked update": (
+        toy.masked(round_index=ROUND),
+        FailureKind.INVALID,
+        "answered in secret where the job has no secure aggregation",
+    ),
+    "step of secure aggregation": (
+        toy.secure_answer(round_index=ROUND),
+        FailureKind.INVALID,
+        "answered in secret where the job has no secure aggregation",
+    ),
+    "masked update of an earlier round": (
+        toy.masked(round_index=1),
+        FailureKind.LATE,
+        "answered round 1 in round 2",
+    ),
     "own word": (
         toy.failure(round_index=ROUND),
         FailureKind.CRASHED,
@@ -167,7 +182,9 @@ def test_second_answer_is_a_duplicate():
     assert state.answered == (SITE,)
 
 
-@pytest.mark.parametrize("case", ["nan", "own word", "other kind", "too short"])
+@pytest.mark.parametrize(
+    "case", ["nan", "own word", "other kind", "too short", "masked update"]
+)
 def test_refused_answer_settles_its_site(case: str):
     """There is no second try."""
     state = opened()

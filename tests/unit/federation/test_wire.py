@@ -10,13 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from federation import wire
+from federation import wire, wire_fields
 from federation.errors import WireError
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     MetricSums,
     Phase,
     RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
     SiteEvaluation,
     SiteFailure,
     SiteUpdate,
@@ -48,7 +52,18 @@ UPDATE = SiteUpdate(
 )
 EVALUATION = SiteEvaluation(**ABOUT, evaluation=SUMS, phases=())
 FAILURE = SiteFailure(**ABOUT, kind=FailureKind.BUSY, message="still on round 1")
-MESSAGES = [TASK, UPDATE, EVALUATION, FAILURE]
+SECURE_ROUND = replace(TASK, secure=b"\0round\xff")
+SECURE_TASK = SecureTask(**ABOUT, step=SecureStep.SURVIVORS, body=b"\0who")
+SECURE_ANSWER = SecureAnswer(**ABOUT, step=SecureStep.SURVIVORS, body=b"assent\xff")
+MASKED = MaskedUpdate(
+    **ABOUT,
+    layout_digest="ab" * 32,
+    words=np.arange(9, dtype=np.uint8),
+    header_h=np.array([0, 2**63, 2**64 - 1], dtype=np.uint64),
+    body=b"signed",
+)
+SMALL = [EVALUATION, FAILURE, SECURE_TASK, SECURE_ANSWER]
+MESSAGES = [TASK, SECURE_ROUND, UPDATE, MASKED, *SMALL]
 
 
 def frame(
@@ -106,7 +121,23 @@ def test_update_survives_the_journey():
     assert replace(UPDATE, **blank) == replace(update, **blank)
 
 
-@pytest.mark.parametrize("message", [EVALUATION, FAILURE])
+def test_masked_update_survives_the_journey():
+    """Words byte for byte, and all 64 bits of the words of its header."""
+    update = wire.decode(wire.encode_bytes(MASKED))
+    for name in ("words", "header_h"):
+        sent, received = getattr(MASKED, name), getattr(update, name)
+        np.testing.assert_array_equal(sent, received)
+        assert sent.dtype == received.dtype
+    blank = {"words": None, "header_h": None}
+    assert replace(MASKED, **blank) == replace(update, **blank)
+
+
+def test_secret_of_a_round_survives_the_journey():
+    """Beside the model, as the very bytes."""
+    assert wire.decode(wire.encode_bytes(SECURE_ROUND)).secure == SECURE_ROUND.secure
+
+
+@pytest.mark.parametrize("message", SMALL)
 def test_small_messages_survive_the_journey(message: wire.WireMessage):
     """Messages without vectors arrive as they were sent."""
     assert message == wire.decode(wire.encode_bytes(message))
@@ -132,6 +163,14 @@ def test_encode_does_not_copy_the_model():
     assert np.shares_memory(np.frombuffer(integers, np.int64), TASK.integers_m)
 
 
+def test_encode_does_not_copy_masked_words():
+    """Nor the header that is masked with them."""
+    _, header, words, body = wire.encode(MASKED)
+    assert np.shares_memory(np.frombuffer(words, np.uint8), MASKED.words)
+    assert np.shares_memory(np.frombuffer(header, np.uint64), MASKED.header_h)
+    assert bytes(body) == MASKED.body
+
+
 def test_strided_vector_is_encoded_by_value():
     """A view with gaps is written without its gaps."""
     values = np.arange(10, dtype=np.float32)[::2]
@@ -144,6 +183,21 @@ def test_decoded_vectors_are_views():
     data = wire.encode_bytes(TASK)
     weights_d = wire.decode(data).weights_d
     assert np.shares_memory(np.frombuffer(data, np.uint8), weights_d)
+
+
+def test_decoded_words_are_views():
+    """Decoding a masked update does not copy it either."""
+    data = wire.encode_bytes(MASKED)
+    whole, update = np.frombuffer(data, np.uint8), wire.decode(data)
+    assert np.shares_memory(whole, update.words)
+    assert np.shares_memory(whole, update.header_h)
+
+
+def test_decoded_words_can_be_read_as_words():
+    """They start at an address that is aligned for any word of the ring."""
+    words = wire.decode(wire.encode_bytes(MASKED)).words
+    assert words.ctypes.data % 8 == 0
+    assert not words.flags.writeable
 
 
 @pytest.mark.parametrize("lead", [0, 1, 4])
@@ -171,6 +225,35 @@ def test_encoder_refuses_other_vectors(vector: np.ndarray):
     """Only one-dimensional float32 is a model."""
     with pytest.raises(WireError, match="not one-dimensional float32"):
         wire.encode(replace(TASK, weights_d=vector))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"words": np.zeros(3, np.int8)}, "int8.*not one-dimensional uint8"),
+        ({"words": np.zeros((2, 2), np.uint8)}, "not one-dimensional uint8"),
+        ({"header_h": np.zeros(3, np.int64)}, "int64.*not one-dimensional uint64"),
+        ({"header_h": np.zeros(65, np.uint64)}, "num_integers is 65.*0 to 64"),
+        ({"body": bytearray(3)}, "body is of type bytearray, not bytes"),
+        ({"body": bytes(2**24 + 1)}, "body_bytes is 16777217"),
+    ],
+)
+def test_encoder_refuses_other_masked_updates(fields: dict[str, Any], match: str):
+    """Each part is of its type and not too large, in all ways of encoding."""
+    for write in (wire.encode, wire.encode_bytes, wire.encoded_size):
+        with pytest.raises(WireError, match=match):
+            write(replace(MASKED, **fields))
+
+
+def test_largest_body_fits():
+    """The limit itself is allowed."""
+    task = replace(SECURE_TASK, body=bytes(wire.MAX_BODY_BYTES))
+    assert task == wire.decode(wire.encode_bytes(task))
+
+
+def test_words_may_be_as_long_as_the_largest_model():
+    """In 32 bits for each value."""
+    assert wire.MAX_WORDS_BYTES == 4 * wire.MAX_FLOAT_VALUES
 
 
 @pytest.mark.parametrize(
@@ -260,6 +343,27 @@ def test_wrong_number_of_values_is_refused(name: str, value: int):
     refused(changed(TASK, {name: value}), f"{name} is|payload has")
 
 
+@pytest.mark.parametrize("name", ["num_integers", "words_bytes", "body_bytes"])
+@pytest.mark.parametrize("value", [-1, 0, 65, 2**24 + 1, 2**35 + 1, 2**63, "3", None])
+def test_wrong_size_of_a_masked_update_is_refused(name: str, value: object):
+    """None of its three parts can be longer, or shorter, than what is there."""
+    refused(changed(MASKED, {name: value}), f"{name} is|payload has")
+
+
+@pytest.mark.parametrize("message", [SECURE_ROUND, SECURE_TASK, SECURE_ANSWER])
+@pytest.mark.parametrize("value", [0, 1, 100, 2**24 + 1])
+def test_wrong_size_of_a_body_is_refused(message: wire.WireMessage, value: int):
+    """Whatever else is in the payload."""
+    refused(changed(message, {"body_bytes": value}), "body_bytes is|payload has")
+
+
+def test_maximum_of_words_is_checked_before_the_payload():
+    """A length that no model has is named as such."""
+    too_long, longest = 2**35 + 1, 2**35
+    refused(changed(MASKED, {"words_bytes": too_long}), f"{too_long}, not a count")
+    refused(changed(MASKED, {"words_bytes": longest}), "where the header says")
+
+
 @pytest.mark.parametrize("message", [EVALUATION, FAILURE])
 def test_payload_where_none_belongs_is_refused(message: wire.WireMessage):
     """Small messages have no vectors."""
@@ -268,8 +372,27 @@ def test_payload_where_none_belongs_is_refused(message: wire.WireMessage):
 
 
 def test_unknown_kind_is_refused():
-    """There are four kinds of messages."""
-    refused(frame(parts(FAILURE)[0], kind=5), "kind 5 do not exist")
+    """There are seven kinds of messages."""
+    for kind in (0, len(wire_fields.Kind) + 1):
+        refused(frame(parts(FAILURE)[0], kind=kind), f"kind {kind} do not exist")
+
+
+def test_message_under_another_kind_is_refused():
+    """Its fields are not those of the other."""
+    for message in MESSAGES:
+        header, payload, own = parts(message)
+        for kind in set(wire_fields.Kind) - {own}:
+            if {own, kind} == {5, 6}:
+                continue
+            refused(frame(header, payload, kind=kind))
+
+
+def test_question_is_not_its_answer():
+    """A secure task and its answer differ in their kind alone."""
+    header, payload, kind = parts(SECURE_TASK)
+    answer = wire.decode(frame(header, payload, kind=kind + 1))
+    assert isinstance(answer, SecureAnswer)
+    assert answer.body == SECURE_TASK.body
 
 
 @pytest.mark.parametrize(
@@ -344,6 +467,13 @@ def test_missing_and_unknown_fields_are_refused(message: wire.WireMessage):
         (TASK, {"layout_digest": "AB" * 32}, "layout_digest"),
         (TASK, {"layout_digest": "ab"}, "layout_digest"),
         (TASK, {"layout_digest": 5}, "layout_digest"),
+        (TASK, {"body_bytes": True}, "body_bytes"),
+        (SECURE_TASK, {"step": "sleep"}, "step"),
+        (SECURE_TASK, {"step": 2}, "step"),
+        (SECURE_ANSWER, {"step": None}, "step"),
+        (SECURE_ANSWER, {"body_bytes": -1}, "body_bytes"),
+        (MASKED, {"layout_digest": "g" * 64}, "layout_digest"),
+        (MASKED, {"site": "A"}, "site"),
         (UPDATE, {"num_examples": -1}, "num_examples"),
         (UPDATE, {"num_steps": False}, "num_steps"),
         (UPDATE, {"training": None}, "exactly"),

@@ -11,7 +11,16 @@ from vectors.generate import WIRE_MESSAGES, WIRE_V1, wire_vectors
 from federation import wire
 
 GOLDEN = json.loads(WIRE_V1.read_text(encoding="ascii"))
-KINDS = {"task": 1, "update": 2, "evaluation": 3, "failure": 4}
+KINDS = {
+    "task": 1,
+    "round of secrets": 1,
+    "update": 2,
+    "evaluation": 3,
+    "failure": 4,
+    "secure task": 5,
+    "secure answer": 6,
+    "masked update": 7,
+}
 
 
 def read(frame: bytes):
@@ -26,7 +35,9 @@ def read(frame: bytes):
     assert (60 + header_bytes) % 64 == 0
     num_integers = header.get("num_integers", 0)
     num_floats = header.get("num_floats", 0)
-    values = struct.unpack(f"<{num_integers}q{num_floats}f", payload)
+    num_bytes = [header.get("words_bytes", 0), header.get("body_bytes", 0)]
+    layout = f"<{num_integers}q{num_floats}f{num_bytes[0]}s{num_bytes[1]}s"
+    values = struct.unpack(layout, payload)
     return kind, header, values
 
 
@@ -51,8 +62,15 @@ def test_golden_bytes_are_readable_without_crossfed(name: str):
     assert (KINDS[name], message.site) == (kind, header["site"])
     assert message.round_index == header["round_index"]
     if name == "task":
-        assert values == (-1, 2**40, 1.0, -0.5, 3.25)
+        assert values == (-1, 2**40, 1.0, -0.5, 3.25, b"", b"")
+    if name == "round of secrets":
+        assert values == (-2, 2.5, b"", b"\x00secret\xff")
     if name == "update":
         assert header["training"]["loss_sum"] == "nan"
         assert header["evaluation"]["loss_sum"] == (12.1).hex()
-        assert np.float32(1e-45) == values[-1]
+        assert np.float32(1e-45) == values[-3]
+    if name == "secure task":
+        assert (header["step"], values) == ("advertise", (b"", b"\x01\x00contract"))
+    if name == "masked update":
+        words = b"\x01\x02\x03\xfa\xfb\xfc"
+        assert values == (0, -(2**63), -1, words, b"signed")

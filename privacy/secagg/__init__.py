@@ -1,0 +1,4 @@
+"""Cross-silo secure aggregation (XSA): the aggregator learns sums and nothing else.
+
+Modules over members: import ``privacy.secagg.ring`` and not names from here.
+"""

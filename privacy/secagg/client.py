@@ -1,0 +1,466 @@
+"""A site's half of a round: R1, R2 and R3 of SECURE_AGGREGATION.md, section 2.3.
+
+``SiteSession`` holds keys and lists only. It hands out the streams that mask a
+vector and takes the digests of what was masked; the vector itself is for ``ring``
+and ``prg``. One round::
+
+    P1   begin_round -> masks    finish_masked -> Masked
+    P2   begin_round -> masks    finish_masked -> Masked    on_survivors -> Consent
+         on_reveal -> Shares
+
+What it releases follows from the one list A that it signed, by construction: the
+share of b_j for j in A, and of k_jl for j in A and l not in A. No message can name
+a secret, so none can ask for both secrets of one site.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from privacy.secagg.contract import DIGEST_BYTES, Contract, Setting
+from privacy.secagg.errors import (
+    BadShare,
+    InconsistentSurvivors,
+    OutOfOrder,
+    ReplayedRound,
+    TooFewSites,
+    WrongCohort,
+    WrongContext,
+)
+from privacy.secagg.identity import Identity, RandomBytes
+from privacy.secagg.keys import (
+    SECRET_BYTES,
+    Audit,
+    RoundFacts,
+    RoundMasks,
+    RoundPair,
+    RunSecrets,
+    Secret,
+    channel_data,
+    masks_of,
+    note,
+    round_context,
+    seal,
+    sign_of,
+    unseal,
+    wipe,
+)
+from privacy.secagg.messages import (
+    Consent,
+    Decline,
+    Head,
+    Masked,
+    Reveal,
+    Shares,
+    Survivors,
+    sealed_digest,
+    sign,
+    verify,
+)
+from privacy.secagg.round_memory import RoundMemory
+from privacy.secagg.shamir import SHARE_BYTES, split
+from privacy.secagg.steps import Steps
+
+
+class _Step(Enum):
+    MASKED = "masked"
+    SURVIVORS = "survivors"
+    REVEAL = "reveal"
+    DONE = "nothing: the round is over"
+    ABORTED = "nothing: the round was aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
+class _Shared:
+    """P2: what this site sealed for the others and keeps until R3."""
+
+    sealed: Mapping[int, bytes]
+    receive: Mapping[int, Secret]  # channel keys, by sender
+    own: bytearray  # this site's shares of its own secrets
+
+    def erase(self) -> None:
+        for key in self.receive.values():
+            key.erase()
+        wipe(self.own)
+
+
+_NOTHING_SHARED = _Shared(sealed={}, receive={}, own=bytearray())
+
+
+class _Round:
+    """One round at a site; made for it and dropped after it."""
+
+    def __init__(
+        self, facts: RoundFacts, context: bytes, masks: RoundMasks, shared: _Shared
+    ) -> None:
+        self.facts = facts
+        self.context = context
+        self.masks = masks
+        self.shared = shared
+        self.head = b""
+        self.survivors: tuple[int, ...] = ()
+        self.steps = Steps(_Step.MASKED, aborted=_Step.ABORTED, erase=self.erase)
+
+    def erase(self) -> None:
+        self.masks.erase()
+        self.shared.erase()
+
+
+class SiteSession:
+    """A site's part in all rounds of a run.
+
+    Args:
+        contract: What the site accepted in ``setup``.
+        identity: Its long-lived key.
+        secrets: What the setup made; erased by ``close``.
+        memory: Where the last round's number is kept.
+        random_bytes: Source of self masks and of the sharing's coefficients.
+        audit: See ``keys.Audit``; tests only.
+
+    Raises:
+        WrongContext: ``secrets`` are of another contract.
+    """
+
+    def __init__(
+        self,
+        *,
+        contract: Contract,
+        identity: Identity,
+        secrets: RunSecrets,
+        memory: RoundMemory,
+        random_bytes: RandomBytes,
+        audit: Audit | None = None,
+    ) -> None:
+        """Wait for the first round."""
+        if secrets.contract_hash != contract.digest:
+            raise WrongContext("the run secrets were made under another contract")
+        self._contract = contract
+        self._identity = identity
+        self._secrets = secrets
+        self._memory = memory
+        self._random_bytes = random_bytes
+        self._audit = audit
+        self._round: _Round | None = None
+
+    @property
+    def number(self) -> int:
+        """This site's number i."""
+        return self._secrets.number
+
+    def begin_round(self, facts: RoundFacts) -> RoundMasks:
+        """R1: accept a round, record it, and derive what masks the answer.
+
+        An unfinished round is given up and erased: nobody can answer it any more.
+
+        Args:
+            facts: The round as *this site* sees it; the model's digest is computed
+                here from the weights that will be trained.
+
+        Returns:
+            The streams to add to the encoded update and to the header. Their keys
+            are overwritten by ``finish_masked``.
+
+        Guarantee:
+            The number is durable before a key exists; the keys of this and every
+            earlier round cannot be derived again afterwards.
+
+        Raises:
+            ReplayedRound: The number is not above every earlier one.
+            WrongCohort: The cohort is not the contract's, for example a repetition
+                of a lost round without somebody.
+            StoreError: The number cannot be made durable.
+        """
+        contract = self._contract
+        if not 1 <= facts.round_index <= contract.max_rounds:
+            raise ReplayedRound(
+                f"round {facts.round_index} is not in 1..{contract.max_rounds}, which "
+                "the contract allows"
+            )
+        if facts.cohort != contract.cohort:
+            raise WrongCohort(
+                f"round {facts.round_index} asks sites {list(facts.cohort)} and the "
+                f"contract has {list(contract.cohort)}: another cohort needs another "
+                "contract"
+            )
+        self._memory.advance(contract.run_id, facts.round_index)
+        self._drop_round()
+        context = round_context(
+            self._secrets.contract_hash, self._secrets.setup_hash, facts
+        )
+        pairs = {
+            peer: roots.take_round(facts.round_index, context, audit=self._audit)
+            for peer, roots in self._secrets.roots.items()
+        }
+        try:
+            self._round = self._open_round(facts, context, pairs)
+        finally:
+            for pair in pairs.values():
+                pair.mask.erase()
+                pair.send.erase()
+        return self._round.masks
+
+    def decline(self) -> bytes:
+        """R1: give the round up; an encoded ``Decline`` that says so.
+
+        Raises:
+            OutOfOrder: No answer is due.
+        """
+        current = self._current()
+        with current.steps.take(_Step.MASKED, then=_Step.DONE):
+            message = Decline(number=self.number, context=current.context)
+            data = sign(message, self._identity).to_bytes()
+        self._drop_round()
+        return data
+
+    def finish_masked(self, *, vector_digest: bytes, header_digest: bytes) -> bytes:
+        """R1: sign what was masked and erase the masks.
+
+        Args:
+            vector_digest: h_y, SHA-256 of the masked vector as it will travel.
+            header_digest: SHA-256 of the masked header as it will travel.
+
+        Returns:
+            An encoded ``Masked``.
+
+        Raises:
+            OutOfOrder: No answer is due.
+        """
+        if {len(vector_digest), len(header_digest)} != {DIGEST_BYTES}:
+            raise ValueError(f"digests have {DIGEST_BYTES} bytes")
+        current = self._current()
+        single = self._contract.setting is Setting.P1
+        then = _Step.DONE if single else _Step.SURVIVORS
+        with current.steps.take(_Step.MASKED, then=then):
+            head = Head(
+                number=self.number,
+                context=current.context,
+                vector_digest=vector_digest,
+                header_digest=header_digest,
+                sealed_digest=sealed_digest(current.shared.sealed),
+            )
+            current.head = sign(head, self._identity).to_bytes()
+            message = Masked(head=current.head, sealed=current.shared.sealed)
+            data = message.to_bytes()
+            current.masks.erase()
+        if single:
+            self._drop_round()
+        return data
+
+    def on_survivors(self, data: bytes) -> bytes:
+        """R2: check the list of survivors and sign it, once.
+
+        Returns:
+            An encoded ``Consent``.
+
+        Raises:
+            InconsistentSurvivors: The list has strangers, lacks this site, or shows
+                another head of it.
+            TooFewSites: It is shorter than max(t, n_min).
+            WrongContext: A head is of another round or model.
+            BadSignature: A head is not signed by its site.
+            MalformedMessage: The bytes are not a list.
+            OutOfOrder: A list was signed before in this round, or none is due.
+        """
+        current = self._current()
+        with current.steps.take(_Step.SURVIVORS, then=_Step.REVEAL):
+            heads = Survivors.from_bytes(data).heads
+            survivors = tuple(sorted(heads))
+            self._check_survivors(survivors, current)
+            for number, encoded in heads.items():
+                self._check_head(number, encoded, current)
+            if heads[self.number] != current.head:
+                raise InconsistentSurvivors("the list shows another head of this site")
+            current.survivors = survivors
+            message = Consent(
+                number=self.number, context=current.context, survivors=survivors
+            )
+            return sign(message, self._identity).to_bytes()
+
+    def on_reveal(self, data: bytes) -> bytes:
+        """R3: check the consents, open the inbox and release this site's shares.
+
+        Returns:
+            An encoded ``Shares``. The round is erased before it is returned.
+
+        Raises:
+            TooFewSites: Fewer than t sites consented.
+            InconsistentSurvivors: A consent is about another list, or the inbox is
+                not that of the survivors.
+            WrongContext: A consent is of another round or model.
+            BadSignature: A consent is not signed by its site.
+            BadShare: A sealed share was changed, exchanged or cut.
+            MalformedMessage: The bytes are not a reveal.
+            OutOfOrder: No reveal is due.
+        """
+        current = self._current()
+        with current.steps.take(_Step.REVEAL, then=_Step.DONE):
+            reveal = Reveal.from_bytes(data)
+            self._check_consents(reveal.consents, current)
+            opened = self._open_inbox(reveal.inbox, current)
+            try:
+                message = self._release(opened, current)
+            finally:
+                for shares in opened.values():
+                    wipe(shares)
+            answer = sign(message, self._identity).to_bytes()
+        self._drop_round()
+        return answer
+
+    def close(self) -> None:
+        """Erase everything: the site takes no further part in the run."""
+        self._drop_round()
+        self._secrets.erase()
+
+    def _current(self) -> _Round:
+        if self._round is None:
+            raise OutOfOrder("no round is under way at this site")
+        return self._round
+
+    def _drop_round(self) -> None:
+        if self._round is not None:
+            self._round.erase()
+        self._round = None
+
+    def _open_round(
+        self, facts: RoundFacts, context: bytes, pairs: Mapping[int, RoundPair]
+    ) -> _Round:
+        secrets = [
+            (pair.mask.buffer, sign_of(self.number, peer))
+            for peer, pair in pairs.items()
+        ]
+        if self._contract.setting is Setting.P1:
+            for pair in pairs.values():
+                pair.receive.erase()
+            masks = masks_of(secrets, context, audit=self._audit)
+            return _Round(facts, context, masks, _NOTHING_SHARED)
+        self_mask = Secret(self._random_bytes(SECRET_BYTES))
+        note(self._audit, "self mask", self_mask.buffer)
+        secrets.append((self_mask.buffer, 1))
+        masks = masks_of(secrets, context, audit=self._audit)
+        shared = self._share(self_mask, pairs, context)
+        self_mask.erase()
+        return _Round(facts, context, masks, shared)
+
+    def _share(
+        self, self_mask: Secret, pairs: Mapping[int, RoundPair], context: bytes
+    ) -> _Shared:
+        """Split b_i and every k_ij, and seal each site's shares for it."""
+        cohort, threshold = self._contract.cohort, self._contract.threshold
+        bundles = {j: bytearray() for j in cohort}
+        for secret in (self_mask, *(pairs[peer].mask for peer in sorted(pairs))):
+            shares = split(
+                secret.buffer, threshold, cohort, random_bytes=self._random_bytes
+            )
+            for j in cohort:
+                bundles[j] += shares[j]
+        own = bundles.pop(self.number)
+        sealed = {}
+        for j, bundle in bundles.items():
+            data = channel_data(context, self.number, j)
+            sealed[j] = seal(pairs[j].send, bundle, data)
+            wipe(bundle)
+        receive = {j: pairs[j].receive for j in bundles}
+        return _Shared(sealed=sealed, receive=receive, own=own)
+
+    def _check_survivors(self, survivors: tuple[int, ...], current: _Round) -> None:
+        if not set(survivors) <= set(current.facts.cohort):
+            raise InconsistentSurvivors(
+                f"survivors {list(survivors)} are not all in the cohort "
+                f"{list(current.facts.cohort)}"
+            )
+        if self.number not in survivors:
+            raise InconsistentSurvivors(
+                f"survivors {list(survivors)} lack this site, {self.number}, which "
+                "has answered"
+            )
+        if len(survivors) < self._contract.quorum:
+            raise TooFewSites(
+                f"{len(survivors)} survivors are too few: the contract demands "
+                f"{self._contract.quorum}"
+            )
+
+    def _check_head(self, number: int, encoded: bytes, current: _Round) -> None:
+        head = Head.from_bytes(encoded)
+        if head.number != number:
+            raise InconsistentSurvivors(f"head {head.number} is shown as {number}")
+        member = self._contract.member(number)
+        verify(head, member)
+        if head.context != current.context:
+            raise WrongContext(
+                f"site {member.site!r} answered another round, model or setup than "
+                "this site"
+            )
+
+    def _check_consents(self, consents: Mapping[int, bytes], current: _Round) -> None:
+        for number, encoded in consents.items():
+            consent = Consent.from_bytes(encoded)
+            if consent.number != number or number not in current.survivors:
+                raise InconsistentSurvivors(
+                    f"a consent of site {consent.number} is shown as {number}, of the "
+                    f"survivors {list(current.survivors)}"
+                )
+            member = self._contract.member(number)
+            verify(consent, member)
+            if consent.context != current.context:
+                raise WrongContext(
+                    f"the consent of {member.site!r} is of another round or model"
+                )
+            if consent.survivors != current.survivors:
+                raise InconsistentSurvivors(
+                    f"site {member.site!r} signed survivors {list(consent.survivors)} "
+                    f"and this site {list(current.survivors)}: the aggregator tells "
+                    "sites different stories"
+                )
+        if len(consents) < self._contract.threshold:
+            raise TooFewSites(
+                f"{len(consents)} consents are too few: the contract demands "
+                f"{self._contract.threshold}"
+            )
+
+    def _open_inbox(
+        self, inbox: Mapping[int, bytes], current: _Round
+    ) -> dict[int, bytearray]:
+        """Shares by sender, this site's own among them."""
+        senders = set(current.survivors) - {self.number}
+        if set(inbox) != senders:
+            raise InconsistentSurvivors(
+                f"the inbox holds shares of sites {sorted(inbox)}, the other "
+                f"survivors are {sorted(senders)}"
+            )
+        opened = {self.number: bytearray(current.shared.own)}
+        for sender, sealed in inbox.items():
+            member = self._contract.member(sender)
+            shares = unseal(
+                current.shared.receive[sender],
+                sealed,
+                channel_data(current.context, sender, self.number),
+                who=f"site {member.site!r}",
+            )
+            if len(shares) != SHARE_BYTES * len(current.facts.cohort):
+                raise BadShare(
+                    f"site {member.site!r} sealed {len(shares)} bytes of shares, "
+                    f"{SHARE_BYTES * len(current.facts.cohort)} are right"
+                )
+            opened[sender] = shares
+        return opened
+
+    def _release(self, opened: Mapping[int, bytearray], current: _Round) -> Shares:
+        """The structural rule: b_j for j in A; k_jl for j in A and l not in A."""
+        cohort = current.facts.cohort
+        dropped = [x for x in cohort if x not in current.survivors]
+        self_shares, pair_shares = {}, {}
+        for j in current.survivors:
+            shares = opened[j]
+            self_shares[j] = bytes(shares[:SHARE_BYTES])
+            # After b_j come k_jl for l in the cohort without j, in order.
+            others = [x for x in cohort if x != j]
+            starts = [SHARE_BYTES * (1 + others.index(x)) for x in dropped]
+            pair_shares[j] = b"".join(
+                shares[start : start + SHARE_BYTES] for start in starts
+            )
+        return Shares(
+            number=self.number,
+            context=current.context,
+            self_shares=self_shares,
+            pair_shares=pair_shares,
+        )

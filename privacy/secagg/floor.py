@@ -1,0 +1,156 @@
+"""A site's floor: what its operator demands of every contract, and the check.
+
+The aggregator writes contracts; this is where a site says no. The floor lives in
+the site's own configuration and no message can change it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from privacy.secagg.contract import (
+    RING_BITS,
+    WEIGHT_RULES,
+    Contract,
+    colluding_tolerated,
+    members_of,
+)
+from privacy.secagg.errors import ContractRefused
+from privacy.secagg.roster import Roster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFloor:
+    """What a site's operator demands of every contract.
+
+    Attributes:
+        roster: The newest roster that this site trusts.
+        code_hashes: SHA-256 of the releases that this site runs.
+        layout_digest: Digest of the layout of the site's own model.
+        num_values: Length d of that model.
+        approved: Hashes h_Q that the operator has approved, or None to accept any
+            contract above this floor.
+        min_sites: Fewest updates in a sum.
+        colluding: Other sites that may collude with the aggregator, n_C.
+        ring_bits: Rings that are accepted.
+        max_clip_norm: Largest clip norm, in weight units.
+        weight_rules: Weight rules that are accepted.
+        max_rounds: Most rounds of a run.
+        header_slots: Sums that may be asked for beside the update.
+        require_hybrid: Whether pair secrets must rest on ML-KEM-768 too.
+        accept_two_sites: Whether a run of two sites without record-level
+            differential privacy is accepted: the other site learns this one's
+            update.
+    """
+
+    roster: Roster
+    code_hashes: frozenset[bytes]
+    layout_digest: bytes
+    num_values: int
+    approved: frozenset[bytes] | None = None
+    min_sites: int = 3
+    colluding: int = 0
+    ring_bits: frozenset[int] = frozenset(RING_BITS)
+    max_clip_norm: float
+    weight_rules: frozenset[str] = frozenset(WEIGHT_RULES)
+    max_rounds: int
+    header_slots: frozenset[str]
+    require_hybrid: bool = True
+    accept_two_sites: bool = False
+
+
+def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
+    """Check that a contract is at least what a site's operator demands.
+
+    Guarantee:
+        A site that joins only contracts that pass takes part in no sum that its
+        floor forbids, whatever the aggregator says later.
+
+    Raises:
+        StaleRoster: The contract rests on an older roster than the site's.
+        ContractRefused: A field is below the floor; ``key`` names the first.
+    """
+    floor.roster.check_current(contract.roster_serial)
+    for rules in (_pin_faults, _strength_faults, _exposure_faults):
+        for key, fault in rules(contract, floor):
+            raise ContractRefused(fault, key=key)
+
+
+_Faults = Iterator[tuple[str, str]]
+_PAIR = 2
+
+
+def _pin_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """What must be equal."""
+    if floor.approved is not None and q.digest not in floor.approved:
+        yield (
+            "approval",
+            (
+                f"contract {q.digest.hex()[:16]}... of run {q.run_id} has not been "
+                "approved at this site"
+            ),
+        )
+    if q.code_hash not in floor.code_hashes:
+        yield "code_hash", "this site does not run that code"
+    if (q.layout_digest, q.num_values) != (floor.layout_digest, floor.num_values):
+        yield "layout_digest", "this site holds another model"
+    if q.roster_serial != floor.roster.serial:
+        yield (
+            "roster_serial",
+            (
+                f"it is {q.roster_serial} and this site holds roster "
+                f"{floor.roster.serial}: fetch the new one from its owners"
+            ),
+        )
+    if q.roster_digest != floor.roster.digest:
+        yield "roster_digest", "this site holds another roster with the same serial"
+    if q.members != members_of(floor.roster):
+        yield "members", "they are not exactly the sites of the roster"
+    if q.aggregator_key != floor.roster.aggregator_key:
+        yield "aggregator_key", "it is not the aggregator of the roster"
+
+
+def _strength_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """How well the sum hides an update."""
+    tolerated = colluding_tolerated(q.num_sites, q.threshold)
+    if tolerated < floor.colluding:
+        yield (
+            "threshold",
+            (
+                f"{q.threshold} of {q.num_sites} withstands {tolerated} colluding "
+                f"sites, this site demands {floor.colluding}"
+            ),
+        )
+    if q.num_sites == _PAIR and not floor.accept_two_sites:
+        yield (
+            "two_site_waiver",
+            (
+                "this site does not take part in a run of two without record-level "
+                "differential privacy"
+            ),
+        )
+    # A waived run of two is the one case below the usual number.
+    if q.num_sites != _PAIR and q.min_sites < floor.min_sites:
+        yield (
+            "min_sites",
+            (
+                f"a sum may hold {q.min_sites} updates, this site demands "
+                f"{floor.min_sites}"
+            ),
+        )
+    if floor.require_hybrid and not q.hybrid:
+        yield "hybrid", "this site demands the post-quantum hybrid"
+
+
+def _exposure_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """How much is summed, and how often."""
+    if q.ring_bits not in floor.ring_bits:
+        yield "ring_bits", f"this site does not accept {q.ring_bits}"
+    if q.clip_norm > floor.max_clip_norm:
+        yield "clip_norm", (f"{q.clip_norm} is above this site's {floor.max_clip_norm}")
+    if q.weight_rule not in floor.weight_rules:
+        yield "weight_rule", f"this site does not accept {q.weight_rule!r}"
+    if q.max_rounds > floor.max_rounds:
+        yield "max_rounds", f"{q.max_rounds} is above this site's {floor.max_rounds}"
+    for slot in q.header_slots:
+        if slot not in floor.header_slots:
+            yield "header_slots", f"this site does not report {slot!r}"

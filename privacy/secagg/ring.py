@@ -1,0 +1,248 @@
+"""The ring of integers modulo 2^b that updates are summed in, and the way back.
+
+Source: section 3 of the protocol. What a site does is in ``seal``, what the
+aggregator does in ``accumulator``, numbers beside the update in ``header``, noise
+in the privacy mechanisms.
+
+Shape suffixes: d values of the update, c values of one chunk, w words of the ring
+(one element per value, but three bytes per value at 24 bits).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federation.vectors import Vector
+from privacy.secagg.prg import CHUNK_WORDS, Words, in_ranges, unpack_24
+from privacy.secagg.ring_errors import SumOutOfRange
+
+NOISE_TAIL = 12  # standard deviations of room; a Gaussian leaves it with p < 2^-107
+MIN_AMPLITUDE = 16  # below this, rounding would be most of what is sent
+
+# Room between the largest scaled value and the amplitude. It covers float32
+# rounding (2^-22) and the norm's own error, besides the one of stochastic rounding.
+_ROOM = 2.0**-12
+_WIRE_TYPES: Mapping[int, type[np.unsignedinteger[Any]]] = {
+    16: np.uint16,
+    24: np.uint8,
+    32: np.uint32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSpec:
+    """How updates become integers; part of the contract that every site approves.
+
+    Two bounds may set the scale. *By norm*: ``scale * clip_norm <= amplitude``, and
+    clipping the norm is enough. *By element*: ``scale * element_bound <=
+    amplitude`` with a bound far below the clip norm, hence finer rounding; a larger
+    value is refused, or clipped where the spec says so.
+
+    With ``M = 2^(bits-1) - 1``, N sites and noise of standard deviation ``sigma``
+    at each site, every site keeps ``|q| <= amplitude``, where::
+
+        amplitude = floor((M - NOISE_TAIL * sigma * sqrt(N)) / N)
+
+    Guarantee:
+        Sums do not wrap. The sum of N encoded values is at most ``N * amplitude``,
+        that of the noise, of standard deviation ``sigma * sqrt(N)``, at most
+        ``NOISE_TAIL * sigma * sqrt(N)`` but for its tail, and by the definition
+        of the floor both together are at most ``M``. Fewer than N sites sum to
+        less. Hence a sum modulo 2^bits, read in two's complement, is the sum.
+
+    Attributes:
+        bits: Width b of the ring: 16, 24 or 32. 16 is for at most 16 sites
+            without noise.
+        num_sites: N, the largest number of updates in one sum, at least 2.
+        clip_norm: C, the largest Euclidean norm of an update, in weight units.
+        element_bound: Largest value of an element of the clipped and weighted
+            update, in weight units; ``clip_norm`` by default, which always holds.
+        clip_elements: Clip larger elements; they are refused otherwise.
+        noise_std: Standard deviation of a site's noise on the integer grid.
+    """
+
+    bits: int
+    num_sites: int
+    clip_norm: float
+    element_bound: float | None = None
+    clip_elements: bool = False
+    noise_std: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what leaves no room for a single update."""
+        if self.bits not in _WIRE_TYPES:
+            raise ValueError(f"a ring has 16, 24 or 32 bits, not {self.bits}")
+        if self.num_sites < 2:  # noqa: PLR2004  # The sum of one is no secret.
+            raise ValueError(f"a sum needs at least 2 sites, not {self.num_sites}")
+        for name in ("clip_norm", "bound"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite")
+        if not 0 <= self.noise_std < math.inf:
+            raise ValueError("noise_std must be finite and at least 0")
+        if self.amplitude < MIN_AMPLITUDE:
+            raise ValueError(
+                f"{self.bits} bits leave {self.num_sites} sites an amplitude of "
+                f"{self.amplitude}, less than {MIN_AMPLITUDE}: take more bits"
+            )
+
+    @property
+    def bound(self) -> float:
+        """Largest value of an element, in weight units."""
+        return self.clip_norm if self.element_bound is None else self.element_bound
+
+    @property
+    def amplitude(self) -> int:
+        """Largest absolute value of an encoded element."""
+        room = (1 << (self.bits - 1)) - 1 - math.ceil(self._noise_tail)
+        return max(0, room) // self.num_sites
+
+    @property
+    def scale(self) -> float:
+        """Integer steps per weight unit."""
+        return self.largest_scaled / self.bound
+
+    @property
+    def largest_scaled(self) -> float:
+        """Largest absolute value before rounding; what rounds to the amplitude."""
+        return self.amplitude * (1 - _ROOM) - 1
+
+    @property
+    def largest_sum(self) -> int:
+        """Largest absolute value that all sites together may make a sum."""
+        return self.num_sites * self.amplitude + math.ceil(self._noise_tail)
+
+    def largest_sum_norm(self, size: int) -> float:
+        """Largest Euclidean norm of a sum of ``size`` values, in integer steps.
+
+        N clipped updates, off by at most one step per value from rounding, and the
+        noise: the norm of ``size`` standard Gaussians exceeds ``sqrt(size) +
+        NOISE_TAIL`` with a probability below 2^-103.
+        """
+        noise = self.noise_std * math.sqrt(self.num_sites)
+        root = math.sqrt(size)
+        updates = self.num_sites * (self.scale * self.clip_norm + root)
+        return updates * (1 + _ROOM) + noise * (root + NOISE_TAIL)
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes that a value takes on the wire."""
+        return self.bits // 8
+
+    @property
+    def wire_dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """Type of an array of words on the wire; ``uint8`` for packed 24 bits."""
+        return np.dtype(_WIRE_TYPES[self.bits])
+
+    @property
+    def _noise_tail(self) -> float:
+        return NOISE_TAIL * self.noise_std * math.sqrt(self.num_sites)
+
+
+def num_values(words_w: Words, spec: RingSpec) -> int:
+    """Number of values in an array of words of this ring.
+
+    Raises:
+        ValueError: The array has another type or form.
+    """
+    dtypes = {spec.wire_dtype} | ({np.dtype(np.uint32)} if spec.bits > 16 else set())  # noqa: PLR2004
+    if words_w.dtype not in dtypes or words_w.ndim != 1:
+        raise ValueError(
+            f"words of a ring of {spec.bits} bits are a flat array of "
+            f"{spec.wire_dtype}, not {words_w.dtype}{words_w.shape}"
+        )
+    if not words_w.flags.c_contiguous:
+        raise ValueError("words must be contiguous")
+    if words_w.dtype != np.uint8:
+        return words_w.size
+    size, rest = divmod(words_w.size, spec.word_bytes)
+    if rest:
+        raise ValueError(f"{words_w.size} bytes are not words of {spec.bits} bits")
+    return size
+
+
+def decode_sum_(
+    words_w: Words, spec: RingSpec, *, divisor: float = 1.0, threads: int = 1
+) -> Vector:
+    """Read an unmasked sum of words as float32, in place where the widths agree.
+
+    Args:
+        words_w: The sum: ``uint32`` or ``uint16`` as on the wire, or for 24 bits
+            either packed or one word per ``uint32`` whose top byte is ignored.
+        spec: The ring.
+        divisor: What the sum is divided by: the sum of the weights for a mean.
+        threads: Ranges to work on at the same time.
+
+    Returns:
+        The sum over ``scale * divisor``, shape ``(d,)``, rounded once. It lies in
+        the memory of ``words_w`` if that is ``uint32``.
+
+    Raises:
+        SumOutOfRange: A value, or the norm of all, is larger than the sites
+            together may make it. The memory of ``words_w`` is then to be thrown
+            away. A mask left on gives uniform values, whose norm betrays it from
+            some ten values on in a ring bounded by norm; this is an alarm for
+            accidents and no proof of integrity.
+        ValueError: The array or the divisor is none of the above.
+    """
+    if not 0 < divisor < math.inf:
+        raise ValueError(f"the divisor must be positive and finite, not {divisor}")
+    size = num_values(words_w, spec)
+    in_place = words_w.dtype == np.uint32
+    out_d = words_w.view(np.float32) if in_place else np.empty(size, np.float32)
+    step = 1.0 / (spec.scale * divisor)
+    squares: list[float] = []
+
+    def decode_range(start: int, stop: int) -> None:
+        exact_c = np.empty(CHUNK_WORDS, np.float64)
+        for begin in range(start, stop, CHUNK_WORDS):
+            end = min(begin + CHUNK_WORDS, stop)
+            q_c = _signed(words_w, begin, end, spec)
+            _check_sum(q_c, begin, spec)
+            sum_c = np.multiply(q_c, step, out=exact_c[: end - begin])
+            squares.append(float(sum_c @ sum_c))
+            out_d[begin:end] = sum_c
+
+    in_ranges(decode_range, size, threads=threads)
+    _check_norm(math.sqrt(math.fsum(squares)) / step, size, spec)
+    return out_d
+
+
+def _signed(
+    words_w: Words, begin: int, end: int, spec: RingSpec
+) -> NDArray[np.signedinteger]:
+    """Values ``[begin, end)`` of a sum, in two's complement."""
+    if spec.bits == 32:  # noqa: PLR2004
+        return words_w[begin:end].view(np.int32)
+    if spec.bits == 16:  # noqa: PLR2004
+        return words_w[begin:end].view(np.int16)
+    if words_w.dtype == np.uint8:
+        wide = np.empty(end - begin, np.uint32)
+        unpack_24(words_w[3 * begin : 3 * end], wide)
+    else:
+        wide = words_w[begin:end].astype(np.uint32)
+    wide <<= np.uint32(8)  # The sign goes to the top bit, the idle byte away.
+    return wide.view(np.int32) >> 8
+
+
+def _check_sum(q_c: NDArray[np.signedinteger], begin: int, spec: RingSpec) -> None:
+    largest = max(int(q_c.max()), -int(q_c.min()))
+    if largest > spec.largest_sum:
+        raise SumOutOfRange(
+            f"values [{begin}, {begin + q_c.size}) of the sum reach {largest}, while "
+            f"{spec.num_sites} sites make at most {spec.largest_sum}: a mask was not "
+            "removed, or an update is corrupt; the round is lost"
+        )
+
+
+def _check_norm(norm: float, size: int, spec: RingSpec) -> None:
+    largest = spec.largest_sum_norm(size)
+    if norm > largest:
+        raise SumOutOfRange(
+            f"the sum's norm is {norm:.3g} steps, while {spec.num_sites} sites make at "
+            f"most {largest:.3g}: a mask was not removed, or an update is corrupt; the "
+            "round is lost"
+        )

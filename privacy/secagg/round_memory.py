@@ -1,0 +1,114 @@
+"""The last round that a site has answered, kept where a restart cannot lose it.
+
+A site that answered one round twice, with two updates under one mask, would give
+away their difference. Keys that live in memory alone and this number, which is
+durable before anything is derived, make that impossible after a crash; a virtual
+machine that is restored from a snapshot with its memory is caught by the number as
+long as the folder is not part of the snapshot.
+"""
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from federation.errors import CorruptObject, StoreUnavailable
+from federation.ids import RunId, check_name
+from privacy.secagg.errors import ReplayedRound
+
+_MAX_BYTES = 32
+
+
+class RoundMemory(Protocol):
+    """Remembers one number a run. Implementations: in memory, in files."""
+
+    def advance(self, run_id: RunId, round_index: int) -> None:
+        """Record a round, durably, before this returns.
+
+        Two callers never succeed with the same number.
+
+        Raises:
+            ReplayedRound: ``round_index`` is not above the recorded one.
+            StoreError: The number cannot be read or made durable.
+        """
+        ...
+
+
+class InMemoryRounds:
+    """For simulations and tests: forgets when the process ends."""
+
+    def __init__(self) -> None:
+        """Remember nothing."""
+        self._last: dict[RunId, int] = {}
+        self._lock = threading.Lock()
+
+    def advance(self, run_id: RunId, round_index: int) -> None:
+        """See ``RoundMemory.advance``."""
+        with self._lock:
+            _check_above(run_id, round_index, self._last.get(run_id, 0))
+            self._last[run_id] = round_index
+
+
+class FileRounds:
+    """One small file a run, replaced whole and flushed to the disk.
+
+    Args:
+        folder: Where; made if it is missing. It must not be on a store that takes
+            writes back, such as a snapshot that is rolled back.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Name the folder; nothing is read yet."""
+        self._folder = folder
+
+    def advance(self, run_id: RunId, round_index: int) -> None:
+        """See ``RoundMemory.advance``."""
+        path = self._folder / f"{check_name(run_id)}.round"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / f"{run_id}.lock").open("ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _check_above(run_id, round_index, _read(path))
+                _replace(path, f"{round_index}\n".encode())
+        except OSError as error:
+            raise StoreUnavailable(
+                f"cannot record round {round_index} in {path}: {error.strerror}; "
+                "the round is not answered"
+            ) from error
+
+
+def _check_above(run_id: RunId, round_index: int, last: int) -> None:
+    if round_index <= last:
+        raise ReplayedRound(
+            f"round {round_index} of run {run_id} was asked for and round {last} has "
+            "been answered: a round is answered once"
+        )
+
+
+def _read(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return 0
+    text = data.decode("ascii", errors="replace").removesuffix("\n")
+    if not (text.isascii() and text.isdecimal()) or len(data) > _MAX_BYTES:
+        raise CorruptObject(
+            f"{path} does not hold a round number: this run cannot go on at this site"
+        )
+    return int(text)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_suffix(".new")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

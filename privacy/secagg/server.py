@@ -1,0 +1,361 @@
+"""The aggregator's half of a round: R1, R2 and R3 of section 2.3.
+
+``AggregatorRound`` is made for one round and holds keys and lists only; masked
+vectors are folded into an accumulator by whoever drives it, one as it lands. After
+the last step ``corrections`` gives the streams to apply to the accumulator, and it
+is the sum of the survivors' updates::
+
+    P1   on_masked ...    close_masked -> A      corrections -> nothing
+    P2   on_masked ...    close_masked -> A      survivors -> bytes for each of A
+         on_consent ...   close_consents -> C    reveal(i) -> bytes for each i of C
+         on_shares ...    corrections
+
+A wrong message is refused and changes nothing; its site counts as silent unless it
+sends a right one. Exchanges may lose sites as long as t are left.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+
+from federation.ids import SiteId
+from privacy.secagg.contract import Contract, Member, Setting
+from privacy.secagg.errors import (
+    BadShare,
+    InconsistentSurvivors,
+    OutOfOrder,
+    TooFewSites,
+    WrongCohort,
+    WrongContext,
+)
+from privacy.secagg.keys import (
+    TAG_BYTES,
+    RoundFacts,
+    RoundMasks,
+    masks_of,
+    round_context,
+    sign_of,
+    wipe,
+)
+from privacy.secagg.messages import (
+    Consent,
+    Decline,
+    Head,
+    Masked,
+    Reveal,
+    Shares,
+    Survivors,
+    sealed_digest,
+    verify,
+)
+from privacy.secagg.setup import SetupRecord
+from privacy.secagg.shamir import (
+    SHARE_BYTES,
+    check_consistent,
+    check_share,
+    combine,
+)
+
+
+class _Phase(Enum):
+    MASKED = "masked answers"
+    CONSENTS = "consents"
+    SHARES = "shares"
+    DONE = "nothing more"
+
+
+class AggregatorRound:
+    """One round at the aggregator.
+
+    Args:
+        setup: What the setup gave.
+        facts: The round as the aggregator sees it.
+
+    Raises:
+        WrongCohort: The cohort is not the contract's: sites would refuse it.
+    """
+
+    def __init__(self, *, setup: SetupRecord, facts: RoundFacts) -> None:
+        """Wait for masked answers."""
+        if facts.cohort != setup.contract.cohort:
+            raise WrongCohort(
+                f"cohort {list(facts.cohort)} is not the contract's "
+                f"{list(setup.contract.cohort)}"
+            )
+        self._contract: Contract = setup.contract
+        self._context = round_context(setup.contract.digest, setup.setup_hash, facts)
+        self._phase = _Phase.MASKED
+        self._heads: dict[int, bytes] = {}
+        self._sealed: dict[int, Mapping[int, bytes]] = {}
+        self._declined: set[int] = set()
+        self._survivors: tuple[int, ...] = ()
+        self._consents: dict[int, bytes] = {}
+        self._shares: dict[int, Shares] = {}
+
+    @property
+    def num_masked(self) -> int:
+        """Sites whose masked answer was taken."""
+        return len(self._heads)
+
+    @property
+    def num_consents(self) -> int:
+        """Sites whose consent was taken."""
+        return len(self._consents)
+
+    @property
+    def num_shares(self) -> int:
+        """Sites whose shares were taken."""
+        return len(self._shares)
+
+    def on_masked(
+        self, data: bytes, *, vector_digest: bytes, header_digest: bytes
+    ) -> SiteId:
+        """R1: take a site's masked answer.
+
+        Args:
+            data: Encoded ``Masked``.
+            vector_digest: SHA-256 of the masked vector that came with it.
+            header_digest: SHA-256 of the masked header that came with it.
+
+        Returns:
+            The site. Only now may its vector be added to the accumulator.
+
+        Raises:
+            OutOfOrder: The answers are closed, or the site has answered.
+            WrongContext: The vector is not the signed one, or of another round.
+            BadShare: The sealed shares are not those that the round needs.
+            ProtocolError: The message is malformed or not signed by its site.
+        """
+        self._check_phase(_Phase.MASKED)
+        masked = Masked.from_bytes(data)
+        head = Head.from_bytes(masked.head)
+        member = self._contract.member(head.number)
+        verify(head, member)
+        self._check_context(head.context, member)
+        if (head.vector_digest, head.header_digest) != (vector_digest, header_digest):
+            raise WrongContext(
+                f"the vector or header of {member.site!r} is not the one that it signed"
+            )
+        self._check_sealed(head, masked.sealed, member)
+        self._check_first(member)
+        self._heads[member.number] = masked.head
+        self._sealed[member.number] = masked.sealed
+        return member.site
+
+    def on_decline(self, data: bytes) -> SiteId:
+        """R1: take a site's word that no answer will come.
+
+        Raises:
+            OutOfOrder: The answers are closed, or the site has answered.
+            ProtocolError: The message is malformed, of another round or unsigned.
+        """
+        self._check_phase(_Phase.MASKED)
+        decline = Decline.from_bytes(data)
+        member = self._contract.member(decline.number)
+        verify(decline, member)
+        self._check_context(decline.context, member)
+        self._check_first(member)
+        self._declined.add(member.number)
+        return member.site
+
+    def close_masked(self) -> tuple[SiteId, ...]:
+        """End of R1: fix the survivors A.
+
+        Returns:
+            Their names, in the order of their numbers.
+
+        Raises:
+            TooFewSites: There are fewer than max(t, n_min): the round is lost, and
+                what was accumulated must be thrown away.
+        """
+        self._check_phase(_Phase.MASKED)
+        if len(self._heads) < self._contract.quorum:
+            absent = [
+                m.site for m in self._contract.members if m.number not in self._heads
+            ]
+            self._phase = _Phase.DONE
+            raise TooFewSites(
+                f"{len(self._heads)} sites answered and the contract demands "
+                f"{self._contract.quorum}; missing: {', '.join(absent)}"
+            )
+        self._survivors = tuple(sorted(self._heads))
+        single = self._contract.setting is Setting.P1
+        self._phase = _Phase.DONE if single else _Phase.CONSENTS
+        return tuple(self._contract.member(i).site for i in self._survivors)
+
+    def survivors(self) -> bytes:
+        """R2: the encoded ``Survivors`` for every survivor."""
+        self._check_phase(_Phase.CONSENTS)
+        return Survivors(heads=self._heads).to_bytes()
+
+    def on_consent(self, data: bytes) -> SiteId:
+        """R2: take a survivor's signature over A.
+
+        Raises:
+            InconsistentSurvivors: It signed another list, or is no survivor.
+            OutOfOrder: Consents are not due, or it has consented.
+            ProtocolError: The message is malformed, of another round or unsigned.
+        """
+        self._check_phase(_Phase.CONSENTS)
+        consent = Consent.from_bytes(data)
+        member = self._survivor(consent.number)
+        verify(consent, member)
+        self._check_context(consent.context, member)
+        if consent.survivors != self._survivors:
+            raise InconsistentSurvivors(f"site {member.site!r} signed another list")
+        if member.number in self._consents:
+            raise OutOfOrder(f"site {member.site!r} has consented already")
+        self._consents[member.number] = bytes(data)
+        return member.site
+
+    def close_consents(self) -> tuple[SiteId, ...]:
+        """End of R2: fix whose consents count.
+
+        Returns:
+            The sites that consented, which are to be asked for their shares.
+
+        Raises:
+            TooFewSites: They are fewer than t: the round is lost.
+        """
+        self._check_phase(_Phase.CONSENTS)
+        self._check_enough(len(self._consents), "consents")
+        self._phase = _Phase.SHARES
+        return tuple(self._contract.member(i).site for i in sorted(self._consents))
+
+    def reveal(self, site: SiteId) -> bytes:
+        """R3: the encoded ``Reveal`` for one survivor.
+
+        Raises:
+            InconsistentSurvivors: The site is no survivor.
+            OutOfOrder: It is not due.
+        """
+        self._check_phase(_Phase.SHARES)
+        number = self._survivor(self._contract.member_named(site).number).number
+        inbox = {j: self._sealed[j][number] for j in self._survivors if j != number}
+        return Reveal(consents=self._consents, inbox=inbox).to_bytes()
+
+    def on_shares(self, data: bytes) -> SiteId:
+        """R3: take a survivor's shares.
+
+        Raises:
+            BadShare: They are not exactly those that A opens.
+            InconsistentSurvivors: The site is no survivor.
+            OutOfOrder: Shares are not due, or it has sent them.
+            ProtocolError: The message is malformed, of another round or unsigned.
+        """
+        self._check_phase(_Phase.SHARES)
+        shares = Shares.from_bytes(data)
+        member = self._survivor(shares.number)
+        verify(shares, member)
+        self._check_context(shares.context, member)
+        self._check_shares(shares, member)
+        if member.number in self._shares:
+            raise OutOfOrder(f"site {member.site!r} has sent its shares already")
+        self._shares[member.number] = shares
+        return member.site
+
+    def corrections(self) -> RoundMasks:
+        """The streams that turn the accumulator into the sum; ends the round.
+
+        Apply each to the accumulator with its sign. P1 needs none. P2: minus b_i of
+        the survivors, and minus what they added for the pairs with dropped sites.
+        Erase them with ``RoundMasks.erase`` after use.
+
+        Raises:
+            TooFewSites: Fewer than t survivors have sent shares.
+            BadShare: Shares contradict one another.
+            OutOfOrder: The round is not that far, or the corrections were given.
+        """
+        if self._contract.setting is Setting.P1:
+            self._check_phase(_Phase.DONE)
+            return RoundMasks(vector=(), header=())
+        self._check_phase(_Phase.SHARES)
+        self._check_enough(len(self._shares), "sets of shares")
+        self._phase = _Phase.DONE
+        dropped = [x for x in self._contract.cohort if x not in self._survivors]
+        secrets: list[tuple[bytearray, int]] = []
+        for j in self._survivors:
+            secrets.append((self._restore(self._self_shares(j)), -1))
+            for at, x in enumerate(dropped):
+                secret = self._restore(self._pair_shares(j, at))
+                secrets.append((secret, -sign_of(j, x)))
+        masks = masks_of(
+            [(secret, 1 if sign > 0 else -1) for secret, sign in secrets],
+            self._context,
+        )
+        for secret, _ in secrets:
+            wipe(secret)
+        self._shares.clear()
+        return masks
+
+    def _self_shares(self, j: int) -> dict[int, bytes]:
+        return {i: shares.self_shares[j] for i, shares in self._shares.items()}
+
+    def _pair_shares(self, j: int, at: int) -> dict[int, bytes]:
+        piece = slice(SHARE_BYTES * at, SHARE_BYTES * (at + 1))
+        return {i: shares.pair_shares[j][piece] for i, shares in self._shares.items()}
+
+    def _restore(self, shares: Mapping[int, bytes]) -> bytearray:
+        threshold = self._contract.threshold
+        check_consistent(shares, threshold)
+        holders = sorted(shares)[:threshold]
+        return combine([(i, shares[i]) for i in holders], threshold)
+
+    def _check_phase(self, phase: _Phase) -> None:
+        if self._phase is not phase:
+            raise OutOfOrder(
+                f"{phase.value!r} are not due in this round, {self._phase.value!r} are"
+            )
+
+    def _check_context(self, context: bytes, member: Member) -> None:
+        if context != self._context:
+            raise WrongContext(
+                f"site {member.site!r} speaks of another run, setup, round or model"
+            )
+
+    def _check_first(self, member: Member) -> None:
+        if member.number in self._heads or member.number in self._declined:
+            raise OutOfOrder(f"site {member.site!r} has answered this round already")
+
+    def _check_sealed(
+        self, head: Head, sealed: Mapping[int, bytes], member: Member
+    ) -> None:
+        single = self._contract.setting is Setting.P1
+        others = set() if single else set(self._contract.cohort) - {member.number}
+        size = SHARE_BYTES * self._contract.num_sites + TAG_BYTES
+        if set(sealed) != others or any(len(data) != size for data in sealed.values()):
+            raise BadShare(
+                f"site {member.site!r} did not seal one bundle of shares for each "
+                "other site"
+            )
+        if sealed_digest(sealed) != head.sealed_digest:
+            raise BadShare(
+                f"the sealed shares of {member.site!r} are not those that it signed"
+            )
+
+    def _check_shares(self, shares: Shares, member: Member) -> None:
+        dropped = self._contract.num_sites - len(self._survivors)
+        survivors = set(self._survivors)
+        if set(shares.self_shares) != survivors or set(shares.pair_shares) != survivors:
+            raise BadShare(f"site {member.site!r} sent shares of other sites")
+        for joined in shares.pair_shares.values():
+            if len(joined) != SHARE_BYTES * dropped:
+                raise BadShare(f"site {member.site!r} sent too few or too many shares")
+        for pieces in (shares.self_shares, shares.pair_shares):
+            for joined in pieces.values():
+                for at in range(0, len(joined), SHARE_BYTES):
+                    check_share(member.number, joined[at : at + SHARE_BYTES])
+
+    def _check_enough(self, count: int, what: str) -> None:
+        if count < self._contract.threshold:
+            raise TooFewSites(
+                f"{count} {what} are too few: the contract demands "
+                f"{self._contract.threshold}"
+            )
+
+    def _survivor(self, number: int) -> Member:
+        member = self._contract.member(number)
+        if number not in self._survivors:
+            raise InconsistentSurvivors(
+                f"site {member.site!r} is not a survivor of this round"
+            )
+        return member

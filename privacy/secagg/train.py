@@ -1,0 +1,86 @@
+"""What the aggregator says beside the model in R1, and what a header holds.
+
+The header's slots are part of the contract. Losses travel as whole micronats, so
+that sums over sites are exact and no slot can wrap.
+"""
+
+from collections.abc import Mapping
+
+from federation.messages import MetricSums
+from privacy.secagg.canonical import Reader, fields
+from privacy.secagg.header import HeaderSpec, Slot, SlotKind
+from privacy.secagg.ring_errors import UpdateOutOfRange
+
+MAX_CONFIRMS_BYTES = 16 << 20
+_TAG = b"xsa-v1/train"
+_LARGEST_COUNT = 1 << 56
+_MICRO = 1e6
+
+WEIGHT, EXAMPLES = "weight", "examples"
+TRAINING, EVALUATION = "training", "evaluation"
+_SUMS = ("count", "loss", "correct")
+
+HEADER_SLOTS = (
+    WEIGHT,
+    EXAMPLES,
+    *(f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _SUMS),
+)
+
+
+def header_spec(num_sites: int) -> HeaderSpec:
+    """The slots that every contract names today, in their order."""
+    counts = [
+        Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
+        for name in HEADER_SLOTS
+        if name != WEIGHT
+    ]
+    weight = Slot(name=WEIGHT, kind=SlotKind.FRACTION, bound=1)
+    return HeaderSpec(slots=(weight, *counts), num_sites=num_sites)
+
+
+def write_sums(kind: str, sums: MetricSums | None) -> dict[str, float]:
+    """Header values of a site's sums; all 0 if there are none.
+
+    Raises:
+        UpdateOutOfRange: The loss is not a number that fits, for example NaN.
+    """
+    if sums is None:
+        return dict.fromkeys((f"{kind}_{name}" for name in _SUMS), 0)
+    if not 0 <= sums.loss_sum * _MICRO <= _LARGEST_COUNT:
+        raise UpdateOutOfRange(f"the {kind} loss is {sums.loss_sum} and does not fit")
+    return {
+        f"{kind}_count": sums.count,
+        f"{kind}_loss": round(sums.loss_sum * _MICRO),
+        f"{kind}_correct": sums.correct,
+    }
+
+
+def read_sums(kind: str, totals: Mapping[str, float]) -> MetricSums | None:
+    """Sums over all sites out of a decoded header; None if nothing was predicted."""
+    count, loss, correct = (int(totals[f"{kind}_{name}"]) for name in _SUMS)
+    if count == 0:
+        return None
+    return MetricSums(count=count, loss_sum=loss / _MICRO, correct=correct)
+
+
+def write_train(confirms: bytes) -> bytes:
+    """Encode what goes with a round's task.
+
+    Args:
+        confirms: ``SetupRecord.confirms`` for a site that has not seen them yet,
+            otherwise empty.
+    """
+    return fields(_TAG, confirms)
+
+
+def read_train(data: bytes) -> bytes:
+    """Decode ``write_train``.
+
+    Raises:
+        MalformedMessage: The bytes are something else.
+    """
+    reader = Reader(data, "a round's task")
+    reader.tag(_TAG)
+    confirms = reader.field("confirms", limit=MAX_CONFIRMS_BYTES)
+    reader.end()
+    return confirms

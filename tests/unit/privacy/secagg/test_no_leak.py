@@ -1,0 +1,142 @@
+"""What is left in memory, and what is said in errors and messages."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.secagg_parties import DIGEST, HEADER, Run, site_name, start
+
+from privacy.secagg import client, identity, keys, setup
+from privacy.secagg.keys import Secret
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Everything that an object holds on to, except modules and classes."""
+    seen: set[int] = set()
+    queue = [root]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen or isinstance(item, type) or callable(item):
+            continue
+        seen.add(id(item))
+        yield item
+        queue.extend(gc.get_referents(item))
+
+
+def play(run: Run) -> tuple[dict[str, list[bytes]], list[bytes]]:
+    """A whole P2 round without site 5; the round's secrets and all messages."""
+    secrets: dict[str, list[bytes]] = {"streams": [], "receive": [], "own": []}
+    said: list[bytes] = []
+    server = run.aggregator_round()
+    for i, session in run.sessions.items():
+        masks = session.begin_round(run.facts())
+        streams = (*masks.vector, *masks.header)
+        secrets["streams"] += [bytes(stream.key) for stream in streams]
+        current = session._round
+        assert current is not None
+        shared = current.shared
+        secrets["receive"] += [bytes(k.buffer) for k in shared.receive.values()]
+        own = bytes(shared.own)
+        secrets["own"] += [own[at : at + 33] for at in range(0, len(own), 33)]
+        said.append(session.finish_masked(vector_digest=DIGEST, header_digest=HEADER))
+        if i != 5:
+            server.on_masked(said[-1], vector_digest=DIGEST, header_digest=HEADER)
+    server.close_masked()
+    alive = (1, 2, 3, 4)
+    said.append(server.survivors())
+    for i in alive:
+        said.append(run.sessions[i].on_survivors(server.survivors()))
+        server.on_consent(said[-1])
+    server.close_consents()
+    for i in alive:
+        said.append(server.reveal(site_name(i)))
+        run.sessions[i].on_reveal(said[-1])
+    return secrets, said
+
+
+def test_nothing_of_a_round_is_left_at_a_site():
+    """After the last answer a session reaches no key or share of the round."""
+    run = start(5)
+    secrets, _ = play(run)
+    known = {value for values in secrets.values() for value in values}
+    for i in (1, 2, 3, 4):
+        held = [
+            x for x in reachable(run.sessions[i]) if isinstance(x, bytes | bytearray)
+        ]
+        assert held
+        assert not known & {bytes(x) for x in held}
+
+
+def test_no_message_shows_a_secret():
+    """Before R3 no key and no share stands in any message in clear."""
+    run = start(5)
+    secrets, said = play(run)
+    for message in said:
+        for values in secrets.values():
+            assert not any(value in message for value in values)
+
+
+def test_roots_are_in_no_message():
+    """The setup's messages and the first round's carry public halves only."""
+    run = start(5)
+    roots = [
+        bytes(root.buffer)
+        for secrets in run.secrets.values()
+        for pair in secrets.roots.values()
+        for root in (pair._mask, pair._channel)
+    ]
+    spoken = [run.record.book, run.record.confirms, run.masked(1)]
+    assert not any(root in data for root in roots for data in spoken)
+
+
+@pytest.mark.parametrize("module", [keys, client, setup, identity])
+def test_secret_holders_hide_themselves(module: Any):
+    """No value class that holds secrets has a generated text."""
+    names = {
+        "Stream",
+        "RoundMasks",
+        "RoundPair",
+        "RunSecrets",
+        "_Shared",
+        "Secret",
+        "RunKeys",
+        "PairRoots",
+        "Identity",
+        "SiteSetup",
+        "SiteSession",
+    }
+    for name in names & set(vars(module)):
+        cls = getattr(module, name)
+        text = cls.__repr__
+        assert text is object.__repr__ or cls in {
+            Secret,
+            keys.RunKeys,
+            identity.Identity,
+        }
+
+
+@pytest.mark.parametrize("num_sites", [3, 5])
+def test_round_secrets_are_overwritten_as_soon_as_they_are_shared(
+    num_sites: int, monkeypatch: pytest.MonkeyPatch
+):
+    """After R1 began, only the next roots and the receiving keys still exist."""
+    made: list[Secret] = []
+
+    class Recorded(Secret):
+        __slots__ = ()
+
+        def __init__(self, data: bytes | bytearray) -> None:
+            super().__init__(data)
+            made.append(self)
+
+    run = start(num_sites)
+    for module in (keys, client):
+        monkeypatch.setattr(module, "Secret", Recorded)
+    run.sessions[1].begin_round(run.facts())
+    current = run.sessions[1]._round
+    assert current is not None
+    roots = run.secrets[1].roots.values()
+    expected = {id(key) for key in current.shared.receive.values()}
+    expected |= {id(root) for pair in roots for root in (pair._mask, pair._channel)}
+    assert expected == {id(secret) for secret in made if not secret.erased}

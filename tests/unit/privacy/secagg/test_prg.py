@@ -1,0 +1,177 @@
+"""The keystream: known answers, entry at any word, independence of threads."""
+
+import numpy as np
+import pytest
+from support import ring_oracles
+
+from privacy.secagg import prg
+from privacy.secagg.prg import CHUNK_WORDS, Keystream, Mask
+
+KEY = bytes(range(32))
+DTYPES = {16: np.uint16, 24: np.uint8, 32: np.uint32, 64: np.uint64}
+ALL_BITS = pytest.mark.parametrize("bits", DTYPES)
+
+
+def _zeros(bits: int, num_words: int) -> prg.Words:
+    return np.zeros(3 * num_words if bits == 24 else num_words, DTYPES[bits])
+
+
+def _read(key: bytes, num_bytes: int, first_byte: int = 0) -> bytes:
+    out = np.empty(num_bytes, np.uint8)
+    Keystream(key, first_byte=first_byte).read_into(out)
+    return out.tobytes()
+
+
+def test_stream_is_aes_256_counter_mode():
+    """NIST SP 800-38A, F.5.5 and F.5.6: CTR-AES256."""
+    key = bytes.fromhex(
+        "603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4"
+    )
+    counter = int("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff", 16)
+    plain = bytes.fromhex(
+        "6bc1bee22e409f96e93d7e117393172aae2d8a571e03ac9c9eb76fac45af8e51"
+        "30c81c46a35ce411e5fbc1191a0a52eff69f2445df4f9b17ad2b417be66c3710"
+    )
+    expected = bytes.fromhex(
+        "601ec313775789a5b7a7f504bbf3d228f443e3ca4d62b59aca84e990cacaf5c5"
+        "2b0930daa23de94ce87017ba2d84988ddfc9c58db67aada613c2dd08457941a6"
+    )
+    stream = _read(key, 64, first_byte=16 * counter)
+    assert expected == bytes(a ^ b for a, b in zip(plain, stream, strict=True))
+
+
+def test_stream_of_the_zero_key():
+    """Blocks 0, 1, 2: H, tag and ciphertext of GCM's test cases 13 and 14."""
+    expected = (
+        "dc95c078a2408989ad48a21492842087"
+        "530f8afbc74536b9a963b4f1c4cb738b"
+        "cea7403d4d606b6e074ec5d3baf39d18"
+    )
+    assert expected == _read(bytes(32), 48).hex()
+
+
+def test_known_answer_of_the_zero_block():
+    """NIST CAVP, ECBVarKey256: the key 8000...00 on the zero block."""
+    key = bytes([0x80]) + bytes(31)
+    assert _read(key, 16).hex() == "e35a6dcb19b201a01ebcfa8aa22b5759"
+
+
+@pytest.mark.parametrize("first_byte", [1, 15, 16, 17, 1000, 4 * CHUNK_WORDS + 3])
+def test_stream_may_be_entered_anywhere(first_byte: int):
+    """The bytes from there on are the same."""
+    whole = _read(KEY, first_byte + 100)
+    assert whole[first_byte:] == _read(KEY, 100, first_byte=first_byte)
+
+
+@ALL_BITS
+def test_words_are_little_endian_pieces_of_the_stream(bits: int):
+    """As the slow implementation has them."""
+    words = _zeros(bits, 21)
+    prg.add_keystream_(words, KEY)
+    expected = ring_oracles.stream_words(KEY, 21, bits)
+    assert expected == ring_oracles.as_integers(words, bits)
+
+
+@ALL_BITS
+@pytest.mark.parametrize("first_word", [1, 7, CHUNK_WORDS - 1, CHUNK_WORDS + 5])
+def test_words_may_be_entered_anywhere(bits: int, first_word: int):
+    """A vector masked in two parts is the vector masked at once."""
+    width = 3 if bits == 24 else 1
+    whole = _zeros(bits, first_word + CHUNK_WORDS + 3)
+    prg.add_keystream_(whole, KEY)
+    tail = _zeros(bits, CHUNK_WORDS + 3)
+    prg.add_keystream_(tail, KEY, first_word=first_word)
+    np.testing.assert_array_equal(whole[width * first_word :], tail)
+
+
+@ALL_BITS
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_result_does_not_depend_on_threads(bits: int, threads: int):
+    """Ranges enter the stream where they begin."""
+    masks = [Mask(key=KEY, sign=1), Mask(key=bytes(32), sign=-1)]
+    alone, together = (_zeros(bits, 4 * CHUNK_WORDS + 11) for _ in range(2))
+    prg.apply_masks_(alone, masks)
+    prg.apply_masks_(together, masks, threads=threads)
+    np.testing.assert_array_equal(alone, together)
+
+
+@ALL_BITS
+@pytest.mark.parametrize("num_sites", [2, 3, 5, 8])
+def test_pairwise_masks_cancel(bits: int, num_sites: int):
+    """Site i adds what it shares with j > i and subtracts what it shares with j < i."""
+    rng = np.random.default_rng(num_sites)
+    keys = {(i, j): rng.bytes(32) for j in range(num_sites) for i in range(j)}
+    words = rng.integers(0, 256, _zeros(bits, 301).nbytes, np.uint8).view(DTYPES[bits])
+    total = words.copy()
+    for site in range(num_sites):
+        masks = [
+            Mask(key=key, sign=1 if site == i else -1)
+            for (i, j), key in keys.items()
+            if site in (i, j)
+        ]
+        prg.apply_masks_(total, masks)
+    np.testing.assert_array_equal(words, total)
+
+
+def test_no_masks_change_nothing():
+    words = np.arange(5, dtype=np.uint32)
+    prg.apply_masks_(words, [])
+    assert words.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_empty_vector_is_masked():
+    prg.add_keystream_(np.zeros(0, np.uint32), KEY)
+
+
+def test_packing_keeps_the_lower_24_bits():
+    words = np.array([0xFF000001, 0x00ABCDEF], np.uint32)
+    packed = np.zeros(6, np.uint8)
+    prg.pack_24(words, packed)
+    assert packed.tobytes().hex() == "010000efcdab"
+    wide = prg.unpack_24(packed, np.full(2, 0xFFFFFFFF, np.uint32))
+    assert wide.tolist() == [1, 0xABCDEF]
+
+
+def test_mask_does_not_show_its_key():
+    assert "key" not in repr(Mask(key=KEY, sign=1))
+
+
+@pytest.mark.parametrize("key", [b"", bytes(16), bytes(33)])
+def test_key_of_another_length_is_refused(key: bytes):
+    with pytest.raises(ValueError, match="32 bytes"):
+        Keystream(key)
+
+
+def test_sign_is_one_or_minus_one():
+    with pytest.raises(ValueError, match="sign"):
+        Mask(key=KEY, sign=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        np.zeros(4, np.int32),
+        np.zeros(4, np.float32),
+        np.zeros((2, 2), np.uint32),
+        np.zeros(8, np.uint32)[::2],
+        np.zeros(4, np.uint8),
+        np.frombuffer(bytes(8), np.uint32),
+    ],
+)
+def test_arrays_that_are_not_words_are_refused(words: prg.Words):
+    with pytest.raises(ValueError, match="words"):
+        prg.add_keystream_(words, KEY)
+
+
+def test_threads_are_at_least_one():
+    with pytest.raises(ValueError, match="threads"):
+        prg.add_keystream_(np.zeros(4, np.uint32), KEY, threads=0)
+
+
+def test_error_in_a_range_is_raised():
+    def fail(start: int, stop: int) -> None:
+        if start:
+            raise RuntimeError(f"{start}")
+
+    with pytest.raises(RuntimeError, match=str(CHUNK_WORDS)):
+        prg.in_ranges(fail, 2 * CHUNK_WORDS, threads=2)

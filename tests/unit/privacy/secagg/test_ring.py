@@ -1,0 +1,144 @@
+"""The ring: bounds that exclude wrapping, and sums back to floats."""
+
+import math
+
+import numpy as np
+import pytest
+
+from privacy.secagg.ring import NOISE_TAIL, RingSpec, decode_sum_, num_values
+from privacy.secagg.ring_errors import SumOutOfRange
+
+ALL_BITS = pytest.mark.parametrize("bits", [16, 24, 32])
+
+
+def _spec(bits: int = 32, num_sites: int = 4, noise_std: float = 0.0) -> RingSpec:
+    return RingSpec(bits=bits, num_sites=num_sites, clip_norm=2.0, noise_std=noise_std)
+
+
+@ALL_BITS
+@pytest.mark.parametrize("num_sites", [2, 3, 16, 64])
+@pytest.mark.parametrize("noise_std", [0.0, 3.7])
+def test_no_sum_can_wrap(bits: int, num_sites: int, noise_std: float):
+    """Neither the values nor, but for its tail, the noise."""
+    spec = _spec(bits, num_sites, noise_std)
+    tail = NOISE_TAIL * noise_std * math.sqrt(num_sites)
+    assert num_sites * spec.amplitude + tail <= spec.largest_sum <= 2 ** (bits - 1) - 1
+
+
+def test_amplitude_is_the_largest_that_fits():
+    """Of the specification's section 3, for known numbers."""
+    assert _spec(32, 2).amplitude == 2**30 - 1
+    assert _spec(16, 16).amplitude == 2047
+    assert _spec(32, 4, 1000.0).amplitude == (2**31 - 1 - 24_000) // 4
+
+
+@ALL_BITS
+def test_largest_value_rounds_to_the_amplitude_or_less(bits: int):
+    spec = _spec(bits, 16)
+    assert math.ceil(spec.scale * spec.clip_norm) <= spec.amplitude
+    assert spec.scale * spec.clip_norm > spec.amplitude * 0.99 - 1
+
+
+def test_bound_of_elements_makes_finer_steps():
+    fine = RingSpec(bits=32, num_sites=4, clip_norm=2.0, element_bound=0.02)
+    assert fine.scale == pytest.approx(100 * _spec().scale)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bits": 20},
+        {"num_sites": 1},
+        {"clip_norm": 0.0},
+        {"clip_norm": math.nan},
+        {"clip_norm": math.inf},
+        {"element_bound": -1.0},
+        {"noise_std": -1.0},
+        {"noise_std": math.inf},
+        {"bits": 16, "num_sites": 4000},
+        {"bits": 16, "noise_std": 1e4},
+    ],
+)
+def test_ring_without_room_is_refused(change: dict[str, float]):
+    fields = {"bits": 32, "num_sites": 4, "clip_norm": 2.0} | change
+    with pytest.raises(ValueError, match=r"."):
+        RingSpec(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(16, np.uint16), (24, np.uint32), (32, np.uint32)]
+)
+def test_sum_is_read_in_twos_complement(bits: int, dtype: type):
+    """And divided by the scale and by the divisor."""
+    spec = _spec(bits)
+    largest = spec.largest_sum // 2
+    integers = np.array([0, 1, -1, largest, -largest, 77])
+    words = (integers % 2**bits).astype(dtype)
+    expected = (integers / (spec.scale * 2.5)).astype(np.float32)
+    np.testing.assert_array_equal(expected, decode_sum_(words, spec, divisor=2.5))
+
+
+def test_packed_sum_is_read():
+    spec = _spec(24)
+    words = np.frombuffer(bytes.fromhex("010000ffffff"), np.uint8)
+    expected = (np.array([1, -1]) / spec.scale).astype(np.float32)
+    np.testing.assert_array_equal(expected, decode_sum_(words, spec))
+
+
+def test_idle_byte_of_24_bits_is_ignored():
+    spec = _spec(24)
+    words = np.array([0xAB000002], np.uint32)
+    assert decode_sum_(words, spec).tolist() == [np.float32(2 / spec.scale)]
+
+
+def test_sum_of_32_bits_stays_in_its_memory():
+    words = np.zeros(10, np.uint32)
+    assert np.shares_memory(words, decode_sum_(words, _spec()))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("bits", [16, 32])
+def test_value_beyond_the_sites_is_an_alarm(bits: int, sign: int):
+    spec = _spec(bits, 7)
+    words = np.array([sign * (spec.largest_sum + 1) % 2**bits])
+    with pytest.raises(SumOutOfRange, match="the sum reach"):
+        decode_sum_(words.astype(spec.wire_dtype), spec)
+
+
+@ALL_BITS
+def test_norm_beyond_the_sites_is_an_alarm(bits: int):
+    """Each value is possible by itself, ten of them are not."""
+    spec = _spec(bits, 7)
+    words = np.full(10, spec.largest_sum // 2, np.uint16 if bits == 16 else np.uint32)
+    with pytest.raises(SumOutOfRange, match="the sum's norm"):
+        decode_sum_(words, spec)
+
+
+@ALL_BITS
+def test_noise_has_room_in_the_norm(bits: int):
+    """The noise alone, at its usual norm, is no alarm."""
+    spec = _spec(bits, 4, 100.0)
+    rng = np.random.default_rng(0)
+    noise = np.rint(rng.normal(0, 200, 5000)).astype(np.int64) % 2**bits
+    decode_sum_(noise.astype(np.uint16 if bits == 16 else np.uint32), spec)
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, math.nan, math.inf])
+def test_divisor_is_positive(divisor: float):
+    with pytest.raises(ValueError, match="divisor"):
+        decode_sum_(np.zeros(3, np.uint32), _spec(), divisor=divisor)
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [
+        (32, np.zeros(3, np.uint16)),
+        (16, np.zeros(3, np.uint32)),
+        (32, np.zeros((3, 1), np.uint32)),
+        (32, np.zeros(6, np.uint32)[::2]),
+        (24, np.zeros(4, np.uint8)),
+    ],
+)
+def test_words_of_another_ring_are_refused(bits: int, words: np.ndarray):
+    with pytest.raises(ValueError, match=r"words|flat"):
+        num_values(words, _spec(bits))
