@@ -23,7 +23,7 @@ import machine
 
 from deploy.simulation import simulate
 from federation import job_file
-from federation.events import Event, RoundFinished, SiteAnswered
+from federation.events import CheckpointSaved, Event, RoundFinished, SiteAnswered
 
 
 def rounds(job_path: Path, num_rounds: int) -> list[dict[str, float]]:
@@ -36,16 +36,16 @@ def rounds(job_path: Path, num_rounds: int) -> list[dict[str, float]]:
         if isinstance(event, SiteAnswered):
             at_sites += sum(phase.seconds for phase in event.phases)
         if isinstance(event, RoundFinished):
-            engine = event.seconds - at_sites
+            phases = {f"{p.name}_seconds": p.seconds for p in event.phases}
             found.append(
-                {
-                    "round": event.round_index,
-                    "seconds": event.seconds,
-                    "engine_seconds": engine,
-                    "engine_share": engine / event.seconds,
-                    **{f"{p.name}_seconds": p.seconds for p in event.phases},
-                }
+                {"round": event.round_index, "seconds": event.seconds} | phases
             )
+        if isinstance(event, CheckpointSaved) and found:
+            row = found[-1]
+            row["checkpoint_seconds"] = event.seconds
+            row["seconds"] += event.seconds
+            row["engine_seconds"] = row["seconds"] - at_sites
+            row["engine_share"] = row["engine_seconds"] / row["seconds"]
             at_sites = 0.0
 
     job = job_file.load(job_path, [f"rounds={num_rounds}", "simulation.workers=1"])
