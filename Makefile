@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PACKAGES := federation cloud_adapters clients aggregator monitoring deploy
+
 # -I: tests see the installed package, not whatever the working folder holds.
 PYTEST := $(BIN)/python -I -m pytest
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy import tool_verbs
 from federation.errors import (
     CheckpointMismatch,
     FederationError,
@@ -139,6 +140,12 @@ def _parser() -> argparse.ArgumentParser:
         default="inproc",
         help="call the sites in this process (default), or on Flower's engine",
     )
+    simulate.add_argument(
+        "--transcript",
+        type=Path,
+        metavar="DIR",
+        help="write every message as the aggregator saw it into a new folder",
+    )
     simulate.set_defaults(verb=_simulate)
 
     check = verbs.add_parser(
@@ -169,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument(
             "--root", type=Path, default=Path("runs"), help="folder of all runs"
         )
+    tool_verbs.add_verbs(verbs, common)
     return parser
 
 
@@ -193,6 +201,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 folder=folder,
                 resume=options.resume,
                 engine=options.engine,
+                transcript=options.transcript,
                 listeners=[_while_read(progress)],
                 stop_requested=stop,
             )

@@ -57,6 +57,12 @@ def run(
 
 
 def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
+    if job.privacy.secure_aggregation.enabled:
+        raise JobError(
+            "a site keeps its keys in one process, and Flower's simulation gives its "
+            "rounds to any; rehearse this with --engine inproc",
+            key="privacy.secure_aggregation.enabled",
+        )
     for index, fault in enumerate(job.simulation.faults):
         if fault.kind == "duplicate":
             raise JobError(

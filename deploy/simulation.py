@@ -15,7 +15,9 @@ from cloud_adapters.faults import FaultInjector
 from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
+from cloud_adapters.transcript import check_fresh, recorded
 from deploy import model_export, wiring
+from deploy.protection import Rehearsal, rehearse
 from deploy.run_folder import RunFolder, leave_report, replace_file, runs_root
 from federation import job_file
 from federation.clock import SystemClock
@@ -23,9 +25,10 @@ from federation.coordinator import run_federation
 from federation.errors import CorruptObject, FederationError, RunConflict, RunNotFound
 from federation.event_log import EventWriter
 from federation.events import Emit, Event, RunFinished, RunStarted
+from federation.gather import Gather
 from federation.ids import SiteId, new_run_id
 from federation.job import JobSpec
-from federation.protocols import Grid, ObjectStore, RunState
+from federation.protocols import Grid, ObjectStore, RunState, SiteHandler
 from monitoring.run_view import (
     COMPLETED,
     RunFold,
@@ -85,6 +88,7 @@ def simulate(
     engine: str = "inproc",
     listeners: Sequence[Emit] = (),
     stop_requested: Callable[[], bool] = lambda: False,
+    transcript: Path | None = None,
 ) -> RunResult:
     """Run a federation with every site on this machine.
 
@@ -100,6 +104,7 @@ def simulate(
         listeners: Called with every event, in order, in this thread.
         stop_requested: Asked after every round; a true answer ends the run after
             its checkpoint.
+        transcript: A new folder for every message as the aggregator saw it.
 
     Returns:
         The result; it is also in ``folder`` as ``result.json``.
@@ -118,6 +123,8 @@ def simulate(
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
     runs_root(job)
+    if transcript is not None:
+        check_fresh(transcript)
     run = None if folder is None else RunFolder(Path(folder))
     _check_folder(run, resume=resume)
     done = _done_before(job, run) if resume else None
@@ -126,11 +133,13 @@ def simulate(
     with ExitStack() as stack:
         stack.enter_context(wiring.torch_threads(job))
         federation = wiring.build_federation(job)
+        if engine == "inproc":
+            federation.pool.reserve(wiring.num_workers(job))
         if run is not None:
             stack.enter_context(run.locked())
             # Again: another process may have come and gone.
             _check_folder(run, resume=resume)
-        simulation = _Simulation(federation, run, engine, stop_requested)
+        simulation = _Simulation(federation, run, engine, stop_requested, transcript)
         return simulation.run(listeners)
 
 
@@ -195,8 +204,10 @@ class _Simulation:
         run: RunFolder | None,
         engine: str,
         stop_requested: Callable[[], bool],
+        transcript: Path | None,
     ) -> None:
         self._job = federation.job
+        self._transcript = transcript
         self._run = run
         self._engine = engine
         self._stop_requested = stop_requested
@@ -209,6 +220,9 @@ class _Simulation:
             self._run_id = new_run_id(now, os.urandom(3))
         else:
             self._run_id = run.run_id() or run.new_run_id(now)
+        self._rehearsal: Rehearsal | None = None
+        if self._job.privacy.secure_aggregation.enabled:
+            self._rehearsal = rehearse(federation, self._run_id)
         self._store: ObjectStore = (
             MemoryStore() if run is None else LocalStore(run.path)
         )
@@ -262,26 +276,32 @@ class _Simulation:
         fault = FaultInjector(
             self._job.simulation.faults, clock=self._clock, seed=self._job.seed
         )
-        sites = {
-            SiteId(site.name): self._federation.site(
-                SiteId(site.name), store=self._store, clock=self._clock
-            )
-            for site in self._job.sites
-        }
+        names = [SiteId(site.name) for site in self._job.sites]
         with InProcessGrid(
-            sites,
+            {name: self._site(name) for name in names},
             clock=self._clock,
             workers=wiring.num_workers(self._job),
             fault=fault,
         ) as grid:
             return self._coordinate(grid)
 
+    def _site(self, name: SiteId) -> SiteHandler:
+        if self._rehearsal is None:
+            return self._federation.site(name, store=self._store, clock=self._clock)
+        folder = None if self._run is None else self._run.path
+        return self._rehearsal.site(name, store=self._store, folder=folder)
+
+    def _gather(self, grid: Grid) -> Gather:
+        if self._rehearsal is None:
+            return wiring.plain_gather(self._federation, self._run_id, grid)
+        return self._rehearsal.gather(grid)
+
     def _coordinate(self, grid: Grid) -> RunState:
         parts = wiring.build_server(
             self._federation,
             run_id=self._run_id,
             engine=self._engine,
-            grid=grid,
+            gather=self._gather(recorded(grid, self._transcript)),
             store=self._store,
             clock=self._clock,
             emit=self._emit,

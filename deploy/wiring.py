@@ -24,7 +24,7 @@ from federation import job_file
 from federation.coordinator import ServerParts
 from federation.errors import JobError
 from federation.events import DataDistributed, Emit, SiteShare
-from federation.gather import PlainGather
+from federation.gather import Gather, PlainGather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, Grid, ObjectStore, RunState
@@ -120,12 +120,25 @@ def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
     )
 
 
+def plain_gather(federation: Federation, run_id: RunId, grid: Grid) -> Gather:
+    """Gather in the clear, by the job's rule and weights."""
+    job = federation.job
+    return PlainGather(
+        job,
+        run_id=run_id,
+        layout=federation.pool.layout,
+        grid=grid,
+        weight_of=weight_of(job.aggregation.weights),
+        combine=combine_rule(job.aggregation),
+    )
+
+
 def build_server(
     federation: Federation,
     *,
     run_id: RunId,
     engine: str,
-    grid: Grid,
+    gather: Gather,
     store: ObjectStore,
     clock: Clock,
     emit: Emit,
@@ -150,14 +163,7 @@ def build_server(
         run_id=run_id,
         engine=engine,
         layout=layout,
-        gather=PlainGather(
-            job,
-            run_id=run_id,
-            layout=layout,
-            grid=grid,
-            weight_of=weight_of(job.aggregation.weights),
-            combine=combine_rule(job.aggregation),
-        ),
+        gather=gather,
         initial_state=initial_state,
         checkpoints=RunCheckpoints(
             store=store,

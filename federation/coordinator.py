@@ -128,6 +128,7 @@ def _run_round(
         layout=parts.layout,
         clock=parts.clock,
         emit=parts.emit,
+        in_secret=_in_secret(job),
     )
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -243,9 +244,14 @@ def _evaluate_last(job: JobSpec, parts: ServerParts, state: RunState) -> None:
         clock=parts.clock,
         emit=parts.emit,
         kind=TaskKind.EVALUATE,
+        in_secret=_in_secret(job),
     )
     parts.gather.evaluation(state, record)
     record.finish_evaluation()
+
+
+def _in_secret(job: JobSpec) -> bool:
+    return job.privacy.secure_aggregation.enabled
 
 
 def _check_progress(job: JobSpec, state: RunState) -> None:
@@ -285,6 +291,7 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             parameters=parts.layout.size,
             engine=parts.engine,
             task=job.training.task,
+            secure_aggregation=_in_secret(job),
         )
     )
 

@@ -47,6 +47,7 @@ class RunStarted:
         parameters: Length of the model's float vector.
         engine: What brings tasks to the sites: ``inproc`` or ``flower``.
         task: What is learnt: ``classification`` or ``causal_lm``.
+        secure_aggregation: Whether the aggregator sees sums only.
     """
 
     at: float
@@ -58,6 +59,7 @@ class RunStarted:
     parameters: int
     engine: str
     task: str
+    secure_aggregation: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,9 @@ class SiteAnswered:
         evaluation: Of the global model that the round began with, on its held-out
             data; None if it was not asked.
         phases: Where its time went.
+
+    Under secure aggregation what a site reports is known of all together only: here
+    it is None, and the phases are empty.
     """
 
     at: float
@@ -120,10 +125,10 @@ class SiteAnswered:
     answered_seconds: float
     bytes_down: int
     bytes_up: int
-    num_examples: int
-    num_steps: int
-    weight: float
-    training: MetricSums
+    num_examples: int | None
+    num_steps: int | None
+    weight: float | None
+    training: MetricSums | None
     evaluation: MetricSums | None
     phases: tuple[Phase, ...]
 
@@ -156,6 +161,33 @@ class SiteFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTaken:
+    """A step of secure aggregation beside the exchange of updates has ended.
+
+    The tuples run in parallel with ``sites``. An answer that was refused is a
+    ``SiteFailed`` with bytes of its own and does not occur here.
+
+    Attributes:
+        at: When.
+        round_index: The round; that after the last for the final evaluation.
+        step: ``advertise`` or ``confirm``, once for each coordinator;
+            ``survivors`` or ``reveal``, in a round that allows dropouts; or
+            ``evaluate``: masked results of the final model that stay masked,
+            because some later step had too few answers.
+        sites: Sites whose answer counted, in the order of arrival.
+        bytes_down: Sent to each for this step.
+        bytes_up: Received from each.
+    """
+
+    at: float
+    round_index: int
+    step: str
+    sites: tuple[str, ...]
+    bytes_down: tuple[int, ...]
+    bytes_up: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEvaluated:
     """The global model after ``round_index`` rounds, on held-out data.
 
@@ -167,7 +199,7 @@ class ModelEvaluated:
         round_index: Rounds that made the model; 0 for the initial one.
         pooled: Over all sites that evaluated it.
         sites: These sites.
-        by_site: Each one's own.
+        by_site: Each one's own; empty under secure aggregation.
         bytes_down: Bytes of an exchange for evaluation alone, as after the last
             round; 0 where the metrics came along with updates.
         bytes_up: The same, from the sites.
@@ -288,6 +320,7 @@ Event = (
     | RoundStarted
     | SiteAnswered
     | SiteFailed
+    | StepTaken
     | ModelEvaluated
     | RoundFinished
     | CheckpointSaved

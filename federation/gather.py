@@ -132,8 +132,12 @@ def round_tasks(
     run_id: RunId,
     layout: Layout,
     kind: TaskKind,
+    secure: Callable[[SiteId], bytes] = lambda _site: b"",
 ) -> list[RoundTask]:
-    """Write the task of every site of a round's cohort; all share the weights."""
+    """Write the task of every site of a round's cohort; all share the weights.
+
+    ``secure`` gives what secure aggregation says to a site beside the model.
+    """
     weights_d, integers_m = state.weights_d.view(), state.integers_m.view()
     weights_d.flags.writeable = integers_m.flags.writeable = False
     every = job.evaluation.every
@@ -148,6 +152,7 @@ def round_tasks(
             integers_m=integers_m,
             evaluate=every > 0 and state.round_index % every == 0,
             evaluate_after=job.aggregation.weights == "dynamic",
+            secure=secure(site),
         )
         for site in record.cohort
     ]

@@ -17,7 +17,6 @@ from federation.ids import check_name
 # Keys that other parts of the product will bring. Naming one is refused with this
 # word instead of "unknown key", so that nobody believes it was in force.
 PLANNED_KEYS: Mapping[str, str] = {
-    "privacy.secure_aggregation.threshold": "secure aggregation",
     "privacy.differential_privacy.target_epsilon": "differential privacy",
     "privacy.differential_privacy.delta": "differential privacy",
     "privacy.differential_privacy.clip_norm": "differential privacy",
@@ -346,7 +345,42 @@ class SecureAggregationSpec:
     """Whether the aggregator sees single updates."""
 
     enabled: bool = key(
-        "Hide single updates from the aggregator. Not built yet: only `false`.",
+        "Hide single updates from the aggregator: it learns their sum alone.",
+        default=False,
+    )
+    threshold: int | None = key(
+        "Sites that must answer for a sum to be opened. All of them by default, in one "
+        "exchange a round; or at least two thirds of them and one more, in three "
+        "exchanges, so that the others may drop out.",
+        default=None,
+        low=2,
+    )
+    ring_bits: int = key(
+        "Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up, coarser).",
+        default=32,
+        low=16,
+        high=32,
+    )
+    clip_norm: float = key(
+        "Largest Euclidean norm of an update, in weight units; larger ones are scaled "
+        "down. It sets the grid of the encoding: a tight bound is a fine grid.",
+        default=10.0,
+        above=0.0,
+    )
+    max_examples: int | None = key(
+        "Examples that no site exceeds; every site sees this number. A simulation "
+        "takes its largest site by default.",
+        default=None,
+        low=1,
+    )
+    hybrid: bool = key(
+        "Rest the keys on ML-KEM-768 as well as on X25519, so that traffic recorded "
+        "today stays closed to a quantum computer.",
+        default=True,
+    )
+    two_sites_waiver: bool = key(
+        "Accept that with two sites each can compute the other's update from the sum. "
+        "Needed for two sites without record-level differential privacy.",
         default=False,
     )
 
@@ -483,6 +517,9 @@ class JobSpec:
     @property
     def minimum_sites(self) -> int:
         """The quorum of a round."""
+        secure = self.privacy.secure_aggregation
+        if secure.enabled:
+            return secure.threshold or len(self.sites)
         return self.schedule.minimum_sites or self.cohort_size
 
     @property
@@ -502,12 +539,12 @@ def check(job: JobSpec) -> JobSpec:
         _check_data,
         _check_training,
         _check_optimizer,
+        _check_privacy,  # First: it sets the quorum.
         _check_quorum,
         _check_robust_rule,
         _check_dynamic_weights,
         _check_buffers,
         _check_faults,
-        _check_privacy,
     ):
         rule(job)
     return job
@@ -668,9 +705,59 @@ def _check_faults(job: JobSpec) -> None:
 
 
 def _check_privacy(job: JobSpec) -> None:
-    if job.privacy.secure_aggregation.enabled:
+    secure, table = job.privacy.secure_aggregation, "privacy.secure_aggregation"
+    if not secure.enabled:
+        return
+    rule, num_sites = job.aggregation.combine, len(job.sites)
+    refused = (
+        (
+            rule != "mean",
+            "aggregation.combine",
+            f"{rule} looks at single updates, and the server sees their sum: use mean",
+        ),
+        (
+            job.aggregation.weights == "dynamic",
+            "aggregation.weights",
+            "dynamic weights need each site's loss, which is hidden: use examples",
+        ),
+        (
+            job.schedule.sites_per_round is not None,
+            "schedule.sites_per_round",
+            "secure aggregation asks every site in every round: leave it out",
+        ),
+        (
+            job.schedule.minimum_sites not in {None, job.minimum_sites},
+            "schedule.minimum_sites",
+            "under secure aggregation the quorum is its threshold: leave it out",
+        ),
+        (
+            secure.ring_bits not in {16, 24, 32},
+            f"{table}.ring_bits",
+            f"{secure.ring_bits} is not a ring: choose 16, 24 or 32",
+        ),
+        (
+            num_sites < 2,  # noqa: PLR2004
+            "sites",
+            "a sum over one site hides nothing: name at least two",
+        ),
+        (
+            num_sites == 2 and not secure.two_sites_waiver,  # noqa: PLR2004
+            f"{table}.two_sites_waiver",
+            "each of two sites can compute the other's update; true accepts that",
+        ),
+    )
+    for is_refused, name, text in refused:
+        if is_refused:
+            raise JobError(text, key=name)
+    _check_threshold(job)
+
+
+def _check_threshold(job: JobSpec) -> None:
+    num_sites, threshold = len(job.sites), job.minimum_sites
+    smallest = 2 * num_sites // 3 + 1
+    if not smallest <= threshold <= num_sites:
         raise JobError(
-            "secure aggregation is not built yet: the aggregator would see every "
-            "update; leave the table out or set it to false",
-            key="privacy.secure_aggregation.enabled",
+            f"{threshold} of {num_sites} sites is not from {smallest} to {num_sites}: "
+            "fewer would let a lying aggregator open two sums of one round",
+            key="privacy.secure_aggregation.threshold",
         )

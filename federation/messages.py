@@ -23,6 +23,7 @@ class SecureStep(StrEnum):
 
     ADVERTISE = "advertise"  # once a run: contract out, public keys back
     CONFIRM = "confirm"  # once a run: everybody's public keys out, assent back
+    DECLINE = "decline"  # a round: the site's signed word that it has no update
     SURVIVORS = "survivors"  # a round with dropouts: who answered; assent back
     REVEAL = "reveal"  # a round with dropouts: assents out, shares back
 

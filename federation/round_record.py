@@ -3,16 +3,20 @@
 Shape suffixes: d float values of the model, m integer values of the model.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from federation import events
 from federation.ids import RunId, SiteId
 from federation.messages import (
+    FailureKind,
+    MaskedUpdate,
     MetricSums,
     Phase,
     Reply,
+    SecureAnswer,
+    SecureStep,
     SiteEvaluation,
     SiteFailure,
     SiteUpdate,
@@ -27,6 +31,7 @@ class RoundRecord:
     """Judges replies, adds up what sound ones report, and tells what happened.
 
     Attributes:
+        run_id: The run.
         round_index: The round.
         cohort: The sites that are asked.
         update_norm: Euclidean norm of the combined update, once it is known.
@@ -42,9 +47,12 @@ class RoundRecord:
         clock: Clock,
         emit: events.Emit,
         kind: TaskKind = TaskKind.TRAIN,
+        in_secret: bool = False,
     ) -> None:
-        """Open a round."""
+        """Open a round; ``in_secret`` is that of ``RoundState``."""
+        self.run_id = run_id
         self.round_index = round_index
+        self._kind = kind
         self.cohort = cohort
         self.update_norm: float | None = None
         self._layout = layout
@@ -58,12 +66,14 @@ class RoundRecord:
             kind=kind,
             cohort=cohort,
             layout=layout,
+            in_secret=in_secret,
         )
         self._bytes_down = self._bytes_up = 0
         self._training: MetricSums | None = None
         self._evaluations: dict[str, MetricSums] = {}
         self._secret_evaluation: MetricSums | None = None
         self._journeys: dict[str, Reply] = {}
+        self._step_replies: list[Reply] = []
         self._largest_m: IntegerVector | None = None
         if kind is TaskKind.TRAIN:
             emit(
@@ -119,7 +129,90 @@ class RoundRecord:
             )
         )
 
-    def revoke(self, update: SiteUpdate, reply: Reply, reason: str) -> None:
+    def masked_updates(
+        self, replies: Iterable[Reply]
+    ) -> Iterator[tuple[MaskedUpdate, Reply]]:
+        """Yield the masked updates that may be used; emit every failure."""
+        for reply in replies:
+            message = reply.message
+            if self._is_sound(reply) and isinstance(message, MaskedUpdate):
+                yield message, reply
+            del reply, message  # One at a time, as in ``sound_updates``.
+        self._close()
+        self.end_phase("exchange")
+
+    def protocol_answers(
+        self, replies: Iterable[Reply], step: SecureStep
+    ) -> Iterator[tuple[SecureAnswer, Reply]]:
+        """Yield the answers to a step of secure aggregation; emit every failure.
+
+        What the caller does not ``refuse`` has counted once the answers are at
+        their end, and is emitted as the step.
+        """
+        self._step_replies = []
+        for reply in replies:
+            message = reply.message
+            self._bytes_down += reply.bytes_down
+            self._bytes_up += reply.bytes_up
+            if isinstance(message, SecureAnswer) and message.step is step:
+                self._step_replies.append(reply)
+                yield message, reply
+            elif isinstance(message, SiteFailure):
+                self._emit_failure(message, reply)
+            else:
+                self.refuse(message.site, reply, f"did not answer {step.value}")
+        self._emit_step(step.value, self._step_replies)
+        self.end_phase(step.value)
+
+    def refuse(self, site: SiteId, reply: Reply, reason: str) -> None:
+        """Emit that an answer to a step of secure aggregation does not count."""
+        self._step_replies = [kept for kept in self._step_replies if kept is not reply]
+        failure = SiteFailure(
+            run_id=self.run_id,
+            round_index=self.round_index,
+            site=site,
+            kind=FailureKind.INVALID,
+            message=reason,
+        )
+        self._emit_failure(failure, reply)
+
+    def warn(self, message: str) -> None:
+        """Emit what a person should know of the round and no other event says."""
+        self._emit(events.Warned(at=self._clock.now(), message=message))
+
+    def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:
+        """Emit that a masked update was folded in; nothing else of it is known."""
+        if self._kind is TaskKind.EVALUATE:
+            self._journeys[update.site] = reply
+            return  # In training the reply would keep a whole update in memory.
+        self._emit(
+            events.SiteAnswered(
+                at=self._clock.now(),
+                round_index=self.round_index,
+                site=update.site,
+                asked_seconds=reply.asked_seconds - self._start,
+                answered_seconds=reply.answered_seconds - self._start,
+                bytes_down=reply.bytes_down,
+                bytes_up=reply.bytes_up,
+                num_examples=None,
+                num_steps=None,
+                weight=None,
+                training=None,
+                evaluation=None,
+                phases=(),
+            )
+        )
+
+    def count_sums(
+        self, *, training: MetricSums | None, evaluation: MetricSums | None
+    ) -> None:
+        """Take in what the sites report together and not one by one."""
+        self._training = training
+        self._secret_evaluation = evaluation
+
+    def revoke(
+        self, update: SiteUpdate | MaskedUpdate, reply: Reply, reason: str
+    ) -> None:
         """Refuse an update after all, for a reason that only its use showed."""
         self._emit_failure(self._state.revoke(update.site, reason), reply)
 
@@ -143,12 +236,9 @@ class RoundRecord:
         """Emit the final model's metrics, or that there are none."""
         self._emit_evaluated()
         if self._pooled_evaluation() is None:
-            self._emit(
-                events.Warned(
-                    at=self._clock.now(),
-                    message="no site evaluated the final model",
-                )
-            )
+            if self._journeys:  # Masked results that nothing could open.
+                self._emit_step(self._kind.value, tuple(self._journeys.values()))
+            self.warn("no site evaluated the final model")
 
     @property
     def num_counted(self) -> int:
@@ -221,6 +311,18 @@ class RoundRecord:
             )
         )
 
+    def _emit_step(self, step: str, replies: Sequence[Reply]) -> None:
+        self._emit(
+            events.StepTaken(
+                at=self._clock.now(),
+                round_index=self.round_index,
+                step=step,
+                sites=tuple(reply.message.site for reply in replies),
+                bytes_down=tuple(reply.bytes_down for reply in replies),
+                bytes_up=tuple(reply.bytes_up for reply in replies),
+            )
+        )
+
     def _pooled_evaluation(self) -> MetricSums | None:
         pooled = self._secret_evaluation
         for sums in self._evaluations.values():
@@ -234,7 +336,8 @@ class RoundRecord:
             return
         in_secret = self._secret_evaluation is not None
         sites = self._state.answered if in_secret else tuple(self._evaluations)
-        journeys = self._journeys
+        # Of an exchange for evaluation alone; else they came with the updates.
+        journeys = self._journeys if self._kind is TaskKind.EVALUATE else {}
         self._emit(
             events.ModelEvaluated(
                 at=self._clock.now(),

@@ -40,8 +40,13 @@ class RoundState:
         kind: TaskKind,
         cohort: Sequence[SiteId],
         layout: Layout,
+        in_secret: bool = False,
     ) -> None:
-        """Open a round in which every site of ``cohort`` was asked."""
+        """Open a round in which every site of ``cohort`` was asked.
+
+        Under secure aggregation the only sound answer is a ``MaskedUpdate``.
+        """
+        self._in_secret = in_secret
         self._run_id = run_id
         self._round_index = round_index
         self._kind = kind
@@ -120,9 +125,8 @@ class RoundState:
     def _judge_answer(self, message: SiteMessage) -> SiteFailure | None:
         if isinstance(message, SiteFailure):
             return message
-        if isinstance(message, MaskedUpdate | SecureAnswer):
-            text = "answered in secret where the job has no secure aggregation"
-            return self._invalid(message.site, text)
+        if self._in_secret or isinstance(message, MaskedUpdate | SecureAnswer):
+            return self._judge_secret(message)
         asked = TaskKind.TRAIN if isinstance(message, SiteUpdate) else TaskKind.EVALUATE
         if asked is not self._kind:
             text = f"answered {asked.value} where it was asked to {self._kind.value}"
@@ -131,6 +135,19 @@ class RoundState:
             text = "counted predictions that cannot be"
             return self._invalid(message.site, text)
         return self._judge_update(message) if isinstance(message, SiteUpdate) else None
+
+    def _judge_secret(self, message: SiteMessage) -> SiteFailure | None:
+        if not self._in_secret:
+            text = "answered in secret where the job has no secure aggregation"
+        elif isinstance(message, SecureAnswer):
+            text = "declined to answer"
+        elif not isinstance(message, MaskedUpdate):
+            text = "answered in the clear where the job has secure aggregation"
+        elif message.layout_digest != self._layout.digest:
+            text = "trained a model of another layout than this run's"
+        else:
+            return None
+        return self._invalid(message.site, text)
 
     def _judge_update(self, update: SiteUpdate) -> SiteFailure | None:
         layout = self._layout

@@ -44,10 +44,14 @@ UP_COLOUR, DOWN_COLOUR = "#2b6f8f", "#b9d3df"
 
 _INK, _FAINT, _GRID, _FAILED = "#4a5563", "#8a94a3", "#e6e9ee", "#c2372e"
 _PHASE_COLOURS = {
+    "advertise": "#c9b8dd",
+    "confirm": "#a48cc4",
     "exchange": "#dfe4ea",
     "evaluate": "#7fb8d6",
     "train": "#33528f",
     "prepare": "#d9b44a",
+    "survivors": "#e8b48c",
+    "reveal": "#cf8148",
     "combine": "#bf5b6b",
     "apply": "#7a2a57",
     "checkpoint": "#2f7d57",

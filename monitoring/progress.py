@@ -76,7 +76,7 @@ class PlainProgress:
     def __init__(self, stream: TextIO) -> None:
         """Write to ``stream``, which stays open."""
         self._stream = stream
-        self._is_language = False
+        self._is_language = self._is_secret = False
         self._rounds = 0
         self._num_sites = 0
         self._waiting: dict[int, RoundFinished] = {}
@@ -116,6 +116,7 @@ class PlainProgress:
     def _start(self, event: RunStarted) -> None:
         self._waiting.clear()
         self._is_language = event.task == LANGUAGE
+        self._is_secret = event.secure_aggregation
         self._rounds, self._num_sites = event.rounds, len(event.sites)
         verb = "resumes" if event.first_round > 1 else "starts"
         self._write(
@@ -123,6 +124,7 @@ class PlainProgress:
             f"{format_count(event.rounds, 'round')}  "
             f"{format_count(len(event.sites), 'site')}  "
             f"{format_count(event.parameters, 'parameter')}"
+            f"{'  secure aggregation' if self._is_secret else ''}"
         )
 
     def _evaluate(self, event: ModelEvaluated) -> None:
@@ -160,9 +162,12 @@ class PlainProgress:
     def _write_round(self, event: RoundFinished) -> None:
         evaluated = self._evaluated.pop(event.round_index, None)
         status = "" if event.status == COMPLETED else f"{event.status}  "
+        training = ""
+        if self._is_secret:  # Which the sites' lines cannot tell.
+            training = f"training loss {format_number(loss_of(event.training))}  "
         self._write(
             f"round  {self._place(event.round_index)}  {status}"
-            f"{self._metrics(evaluated)}  "
+            f"{training}{self._metrics(evaluated)}  "
             f"{len(event.answered)}/{len(event.asked)} sites  "
             f"up {format_bytes(event.bytes_up)}  "
             f"down {format_bytes(event.bytes_down)}  {format_duration(event.seconds)}"
@@ -302,11 +307,16 @@ def _header(view: RunView, now: float) -> Text:
     running = view.current.index if view.current and not view.finished else last
     line.append(f"  round {running}/{view.started.rounds}")
     if view.finished is not None:
-        return line.append(f"  {format_duration(view.seconds)}")
+        line.append(f"  {format_duration(view.seconds)}")
+        return _with_secrecy(line, view)
     line.append(f"  {format_duration(max(0.0, now - view.started.at))}")
     if done:
         line.append(f"  about {format_duration(_seconds_left(view, now))} left", "dim")
-    return line
+    return _with_secrecy(line, view)
+
+
+def _with_secrecy(line: Text, view: RunView) -> Text:
+    return line.append("  secure aggregation", "cyan") if view.is_secret else line
 
 
 def _seconds_left(view: RunView, now: float) -> float:
@@ -364,13 +374,17 @@ def _table(console: Console) -> Table:
 def _round_table(view: RunView, console: Console, num_rows: int) -> Table:
     table = _table(console)
     quality = "perplexity" if view.is_language else "accuracy"
-    for name in ("round", "loss", quality, "sites", "up", "down", "time"):
+    # What the sites' own rows cannot tell under secure aggregation.
+    training = ("training",) if view.is_secret else ()
+    for name in ("round", *training, "loss", quality, "sites", "up", "down", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
     losses = [loss_of(view.initial.pooled if view.initial else None)]
     losses += [row.loss for row in view.rounds]
     for row, last in [*zip(view.rounds, losses, strict=False)][-num_rows:]:
-        table.add_row(*_round_cells(row, last, view.is_language, console))
+        index, *cells = _round_cells(row, last, view.is_language, console)
+        pooled = [format_number(row.training_loss)] if view.is_secret else []
+        table.add_row(index, *pooled, *cells)
     return table
 
 

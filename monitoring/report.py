@@ -31,6 +31,7 @@ from monitoring.run_view import (
 MAX_SITE_ROWS = 100
 MAX_ROUND_ROWS = 200
 MAX_NOTICE_ROWS = 100
+_TOGETHER = "known of all sites together only"
 
 FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.CRASHED: "the site raised an error",
@@ -62,7 +63,7 @@ class Panel:
     title: str
     caption: str
     svg: str
-    has_site_colours: bool = False
+    key: Mapping[str, str] | None = None  # sites that it has a line of, and colours
     is_wide: bool = False
 
 
@@ -175,6 +176,11 @@ def _panels(view: RunView) -> Sequence[Panel]:
     """Every figure that there is, in reading order."""
     drawn = plots.draw_all(view)
     kind = view.data.label_kind if view.data else ""
+    key = _key(view)
+    whose = "all sites together (thick), each site's own data (thin)"
+    alone = ""
+    if view.is_secret:
+        whose, alone = _TOGETHER, f", {_TOGETHER}"
     num_timed = units.format_count(
         min(len(view.rounds), plots.MAX_ROUNDS_IN_TIMELINE), "round"
     )
@@ -182,19 +188,22 @@ def _panels(view: RunView) -> Sequence[Panel]:
         "loss": (
             "Loss",
             (
-                "Held-out loss of the global model after each round: all sites "
-                "together (thick), each site's own data (thin). Lower is better."
+                "Held-out loss of the global model after each round: "
+                f"{whose}. Lower is better."
             ),
         ),
         "accuracy": (
             "Accuracy",
-            "Share of right predictions on the same held-out data. Higher is better.",
+            (
+                f"Share of right predictions on the same held-out data{alone}. "
+                "Higher is better."
+            ),
         ),
         "perplexity": (
             "Perplexity",
             (
-                "Exponential of the loss on the same held-out data: among how many "
-                "tokens the model hesitates. Lower is better."
+                f"Exponential of the loss on the same held-out data{alone}: among how "
+                "many tokens the model hesitates. Lower is better."
             ),
         ),
         "data": (
@@ -230,12 +239,19 @@ def _panels(view: RunView) -> Sequence[Panel]:
             title=title,
             caption=caption,
             svg=drawn[name],
-            has_site_colours=name in {"loss", "accuracy", "perplexity"},
+            key=key if name in {"loss", "accuracy", "perplexity"} else None,
             is_wide=name == "timeline",
         )
         for name, (title, caption) in captions.items()
         if name in drawn
     )
+
+
+def _key(view: RunView) -> Mapping[str, str]:
+    """Colours of the sites that have a line: those whose own metrics are known."""
+    colours = plots.site_colours(view)
+    known = {site.site for site in view.sites if site.loss}
+    return {site: colour for site, colour in colours.items() if site in known}
 
 
 def _listed_sites(view: RunView) -> Sequence[SiteView]:

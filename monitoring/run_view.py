@@ -7,9 +7,11 @@ coordinators. Nothing here draws, and nothing here imports more than the kernel.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from federation.events import (
@@ -25,6 +27,7 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
     SiteShare,
+    StepTaken,
     Warned,
 )
 from federation.messages import MetricSums, Phase
@@ -46,6 +49,7 @@ class RoundView:
         started_at: When its tasks went out, in seconds since the epoch.
         cohort: Sites that were asked.
         reports: What became of each task, in order of arrival.
+        steps: Further exchanges of secure aggregation.
         finished: Its canonical line; None while it runs.
         evaluated: The model after it; None if that was not evaluated, or not yet.
         saved: Its checkpoint; None if that is not durable, or not yet.
@@ -55,6 +59,7 @@ class RoundView:
     started_at: float
     cohort: tuple[str, ...]
     reports: Reports
+    steps: tuple[StepTaken, ...]
     finished: RoundFinished | None
     evaluated: ModelEvaluated | None
     saved: CheckpointSaved | None
@@ -101,14 +106,16 @@ class RoundView:
         """Bytes from all sites."""
         if self.finished is not None:
             return self.finished.bytes_up
-        return sum(report.bytes_up for report in self.reports)
+        steps = sum(sum(step.bytes_up) for step in self.steps)
+        return steps + sum(report.bytes_up for report in self.reports)
 
     @property
     def bytes_down(self) -> int:
         """Bytes to all sites."""
         if self.finished is not None:
             return self.finished.bytes_down
-        return sum(report.bytes_down for report in self.reports)
+        steps = sum(sum(step.bytes_down) for step in self.steps)
+        return steps + sum(report.bytes_down for report in self.reports)
 
     @property
     def seconds(self) -> float | None:
@@ -137,11 +144,11 @@ class SiteView:
     Attributes:
         site: Its name.
         share: What it holds, if the run has told.
-        bytes_up: Bytes from it.
-        bytes_down: Bytes to it.
+        bytes_up: Bytes from it, in every exchange.
+        bytes_down: Bytes to it, likewise.
         seconds: Sum of the times between question and answer.
         answered: Rounds in which its update counted.
-        examples: Training examples that it holds; 0 if it never answered.
+        examples: Training examples that it holds; None if it has not told.
         training_loss: Loss while it trained, by round.
         loss: Loss of the global model after a round on this site's held-out data.
         accuracy: Accuracy of the same.
@@ -154,7 +161,7 @@ class SiteView:
     bytes_down: int
     seconds: float
     answered: int
-    examples: int
+    examples: int | None
     training_loss: Series
     loss: Series
     accuracy: Series
@@ -177,6 +184,7 @@ class RunView:
         current: The round in progress.
         unevaluated: Sites that failed to evaluate the final model, after the last
             round.
+        evaluation_steps: Steps of secure aggregation to evaluate the final model.
         data: Who holds what.
         warnings: What a person should know.
         checkpoints: Durable states, by round.
@@ -192,6 +200,7 @@ class RunView:
     rounds: tuple[RoundView, ...]
     current: RoundView | None
     unevaluated: tuple[SiteFailed, ...]
+    evaluation_steps: tuple[StepTaken, ...]
     data: DataDistributed | None
     warnings: tuple[Warned, ...]
     checkpoints: tuple[CheckpointSaved, ...]
@@ -201,6 +210,11 @@ class RunView:
     def status(self) -> str:
         """``running``, ``completed``, ``stopped`` or ``failed``."""
         return RUNNING if self.finished is None else self.finished.status
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether losses and counts are known of all sites together only."""
+        return self.started.secure_aggregation
 
     @property
     def is_language(self) -> bool:
@@ -217,16 +231,20 @@ class RunView:
     @property
     def bytes_up(self) -> int:
         """Bytes from all sites, in the rounds that count and to evaluate."""
-        rounds = sum(row.bytes_up for row in self.rounds)
+        rounds = sum(row.bytes_up for row in self._all_rounds())
         alone = sum(sum(event.bytes_up) for event in self._evaluations())
-        return rounds + alone + sum(event.bytes_up for event in self.unevaluated)
+        steps = sum(sum(step.bytes_up) for step in self.evaluation_steps)
+        failed = sum(event.bytes_up for event in self.unevaluated)
+        return rounds + alone + steps + failed
 
     @property
     def bytes_down(self) -> int:
         """Bytes to all sites, in the rounds that count and to evaluate."""
-        rounds = sum(row.bytes_down for row in self.rounds)
+        rounds = sum(row.bytes_down for row in self._all_rounds())
         alone = sum(sum(event.bytes_down) for event in self._evaluations())
-        return rounds + alone + sum(event.bytes_down for event in self.unevaluated)
+        steps = sum(sum(step.bytes_down) for step in self.evaluation_steps)
+        failed = sum(event.bytes_down for event in self.unevaluated)
+        return rounds + alone + steps + failed
 
     @property
     def last_evaluated(self) -> ModelEvaluated | None:
@@ -252,7 +270,7 @@ class RunView:
         for event in self._evaluations():
             rows = zip(
                 event.sites,
-                event.by_site,
+                event.by_site or repeat(None, len(event.sites)),
                 event.bytes_up,
                 event.bytes_down,
                 strict=True,
@@ -260,17 +278,36 @@ class RunView:
             for site, sums, up, down in rows:
                 found = _Measured(event.round_index, sums, up, down)
                 measured.setdefault(site, []).append(found)
+        steps_up, steps_down = self._step_bytes()
         return tuple(
-            _site_view(site, shares.get(site), reports.get(site, []), found)
+            _site_view(
+                site,
+                shares.get(site),
+                reports.get(site, []),
+                found,
+                (steps_up[site], steps_down[site]),
+            )
             for site, found in measured.items()
         )
 
+    def _all_rounds(self) -> Sequence[RoundView]:
+        return self.rounds if self.current is None else (*self.rounds, self.current)
+
     def _reports(self) -> Iterator[SiteAnswered | SiteFailed]:
-        for row in (
-            self.rounds if self.current is None else (*self.rounds, self.current)
-        ):
+        for row in self._all_rounds():
             yield from row.reports
         yield from self.unevaluated
+
+    def _step_bytes(self) -> tuple[Counter[str], Counter[str]]:
+        """Bytes up and down of each site in the steps of secure aggregation."""
+        up, down = Counter[str](), Counter[str]()
+        rounds = (step for row in self._all_rounds() for step in row.steps)
+        for step in (*rounds, *self.evaluation_steps):
+            rows = zip(step.sites, step.bytes_up, step.bytes_down, strict=True)
+            for site, from_site, to_site in rows:
+                up[site] += from_site
+                down[site] += to_site
+        return up, down
 
     def _evaluations(self) -> Iterator[ModelEvaluated]:
         for event in (self.initial, *(row.evaluated for row in self.rounds)):
@@ -282,7 +319,7 @@ class _Measured(NamedTuple):
     """What a site found when it evaluated the global model."""
 
     round_index: int
-    sums: MetricSums
+    sums: MetricSums | None
     bytes_up: int
     bytes_down: int
 
@@ -310,25 +347,27 @@ def _site_view(
     share: SiteShare | None,
     reports: Sequence[SiteAnswered | SiteFailed],
     measured: Sequence[_Measured],
+    step_bytes: tuple[int, int],
 ) -> SiteView:
+    up, down = step_bytes
     answers = [report for report in reports if isinstance(report, SiteAnswered)]
     return SiteView(
         site=site,
         share=share,
-        bytes_up=sum(part.bytes_up for part in (*reports, *measured)),
-        bytes_down=sum(part.bytes_down for part in (*reports, *measured)),
+        bytes_up=up + sum(part.bytes_up for part in (*reports, *measured)),
+        bytes_down=down + sum(part.bytes_down for part in (*reports, *measured)),
         seconds=sum(r.answered_seconds - r.asked_seconds for r in reports),
         answered=len(answers),
-        examples=answers[-1].num_examples if answers else 0,
-        training_loss=tuple(
-            (a.round_index, a.training.loss) for a in answers if a.training.count
-        ),
-        loss=tuple((m.round_index, m.sums.loss) for m in measured if m.sums.count),
-        accuracy=tuple(
-            (m.round_index, m.sums.accuracy) for m in measured if m.sums.count
-        ),
+        examples=answers[-1].num_examples if answers else None,
+        training_loss=_series((a.round_index, loss_of(a.training)) for a in answers),
+        loss=_series((m.round_index, loss_of(m.sums)) for m in measured),
+        accuracy=_series((m.round_index, accuracy_of(m.sums)) for m in measured),
         failures=tuple(r for r in reports if isinstance(r, SiteFailed)),
     )
+
+
+def _series(points: Iterable[tuple[int, float | None]]) -> Series:
+    return tuple((index, value) for index, value in points if value is not None)
 
 
 class RunFold:
@@ -342,6 +381,7 @@ class RunFold:
         self._last_at = 0.0
         self._began: dict[int, RoundStarted] = {}
         self._reports: dict[int, list[SiteAnswered | SiteFailed]] = {}
+        self._steps: dict[int, list[StepTaken]] = {}
         self._ended: dict[int, RoundFinished] = {}
         self._evaluated: dict[int, ModelEvaluated] = {}
         self._data: DataDistributed | None = None
@@ -364,6 +404,8 @@ class RunFold:
                 self._began[index] = event
             case SiteAnswered() | SiteFailed():
                 self._reports.setdefault(event.round_index, []).append(event)
+            case StepTaken(round_index=index):
+                self._steps.setdefault(index, []).append(event)
             case RoundFinished() | ModelEvaluated() | CheckpointSaved():
                 self._take_result(event)
             case _:
@@ -394,6 +436,11 @@ class RunFold:
             if running not in self._ended and running
             else None,
             unevaluated=self._unevaluated(),
+            evaluation_steps=tuple(
+                step
+                for index in self._outside(self._steps)
+                for step in self._steps[index]
+            ),
             data=self._data,
             warnings=tuple(self._warnings),
             checkpoints=tuple(self._saved[index] for index in sorted(self._saved)),
@@ -413,6 +460,7 @@ class RunFold:
         for known in (
             self._began,
             self._reports,
+            self._steps,
             self._ended,
             self._evaluated,
             self._saved,
@@ -448,14 +496,18 @@ class RunFold:
         return max(0.0, self._last_at - self._started[-1].at)
 
     def _unevaluated(self) -> tuple[SiteFailed, ...]:
-        """Failures outside any round: the evaluation that follows the last one."""
+        """Failures to evaluate the final model."""
         return tuple(
             report
-            for index in sorted(self._reports)
-            if index not in self._began and index not in self._ended
+            for index in self._outside(self._reports)
             for report in self._reports[index]
             if isinstance(report, SiteFailed)
         )
+
+    def _outside(self, indices: Iterable[int]) -> list[int]:
+        """Indices of no round: of the evaluation that follows the last one."""
+        known = self._began.keys() | self._ended.keys()
+        return sorted(index for index in indices if index not in known)
 
     def _round(self, index: int) -> RoundView:
         began, ended = self._began.get(index), self._ended.get(index)
@@ -467,6 +519,7 @@ class RunFold:
             started_at=started_at,
             cohort=cohort,
             reports=tuple(self._reports.get(index, ())),
+            steps=tuple(self._steps.get(index, ())),
             finished=ended,
             evaluated=self._evaluated.get(index),
             saved=self._saved.get(index),

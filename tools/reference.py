@@ -200,19 +200,27 @@ def _values(facts: Mapping[str, Any]) -> str:
 
 def _cli() -> Iterator[str]:
     yield from ("# Command line", "", *_prose(cli), "")
-    parser = cli._parser()  # noqa: SLF001 -- the set of flags is its to know
+    yield from _verbs(cli._parser(), "crossfed")  # noqa: SLF001 -- flags are its
+
+
+def _verbs(parser: argparse.ArgumentParser, prefix: str) -> Iterator[str]:
+    """Every verb, and the verbs inside it."""
     for action in parser._actions:  # noqa: SLF001 -- argparse has no public list
         if not isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             continue
         helps = {c.dest: c.help for c in action._choices_actions}  # noqa: SLF001
         for name, verb in action.choices.items():
-            yield from (f"## `crossfed {name}`", "", _sentence(helps[name] or ""), "")
-            yield from _table(("Argument", "Meaning"), _arguments(verb))
+            title = f"{prefix} {name}"
+            yield from (f"## `{title}`", "", _sentence(helps[name] or ""), "")
+            if rows := list(_arguments(verb)):
+                yield from _table(("Argument", "Meaning"), rows)
+            yield from _verbs(verb, title)
 
 
 def _arguments(verb: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     for action in verb._actions:  # noqa: SLF001 -- argparse has no public list
-        if isinstance(action, argparse._HelpAction):  # noqa: SLF001
+        skipped = (argparse._HelpAction, argparse._SubParsersAction)  # noqa: SLF001
+        if isinstance(action, skipped):
             continue
         metavar = action.metavar
         if action.nargs == 0:

@@ -63,7 +63,7 @@ class Mask:
         sign: 1 to add, -1 to subtract.
     """
 
-    key: bytes = field(repr=False)
+    key: bytes | bytearray = field(repr=False)
     sign: Literal[1, -1]
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Keystream:
         first_byte: Where to begin.
     """
 
-    def __init__(self, key: bytes, *, first_byte: int = 0) -> None:
+    def __init__(self, key: bytes | bytearray, *, first_byte: int = 0) -> None:
         """Set the counter; no byte before ``first_byte`` is computed but a few."""
         _check_key(key)
         block, skip = divmod(first_byte, _BLOCK_BYTES)
@@ -257,6 +257,6 @@ def _format(words_w: Words) -> tuple[int, int]:
     return 8 * _PACKED_BYTES, words_w.size // _PACKED_BYTES
 
 
-def _check_key(key: bytes) -> None:
+def _check_key(key: bytes | bytearray) -> None:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a keystream's key is {KEY_BYTES} bytes")

@@ -4,11 +4,16 @@ The header's slots are part of the contract. Losses travel as whole micronats, s
 that sums over sites are exact and no slot can wrap.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 
-from federation.messages import MetricSums
+import numpy as np
+
+from federation.messages import MetricSums, RoundTask
 from privacy.secagg.canonical import Reader, fields
 from privacy.secagg.header import HeaderSpec, Slot, SlotKind
+from privacy.secagg.keys import Stream
+from privacy.secagg.prg import Mask
 from privacy.secagg.ring_errors import UpdateOutOfRange
 
 MAX_CONFIRMS_BYTES = 16 << 20
@@ -25,6 +30,24 @@ HEADER_SLOTS = (
     EXAMPLES,
     *(f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _SUMS),
 )
+
+
+def task_digest(task: RoundTask) -> bytes:
+    """H(theta_r) with what is asked of it: SHA-256 as each party computes it.
+
+    Were the kind of work not in it, an aggregator could have one site train and the
+    others evaluate, and read that site's numbers off the sum of the headers.
+    """
+    asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
+    digest = hashlib.sha256(fields(b"xsa-v1/task", asked.encode()))
+    digest.update(np.ascontiguousarray(task.weights_d, dtype="<f4").data)
+    digest.update(np.ascontiguousarray(task.integers_m, dtype="<i8").data)
+    return digest.digest()
+
+
+def masks(streams: Iterable[Stream]) -> list[Mask]:
+    """The streams of a round in the form that the arithmetic takes; not copied."""
+    return [Mask(key=stream.key, sign=stream.sign) for stream in streams]
 
 
 def header_spec(num_sites: int) -> HeaderSpec:
@@ -79,8 +102,7 @@ def read_train(data: bytes) -> bytes:
     Raises:
         MalformedMessage: The bytes are something else.
     """
-    reader = Reader(data, "a round's task")
-    reader.tag(_TAG)
+    reader = Reader(data, _TAG)
     confirms = reader.field("confirms", limit=MAX_CONFIRMS_BYTES)
     reader.end()
     return confirms

@@ -8,6 +8,8 @@ what came of it. To add a grid, write a function like ``in_process`` and list it
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from support import toy_sites
 
 from cloud_adapters.flower_simulation import run_on_flower_simulation
 from cloud_adapters.inproc_grid import InProcessGrid
+from cloud_adapters.transcript import TranscriptGrid
 from federation import wire
 from federation.clock import SystemClock
 from federation.ids import SiteId
@@ -82,6 +85,14 @@ def in_process(server: Server, *, workers: int):
         return server(grid)
 
 
+def with_transcript(server: Server):
+    """Play a script against a grid that writes down what passes."""
+    with TemporaryDirectory() as folder:
+        return in_process(
+            lambda grid: server(TranscriptGrid(grid, Path(folder))), workers=1
+        )
+
+
 def flower(server: Server, *, workers: int):
     """Play a script on Flower's simulation engine."""
     return run_on_flower_simulation(
@@ -104,6 +115,7 @@ def flower_param(workers: int):
 ENGINES = [
     pytest.param(partial(in_process, workers=1), id="in-process-1"),
     pytest.param(partial(in_process, workers=3), id="in-process-3"),
+    pytest.param(with_transcript, id="in-process-with-transcript"),
     flower_param(1),
     flower_param(2),
 ]

@@ -1,5 +1,6 @@
 """The command line as its users meet it: verbs, options, streams, codes, messages."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -38,22 +39,40 @@ def finished(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_verbs_and_options_are_frozen() -> None:
     """Adding one is a decision, not an accident."""
-    actions = _parser()._actions
-    (verbs,) = [action.choices for action in actions if action.dest == "==SUPPRESS=="]
-    assert verbs is not None
-    found = {
-        name: {o for action in verb._actions for o in action.option_strings}
-        | {action.dest for action in verb._actions if not action.option_strings}
-        for name, verb in verbs.items()  # type: ignore[attr-defined]
-    }
     common = {"-h", "--help", "-v", "--verbose", "--json"}
     job = {"job", "--set", "--seed"}
-    assert found == {
-        "simulate": common | job | {"--out", "--resume", "--engine"},
+    passphrase = {"--passphrase-file"}
+    run = {"--out", "--resume", "--engine", "--transcript"}
+    assert verbs_of(_parser()) == {
+        "simulate": common | job | run,
         "check-job": common | job,
         "report": common | {"run", "--out", "--root"},
         "runs": common | {"--root"},
+        "keys": {"-h", "--help"},
+        "keys new": common | passphrase | {"name", "--out"},
+        "keys show": common | passphrase | {"file"},
+        "keys trust": common
+        | {"roster", "--site", "--aggregator", "--organisation", "--key", "--replace"},
+        "doctor": common | {"--key", "--roster"},
+        "transcript": common | {"folder"},
     }
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> dict[str, set[str]]:
+    """Options and arguments by verb; a verb inside a verb has both names."""
+    found = {}
+    for action in parser._actions:
+        if not isinstance(action, argparse._SubParsersAction):
+            continue
+        for name, verb in action.choices.items():
+            found[name] = {
+                text
+                for a in verb._actions
+                if not isinstance(a, argparse._SubParsersAction)
+                for text in a.option_strings or [a.dest]
+            }
+            found |= {f"{name} {k}": v for k, v in verbs_of(verb).items()}
+    return found
 
 
 def test_help_is_quick(tmp_path: Path) -> None:
@@ -342,7 +361,7 @@ BAD = {
     ),
     "secure aggregation": (
         ["--set", "privacy.secure_aggregation.enabled=true"],
-        ["privacy.secure_aggregation.enabled", "not built yet"],
+        ["privacy.secure_aggregation.two_sites_waiver", "each of two sites"],
     ),
     "s3": (["--set", "storage.url=s3://bucket/x"], ["storage.url", "not built yet"]),
     "unknown url": (["--set", "storage.url=ftp://x"], ["storage.url", "'ftp'"]),
@@ -565,3 +584,80 @@ def test_disk_full_while_events_are_written_loses_no_state(
         resumed = server.run(*arguments, "--resume", folder=place)
         assert resumed.code == 0, resumed.stderr
         assert (disk / "run/model.safetensors").read_bytes() == expected
+
+
+def test_keys_are_made_shown_and_trusted(server: ForkServer, tmp_path: Path) -> None:
+    """From nothing to a roster, by the printed public keys alone."""
+    roster = {}
+    for name in ("office", "left"):
+        made = server.run("keys", "new", name, "--json", folder=tmp_path)
+        assert made.code == 0, made.stderr
+        assert "not encrypted" in made.stderr
+        shown = server.run("keys", "show", f"{name}.pem", folder=tmp_path)
+        facts = json.loads(made.stdout)
+        assert f"public key   {facts['public_key']}\n" in shown.stdout
+        assert facts["fingerprint"] in shown.stdout
+        assert "PRIVATE" not in made.stdout + made.stderr + shown.stdout
+        whose = ("--aggregator",) if name == "office" else ("--site", name)
+        key = ("--organisation", "Hospital", "--key", facts["public_key"], "--json")
+        done = server.run(*("keys", "trust", "r.toml"), *whose, *key, folder=tmp_path)
+        assert done.code == 0, done.stderr
+        roster = json.loads(done.stdout)
+    assert (roster["serial"], roster["missing"]) == (2, [])
+    assert (tmp_path / "left.pem").stat().st_mode & 0o777 == 0o600
+
+
+def test_key_errors_are_one_line(server: ForkServer, tmp_path: Path) -> None:
+    """With the file and what to do."""
+    server.run("keys", "new", "left", folder=tmp_path)
+    key = ("--organisation", "x", "--key")
+    for arguments, words in (
+        (("keys", "new", "left"), ["left.pem exists", "move it away"]),
+        (("keys", "new", "No Name"), ["'No Name'", "lower-case"]),
+        (("keys", "show", "none.pem"), ["none.pem", "crossfed keys new"]),
+        (
+            ("keys", "trust", "r.toml", "--site", "left", *key, "12"),
+            ["'12' is not a public key", "crossfed keys show"],
+        ),
+    ):
+        done = server.run(*arguments, folder=tmp_path)
+        check_refused(done, words, code=1)
+        assert done.stderr.count("\n") == 1
+    bare = server.run("keys", folder=tmp_path)
+    assert bare.code == 2
+    assert bare.stderr.startswith("usage: crossfed keys")
+
+
+def test_doctor_tells_problems_by_its_code(server: ForkServer, tmp_path: Path) -> None:
+    """A warning is no problem; nothing is left behind."""
+    server.run("keys", "new", "left", folder=tmp_path)
+    well = server.run("doctor", "--key", "left.pem", folder=tmp_path)
+    assert well.code == 0, well.stdout
+    assert "warning  key: left.pem is not encrypted" in well.stdout
+    ill = server.run("doctor", "--roster", "none.toml", "--json", folder=tmp_path)
+    assert ill.code == 1
+    found = json.loads(ill.stdout)
+    assert found["problems"] == 1
+    assert {c["name"] for c in found["checks"] if c["status"] == "problem"} == {
+        "roster"
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["left.pem"]
+
+
+def test_transcript_shows_what_was_in_clear(server: ForkServer, place: Path) -> None:
+    """Of a run in the clear: the updates. A used folder is refused."""
+    arguments = ("simulate", "job.toml", *FAST, "--transcript", "seen", "--out")
+    done = server.run(*arguments, "run", folder=place)
+    assert done.code == 0, done.stderr
+    text = server.run("transcript", "seen", folder=place)
+    assert text.code == 0, text.stderr
+    assert "000001  to    left  round 1  task train" in text.stdout
+    assert "clear   delta_d: 650 float32" in text.stdout
+    assert "from sites in clear: delta_d" in text.stdout
+    rows = json.loads(server.run("transcript", "seen", "--json", folder=place).stdout)
+    assert [row["sequence"] for row in rows] == list(range(1, len(rows) + 1))
+    again = server.run(*arguments, "other", folder=place)
+    check_refused(again, ["seen is not empty", "new folder"], code=1)
+    assert not (place / "other").exists()
+    none = server.run("transcript", "run", folder=place)
+    check_refused(none, ["no transcript in run", "--transcript"], code=1)

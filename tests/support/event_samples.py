@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from federation.events import (
     CheckpointSaved,
@@ -18,12 +18,14 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
     SiteShare,
+    StepTaken,
     Warned,
 )
 from federation.messages import FailureKind, MetricSums, Phase
 
 START = 1_790_000_000.0
 UPDATE_BYTES = 150_600
+STEP_DOWN_BYTES, STEP_UP_BYTES = 900, 400
 TWO_SITES = ("aws-us-east-1", "gcp-us-central1")
 CLOUDS = ("aws", "gcp", "azure", "on-prem")
 
@@ -43,6 +45,7 @@ class Script:
         message: What a failed site says.
         warning: A warning of the first round.
         job_name: Name of the job.
+        secure: Whether the aggregator sees sums only.
         seed: Of the noise.
         start: Seconds since the epoch.
     """
@@ -58,6 +61,7 @@ class Script:
     warning: str = ""
     job_name: str = "two-clouds-quickstart"
     labels: tuple[str, ...] = tuple(str(digit) for digit in range(10))
+    secure: bool = False
     seed: int = 7
     start: float = START
 
@@ -110,6 +114,13 @@ def language(rounds: int = 10) -> list[Event]:
     return run(Script(rounds=rounds, task="causal_lm", labels=labels))
 
 
+def secure(rounds: int = 4) -> list[Event]:
+    """Secure aggregation on three sites, of which one drops out of round 2."""
+    sites = (*TWO_SITES, "on-premises")
+    failures = ((2, sites[2], FailureKind.UNREACHABLE),)
+    return run(Script(sites=sites, rounds=rounds, failures=failures, secure=True))
+
+
 def many_sites(num_sites: int = 200, rounds: int = 5) -> list[Event]:
     """A run on many sites, some of which fail."""
     sites = tuple(f"site-{index:04d}" for index in range(num_sites))
@@ -137,7 +148,8 @@ class _Play:
         for index in range(script.first_round, last + 1):
             yield from self._round(index)
         if last == script.rounds:
-            yield self._evaluated(last, alone=True)
+            yield from self._steps(last + 1, script.sites, "survivors", "reveal")
+            yield self._evaluated(last, script.sites, alone=True)
         yield RunFinished(
             at=self._at,
             status="completed" if last == script.rounds else "stopped",
@@ -159,6 +171,7 @@ class _Play:
             parameters=UPDATE_BYTES // 4,
             engine="in process",
             task=script.task,
+            secure_aggregation=script.secure,
         )
 
     def _data(self) -> DataDistributed:
@@ -183,19 +196,42 @@ class _Play:
     def _round(self, index: int) -> Iterator[Event]:
         script, began = self._script, self._at
         yield RoundStarted(at=began, round_index=index, cohort=script.sites)
+        steps: list[StepTaken] = []
+        if index == script.first_round:
+            steps += self._steps(index, script.sites, "advertise", "confirm")
+            yield from steps
         failed = {s: kind for r, s, kind in script.failures if r == index}
         reports = [self._report(index, site, failed.get(site)) for site in script.sites]
         reports.sort(key=lambda report: report.answered_seconds)
         for report in reports:
             self._at = began + report.answered_seconds
             yield report
-        yield self._evaluated(index - 1)
+        answered = tuple(r.site for r in reports if isinstance(r, SiteAnswered))
+        ending = self._steps(index, answered, "survivors", "reveal")
+        yield from ending
+        yield self._evaluated(index - 1, answered if script.secure else script.sites)
         self._at += 0.05
-        finished = self._round_finished(index, began, reports)
-        yield finished
+        yield self._round_finished(index, began, reports, [*steps, *ending])
         yield CheckpointSaved(
             at=self._at, round_index=index, bytes_written=UPDATE_BYTES, seconds=0.01
         )
+
+    def _steps(
+        self, index: int, sites: tuple[str, ...], *names: str
+    ) -> list[StepTaken]:
+        """Steps of secure aggregation, if the run has it."""
+        return [
+            StepTaken(
+                at=self._at,
+                round_index=index,
+                step=name,
+                sites=sites,
+                bytes_down=(STEP_DOWN_BYTES,) * len(sites),
+                bytes_up=(STEP_UP_BYTES,) * len(sites),
+            )
+            for name in names
+            if self._script.secure
+        ]
 
     def _report(
         self, index: int, site: str, kind: FailureKind | None
@@ -213,7 +249,7 @@ class _Play:
                 bytes_down=UPDATE_BYTES,
                 bytes_up=0,
             )
-        return SiteAnswered(
+        answer = SiteAnswered(
             at=self._at + seconds,
             round_index=index,
             site=site,
@@ -232,9 +268,14 @@ class _Play:
                 Phase(name="prepare", start_seconds=seconds - 0.13, seconds=0.05),
             ),
         )
+        return _masked(answer) if self._script.secure else answer
 
     def _round_finished(
-        self, index: int, began: float, reports: list[SiteAnswered | SiteFailed]
+        self,
+        index: int,
+        began: float,
+        reports: list[SiteAnswered | SiteFailed],
+        steps: list[StepTaken],
     ) -> RoundFinished:
         answers = [r for r in reports if isinstance(r, SiteAnswered)]
         kinds: dict[str, int] = {}
@@ -243,7 +284,7 @@ class _Play:
                 kinds[report.kind.value] = kinds.get(report.kind.value, 0) + 1
         lost = index in self._script.lost
         waited = max(report.answered_seconds for report in reports)
-        training = [answer.training for answer in answers]
+        training = [self._sums(index, answer.site, 640) for answer in answers]
         return RoundFinished(
             at=self._at,
             round_index=index,
@@ -251,8 +292,10 @@ class _Play:
             asked=self._script.sites,
             answered=tuple(answer.site for answer in answers),
             failed=tuple(sorted(kinds.items())),
-            bytes_down=sum(report.bytes_down for report in reports),
-            bytes_up=sum(report.bytes_up for report in reports),
+            bytes_down=sum(report.bytes_down for report in reports)
+            + sum(sum(step.bytes_down) for step in steps),
+            bytes_up=sum(report.bytes_up for report in reports)
+            + sum(sum(step.bytes_up) for step in steps),
             seconds=self._at - began,
             phases=(
                 Phase(name="exchange", start_seconds=0.0, seconds=waited),
@@ -264,15 +307,16 @@ class _Play:
             update_norm=None if lost else 2.0 / index,
         )
 
-    def _evaluated(self, index: int, *, alone: bool = False) -> ModelEvaluated:
-        sites = self._script.sites
+    def _evaluated(
+        self, index: int, sites: tuple[str, ...], *, alone: bool = False
+    ) -> ModelEvaluated:
         by_site = [self._sums(index, site, 160) for site in sites]
         return ModelEvaluated(
             at=self._at,
             round_index=index,
             pooled=sum(by_site[1:], by_site[0]),
             sites=sites,
-            by_site=tuple(by_site),
+            by_site=() if self._script.secure else tuple(by_site),
             bytes_down=(UPDATE_BYTES if alone else 0,) * len(sites),
             bytes_up=(200 if alone else 0,) * len(sites),
         )
@@ -284,3 +328,16 @@ class _Play:
         return MetricSums(
             count=count, loss_sum=count * loss, correct=int(count * max(0.05, right))
         )
+
+
+def _masked(answer: SiteAnswered) -> SiteAnswered:
+    """What is left of an answer under secure aggregation."""
+    return replace(
+        answer,
+        num_examples=None,
+        num_steps=None,
+        weight=None,
+        training=None,
+        evaluation=None,
+        phases=(),
+    )

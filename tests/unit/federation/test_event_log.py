@@ -38,8 +38,9 @@ def test_every_kind_is_known():
         event_samples.troubled(),
         event_samples.resumed(),
         event_samples.language(2),
+        event_samples.secure(),
     ],
-    ids=["quiet", "troubled", "resumed", "language"],
+    ids=["quiet", "troubled", "resumed", "language", "secure"],
 )
 def test_runs_round_trip(tmp_path: Path, events: list[Event]):
     """What a coordinator emits is what a reader gets, types included."""

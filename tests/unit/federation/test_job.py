@@ -24,6 +24,11 @@ def fault(**fields: Any) -> dict[str, Any]:
     return {"simulation": {"faults": [{"kind": "crash", "site": "a"} | fields]}}
 
 
+def secret(**keys: Any) -> dict[str, Any]:
+    """Secure aggregation with some keys set."""
+    return {"privacy": {"secure_aggregation": {"enabled": True, **keys}}}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "name": ({"name": "My Job"}, "name", "'My Job' is not a name: use 1 to 64"),
     "no site": ({"sites": []}, "sites", "name at least one site"),
@@ -147,10 +152,50 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "simulation.faults[0].rounds",
         "rounds count from 1, not 0",
     ),
-    "secure aggregation": (
-        {"privacy": {"secure_aggregation": {"enabled": True}}},
-        "privacy.secure_aggregation.enabled",
-        "secure aggregation is not built yet: the aggregator would see every update",
+    "secret sum under a robust rule": (
+        robust("median", byzantine_sites=1) | secret(),
+        "aggregation.combine",
+        "median looks at single updates, and the server sees their sum: use mean",
+    ),
+    "secret sum with dynamic weights": (
+        {"aggregation": {"weights": "dynamic"}} | secret(),
+        "aggregation.weights",
+        "dynamic weights need each site's loss, which is hidden: use examples",
+    ),
+    "secret sum over a sample": (
+        {"schedule": {"sites_per_round": 2}} | secret(),
+        "schedule.sites_per_round",
+        "secure aggregation asks every site in every round: leave it out",
+    ),
+    "secret sum with another quorum": (
+        {"schedule": {"minimum_sites": 2}} | secret(),
+        "schedule.minimum_sites",
+        "under secure aggregation the quorum is its threshold: leave it out",
+    ),
+    "ring of odd width": (
+        secret(ring_bits=20),
+        "privacy.secure_aggregation.ring_bits",
+        "20 is not a ring: choose 16, 24 or 32",
+    ),
+    "secret sum of one": (
+        {"sites": [{"name": "a"}]} | secret(),
+        "sites",
+        "a sum over one site hides nothing: name at least two",
+    ),
+    "secret sum of two": (
+        {"sites": [{"name": "a"}, {"name": "b"}]} | secret(),
+        "privacy.secure_aggregation.two_sites_waiver",
+        "each of two sites can compute the other's update; true accepts that",
+    ),
+    "threshold that lets two sums open": (
+        {"sites": [{"name": name} for name in "abcde"]} | secret(threshold=3),
+        "privacy.secure_aggregation.threshold",
+        "3 of 5 sites is not from 4 to 5: fewer would let a lying aggregator open two",
+    ),
+    "threshold beyond the sites": (
+        secret(threshold=4),
+        "privacy.secure_aggregation.threshold",
+        "4 of 3 sites is not from 3 to 3",
     ),
 }
 
@@ -207,6 +252,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "dynamic weights": {"aggregation": {"weights": "dynamic"}},
     "buffers": {"model": {"integer_buffers": {"*": "keep", "b": "max"}}},
     "faults": fault(rounds=[1, 99], every=2),
+    "secret sum": secret(),
+    "secret sum of two, waived": {"sites": [{"name": "a"}, {"name": "b"}]}
+    | secret(two_sites_waiver=True),
+    "secret sum with dropouts": {"sites": [{"name": name} for name in "abcde"]}
+    | secret(threshold=4, ring_bits=16),
+    "its quorum said twice": {"schedule": {"minimum_sites": 3}} | secret(),
     "no secure aggregation": {"privacy": {"secure_aggregation": {"enabled": False}}},
 }
 

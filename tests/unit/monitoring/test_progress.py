@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -75,6 +76,18 @@ def test_plain_lines_of_a_run():
         "run completed  1 round completed  0.7 s",
     ]
     assert expected == _lines(event_samples.two_sites(1))
+
+
+def test_plain_secure_run():
+    """Losses while training are known of all sites together, so the round has them."""
+    lines = _lines(event_samples.secure(1))
+    assert lines[0].endswith("37,650 parameters  secure aggregation")
+    sites = [line for line in lines if line.startswith("site")]
+    assert len(sites) == 3
+    assert all("  training loss -  up 150.6 kB" in line for line in sites)
+    (line,) = (line for line in lines if line.startswith("round"))
+    assert re.match(r"round  1/1  training loss \d\.\d{3}  loss \d\.\d{3}  acc", line)
+    assert line.endswith("3/3 sites  up 456.6 kB  down 462.6 kB  0.8 s")
 
 
 def test_plain_round_waits_for_its_evaluation():
@@ -175,6 +188,17 @@ def test_live_picture_at_80_columns():
     assert "two-clouds-quickstart  completed  round 10/10" in picture
     for text in ("loss", "accuracy", "█", "301.2 kB", "aws-us-east-1", "answered"):
         assert text in picture
+    assert all(len(line) <= 80 for line in picture.splitlines())
+    assert "…" not in picture
+
+
+def test_live_secure_picture_at_80_columns():
+    """The header says so, and rounds have the loss that the sites' rows lack."""
+    picture = _last_picture(event_samples.secure())
+    header, *_ = picture.splitlines()
+    assert header.rstrip().endswith("secure aggregation")
+    assert re.search(r"round +training +loss", picture)
+    assert re.search(r"on-premises .* answered +\S+ s +- +150.6 kB", picture)
     assert all(len(line) <= 80 for line in picture.splitlines())
     assert "…" not in picture
 

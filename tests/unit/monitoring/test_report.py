@@ -37,6 +37,7 @@ RUNS = {
     "troubled": event_samples.troubled(),
     "resumed": event_samples.resumed(),
     "language": event_samples.language(3),
+    "secure": event_samples.secure(),
     "only started": event_samples.two_sites(1)[:1],
     "in progress": event_samples.troubled()[:30],
 }
@@ -104,6 +105,36 @@ def test_numbers_are_on_the_page():
         "No differential privacy in this run",
     ):
         assert text in page
+
+
+def test_secure_run_shows_sums_only():
+    """The header says so; the key of the curves names no site, the tables do."""
+    view = fold(event_samples.secure())
+    page = render(view, JOB, VERSIONS)
+    assert ">secure aggregation</span>" in page
+    assert page.count("known of all sites together only") == 3
+    assert "Thin lines far apart" not in page
+    key = page.split('<div class="key">')[1].split("</div>")[0]
+    assert re.findall(r"</i>([^<]*)", key) == ["all sites"]
+    assert all(f"{row.training_loss:.3f}" in page for row in view.rounds)
+
+
+def test_plain_run_does_not_claim_secrecy():
+    """Each site has its line, and nothing of secure steps is on the page."""
+    page = render(fold(event_samples.two_sites(2)), JOB, VERSIONS)
+    key = page.split('<div class="key">')[1].split("</div>")[0]
+    assert re.findall(r"</i>([^<]*)", key) == ["all sites", *event_samples.TWO_SITES]
+    assert ">secure aggregation</span>" not in page
+    assert "together only" not in page
+
+
+def test_sizes_that_no_site_told_are_left_open():
+    """Under secure aggregation nobody but the partition knows them."""
+    events = [e for e in event_samples.secure() if not isinstance(e, DataDistributed)]
+    page = render(fold(events), JOB, VERSIONS)
+    sites = page.split('<section id="sites">')[1].split("</section>")[0]
+    row = sites.split("on-premises")[1].split("</tr>")[0]
+    assert '<td class="n">-</td><td class="n">-</td>' in row
 
 
 def test_figures_follow_the_task():

@@ -5,9 +5,17 @@ import math
 
 import pytest
 from support import event_samples
-from support.event_samples import TWO_SITES, UPDATE_BYTES
+from support.event_samples import TWO_SITES, UPDATE_BYTES, Script
 
-from federation.events import RunFinished, SiteAnswered, SiteFailed
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RoundStarted,
+    RunFinished,
+    SiteAnswered,
+    SiteFailed,
+    StepTaken,
+)
 from federation.messages import FailureKind, MetricSums
 from monitoring.run_view import (
     RunFold,
@@ -44,6 +52,69 @@ def test_traffic_adds_up():
     assert sum(site.bytes_up for site in view.sites) == view.bytes_up
     assert sum(site.bytes_down for site in view.sites) == view.bytes_down
     assert view.bytes_down == 11 * 2 * UPDATE_BYTES
+
+
+def _bytes_told(events: list[Event]) -> tuple[int, int]:
+    """Bytes up and down of all events about sites, without RoundFinished."""
+    alone = [e for e in events if isinstance(e, SiteAnswered | SiteFailed)]
+    many = [e for e in events if isinstance(e, StepTaken | ModelEvaluated)]
+    up = sum(e.bytes_up for e in alone) + sum(sum(e.bytes_up) for e in many)
+    return up, sum(e.bytes_down for e in alone) + sum(sum(e.bytes_down) for e in many)
+
+
+def test_traffic_of_a_secure_run_adds_up():
+    """Sites, rounds with the last evaluation, and events all tell the same bytes."""
+    events = event_samples.secure()
+    view, (up, down) = fold(events), _bytes_told(events)
+    found = result(view)
+    assert up == view.bytes_up == sum(site["bytes_up"] for site in found["sites"])
+    assert down == view.bytes_down == sum(s["bytes_down"] for s in found["sites"])
+    evaluation = [e for e in events if isinstance(e, ModelEvaluated)][-1]
+    last_up, last_down = _bytes_told([evaluation, *view.evaluation_steps])
+    assert up - last_up == sum(row["bytes_up"] for row in found["rounds"])
+    assert down - last_down == sum(row["bytes_down"] for row in found["rounds"])
+    assert [step.step for step in view.evaluation_steps] == ["survivors", "reveal"]
+
+
+def test_traffic_adds_up_at_any_moment():
+    """Also while a round is under way."""
+    run, told = RunFold(), []
+    for event in event_samples.secure():
+        run.add(event)
+        told.append(event)
+        view = run.view()
+        up = sum(site.bytes_up for site in view.sites)
+        down = sum(site.bytes_down for site in view.sites)
+        assert _bytes_told(told) == (up, down) == (view.bytes_up, view.bytes_down)
+
+
+def test_steps_of_a_round_that_runs_again_are_forgotten():
+    """A resumed coordinator repeats them, those of the last evaluation included."""
+    events = event_samples.secure(3)
+    again = event_samples.run(
+        Script(sites=events[0].sites, rounds=3, first_round=2, secure=True)
+    )
+    view = fold([*events, *again])
+    steps = [step.step for step in view.rounds[1].steps]
+    assert steps == ["advertise", "confirm", "survivors", "reveal"]
+    assert len(view.rounds[0].steps) == 4
+    assert len(view.rounds[2].steps) == len(view.evaluation_steps) == 2
+    begun = [i for i, e in enumerate(events) if isinstance(e, RoundStarted)]
+    assert _bytes_told([*events[: begun[1]], *again]) == (
+        view.bytes_up,
+        view.bytes_down,
+    )
+
+
+def test_secure_sites_have_no_metrics_of_their_own():
+    """What is known of all together is known of the rounds."""
+    view = fold(event_samples.secure())
+    assert view.is_secret
+    assert all(row.training_loss and row.loss for row in view.rounds)
+    assert all(
+        (s.training_loss, s.loss, s.examples) == ((), (), None) for s in view.sites
+    )
+    assert [row.sites_evaluated for row in view.rounds] == [2, 3, 3, 3]
 
 
 def test_failures_are_kept_by_kind():

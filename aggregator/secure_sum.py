@@ -1,0 +1,336 @@
+"""Gathering under secure aggregation: the aggregator learns the sum, nothing else.
+
+Drives ``privacy.secagg`` over a grid, one exchange after another::
+
+    once a run   S1 contract out, public keys back     S2 all keys out, assent back
+    each round   R1 model out, masked updates back
+                 with a threshold below N also: R2 survivors out, assent back;
+                 R3 assents out, shares back
+
+Each masked update is folded into one accumulator as it lands, so that memory is one
+model whatever the number of sites. A round is tried once: what is lost is not asked
+for again, since two sums of one round differ by a single update.
+
+Shape suffixes: d float values of the model, h words of the header.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from federation.errors import ProtocolError, QuorumNotMet
+from federation.gather import round_tasks
+from federation.ids import RunId, SiteId
+from federation.job import JobSpec
+from federation.messages import (
+    FailureKind,
+    MaskedUpdate,
+    Reply,
+    RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
+    SiteFailure,
+    TaskKind,
+)
+from federation.protocols import Grid, RunState
+from federation.round_record import RoundRecord
+from federation.vectors import HeaderVector, Layout, Vector
+from privacy.secagg import train
+from privacy.secagg.accumulator import MaskedSum
+from privacy.secagg.contract import Contract, Setting
+from privacy.secagg.errors import BadShare, TooFewSites
+from privacy.secagg.header import decode_header
+from privacy.secagg.identity import Identity
+from privacy.secagg.keys import RoundFacts
+from privacy.secagg.messages import Head, Masked
+from privacy.secagg.prg import apply_masks_
+from privacy.secagg.ring import RingSpec
+from privacy.secagg.ring_errors import SumOutOfRange
+from privacy.secagg.server import AggregatorRound
+from privacy.secagg.setup import AggregatorSetup, SetupRecord
+
+
+class SecureGather:
+    """The ``federation.gather.Gather`` that sees masked updates only."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        *,
+        layout: Layout,
+        grid: Grid,
+        identity: Identity,
+        contract: Contract,
+    ) -> None:
+        """Gather under ``contract``, as the aggregator that ``identity`` proves."""
+        self._job = job
+        self._run_id: RunId = contract.run_id
+        self._layout = layout
+        self._grid = grid
+        self._identity = identity
+        self._contract = contract
+        self._ring = RingSpec(
+            bits=contract.ring_bits,
+            num_sites=contract.num_sites,
+            clip_norm=contract.clip_norm,
+        )
+        self._header = train.header_spec(contract.num_sites)
+        self._setup: SetupRecord | None = None
+        self._confirmed: set[SiteId] = set()
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site of the run, in the order of the job."""
+        return self._grid.sites()
+
+    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
+        """Have all sites train, and open the mean of their updates.
+
+        See ``federation.gather.Gather``; the sum has memory of its own.
+        """
+        del out_d
+        total = MaskedSum(self._layout.size, self._ring)
+        with _losing_the_round(record):
+            header_h = self._sum(state, record, TaskKind.TRAIN, total)
+            totals = decode_header(self._header, header_h)
+            mean_d = total.decode(divisor=_positive(totals[train.WEIGHT]))
+        # Only now: what a corrupt sum says of losses is no result.
+        record.count_sums(
+            training=train.read_sums(train.TRAINING, totals),
+            evaluation=train.read_sums(train.EVALUATION, totals),
+        )
+        record.end_phase("combine")
+        return mean_d
+
+    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+        """Have all sites evaluate; only the sums of their results are opened."""
+        try:
+            with _losing_the_round(record):
+                header_h = self._sum(state, record, TaskKind.EVALUATE, None)
+                totals = decode_header(self._header, header_h)
+        except QuorumNotMet:
+            return  # The record tells who failed, and that there are no metrics.
+        record.count_sums(
+            training=None, evaluation=train.read_sums(train.EVALUATION, totals)
+        )
+
+    def _sum(
+        self,
+        state: RunState,
+        record: RoundRecord,
+        kind: TaskKind,
+        total: MaskedSum | None,
+    ) -> HeaderVector:
+        """Sum headers, and updates into ``total``; both are unmasked afterwards.
+
+        Raises:
+            TooFewSites: Too few sites for some step; the round is lost.
+            BadShare: The shares of a secret contradict one another.
+        """
+        setup = self._set_up(record)
+        tasks = self._tasks(state, record, kind)
+        current = AggregatorRound(
+            setup=setup,
+            facts=RoundFacts(
+                round_index=record.round_index,
+                cohort=setup.contract.cohort,
+                model_digest=train.task_digest(tasks[0]),
+            ),
+        )
+        header_h = self._fold(tasks, record, current, total)
+        survivors = current.close_masked()
+        if setup.contract.setting is Setting.P2:
+            self._agree_and_reveal(record, current, survivors)
+        corrections = current.corrections()
+        if total is not None:
+            total.apply_masks_(train.masks(corrections.vector))
+        apply_masks_(header_h, train.masks(corrections.header))
+        corrections.erase()
+        return header_h
+
+    def _set_up(self, record: RoundRecord) -> SetupRecord:
+        """Run S1 and S2 if this coordinator has not yet."""
+        if self._setup is not None:
+            return self._setup
+        setup = AggregatorSetup(identity=self._identity, contract=self._contract)
+        everyone = self.sites()
+        offer = setup.offer()
+        self._take(
+            record, SecureStep.ADVERTISE, everyone, lambda _: offer, setup.on_advert
+        )
+        book = setup.book()
+        self._take(
+            record, SecureStep.CONFIRM, everyone, lambda _: book, setup.on_confirm
+        )
+        self._setup = setup.result()
+        return self._setup
+
+    def _fold(
+        self,
+        tasks: Sequence[RoundTask],
+        record: RoundRecord,
+        current: AggregatorRound,
+        total: MaskedSum | None,
+    ) -> HeaderVector:
+        """R1: send the model and fold what comes back."""
+        header_h: HeaderVector = np.zeros(len(self._header.slots), dtype=np.uint64)
+        for update, reply in self._masked(tasks, record, current):
+            try:
+                self._check_sizes(update, total)
+                self._check_signer(update)
+                current.on_masked(
+                    update.body,
+                    vector_digest=hashlib.sha256(update.words.data).digest(),
+                    header_digest=hashlib.sha256(update.header_h.data).digest(),
+                )
+            except ProtocolError as error:
+                record.revoke(update, reply, str(error))
+            else:
+                header_h += update.header_h
+                if total is not None:
+                    total.fold_(update.words.view(self._ring.wire_dtype))
+                self._confirmed.add(update.site)
+                record.count_masked(update, reply)
+            del update, reply  # One at a time: the next is about to land.
+        return header_h
+
+    def _masked(
+        self,
+        tasks: Sequence[RoundTask],
+        record: RoundRecord,
+        current: AggregatorRound,
+    ) -> Iterator[tuple[MaskedUpdate, Reply]]:
+        replies = self._grid.exchange(tasks, deadline_seconds=self._deadline_seconds)
+        return record.masked_updates(self._heard(replies, current))
+
+    def _tasks(
+        self, state: RunState, record: RoundRecord, kind: TaskKind
+    ) -> list[RoundTask]:
+        """Write everybody's task; a site that is new gets the confirms with it."""
+        confirms = b"" if self._setup is None else self._setup.confirms
+        return round_tasks(
+            state,
+            record,
+            job=self._job,
+            run_id=self._run_id,
+            layout=self._layout,
+            kind=kind,
+            secure=lambda site: train.write_train(
+                b"" if site in self._confirmed else confirms
+            ),
+        )
+
+    def _heard(
+        self, replies: Iterable[Reply], current: AggregatorRound
+    ) -> Iterator[Reply]:
+        """Check as they land that declines are signed by their sites."""
+        for reply in replies:
+            answer = reply.message
+            if isinstance(answer, SecureAnswer) and answer.step is SecureStep.DECLINE:
+                try:
+                    _check_sender(answer.site, current.on_decline(answer.body))
+                except ProtocolError as error:
+                    yield replace(reply, message=_refusal(answer, str(error)))
+                    continue
+                self._confirmed.add(answer.site)
+            del answer  # The caller wants to let go of a masked update.
+            yield reply
+            del reply
+
+    def _check_sizes(self, update: MaskedUpdate, total: MaskedSum | None) -> None:
+        size = 0 if total is None else self._layout.size * self._ring.word_bytes
+        if update.words.size != size:
+            raise ProtocolError(
+                f"sent {update.words.size} bytes of masked words; {size} are right"
+            )
+        if update.header_h.size != len(self._header.slots):
+            raise ProtocolError(
+                f"sent a header of {update.header_h.size} words; "
+                f"{len(self._header.slots)} are right"
+            )
+
+    def _check_signer(self, update: MaskedUpdate) -> None:
+        """Check who signed before ``on_masked`` counts it: nobody speaks for others."""
+        head = Head.from_bytes(Masked.from_bytes(update.body).head)
+        _check_sender(update.site, self._contract.member(head.number).site)
+
+    def _agree_and_reveal(
+        self, record: RoundRecord, current: AggregatorRound, survivors: Sequence[SiteId]
+    ) -> None:
+        """R2 and R3: have the survivors agree on who survived, and open the sum."""
+        heads = current.survivors()
+        self._take(
+            record, SecureStep.SURVIVORS, survivors, lambda _: heads, current.on_consent
+        )
+        self._take(
+            record,
+            SecureStep.REVEAL,
+            current.close_consents(),
+            current.reveal,
+            current.on_shares,
+        )
+
+    def _take(
+        self,
+        record: RoundRecord,
+        step: SecureStep,
+        sites: Sequence[SiteId],
+        body: Callable[[SiteId], bytes],
+        accept: Callable[[bytes], SiteId],
+    ) -> None:
+        """Take one step with some sites; a wrong answer is reported and left out."""
+        in_setup = step in {SecureStep.ADVERTISE, SecureStep.CONFIRM}
+        tasks = [
+            SecureTask(
+                run_id=self._run_id,
+                round_index=0 if in_setup else record.round_index,
+                site=site,
+                step=step,
+                body=body(site),
+            )
+            for site in sites
+        ]
+        replies = self._grid.exchange(tasks, deadline_seconds=self._deadline_seconds)
+        for answer, reply in record.protocol_answers(replies, step):
+            try:
+                _check_sender(answer.site, accept(answer.body))
+            except ProtocolError as error:
+                record.refuse(answer.site, reply, str(error))
+
+    @property
+    def _deadline_seconds(self) -> float:
+        return self._job.schedule.round_deadline_seconds
+
+
+@contextmanager
+def _losing_the_round(record: RoundRecord) -> Iterator[None]:
+    """Turn what makes a sum impossible into a lost round, and say why it was lost."""
+    try:
+        yield
+    except (TooFewSites, BadShare, SumOutOfRange) as error:
+        record.warn(f"round {record.round_index} has no sum: {error}")
+        raise QuorumNotMet(str(error)) from error
+
+
+def _positive(weight: float) -> float:
+    if weight <= 0:
+        raise SumOutOfRange(f"the weights of all sites sum to {weight}")
+    return weight
+
+
+def _refusal(answer: SecureAnswer, text: str) -> SiteFailure:
+    return SiteFailure(
+        run_id=answer.run_id,
+        round_index=answer.round_index,
+        site=answer.site,
+        kind=FailureKind.INVALID,
+        message=text,
+    )
+
+
+def _check_sender(site: SiteId, signer: SiteId) -> None:
+    if signer != site:
+        raise ProtocolError(f"sent an answer that {signer!r} has signed")

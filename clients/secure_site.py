@@ -1,0 +1,305 @@
+"""A site under secure aggregation: its updates leave masked or not at all.
+
+Wraps the work of a plain site in the site's half of ``privacy.secagg``. What leaves
+beside the masked words is public: the round, the site, signed digests.
+
+Shape suffixes: d float values of the model.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from clients.kept_integers import KeptIntegers
+from federation.errors import FederationError, ProtocolError, SiteError
+from federation.ids import SiteId
+from federation.messages import (
+    FailureKind,
+    MaskedUpdate,
+    MetricSums,
+    RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
+    SiteFailure,
+    SiteMessage,
+    Task,
+    TaskKind,
+)
+from federation.protocols import Trainer
+from federation.vectors import ByteVector, HeaderVector, Layout, Vector
+from privacy.secagg import train
+from privacy.secagg.client import SiteSession
+from privacy.secagg.contract import Contract
+from privacy.secagg.floor import LocalFloor
+from privacy.secagg.header import encode_header
+from privacy.secagg.identity import Identity, RandomBytes
+from privacy.secagg.keys import RoundFacts, RoundMasks
+from privacy.secagg.measure import subtract_
+from privacy.secagg.prg import KEY_BYTES, apply_masks_
+from privacy.secagg.ring import RingSpec
+from privacy.secagg.ring_errors import UpdateNotFinite, UpdateOutOfRange
+from privacy.secagg.round_memory import RoundMemory
+from privacy.secagg.seal import seal_
+from privacy.secagg.setup import SiteSetup
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protection:
+    """What a site's operator gives it for secure aggregation.
+
+    Attributes:
+        identity: The site's long-lived key.
+        floor_of: What the operator demands of a contract, given the layout of the
+            site's own model.
+        memory: Remembers the rounds that were answered, beyond a restart.
+        random_bytes: The system's source of randomness.
+        threads: Threads of the arithmetic.
+    """
+
+    identity: Identity
+    floor_of: Callable[[Layout], LocalFloor]
+    memory: RoundMemory
+    random_bytes: RandomBytes
+    threads: int = 1
+
+
+class SecureSite:
+    """What one site does when the aggregator may see sums only."""
+
+    def __init__(
+        self,
+        name: SiteId,
+        *,
+        make_trainer: Callable[[], Trainer],
+        kept: KeptIntegers,
+        protection: Protection,
+    ) -> None:
+        """Make a site; arguments as in ``clients.site.Site``."""
+        self._name = name
+        self._make_trainer = make_trainer
+        self._kept = kept
+        self._protection = protection
+        self._trainer: Trainer | None = None
+        self._setup: SiteSetup | None = None
+        self._session: SiteSession | None = None
+
+    def handle(self, task: Task) -> SiteMessage:
+        """Answer a task; whatever goes wrong becomes a ``SiteFailure``.
+
+        The failure says what a protocol step found wrong. Of an error in training
+        only its kind leaves the site; the rest is in the site's own log.
+        """
+        try:
+            if isinstance(task, SecureTask):
+                return self._answer_step(task)
+            return self._answer_round(task)
+        except ProtocolError as error:
+            return _failure(task, FailureKind.INVALID, str(error))
+        except Exception as error:  # noqa: BLE001 -- a site never takes the run down
+            _LOG.warning("round %s failed", task.round_index, exc_info=error)
+            known = isinstance(error, FederationError)
+            text = str(error) if known else type(error).__name__
+            return _failure(task, FailureKind.CRASHED, text)
+
+    def _answer_step(self, task: SecureTask) -> SecureAnswer:
+        if task.step is SecureStep.ADVERTISE:
+            body = self._begin_setup().on_offer(task.body)
+        elif task.step is SecureStep.CONFIRM:
+            body = self._current_setup().on_book(task.body)
+        elif task.step is SecureStep.SURVIVORS:
+            body = self._current_session().on_survivors(task.body)
+        elif task.step is SecureStep.REVEAL:
+            body = self._current_session().on_reveal(task.body)
+        else:
+            raise ProtocolError(f"{task.step.value} is not a step to ask for")
+        return _step(task, task.step, body)
+
+    def _begin_setup(self) -> SiteSetup:
+        """Forget every secret of the run so far and begin a new setup."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        protection = self._protection
+        self._setup = SiteSetup(
+            identity=protection.identity,
+            site=self._name,
+            floor=protection.floor_of(self._current_trainer().layout()),
+            random_bytes=protection.random_bytes,
+        )
+        return self._setup
+
+    def _current_setup(self) -> SiteSetup:
+        if self._setup is None:
+            raise ProtocolError("was asked to confirm before it was made an offer")
+        return self._setup
+
+    def _current_session(self) -> SiteSession:
+        if self._session is None:
+            raise ProtocolError("has no keys for this run: the site was restarted")
+        return self._session
+
+    def _current_trainer(self) -> Trainer:
+        if self._trainer is None:
+            self._trainer = self._make_trainer()
+        return self._trainer
+
+    def _open_session(self, confirms: bytes) -> SiteSession:
+        """Turn a finished setup into a session, with the first round's task."""
+        if self._session is None:
+            setup, protection = self._current_setup(), self._protection
+            self._session = SiteSession(
+                contract=setup.contract,
+                identity=protection.identity,
+                secrets=setup.on_confirms(confirms),
+                memory=protection.memory,
+                random_bytes=protection.random_bytes,
+            )
+        return self._session
+
+    def _answer_round(self, task: RoundTask) -> SiteMessage:
+        if not task.secure:
+            raise ProtocolError("answers under secure aggregation only")
+        session = self._open_session(train.read_train(task.secure))
+        contract = self._current_setup().contract
+        trainer = self._current_trainer()
+        if task.layout_digest != trainer.layout().digest:
+            raise ProtocolError("holds a model of another layout than this run's")
+        # The round is recorded, and its masks exist, before anything is trained.
+        masks = session.begin_round(
+            RoundFacts(
+                round_index=task.round_index,
+                cohort=contract.cohort,
+                model_digest=train.task_digest(task),
+            )
+        )
+        try:
+            words, header_h = self._work(task, trainer, contract, masks)
+        except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
+            _LOG.warning("round %s declined", task.round_index, exc_info=error)
+            return _step(task, SecureStep.DECLINE, session.decline())
+        except BaseException:
+            session.decline()  # Said to nobody: it erases the round's keys.
+            raise
+        body = session.finish_masked(
+            vector_digest=hashlib.sha256(words.data).digest(),
+            header_digest=hashlib.sha256(header_h.data).digest(),
+        )
+        return MaskedUpdate(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=self._name,
+            layout_digest=task.layout_digest,
+            words=words,
+            header_h=header_h,
+            body=body,
+        )
+
+    def _work(
+        self, task: RoundTask, trainer: Trainer, contract: Contract, masks: RoundMasks
+    ) -> tuple[ByteVector, HeaderVector]:
+        """Evaluate and train as asked; mask the update and what is reported of it."""
+        integers_m = self._kept.restore(task.integers_m, task.round_index)
+        evaluation = training = None
+        num_examples, weight = 0, 0.0
+        words: ByteVector = np.empty(0, dtype=np.uint8)
+        if task.evaluate or task.kind is TaskKind.EVALUATE:
+            evaluation = trainer.evaluate(task.weights_d, integers_m)
+        if task.kind is TaskKind.TRAIN:
+            result = trainer.fit(
+                task.weights_d, integers_m, round_index=task.round_index
+            )
+            training, num_examples = result.training, result.num_examples
+            weight = _weight(contract, num_examples)
+            words = self._seal(
+                task.weights_d, result.weights_d, contract, weight, masks
+            )
+            self._kept.keep(result.integers_m, task.round_index)
+        header_h = encode_header(
+            train.header_spec(contract.num_sites),
+            _header(weight, num_examples, training, evaluation),
+        )
+        apply_masks_(header_h, train.masks(masks.header))
+        return words, header_h
+
+    def _seal(
+        self,
+        weights_d: Vector,
+        local_d: Vector,
+        contract: Contract,
+        weight: float,
+        masks: RoundMasks,
+    ) -> ByteVector:
+        """Turn local weights into masked words, in their own memory."""
+        protection = self._protection
+        measured = subtract_(local_d, weights_d, threads=protection.threads)
+        ring = RingSpec(
+            bits=contract.ring_bits,
+            num_sites=contract.num_sites,
+            clip_norm=contract.clip_norm,
+        )
+        sealed = seal_(
+            local_d,
+            ring,
+            weight=weight,
+            masks=train.masks(masks.vector),
+            rounding_key=protection.random_bytes(KEY_BYTES),
+            measured=measured,
+            threads=protection.threads,
+        )
+        return sealed.words_w.view(np.uint8)
+
+
+def _weight(contract: Contract, num_examples: int) -> float:
+    """Weight of a site, n / n_max of section 3, or 1 where every site counts the same.
+
+    Raises:
+        UpdateOutOfRange: The site has more examples than the contract allows.
+    """
+    if contract.weight_rule == "uniform":
+        return 1.0
+    if num_examples > contract.max_examples:
+        raise UpdateOutOfRange(
+            f"{num_examples} examples are more than the contract's "
+            f"{contract.max_examples}"
+        )
+    return num_examples / contract.max_examples
+
+
+def _header(
+    weight: float,
+    num_examples: int,
+    training: MetricSums | None,
+    evaluation: MetricSums | None,
+) -> dict[str, float]:
+    return {
+        train.WEIGHT: weight,
+        train.EXAMPLES: num_examples,
+        **train.write_sums(train.TRAINING, training),
+        **train.write_sums(train.EVALUATION, evaluation),
+    }
+
+
+def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:
+    return SecureAnswer(
+        run_id=task.run_id,
+        round_index=task.round_index,
+        site=task.site,
+        step=step,
+        body=body,
+    )
+
+
+def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:
+    return SiteFailure(
+        run_id=task.run_id,
+        round_index=task.round_index,
+        site=task.site,
+        kind=kind,
+        message=text,
+    )

@@ -1,0 +1,201 @@
+"""Secure aggregation in a simulation: identities, roster, contract and sites.
+
+A simulation makes the identities of the aggregator and of all sites afresh: it
+rehearses the protocol, message for message, and protects nobody, since all parties
+live in one process.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from aggregator.secure_sum import SecureGather
+from clients.kept_integers import KeptIntegers
+from clients.secure_site import Protection, SecureSite
+from clients.trainer import TorchTrainer
+from deploy.wiring import Federation
+from federation.errors import JobError
+from federation.ids import RunId, SiteId
+from federation.job import JobSpec
+from federation.protocols import Grid, ObjectStore
+from federation.vectors import Layout, Role
+from privacy.secagg.contract import Contract, colluding_tolerated, members_of
+from privacy.secagg.floor import LocalFloor
+from privacy.secagg.identity import Identity, generate
+from privacy.secagg.ring import RingSpec
+from privacy.secagg.roster import Roster, RosterEntry
+from privacy.secagg.round_memory import FileRounds, InMemoryRounds, RoundMemory
+from privacy.secagg.train import HEADER_SLOTS
+
+# What decides what a site does with its data.
+_CODE = ("federation", "privacy", "clients")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """All parties of one simulated run.
+
+    Attributes:
+        federation: Model and data.
+        contract: What everybody agrees to.
+        aggregator: The aggregator's identity.
+        identities: The sites' identities.
+        roster: What pins them.
+    """
+
+    federation: Federation
+    contract: Contract
+    aggregator: Identity
+    identities: Mapping[SiteId, Identity]
+    roster: Roster
+
+    def gather(self, grid: Grid) -> SecureGather:
+        """Make the aggregator's half."""
+        return SecureGather(
+            self.federation.job,
+            layout=self.federation.pool.layout,
+            grid=grid,
+            identity=self.aggregator,
+            contract=self.contract,
+        )
+
+    def site(
+        self, name: SiteId, *, store: ObjectStore, folder: Path | None
+    ) -> SecureSite:
+        """Make one site; ``folder`` is where it remembers rounds beyond a restart."""
+        federation = self.federation
+        train, held_out = federation.site_data[name]
+        memory: RoundMemory = InMemoryRounds()
+        if folder is not None:
+            memory = FileRounds(folder / "sites" / name / "rounds")
+        return SecureSite(
+            name,
+            make_trainer=lambda: TorchTrainer(
+                federation.job,
+                name,
+                pool=federation.pool,
+                train=train,
+                held_out=held_out,
+            ),
+            kept=KeptIntegers(name, federation.pool.layout, store),
+            protection=Protection(
+                identity=self.identities[name],
+                floor_of=self._floor,
+                memory=memory,
+                random_bytes=os.urandom,
+                threads=federation.job.training.threads,
+            ),
+        )
+
+    def _floor(self, layout: Layout) -> LocalFloor:
+        """Demand just what the job says: whoever runs the job is every operator."""
+        contract = self.contract
+        return LocalFloor(
+            roster=self.roster,
+            code_hashes=frozenset({code_hash()}),
+            layout_digest=bytes.fromhex(layout.digest),
+            num_values=layout.size,
+            min_sites=contract.min_sites,
+            colluding=max(
+                0, min(1, colluding_tolerated(contract.num_sites, contract.threshold))
+            ),
+            max_clip_norm=contract.clip_norm,
+            max_rounds=contract.max_rounds,
+            header_slots=frozenset(HEADER_SLOTS),
+            require_hybrid=contract.hybrid,
+            accept_two_sites=contract.two_site_waiver,
+        )
+
+
+def rehearse(federation: Federation, run_id: RunId) -> Rehearsal:
+    """Make all parties of a run.
+
+    Raises:
+        JobError: The model has what cannot be summed in secret.
+    """
+    job, layout = federation.job, federation.pool.layout
+    _check_layout(layout)
+    aggregator = generate(os.urandom)
+    identities = {SiteId(site.name): generate(os.urandom) for site in job.sites}
+    roster = Roster(
+        serial=1,
+        aggregator_organisation="simulation",
+        aggregator_key=aggregator.public.key,
+        sites=tuple(
+            RosterEntry(site=name, organisation=name, public_key=identity.public.key)
+            for name, identity in sorted(identities.items())
+        ),
+    )
+    return Rehearsal(
+        federation=federation,
+        contract=_contract(federation, run_id, roster),
+        aggregator=aggregator,
+        identities=identities,
+        roster=roster,
+    )
+
+
+def _contract(federation: Federation, run_id: RunId, roster: Roster) -> Contract:
+    job, layout = federation.job, federation.pool.layout
+    secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
+    ring = RingSpec(
+        bits=secure.ring_bits, num_sites=num_sites, clip_norm=secure.clip_norm
+    )
+    uniform = job.aggregation.weights == "uniform"
+    return Contract(
+        run_id=run_id,
+        code_hash=code_hash(),
+        layout_digest=bytes.fromhex(layout.digest),
+        num_values=layout.size,
+        roster_serial=roster.serial,
+        roster_digest=roster.digest,
+        members=members_of(roster),
+        aggregator_key=roster.aggregator_key,
+        threshold=job.minimum_sites,
+        min_sites=min(3, num_sites),
+        ring_bits=secure.ring_bits,
+        clip_norm=secure.clip_norm,
+        scale=ring.scale,
+        amplitude=ring.amplitude,
+        weight_rule=job.aggregation.weights,
+        max_examples=1 if uniform else _max_examples(job, federation),
+        max_rounds=job.rounds + 1,  # The last is for evaluation alone.
+        header_slots=HEADER_SLOTS,
+        hybrid=secure.hybrid,
+        two_site_waiver=secure.two_sites_waiver,
+    )
+
+
+def _max_examples(job: JobSpec, federation: Federation) -> int:
+    largest = max(len(train) for train, _ in federation.site_data.values())
+    allowed = job.privacy.secure_aggregation.max_examples
+    return largest if allowed is None else allowed
+
+
+def _check_layout(layout: Layout) -> None:
+    for spec in layout.tensors:
+        if spec.role is Role.MAX:
+            raise JobError(
+                f"the largest {spec.name!r} of any site cannot be found without seeing "
+                "each site's; give it the role keep or from_server",
+                key="model.integer_buffers",
+            )
+
+
+@cache
+def code_hash() -> bytes:
+    """SHA-256 of the code that decides what a site does with its data."""
+    digest = hashlib.sha256(b"crossfed/code")
+    for package in _CODE:
+        spec = find_spec(package)
+        folders = (spec.submodule_search_locations or []) if spec else []
+        for folder in folders:
+            for path in sorted(Path(folder).rglob("*.py")):
+                name = f"{package}/{path.relative_to(folder).as_posix()}"
+                digest.update(hashlib.sha256(name.encode()).digest())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.digest()

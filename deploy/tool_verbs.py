@@ -1,0 +1,206 @@
+"""Verbs of the command line beside a run: ``keys``, ``doctor``, ``transcript``.
+
+Arguments in and text out; the work is in the modules of the same names.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+DONE, FAILED = 0, 1
+
+# The `verbs.add_parser` of argparse's own type, which is not public.
+_Verbs = Any
+
+
+def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+    """Add the verbs to those of the command line."""
+    _add_keys(verbs, common)
+    doctor = verbs.add_parser(
+        "doctor",
+        parents=[common],
+        allow_abbrev=False,
+        help="check this machine, a key file and a roster",
+    )
+    doctor.add_argument("--key", type=Path, metavar="FILE", help="a key file")
+    doctor.add_argument("--roster", type=Path, metavar="FILE", help="a roster file")
+    doctor.set_defaults(verb=_doctor)
+
+    transcript = verbs.add_parser(
+        "transcript",
+        parents=[common],
+        allow_abbrev=False,
+        help="show what the messages of a transcript say in clear",
+    )
+    transcript.add_argument(
+        "folder", type=Path, metavar="DIR", help="what simulate --transcript wrote"
+    )
+    transcript.set_defaults(verb=_transcript)
+
+
+def _add_keys(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+    keys = verbs.add_parser(
+        "keys", allow_abbrev=False, help="make, show and trust identity keys"
+    )
+    inner = keys.add_subparsers(required=True, metavar="VERB")
+    secret = argparse.ArgumentParser(add_help=False)
+    secret.add_argument(
+        "--passphrase-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the passphrase of the key in its first line",
+    )
+
+    new = inner.add_parser(
+        "new",
+        parents=[secret, common],
+        allow_abbrev=False,
+        help="make a key file that only its owner can read",
+    )
+    new.add_argument("name", metavar="NAME", help="name of the site")
+    new.add_argument("--out", type=Path, metavar="FILE", help="the key file (NAME.pem)")
+    new.set_defaults(verb=_new_key)
+
+    show = inner.add_parser(
+        "show",
+        parents=[secret, common],
+        allow_abbrev=False,
+        help="print the public half of a key file",
+    )
+    show.add_argument("file", type=Path, metavar="FILE", help="a key file")
+    show.set_defaults(verb=_show_key)
+
+    trust = inner.add_parser(
+        "trust",
+        parents=[common],
+        allow_abbrev=False,
+        help="pin a public key in a roster file",
+    )
+    trust.add_argument("roster", type=Path, metavar="ROSTER", help="a roster (TOML)")
+    whose = trust.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--site", metavar="NAME", help="the site whose key it is")
+    whose.add_argument(
+        "--aggregator", action="store_true", help="the key is the aggregator's"
+    )
+    trust.add_argument(
+        "--organisation", required=True, metavar="ORG", help="who answers for it"
+    )
+    trust.add_argument(
+        "--key", required=True, metavar="PUBLICKEY", help="64 hexadecimal digits"
+    )
+    trust.add_argument(
+        "--replace", action="store_true", help="replace what is pinned already"
+    )
+    trust.set_defaults(verb=_trust_key)
+
+
+def _new_key(options: argparse.Namespace) -> int:
+    from deploy import keys  # noqa: PLC0415 -- keeps `--help` fast
+
+    facts = keys.new(
+        options.name,
+        random_bytes=os.urandom,
+        out=options.out,
+        passphrase_file=options.passphrase_file,
+    )
+    _print_facts(facts, options)
+    if not facts["encrypted"]:
+        _tell(f"{facts['file']} is not encrypted; --passphrase-file encrypts a new key")
+    return DONE
+
+
+def _show_key(options: argparse.Namespace) -> int:
+    from deploy import keys  # noqa: PLC0415 -- keeps `--help` fast
+
+    facts = keys.show(options.file, passphrase_file=options.passphrase_file)
+    _print_facts(facts, options)
+    return DONE
+
+
+def _trust_key(options: argparse.Namespace) -> int:
+    from deploy import keys  # noqa: PLC0415 -- keeps `--help` fast
+
+    facts = keys.trust(
+        options.roster,
+        site=None if options.aggregator else options.site,
+        organisation=options.organisation,
+        key=options.key,
+        replace=options.replace,
+    )
+    _print_facts(facts, options)
+    if not facts["changed"]:
+        _tell(f"{facts['roster']} pinned this already: nothing has changed")
+    for part in facts["missing"]:
+        way = "--aggregator" if part == "aggregator" else "--site"
+        _tell(
+            f"{facts['roster']} is a draft without {part}: add what is missing with "
+            f"`crossfed keys trust ... {way}`"
+        )
+    return DONE
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from dataclasses import asdict  # noqa: PLC0415 -- keeps `--help` fast
+
+    from deploy import doctor  # noqa: PLC0415 -- imports torch
+    from federation.clock import SystemClock  # noqa: PLC0415
+
+    checks = doctor.examine(
+        key=options.key,
+        roster_file=options.roster,
+        runs=Path("runs"),
+        clock=SystemClock(),
+    )
+    problems = sum(check.status == "problem" for check in checks)
+    if options.json:
+        _say(
+            json.dumps(
+                {"checks": [asdict(check) for check in checks], "problems": problems},
+                indent=2,
+            )
+        )
+    else:
+        for check in checks:
+            advice = f"; {check.advice}" if check.advice else ""
+            _say(f"{check.status:<8} {check.name}: {check.found}{advice}")
+    return FAILED if problems else DONE
+
+
+def _transcript(options: argparse.Namespace) -> int:
+    from deploy import transcript  # noqa: PLC0415 -- keeps `--help` fast
+
+    messages = transcript.read(options.folder)
+    if options.json:
+        _say(json.dumps(list(messages), indent=2))
+        return DONE
+    summary = transcript.Summary()
+    for message in messages:
+        summary.add(message)
+        for line in transcript.lines(message):
+            _say(line)
+    for line in summary.lines():
+        _say(line)
+    return DONE
+
+
+def _print_facts(facts: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.json:
+        _say(json.dumps(facts, indent=2))
+        return
+    shown = {k: v for k, v in facts.items() if isinstance(v, (str, int))}
+    for name, value in shown.items():
+        text = str(value).lower() if isinstance(value, bool) else value
+        _say(f"{name.replace('_', ' '):<11}  {text}")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # Nobody may be left to read it.
+        sys.stderr.write(f"crossfed: {text}\n")

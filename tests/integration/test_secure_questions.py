@@ -1,0 +1,72 @@
+"""An aggregator cannot single a site out by asking it for other work."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cloud_adapters.inproc_grid import InProcessGrid
+from cloud_adapters.storage.memory import MemoryStore
+from deploy import wiring
+from deploy.protection import rehearse
+from federation import job_file
+from federation.clock import SystemClock
+from federation.coordinator import run_federation
+from federation.errors import FederationError
+from federation.ids import RunId, SiteId
+from federation.messages import Reply, RoundTask, Task, TaskKind
+from federation.protocols import Grid
+
+JOB = Path(__file__).parents[2] / "jobs/secure.toml"
+
+
+class Divider:
+    """A grid that asks one site to train and all others to evaluate only."""
+
+    def __init__(self, grid: Grid, victim: SiteId) -> None:
+        """Single ``victim`` out."""
+        self._grid = grid
+        self._victim = victim
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site."""
+        return self._grid.sites()
+
+    def exchange(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Iterator[Reply]:
+        """Change what the others are asked."""
+        changed = [
+            replace(task, kind=TaskKind.EVALUATE)
+            if isinstance(task, RoundTask) and task.site != self._victim
+            else task
+            for task in tasks
+        ]
+        return self._grid.exchange(changed, deadline_seconds=deadline_seconds)
+
+
+@pytest.mark.slow
+def test_site_that_is_asked_for_other_work_is_not_opened():
+    """The kind of work is in every mask key: no sum comes out, the round is lost."""
+    job = job_file.load(JOB, ["rounds=1", "simulation.faults=[]"])
+    told: list[object] = []
+    with wiring.torch_threads(job):
+        federation = wiring.build_federation(job)
+        parties, store = rehearse(federation, RunId("run-1")), MemoryStore()
+        names = [SiteId(site.name) for site in job.sites]
+        sites = {n: parties.site(n, store=store, folder=None) for n in names}
+        with InProcessGrid(sites, clock=SystemClock()) as grid:
+            parts = wiring.build_server(
+                federation,
+                run_id=RunId("run-1"),
+                engine="test",
+                gather=parties.gather(Divider(grid, names[0])),
+                store=store,
+                clock=SystemClock(),
+                emit=told.append,
+                stop_requested=lambda: False,
+            )
+            with pytest.raises(FederationError):
+                run_federation(job, parts)
+    assert not any(getattr(event, "training", None) for event in told)

@@ -1,0 +1,153 @@
+"""The aggregator's half of secure aggregation over a grid that a test scripts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.secure_runs import MASK, Answer, Spoilt, run, secure_job, silence, step_of
+
+from federation import events
+from federation.messages import (
+    FailureKind,
+    SecureAnswer,
+    SecureStep,
+    SiteMessage,
+    Task,
+)
+from federation.protocols import SiteHandler
+
+SITE = "site-1"
+
+
+def test_round_is_tried_once():
+    """No site is asked for a masked update of one round twice, whatever was lost."""
+    asked: list[tuple[str, int]] = []
+    inner = silence(MASK, [SITE, "site-0"])
+
+    def fault(task: Task, answer: Answer) -> Sequence[SiteMessage]:
+        if step_of(task) == MASK:
+            asked.append((task.site, task.round_index))
+        return inner(task, answer)
+
+    run(secure_job(), fault=fault)
+    assert len(asked) == len(set(asked)) == 5 * 3
+
+
+def test_setup_runs_once():
+    """Its confirms go with a site's first task and with no later one."""
+    tasks: list[Task] = []
+
+    def fault(task: Task, answer: Answer) -> Sequence[SiteMessage]:
+        tasks.append(task)
+        return (answer(),)
+
+    run(secure_job(), fault=fault)
+    steps = [t.step for t in tasks if getattr(t, "round_index", 0) == 0]
+    assert steps.count(SecureStep.ADVERTISE) == steps.count(SecureStep.CONFIRM) == 5
+    long = [t.round_index for t in tasks if len(getattr(t, "secure", b"")) > 1000]
+    assert long == [1] * 5
+
+
+def test_site_that_missed_its_first_task_is_sent_the_confirms_again():
+    """It could not begin its session without them."""
+    sent: list[int] = []
+    inner = silence(MASK, [SITE])
+
+    def fault(task: Task, answer: Answer) -> Sequence[SiteMessage]:
+        if task.site == SITE and step_of(task) == MASK:
+            sent.append(len(task.secure))
+        return inner(task, answer)
+
+    assert run(secure_job(), fault=fault).answered(2)[1] == SITE
+    assert sent[0] == sent[1] > sent[2]
+
+
+@pytest.mark.parametrize("step", [SecureStep.SURVIVORS, SecureStep.REVEAL])
+@pytest.mark.parametrize("body", [b"", b"no", b"\0" * 300])
+def test_wrong_answer_to_a_step_is_refused_by_name(step: SecureStep, body: bytes):
+    """And the step goes on without it."""
+
+    def wrap(site: Any) -> SiteHandler:
+        return _Answering(site, step, body)
+
+    found = run(secure_job(rounds=1), wraps={SITE: wrap})
+    assert found.statuses() == ["completed"]
+    assert [site for site, _ in found.failures(1)] == [SITE]
+
+
+class _Answering:
+    def __init__(self, site: Any, step: SecureStep, body: bytes) -> None:
+        self.site, self.step, self.body = site, step, body
+
+    def handle(self, task: Task) -> SiteMessage:
+        message = self.site.handle(task)
+        if isinstance(message, SecureAnswer) and message.step is self.step:
+            return SecureAnswer(
+                run_id=task.run_id,
+                round_index=task.round_index,
+                site=task.site,
+                step=self.step,
+                body=self.body,
+            )
+        return message
+
+
+def test_answer_to_another_step_is_refused():
+    """A consent in the place of shares, for example."""
+
+    class Confused(_Answering):
+        def handle(self, task: Task) -> SiteMessage:
+            message = self.site.handle(task)
+            if isinstance(message, SecureAnswer) and message.step is self.step:
+                return SecureAnswer(
+                    run_id=task.run_id,
+                    round_index=task.round_index,
+                    site=task.site,
+                    step=SecureStep.SURVIVORS,
+                    body=message.body,
+                )
+            return message
+
+    wraps = {SITE: lambda site: Confused(site, SecureStep.REVEAL, b"")}
+    found = run(secure_job(rounds=1), wraps=wraps)
+    assert found.failures(1) == [(SITE, "did not answer reveal")]
+
+
+@pytest.mark.parametrize("step", [MASK, "survivors", "reveal"])
+def test_answer_that_comes_twice_counts_once(step: str):
+    """The second is refused; the sum is not doubled."""
+
+    def fault(task: Task, answer: Answer) -> Sequence[SiteMessage]:
+        message = answer()
+        twice = task.site == SITE and step_of(task) == step
+        return (message, message) if twice else (message,)
+
+    found = run(secure_job(rounds=1), fault=fault)
+    assert found.statuses() == ["completed"]
+    assert found.answered(1).count(SITE) == 1
+    assert {site for site, _ in found.failures(1)} == {SITE}
+
+
+def test_lost_evaluation_leaves_a_model_without_metrics():
+    """Sites that train and then do not evaluate cost the metrics alone."""
+
+    def fault(task: Task, answer: Answer) -> Sequence[SiteMessage]:
+        last = getattr(task, "kind", None) == "evaluate"
+        return () if last and task.site in {SITE, "site-0"} else (answer(),)
+
+    found = run(secure_job(rounds=1), fault=fault)
+    assert found.statuses() == ["completed"]
+    assert "no site evaluated the final model" in found.warnings()
+
+
+def test_failure_of_a_masked_update_says_its_kind():
+    """A site's own refusal is told apart from a crash."""
+
+    def stale(task: Any) -> Task:
+        return replace(task, secure=b"not the protocol")
+
+    wraps = {SITE: lambda site: Spoilt(site, task=stale)}
+    seen = run(secure_job(rounds=1), wraps=wraps).seen
+    (failed,) = (e for e in seen if isinstance(e, events.SiteFailed))
+    assert (failed.site, failed.kind) == (SITE, FailureKind.INVALID)

@@ -1,0 +1,134 @@
+"""A site under secure aggregation: what it refuses, and what it says then."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+from support.secure_runs import run, secure_job
+
+from clients.secure_site import SecureSite
+from federation.ids import RunId, SiteId
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SecureStep,
+    SecureTask,
+    SiteFailure,
+    SiteMessage,
+    Task,
+)
+from privacy.secagg.errors import ReplayedRound
+from privacy.secagg.keys import Secret
+
+SITE = SiteId("site-1")
+
+
+class Recording:
+    """A site and the tasks that it was given."""
+
+    def __init__(self, site: SecureSite) -> None:
+        self.site, self.tasks = site, []
+
+    def handle(self, task: Task) -> SiteMessage:
+        if isinstance(task, RoundTask):
+            weights_d = task.weights_d.copy()
+            task = replace(task, weights_d=weights_d)
+        self.tasks.append(task)
+        return self.site.handle(task)
+
+
+@pytest.fixture
+def after_a_run() -> Recording:
+    """A site that took part in a run of two rounds."""
+    kept: list[Recording] = []
+
+    def wrap(site: SecureSite) -> Recording:
+        kept.append(Recording(site))
+        return kept[0]
+
+    run(secure_job(rounds=2), wraps={SITE: wrap})
+    return kept[0]
+
+
+def refused(site: SecureSite, task: Task) -> str:
+    """What a site says of a task that it refuses."""
+    answer = site.handle(task)
+    assert isinstance(answer, SiteFailure)
+    assert answer.kind is FailureKind.INVALID
+    return answer.message
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_round_is_answered_once(after_a_run: Recording, place: int):
+    """Two answers under one mask would differ by the difference of two updates."""
+    rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
+    assert "round" in refused(after_a_run.site, rounds[place])
+
+
+@pytest.mark.parametrize("step", [SecureStep.SURVIVORS, SecureStep.REVEAL])
+def test_step_of_a_round_that_is_over_is_refused(
+    after_a_run: Recording, step: SecureStep
+):
+    """Its keys are gone."""
+    (task, *_) = (t for t in after_a_run.tasks if getattr(t, "step", None) is step)
+    assert refused(after_a_run.site, task) == "no round is under way at this site"
+
+
+def test_task_in_the_clear_is_refused(after_a_run: Recording):
+    """A site that protects itself does so whatever it is asked."""
+    rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
+    task = replace(rounds[-1], secure=b"", round_index=3)
+    assert refused(after_a_run.site, task) == "answers under secure aggregation only"
+
+
+def test_model_of_another_layout_is_refused(after_a_run: Recording):
+    """Before a round is begun: the number is not used up."""
+    rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
+    task = replace(rounds[-1], layout_digest="0" * 64)
+    assert "another layout" in refused(after_a_run.site, task)
+
+
+def test_step_that_is_not_one_is_refused(after_a_run: Recording):
+    """Nobody asks a site to decline."""
+    task = next(t for t in after_a_run.tasks if isinstance(t, SecureTask))
+    text = refused(after_a_run.site, replace(task, step=SecureStep.DECLINE))
+    assert text == "decline is not a step to ask for"
+
+
+def restarted(site: SecureSite) -> SecureSite:
+    """The same site in a new process."""
+    return SecureSite(
+        SITE,
+        make_trainer=site._make_trainer,
+        kept=site._kept,
+        protection=site._protection,
+    )
+
+
+def test_restarted_site_says_so(after_a_run: Recording):
+    """It has no keys of the run and can only be set up anew."""
+    site = restarted(after_a_run.site)
+    for task in after_a_run.tasks:
+        if getattr(task, "step", None) is SecureStep.ADVERTISE:
+            continue
+        assert refused(site, task)
+
+
+def test_new_setup_erases_the_old_session(after_a_run: Recording):
+    """Two setups at a time would be two masks for one round."""
+    site, offer = after_a_run.site, after_a_run.tasks[0]
+    roots = site._session._secrets.roots.values()
+    held = [root for pair in roots for root in gc.get_referents(pair)]
+    secrets = [root for root in held if isinstance(root, Secret)]
+    assert len(secrets) == 2 * 4
+    assert site.handle(offer).step is SecureStep.ADVERTISE
+    assert site._session is None
+    assert all(secret.erased for secret in secrets)
+
+
+def test_restarted_site_remembers_its_rounds(after_a_run: Recording):
+    """A new setup with the same contract does not make an answered round open."""
+    site = restarted(after_a_run.site)
+    memory = site._protection.memory
+    with pytest.raises(ReplayedRound, match="round 2"):
+        memory.advance(RunId("run-1"), 2)

@@ -1,0 +1,161 @@
+"""A round counts each byte once: with the step, the answer or the failure."""
+
+import gc
+import weakref
+from dataclasses import replace
+from itertools import count
+
+from support import toy
+
+from federation.clock import VirtualClock
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    SiteAnswered,
+    SiteFailed,
+    StepTaken,
+    Warned,
+)
+from federation.messages import (
+    FailureKind,
+    MetricSums,
+    Reply,
+    SecureStep,
+    SiteFailure,
+    SiteMessage,
+    TaskKind,
+)
+from federation.round_record import RoundRecord
+
+SITE, OTHER, THIRD = toy.SITES
+ANSWER = toy.secure_answer(SITE)
+SUMS = MetricSums(count=10, loss_sum=5.0, correct=5)
+
+
+def opened(kind: TaskKind = TaskKind.TRAIN) -> tuple[RoundRecord, list[Event]]:
+    """The record of a secure round, and where its events go."""
+    told: list[Event] = []
+    record = RoundRecord(
+        run_id=toy.RUN,
+        round_index=1,
+        cohort=toy.SITES,
+        layout=toy.LAYOUT,
+        clock=VirtualClock(),
+        emit=told.append,
+        kind=kind,
+        in_secret=True,
+    )
+    return record, told
+
+
+def replies(*messages: SiteMessage) -> list[Reply]:
+    """Each with another number of bytes: 1 down and 10 up, 2 and 20, and so on."""
+    return [
+        Reply(
+            message=message,
+            asked_seconds=0.0,
+            answered_seconds=1.0,
+            bytes_down=number,
+            bytes_up=10 * number,
+        )
+        for number, message in zip(count(1), messages, strict=False)
+    ]
+
+
+def crashed(site: str) -> SiteFailure:
+    """A site's own word."""
+    return SiteFailure(
+        run_id=toy.RUN,
+        round_index=1,
+        site=site,
+        kind=FailureKind.CRASHED,
+        message="",
+    )
+
+
+def of_kind(told: list[Event], kind: type[Event]) -> list[Event]:
+    """Events of one kind."""
+    return [event for event in told if isinstance(event, kind)]
+
+
+def test_step_tells_what_counted():
+    """Sites and their bytes, in the order of arrival."""
+    record, told = opened()
+    arrived = replies(toy.secure_answer(OTHER), ANSWER)
+    assert len(list(record.protocol_answers(arrived, SecureStep.SURVIVORS))) == 2
+    (step,) = of_kind(told, StepTaken)
+    assert (step.round_index, step.step) == (1, "survivors")
+    assert (step.sites, step.bytes_down, step.bytes_up) == (
+        (OTHER, SITE),
+        (1, 2),
+        (10, 20),
+    )
+
+
+def test_failures_of_a_step_keep_their_bytes():
+    """A crash, a wrong step and a second answer that the caller refuses."""
+    record, told = opened()
+    wrong = replace(toy.secure_answer(THIRD), step=SecureStep.REVEAL)
+    arrived = replies(ANSWER, crashed(OTHER), wrong, ANSWER)
+    answers = record.protocol_answers(arrived, SecureStep.SURVIVORS)
+    for answer, reply in answers:
+        if reply is arrived[3]:
+            record.refuse(answer.site, reply, "answered twice")
+    (step,) = of_kind(told, StepTaken)
+    assert (step.sites, step.bytes_down, step.bytes_up) == ((SITE,), (1,), (10,))
+    failed = of_kind(told, SiteFailed)
+    assert [event.bytes_up for event in failed] == [20, 30, 40]
+
+
+def test_step_without_answers_is_told():
+    """It was taken all the same."""
+    record, told = opened()
+    list(record.protocol_answers([], SecureStep.REVEAL))
+    (step,) = of_kind(told, StepTaken)
+    assert (step.step, step.sites) == ("reveal", ())
+
+
+def test_round_total_is_the_sum_of_its_events():
+    """Steps, masked updates and failures make up what the round's line says."""
+    record, told = opened()
+    list(record.protocol_answers(replies(ANSWER), SecureStep.ADVERTISE))
+    masked = replies(toy.masked(SITE), toy.masked(OTHER), crashed(THIRD))
+    for update, reply in record.masked_updates(masked):
+        record.count_masked(update, reply)
+    list(record.protocol_answers(replies(ANSWER, ANSWER), SecureStep.SURVIVORS))
+    record.finish("completed")
+    (finished,) = of_kind(told, RoundFinished)
+    single = of_kind(told, SiteAnswered) + of_kind(told, SiteFailed)
+    steps = of_kind(told, StepTaken)
+    up = sum(e.bytes_up for e in single) + sum(sum(e.bytes_up) for e in steps)
+    down = sum(e.bytes_down for e in single) + sum(sum(e.bytes_down) for e in steps)
+    assert (finished.bytes_down, finished.bytes_up) == (down, up)
+
+
+def test_evaluation_counts_its_answers_with_the_metrics():
+    """Or, if the sum stays closed, as a step: never both."""
+    for is_open in (True, False):
+        record, told = opened(TaskKind.EVALUATE)
+        for update, reply in record.masked_updates(replies(toy.masked())):
+            record.count_masked(update, reply)
+        if is_open:
+            record.count_sums(training=None, evaluation=SUMS)
+        record.finish_evaluation()
+        kind = ModelEvaluated if is_open else StepTaken
+        (event,) = of_kind(told, ModelEvaluated) + of_kind(told, StepTaken)
+        assert isinstance(event, kind)
+        assert (event.sites, event.bytes_down, event.bytes_up) == ((SITE,), (1,), (10,))
+        assert is_open is not bool(of_kind(told, Warned))
+
+
+def test_masked_update_is_let_go():
+    """The record of a round keeps no update once it was counted."""
+    record, _ = opened()
+    update = toy.masked()
+    words = weakref.ref(update.words)
+    for counted, reply in record.masked_updates(replies(update)):
+        record.count_masked(counted, reply)
+    del update, counted, reply
+    gc.collect()
+    assert words() is None
