@@ -50,6 +50,8 @@ from privacy.secagg.messages import Decline, Head, Masked
 from privacy.secagg.ring import RingSpec
 from privacy.secagg.seal import seal_
 
+pytestmark = pytest.mark.slow
+
 JOBS = Path(__file__).parents[2] / "jobs"
 SITE = "site-2"
 STEPS = [MASK, SecureStep.SURVIVORS.value, SecureStep.REVEAL.value]
