@@ -56,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _tell("interrupted")
         return STOPPED
+    except SystemExit as error:
+        # No verb raises it: a module that the job names does, perhaps with code 0,
+        # which would pass for a run that is done.
+        return _complain(JobError(f"its code ended the program: {error!r}"), options)
     except BrokenPipeError:
         # The reader of our output has gone, for example `crossfed runs | head`.
         _forget_output()
@@ -128,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         help="run a job with every site on this machine",
     )
-    simulate.add_argument("--out", type=Path, metavar="DIR", help="folder of the run")
+    simulate.add_argument("--out", type=_path, metavar="DIR", help="folder of the run")
     simulate.add_argument(
         "--resume",
         action="store_true",
@@ -164,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run", metavar="RUN", help="folder, run id or job name")
     report.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write it (in the run)"
+        "--out", type=_path, metavar="FILE", help="where to write it (in the run)"
     )
     report.set_defaults(verb=_report)
 
@@ -178,6 +182,13 @@ def _parser() -> argparse.ArgumentParser:
         )
     tool_verbs.add_verbs(verbs, common)
     return parser
+
+
+def _path(text: str) -> Path:
+    """A path that is named: an unset variable of a shell names the folder we are in."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return Path(text)
 
 
 def _load(options: argparse.Namespace) -> "JobSpec":
@@ -208,10 +219,11 @@ def _simulate(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _say_how_to_resume(options, folder, "stopped at once")
         return STOPPED
-    except StoreUnavailable:
+    except StoreUnavailable as error:
+        code = _complain(error, options)
         if folder is not None and _has_begun(folder):
             _say_how_to_resume(options, folder, "once that is mended")
-        raise
+        return code
     if options.resume and outcome.status == "completed" and not outcome.rounds_now:
         _tell(f"run {outcome.run_id} is completed: no round was left to run")
     if options.json:
@@ -415,6 +427,8 @@ def _runs(options: argparse.Namespace) -> int:
     from deploy.run_folder import find_runs, summary  # noqa: PLC0415
 
     rows = [summary(run) for run in find_runs(options.root)]
+    # By time, however the folders are called.
+    rows.sort(key=lambda row: str(row["run_id"]))
     if options.json:
         _print_json(rows)
     elif rows:

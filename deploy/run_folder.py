@@ -230,8 +230,10 @@ def runs_root(job: JobSpec) -> Path | None:
 
 
 def find_runs(root: Path) -> list[RunFolder]:
-    """Every run under a folder, oldest first."""
-    found = [RunFolder(path.parent) for path in root.glob("*/*/events.jsonl")]
+    """Every run in a folder or one below; those named by time are oldest first."""
+    # With --out a run may be anywhere, and is likely to be right there.
+    levels = ("*/events.jsonl", "*/*/events.jsonl")
+    found = [RunFolder(path.parent) for level in levels for path in root.glob(level)]
     return sorted(found, key=lambda run: (run.path.name, str(run.path)))
 
 
@@ -241,7 +243,7 @@ def newest_run(job_name: str, root: Path) -> RunFolder:
     Raises:
         RunNotFound: There is none.
     """
-    runs = [run for run in find_runs(root) if run.path.parent.name == job_name]
+    runs = [run for run in find_runs(root) if run.path.parent == root / job_name]
     if not runs:
         raise RunNotFound(
             f"there is no run of the job {job_name!r} in {root} to resume: leave "
@@ -264,7 +266,8 @@ def find_run(name: str, root: Path) -> RunFolder:
     if direct.exists():
         return direct
     runs = find_runs(root)
-    matches = [run for run in runs if name in {run.path.name, run.path.parent.name}]
+    job = root / name
+    matches = [run for run in runs if run.path.name == name or run.path.parent == job]
     if not matches:
         raise RunNotFound(
             f"there is no run {name!r}: give a run folder, a run id or a job's name "

@@ -197,7 +197,11 @@ class PlainProgress:
         return f"{text} without {format_count(missing, 'site')}" if missing else text
 
     def _place(self, round_index: int) -> str:
-        return f"{round_index:>{len(str(self._rounds))}}/{self._rounds}"
+        width = len(str(self._rounds))
+        if round_index > self._rounds:
+            # The exchange after the last round, which only evaluates.
+            return "end".rjust(2 * width + 1)
+        return f"{round_index:>{width}}/{self._rounds}"
 
     def _write(self, line: str) -> None:
         self._stream.write(printable(line, limit=500) + "\n")
@@ -234,7 +238,8 @@ class LiveProgress:
         """Take the event in; the picture follows within a quarter of a second."""
         with self._lock:
             self._fold.add(event)
-        notice = _notice(event)
+            rounds = self._fold.view().started.rounds if self._fold.has_started else 0
+        notice = _notice(event, rounds)
         if notice is not None:
             self._console.print(notice)
         if isinstance(event, RunFinished):
@@ -282,10 +287,12 @@ def picture(view: RunView, console: Console, *, now: float) -> RenderableType:
     return Group(*parts)
 
 
-def _notice(event: Event) -> Text | None:
+def _notice(event: Event, rounds: int) -> Text | None:
     match event:
-        case SiteFailed():
-            line = f"round {event.round_index}: {event.site}: {event.kind}: "
+        case SiteFailed(round_index=index):
+            # After the last round there is one more exchange, to evaluate.
+            place = f"round {index}" if index <= rounds else "last evaluation"
+            line = f"{place}: {event.site}: {event.kind}: "
             return Text(printable(line + event.message), style="red")
         case Warned(message=message):
             return Text(printable(f"warning: {message}"), style="yellow")

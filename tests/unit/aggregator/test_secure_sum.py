@@ -20,6 +20,7 @@ from federation.protocols import SiteHandler
 SITE = "site-1"
 
 
+@pytest.mark.slow
 def test_round_is_tried_once():
     """No site is asked for a masked update of one round twice, whatever was lost."""
     asked: list[tuple[str, int]] = []

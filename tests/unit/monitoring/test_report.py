@@ -137,6 +137,7 @@ def test_sizes_that_no_site_told_are_left_open():
     assert '<td class="n">-</td><td class="n">-</td>' in row
 
 
+@pytest.mark.slow
 def test_figures_follow_the_task():
     """A language model has perplexity in place of accuracy."""
     shared = {"loss", "data", "bytes", "answers", "update-norm", "timeline"}
@@ -146,6 +147,7 @@ def test_figures_follow_the_task():
     assert shared | {"perplexity"} == set(language)
 
 
+@pytest.mark.slow
 def test_figures_are_reproducible_and_leave_no_trace():
     """The same run gives the same bytes, and matplotlib's settings stay."""
     view, before = fold(event_samples.troubled()), dict(mpl.rcParams)
@@ -171,6 +173,7 @@ def test_text_of_the_run_is_escaped():
     assert "&lt;script&gt;alert(" in page
 
 
+@pytest.mark.slow
 def test_many_sites_and_labels_are_cut_and_counted():
     """Hundreds of sites do not blow the page up, and it says what is missing."""
     view = fold(event_samples.many_sites(1000, 3))

@@ -209,6 +209,7 @@ def test_sealed_zero_update_is_uniform():
 
 # Relative Euclidean error of the sum: the table in section 3 of the specification,
 # and 4e-8 for float32 numbers, which the table leaves out.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "num_sites", "error"),
     [
