@@ -225,6 +225,7 @@ class LiveProgress:
         self._clock = clock or SystemClock()
         self._console = console
         self._fold = RunFold()
+        self._rounds = 0
         self._is_closed = False
         self._lock = Lock()  # rich draws from a thread of its own
         self._live = Live(
@@ -238,8 +239,9 @@ class LiveProgress:
         """Take the event in; the picture follows within a quarter of a second."""
         with self._lock:
             self._fold.add(event)
-            rounds = self._fold.view().started.rounds if self._fold.has_started else 0
-        notice = _notice(event, rounds)
+        if isinstance(event, RunStarted):
+            self._rounds = event.rounds
+        notice = _notice(event, self._rounds)
         if notice is not None:
             self._console.print(notice)
         if isinstance(event, RunFinished):
@@ -386,8 +388,9 @@ def _round_table(view: RunView, console: Console, num_rows: int) -> Table:
     for name in ("round", *training, "loss", quality, "sites", "up", "down", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
+    # Losses over other sites are losses over other data: compare none with them.
     losses = [loss_of(view.initial.pooled if view.initial else None)]
-    losses += [row.loss for row in view.rounds]
+    losses += [None if row.num_unheard else row.loss for row in view.rounds]
     for row, last in [*zip(view.rounds, losses, strict=False)][-num_rows:]:
         index, *cells = _round_cells(row, last, view.is_language, console)
         pooled = [format_number(row.training_loss)] if view.is_secret else []
@@ -405,10 +408,14 @@ def _round_cells(
     if is_language:
         quality = format_number(None if row.loss is None else perplexity(row.loss))
     loss = Text(format_number(row.loss))
-    loss.append_text(_arrow(row.loss, previous_loss, console))
+    comparable = None if row.num_unheard else previous_loss
+    loss.append_text(_arrow(row.loss, comparable, console))
     failed = ", ".join(f"{count} {kind}" for kind, count in row.failures.items())
     note = Text("" if row.status == COMPLETED else f"{row.status} ", style="bold red")
     note.append(printable(failed), style="red")
+    if row.num_unheard:
+        note.append("  " if note else "")
+        note.append(f"loss of {row.sites_evaluated}/{len(row.cohort)}", style="yellow")
     return [
         str(row.index),
         loss,

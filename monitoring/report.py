@@ -137,7 +137,11 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
 def _tiles(view: RunView) -> Sequence[Tile]:
     last = view.last_evaluated
     loss = loss_of(last.pooled if last else None)
-    after = f"after round {last.round_index}" if last else "never evaluated"
+    after = "never evaluated"
+    if last:
+        after = f"after round {last.round_index}"
+        sites, everyone = len(last.sites), len(view.started.sites)
+        after += f", {sites:,} of {everyone:,} sites" if sites < everyone else ""
     quality = Tile(
         label="Accuracy",
         value=units.format_fraction(accuracy_of(last.pooled if last else None)),
@@ -268,7 +272,8 @@ def _best_round(view: RunView) -> int | None:
     losses = [
         (row.loss, row.index)
         for row in view.rounds
-        if row.loss is not None and row.status == COMPLETED
+        # A loss that lacks a site's data cannot be compared with the others.
+        if row.loss is not None and row.status == COMPLETED and not row.num_unheard
     ]
     return min(losses)[1] if losses else None
 

@@ -97,6 +97,14 @@ class RoundView:
         return None if self.evaluated is None else len(self.evaluated.sites)
 
     @property
+    def num_unheard(self) -> int:
+        """Sites that the loss lacks, of as many as a round asks."""
+        if self.evaluated is None:
+            return 0
+        # The last model is evaluated by all sites, which may be more than a cohort.
+        return max(0, len(self.cohort) - len(self.evaluated.sites))
+
+    @property
     def failures(self) -> dict[str, int]:
         """Number of refused or missing answers by kind."""
         return dict(self.finished.failed) if self.finished else {}

@@ -19,6 +19,7 @@ from federation.events import (
     ModelEvaluated,
     RoundFinished,
     RunFinished,
+    SiteFailed,
     Warned,
 )
 from federation.messages import FailureKind
@@ -113,6 +114,17 @@ def _without_second_site(event: Event) -> Event:
         bytes_down=event.bytes_down[:1],
         bytes_up=event.bytes_up[:1],
     )
+
+
+def _fails_to_evaluate_the_last_model() -> list[Event]:
+    """One round, and a failure in the exchange after it."""
+    failed = next(e for e in event_samples.troubled() if isinstance(e, SiteFailed))
+    return [*event_samples.two_sites(1)[:-1], replace(failed, round_index=2)]
+
+
+def test_plain_last_evaluation_is_no_round():
+    """Nobody planned a round 2 of 1."""
+    assert _lines(_fails_to_evaluate_the_last_model())[-1].startswith("failed end  gcp")
 
 
 def test_plain_round_without_evaluation_is_not_held_back():
@@ -210,6 +222,25 @@ def test_live_notices_stay():
     assert "round 3: gcp-us-central1: deadline: the site's process ended" in text
     skipped = _live(event_samples.resumed(), color_system=None)
     assert "skipped checkpoint round-000004.json" in skipped
+
+
+def test_live_last_evaluation_is_no_round():
+    """Nobody planned a round 2 of 1."""
+    text = _live(_fails_to_evaluate_the_last_model(), color_system=None)
+    assert "last evaluation: gcp-us-central1: deadline" in text
+
+
+def test_live_losses_over_fewer_sites_are_told_apart():
+    """They are marked, and neither rise nor fall against the others."""
+    events = event_samples.two_sites(3)
+    (second,) = (
+        e for e in events if isinstance(e, ModelEvaluated) and e.round_index == 2
+    )
+    events[events.index(second)] = _without_second_site(second)
+    picture = _last_picture(events)
+    rows = [line for line in picture.splitlines() if re.match(r" +[123] ", line)]
+    assert ["loss of 1/2" in row for row in rows] == [False, True, False]
+    assert ["\u2193" in row or "\u2191" in row for row in rows] == [True, False, False]
 
 
 def test_live_round_in_progress():

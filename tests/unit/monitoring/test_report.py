@@ -1,6 +1,7 @@
 """The report stands alone, says everything, and trusts no text."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from support import event_samples
 from support.event_samples import Script, run
 
 from federation.errors import StoreUnavailable
-from federation.events import DataDistributed, Event
+from federation.events import DataDistributed, Event, ModelEvaluated
 from federation.messages import FailureKind
 from monitoring.plots import MAX_SITES_SHOWN, draw_all, shown_sites, site_colours
 from monitoring.report import FAILURE_MEANINGS, render, write_report
@@ -138,6 +139,25 @@ def test_sizes_that_no_site_told_are_left_open():
 
 
 @pytest.mark.slow
+def test_loss_that_lacks_a_site_is_not_passed_off_as_everybodys():
+    """The tile says whose it is, and it is never called the lowest."""
+    events = event_samples.two_sites(3)
+    *_, last = (e for e in events if isinstance(e, ModelEvaluated))
+    events[events.index(last)] = replace(
+        last,
+        sites=last.sites[:1],
+        by_site=last.by_site[:1],
+        bytes_down=last.bytes_down[:1],
+        bytes_up=last.bytes_up[:1],
+    )
+    page = render(fold(events), JOB, VERSIONS)
+    assert "after round 3, 1 of 2 sites" in page
+    assert "of those that lack no site" in page
+    best = re.search(r"best\">([0-9.]+)", page)
+    assert best
+    assert best[1] == f"{fold(events).rounds[1].loss:.3f}"
+
+
 def test_figures_follow_the_task():
     """A language model has perplexity in place of accuracy."""
     shared = {"loss", "data", "bytes", "answers", "update-norm", "timeline"}
