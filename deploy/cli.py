@@ -56,10 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _tell("interrupted")
         return STOPPED
-    except SystemExit as error:
-        # No verb raises it: a module that the job names does, perhaps with code 0,
-        # which would pass for a run that is done.
-        return _complain(JobError(f"its code ended the program: {error!r}"), options)
     except BrokenPipeError:
         # The reader of our output has gone, for example `crossfed runs | head`.
         _forget_output()
@@ -206,7 +202,7 @@ def _simulate(options: argparse.Namespace) -> int:
     from deploy.simulation import simulate  # noqa: PLC0415 -- imports torch
 
     try:
-        with _stop_on_signal() as stop, _progress() as progress:
+        with _stop_on_signal() as stop, _progress() as progress, _unable_to_exit():
             outcome = simulate(
                 job,
                 folder=folder,
@@ -276,6 +272,23 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def _unable_to_exit() -> Iterator[None]:
+    """Refuse a module of the user's that ends the program.
+
+    With code 0 it would pass for a run that is done.
+
+    Raises:
+        JobError: It did.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise JobError(
+            f"code that the job names ended the program: {error!r}"
+        ) from error
 
 
 @contextmanager
@@ -379,7 +392,8 @@ def _check_job(options: argparse.Namespace) -> int:
     from monitoring.data_table import data_table  # noqa: PLC0415
 
     run_folder.runs_root(job)
-    federation = wiring.build_federation(job)
+    with _unable_to_exit():
+        federation = wiring.build_federation(job)
     dealt = wiring.data_distributed(federation, at=SystemClock().now())
     size = federation.pool.layout.size
     if options.json:

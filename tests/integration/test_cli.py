@@ -254,6 +254,33 @@ def test_runs_lists_every_run(server: ForkServer, finished: Path) -> None:
     assert found["status"] == "completed"
 
 
+def test_runs_are_found_where_people_put_them(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """In the folder of runs itself too, in the order of time; not as a job's own."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    (first,) = (place / "runs/small").iterdir()
+    done = server.run("simulate", "job.toml", *FAST, "--out", "runs/a", folder=place)
+    assert done.code == 0, done.stderr
+    rows = json.loads(server.run("runs", "--json", folder=place).stdout)
+    assert [row["folder"] for row in rows] == [f"runs/small/{first.name}", "runs/a"]
+    report = server.run("report", "a", folder=place)
+    assert report.stdout == "runs/a/report.html\n"
+    shutil.rmtree(first)
+    (place / "runs").rename(place / "small")
+    done = server.run(
+        "simulate",
+        "job.toml",
+        *FAST,
+        "--set",
+        "storage.url=file://small",
+        "--resume",
+        folder=place,
+    )
+    check_refused(done, ["no run of the job 'small' in small"], code=2)
+
+
 def test_runs_tells_of_none_and_of_damaged_ones(
     server: ForkServer, place: Path
 ) -> None:
@@ -348,6 +375,10 @@ BAD = {
         ["--set", "data.source=small_parts:broken_data"],
         ["small_parts:broken_data", "the cable is cut"],
     ),
+    "data: ends the program": (
+        ["--set", "data.source=small_parts:leaving_data"],
+        ["job.toml", "ended the program", "SystemExit(0)"],
+    ),
     "more sites than data": (
         [
             "--set",
@@ -415,7 +446,14 @@ def test_bad_job_file_is_one_clear_error(server: ForkServer, place: Path) -> Non
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["train"], ["simulate"], ["simulate", "job.toml", "--res"], ["runs", "-x"]],
+    [
+        [],
+        ["train"],
+        ["simulate"],
+        ["simulate", "job.toml", "--res"],
+        ["simulate", "job.toml", "--out", ""],
+        ["runs", "-x"],
+    ],
 )
 def test_bad_command_line_is_code_2(
     arguments: list[str], server: ForkServer, place: Path
@@ -550,7 +588,7 @@ def test_disk_full_at_a_checkpoint_loses_no_state(
         assert done.code == 1, done.stderr
         assert "the disk is full; free some space and resume the run" in done.stderr
         assert "Traceback" not in done.stderr
-        assert "--out disk/run --resume" in done.stderr
+        assert done.stderr.rstrip().endswith("--out disk/run --resume")
         subprocess.run(
             ["mount", "-o", "remount,size=8m", disk],  # noqa: S607
             check=True,
