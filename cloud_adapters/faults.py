@@ -23,7 +23,7 @@ from federation.messages import (
 )
 from federation.protocols import Clock
 
-_SILENCING = frozenset({"silent", "crash", "hang"})
+_SILENCING = frozenset({"silent", "crash"})
 
 
 class FaultInjector:
@@ -41,8 +41,9 @@ class FaultInjector:
         """Let a site answer, and spoil it if that is what the job wants.
 
         Only answers to training tasks are spoilt, by the first fault that strikes. A
-        site that does not answer its training task is silent for the rest of the
-        round: it answers no step of secure aggregation either.
+        site that gives no answer to its training task is silent for the rest of the
+        round: it answers no step of secure aggregation either. One that hangs takes
+        part in them if its answer came in time; if not, nobody asks it.
         """
         fault = self._striking(task)
         if fault is None:

@@ -60,7 +60,8 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
     if job.privacy.secure_aggregation.enabled:
         raise JobError(
             "a site keeps its keys in one process, and Flower's simulation gives its "
-            "rounds to any; rehearse this with --engine inproc",
+            "rounds to any; rehearse this with --engine inproc, or train in the clear "
+            "with --set privacy.secure_aggregation.enabled=false",
             key="privacy.secure_aggregation.enabled",
         )
     for index, fault in enumerate(job.simulation.faults):

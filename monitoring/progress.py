@@ -142,7 +142,7 @@ class PlainProgress:
         elif self._num_sites <= MAX_SITES_WITH_LINES:
             self._write(
                 f"site   {place}  training loss "
-                f"{format_number(loss_of(event.training))}  "
+                f"{_training_loss(event, self._is_secret)}  "
                 f"up {format_bytes(event.bytes_up)}  "
                 f"down {format_bytes(event.bytes_down)}  {seconds}"
             )
@@ -454,7 +454,7 @@ def _site_table(
     shown = set(order[:num_rows])
     for site in (site for site in row.cohort if site in shown):
         share = shares.get(site)
-        cells = _site_cells(reports.get(site), is_over=view.finished is not None)
+        cells = _site_cells(reports.get(site), view)
         table.add_row(
             Text(printable(site)),
             Text(printable(share.cloud) if share else "-"),
@@ -473,14 +473,19 @@ def _urgency(report: SiteAnswered | SiteFailed | None) -> int:
 
 
 def _site_cells(
-    report: SiteAnswered | SiteFailed | None, *, is_over: bool
+    report: SiteAnswered | SiteFailed | None, view: RunView
 ) -> list[Text | str]:
     if report is None:
-        state = Text("no answer" if is_over else "training", style="cyan")
+        state = Text("no answer" if view.finished else "training", style="cyan")
         return [state, "", "", ""]
     seconds = format_duration(report.answered_seconds - report.asked_seconds)
     if isinstance(report, SiteFailed):
         return [Text(f"failed ({report.kind})", style="red"), seconds, "", ""]
-    loss = format_number(loss_of(report.training))
+    loss = Text(_training_loss(report, view.is_secret), "dim" if view.is_secret else "")
     size = format_bytes(report.bytes_up)
     return [Text("answered", style="green"), seconds, loss, size]
+
+
+def _training_loss(report: SiteAnswered, is_secret: bool) -> str:  # noqa: FBT001
+    # A dash would look like a failure; this is what secure aggregation is for.
+    return "hidden" if is_secret else format_number(loss_of(report.training))

@@ -182,7 +182,7 @@ def secure_step(kind: str, round_index: int = 1, **fields: Any) -> list[SiteMess
     return list(injector(task, lambda: toy.secure_answer(SITE)))
 
 
-@pytest.mark.parametrize("kind", ["silent", "crash", "hang"])
+@pytest.mark.parametrize("kind", ["silent", "crash"])
 def test_site_that_is_gone_takes_no_secure_step(kind: str):
     """In the very round of its fault, and not in its run's setup."""
     assert secure_step(kind) == []
@@ -193,10 +193,11 @@ def test_site_that_is_gone_takes_no_secure_step(kind: str):
 
 
 @pytest.mark.parametrize(
-    "kind", ["duplicate", "nan", "inf", "garbage", "wrong_length", "wrong_round"]
+    "kind",
+    ["hang", "duplicate", "nan", "inf", "garbage", "wrong_length", "wrong_round"],
 )
 def test_other_faults_leave_secure_steps_alone(kind: str):
-    """They spoil updates."""
+    """They spoil or delay updates; a late site that is asked goes on."""
     assert secure_step(kind) == [toy.secure_answer(SITE)]
 
 

@@ -85,7 +85,7 @@ def test_plain_secure_run():
     assert lines[0].endswith("37,650 parameters  secure aggregation")
     sites = [line for line in lines if line.startswith("site")]
     assert len(sites) == 3
-    assert all("  training loss -  up 150.6 kB" in line for line in sites)
+    assert all("  training loss hidden  up 150.6 kB" in line for line in sites)
     (line,) = (line for line in lines if line.startswith("round"))
     assert re.match(r"round  1/1  training loss \d\.\d{3}  loss \d\.\d{3}  acc", line)
     assert line.endswith("3/3 sites  up 456.6 kB  down 462.6 kB  0.8 s")
@@ -210,7 +210,7 @@ def test_live_secure_picture_at_80_columns():
     header, *_ = picture.splitlines()
     assert header.rstrip().endswith("secure aggregation")
     assert re.search(r"round +training +loss", picture)
-    assert re.search(r"on-premises .* answered +\S+ s +- +150.6 kB", picture)
+    assert re.search(r"on-premises .* answered +\S+ s +hidden +150.6 kB", picture)
     assert all(len(line) <= 80 for line in picture.splitlines())
     assert "…" not in picture
 
