@@ -39,6 +39,12 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     transcript.add_argument(
         "folder", type=Path, metavar="DIR", help="what simulate --transcript wrote"
     )
+    transcript.add_argument(
+        "--message",
+        type=int,
+        metavar="N",
+        help="show message N alone, with every field of its protocol bytes",
+    )
     transcript.set_defaults(verb=_transcript)
 
 
@@ -173,6 +179,11 @@ def _doctor(options: argparse.Namespace) -> int:
 def _transcript(options: argparse.Namespace) -> int:
     from deploy import transcript  # noqa: PLC0415 -- keeps `--help` fast
 
+    if options.message is not None:
+        found = transcript.find(options.folder, options.message)
+        text = "\n".join(transcript.lines(found, fields=True))
+        _say(json.dumps(found, indent=2) if options.json else text)
+        return DONE
     messages = transcript.read(options.folder)
     if options.json:
         _say(json.dumps(list(messages), indent=2))

@@ -7,6 +7,7 @@ every frame is decoded again, and size, digest, site, round and kind are compare
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,14 @@ from typing import Any
 import numpy as np
 
 from cloud_adapters.transcript import FROM, INDEX, TO, kind_of
+from deploy import transcript_bodies
 from federation import wire, wire_fields
-from federation.errors import CorruptObject, ObjectNotFound, WireError
+from federation.errors import (
+    CorruptObject,
+    ObjectNotFound,
+    ProtocolError,
+    WireError,
+)
 from federation.messages import (
     MaskedUpdate,
     RoundTask,
@@ -29,8 +36,6 @@ _COLUMNS = frozenset(
     {"sequence", "file", "direction", "site", "round", "kind", "step", "bytes"}
     | {"sha256"}
 )
-_MAX_TAG_BYTES = 32
-_LENGTH_BYTES = 8
 
 _PROTOCOL = "protocol bytes: public keys, signatures, sealed shares"
 _UPDATE = "this site's own model, IN CLEAR"
@@ -56,7 +61,8 @@ def read(folder: Path) -> Iterator[dict[str, Any]]:
     Yields:
         The line of the index, with ``clear``, the fields of the message's header as
         they stand there, and ``sections``: name, type, count, bytes, SHA-256 and
-        what each part of the payload holds.
+        what each part of the payload holds, with the decoded ``fields`` of a part
+        that is a message of secure aggregation.
 
     Raises:
         ObjectNotFound: There is no transcript in the folder.
@@ -79,8 +85,27 @@ def read(folder: Path) -> Iterator[dict[str, Any]]:
         )
 
 
-def lines(message: Mapping[str, Any]) -> Iterator[str]:
-    """One message in words."""
+def find(folder: Path, sequence: int) -> dict[str, Any]:
+    """One message of a transcript, by its number.
+
+    Raises:
+        ObjectNotFound: There is no transcript, or no such message in it.
+        CorruptObject: As for ``read``, up to the end of the transcript.
+    """
+    found, last = None, 0
+    for row in read(folder):  # To its end: all of it is checked.
+        last = row["sequence"]
+        found = row if last == sequence else found
+    if found is None:
+        raise ObjectNotFound(
+            f"the transcript in {folder} has no message {sequence}: its messages are "
+            f"1 to {last}"
+        )
+    return found
+
+
+def lines(message: Mapping[str, Any], *, fields: bool = False) -> Iterator[str]:
+    """One message in words; with ``fields``, also what its protocol bytes say."""
     row = message
     what = " ".join(filter(None, (row["kind"], row["step"])))
     yield (
@@ -95,6 +120,9 @@ def lines(message: Mapping[str, Any]) -> Iterator[str]:
             f"{part['count']:,} {part['type']}, {part['bytes']:,} bytes, sha256 "
             f"{part['sha256']}  ({part['holds']})"
         )
+        if fields:
+            for name, value in part["fields"].items():
+                yield f"        field   {part['name']}: {name} = {json.dumps(value)}"
 
 
 class Summary:
@@ -105,6 +133,7 @@ class Summary:
         self._counts = {TO: 0, FROM: 0}
         self._bytes = {TO: 0, FROM: 0}
         self._clear: set[str] = set()
+        self._signed: dict[str, set[str]] = {}
 
     def add(self, message: Mapping[str, Any]) -> None:
         """Take note of a message."""
@@ -114,6 +143,11 @@ class Summary:
         if direction == FROM:
             self._clear.update(message["clear"])
             self._clear.update(p["name"] for p in message["sections"] if p["in_clear"])
+            for part in message["sections"]:
+                if part["fields"]:
+                    # Entries of a map differ in their number alone.
+                    names = {re.sub(r"\[\d+\]", "[]", name) for name in part["fields"]}
+                    self._signed.setdefault(part["message"], set()).update(names)
 
     def lines(self) -> Iterator[str]:
         """The summary in words."""
@@ -124,6 +158,8 @@ class Summary:
             )
         found = ", ".join(sorted(self._clear)) or "nothing"
         yield f"from sites in clear: {found}"
+        for kind, names in sorted(self._signed.items()):
+            yield f"from sites in {kind}: {', '.join(sorted(names))}"
 
 
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
@@ -184,8 +220,10 @@ def _sections(message: WireMessage) -> list[dict[str, Any]]:
             continue
         holds, in_clear = _SECTIONS[type(message), field.name]
         array = value if isinstance(value, np.ndarray) else np.frombuffer(value, "u1")
+        body: dict[str, Any] = {"message": None, "fields": {}}
         if isinstance(value, bytes):
-            holds = _tagged(value) or (holds if value else "empty")
+            holds = holds if value else "empty"
+            body = _body(value)
         parts.append(
             {
                 "name": field.name,
@@ -196,14 +234,19 @@ def _sections(message: WireMessage) -> list[dict[str, Any]]:
                 "in_clear": in_clear,
                 "holds": holds,
             }
+            | body
         )
     return parts
 
 
-def _tagged(body: bytes) -> str | None:
-    """Name a message of ``privacy.secagg`` by the tag that it begins with."""
-    size = int.from_bytes(body[:_LENGTH_BYTES], "big")
-    tag = body[_LENGTH_BYTES : _LENGTH_BYTES + size]
-    if size > _MAX_TAG_BYTES or not tag.startswith(b"xsa-"):
-        return None
-    return f"{tag.decode('ascii', 'replace')!r} and its fields"
+def _body(value: bytes) -> dict[str, Any]:
+    """What a message of ``privacy.secagg`` says; a site may have sent anything."""
+    kind = transcript_bodies.kind_of(value)
+    if kind is None:
+        return {"message": None, "fields": {}}
+    try:
+        fields = transcript_bodies.decode(value)
+    except ProtocolError as error:
+        holds = f"calls itself {kind!r} and cannot be read: {error}"
+        return {"message": kind, "fields": {}, "holds": holds}
+    return {"message": kind, "fields": fields, "holds": f"{kind!r} of xsa-v1"}

@@ -54,7 +54,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "keys trust": common
         | {"roster", "--site", "--aggregator", "--organisation", "--key", "--replace"},
         "doctor": common | {"--key", "--roster"},
-        "transcript": common | {"folder"},
+        "transcript": common | {"folder", "--message"},
     }
 
 
@@ -694,6 +694,13 @@ def test_transcript_shows_what_was_in_clear(server: ForkServer, place: Path) -> 
     assert "from sites in clear: delta_d" in text.stdout
     rows = json.loads(server.run("transcript", "seen", "--json", folder=place).stdout)
     assert [row["sequence"] for row in rows] == list(range(1, len(rows) + 1))
+    one = server.run("transcript", "seen", "--message", "1", folder=place)
+    assert one.stdout.startswith("000001  to    left")
+    assert "000002" not in one.stdout
+    one = server.run("transcript", "seen", "--message", "1", "--json", folder=place)
+    assert json.loads(one.stdout) == rows[0]
+    none = server.run("transcript", "seen", "--message", "999", folder=place)
+    check_refused(none, ["no message 999", f"1 to {len(rows)}"], code=1)
     again = server.run(*arguments, "other", folder=place)
     check_refused(again, ["seen is not empty", "new folder"], code=1)
     assert not (place / "other").exists()

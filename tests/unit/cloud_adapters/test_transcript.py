@@ -15,7 +15,7 @@ from support import toy
 
 from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.transcript import TranscriptGrid, check_fresh, recorded
-from deploy import transcript
+from deploy import transcript, transcript_bodies
 from federation import wire
 from federation.coordinator import run_federation
 from federation.errors import (
@@ -27,6 +27,7 @@ from federation.errors import (
 )
 from federation.ids import SiteId
 from federation.messages import Reply, SiteMessage, Task
+from privacy.secagg.messages import Confirms, Decline, Head, Masked
 
 TASKS: list[Task] = [toy.task(), toy.secure_task()]
 ANSWERS: list[SiteMessage] = [
@@ -269,16 +270,71 @@ def test_reader_shows_clear_fields_and_opaque_sections(folder: Path):
     assert update["clear"]["num_examples"] == 10
 
 
-def test_reader_names_protocol_messages_by_their_tag(tmp_path: Path):
-    """The tag that they begin with; other bytes are bytes."""
+DECLINE = Decline(number=2, context=b"\x01" * 32, signature=b"\x02" * 64).to_bytes()
+
+
+def test_reader_decodes_protocol_messages(tmp_path: Path):
+    """Every field of what is one; other bytes are bytes."""
     tagged = (13).to_bytes(8, "big") + b"xsa-v1/advert" + b"more"
-    script = Script([toy.secure_answer(body=tagged), toy.secure_answer(body=b"")])
+    strange = (13).to_bytes(8, "big") + b"xsa-v1/gossip"
+    bodies = [DECLINE, tagged, strange, b""]
+    script = Script([toy.secure_answer(body=body) for body in bodies])
     written(tmp_path / "seen", script)
-    found = list(transcript.read(tmp_path / "seen"))
-    holds = [row["sections"][-1]["holds"] for row in found]
-    assert holds[2] == "'xsa-v1/advert' and its fields"
-    assert holds[0] == holds[3] == "empty"
-    assert holds[1].startswith("protocol bytes")
+    task, step, decline, *others = [
+        row["sections"][-1] for row in transcript.read(tmp_path / "seen")
+    ]
+    assert decline["message"] == "decline"
+    assert decline["holds"] == "'decline' of xsa-v1"
+    assert decline["fields"] == {
+        "number": 2,
+        "context": "01" * 32,
+        "signature": "02" * 64,
+    }
+    assert others[0]["holds"].startswith("calls itself 'advert' and cannot be read: ")
+    assert others[1]["holds"].startswith("calls itself 'gossip' and cannot be read: ")
+    assert task["holds"] == others[2]["holds"] == "empty"
+    assert step["holds"].startswith("protocol bytes")
+    assert not any(part["fields"] for part in (task, step, *others))
+
+
+def test_messages_inside_messages_are_decoded():
+    """With dotted names and numbers in brackets; what is long is told by its digest."""
+    head = Head(
+        number=1,
+        context=b"\x03" * 32,
+        vector_digest=b"\x04" * 32,
+        header_digest=b"\x05" * 32,
+        sealed_digest=b"\x06" * 32,
+        signature=b"\x07" * 64,
+    )
+    masked = Masked(head=head.to_bytes(), sealed={2: b"\x08" * 181})
+    found = transcript_bodies.decode(masked.to_bytes())
+    assert found["head.number"] == 1
+    assert found["head.vector_digest"] == "04" * 32
+    digest = hashlib.sha256(b"\x08" * 181).hexdigest()
+    assert found["sealed[2]"] == f"181 bytes, sha256 {digest}"
+    assert len(found) == 7
+
+
+def test_nonsense_within_nonsense_is_not_followed_for_ever():
+    """A hostile site may send it; the reader must not run out of stack."""
+    body = DECLINE
+    for _ in range(2000):
+        body = Confirms(confirms={1: body}).to_bytes()
+    ((name, value),) = transcript_bodies.decode(body).items()
+    assert name.count("confirms[1]") <= 4
+    assert "bytes, sha256" in str(value)
+
+
+def test_one_message_is_found_by_its_number(tmp_path: Path):
+    """With its fields in words; a number too large is named with those that exist."""
+    written(tmp_path / "seen", Script([toy.secure_answer(body=DECLINE)]))
+    found = transcript.find(tmp_path / "seen", 3)
+    assert "        field   body: number = 2" in transcript.lines(found, fields=True)
+    assert not any("field" in line for line in transcript.lines(found))
+    for number in (0, 4, -1):
+        with pytest.raises(ObjectNotFound, match=rf"no message {number}: .* 1 to 3"):
+            transcript.find(tmp_path / "seen", number)
 
 
 def test_words_and_summary(folder: Path):
