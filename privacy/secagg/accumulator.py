@@ -117,6 +117,8 @@ class MaskedSum:
             np.add(chunk_c, unpack_24(packed, wide_c[: end - begin]), out=chunk_c)
 
     def _mask_range(self, masks: Sequence[Mask], start: int, stop: int) -> None:
-        streams = MaskStreams(masks, bits=self._spec.bits, first_word=start)
+        streams = MaskStreams(
+            masks, bits=self._spec.bits, first_word=start, num_words=stop - start
+        )
         for begin in range(start, stop, CHUNK_WORDS):
             streams.apply_(self._sum_d[begin : min(begin + CHUNK_WORDS, stop)])
