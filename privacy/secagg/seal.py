@@ -18,12 +18,13 @@ from federation.vectors import Vector
 from privacy.secagg.measure import NORM_ERROR, Measured, measure
 from privacy.secagg.prg import (
     CHUNK_WORDS,
-    Keystream,
+    SPARE_BYTES,
     Mask,
     MaskStreams,
     Words,
     aligned,
     in_ranges,
+    open_keystream,
     pack_24,
 )
 from privacy.secagg.ring import RingSpec
@@ -116,7 +117,7 @@ def seal_(
         _refuse_larger(update_d, plan, spec)
 
     def seal_range(start: int, stop: int) -> None:
-        worker = _Sealer(spec, plan, masks, rounding_key, start)
+        worker = _Sealer(spec, plan, masks, rounding_key, (start, stop))
         with np.errstate(under="ignore"):
             for begin in range(start, stop, CHUNK_WORDS):
                 worker.seal_chunk_(update_d, begin, min(begin + CHUNK_WORDS, stop))
@@ -149,7 +150,7 @@ def encode_(
 
 
 class _Sealer:
-    """One thread's buffers and streams, for the chunks from ``start`` on."""
+    """One thread's buffers and streams, for the chunks of a range."""
 
     def __init__(
         self,
@@ -157,12 +158,17 @@ class _Sealer:
         plan: _Plan,
         masks: Sequence[Mask],
         rounding_key: bytes,
-        start: int,
+        range_: tuple[int, int],
     ) -> None:
+        start, stop = range_
         self._spec, self._plan, self._start = spec, plan, start
-        self._streams = MaskStreams(masks, bits=spec.bits, first_word=start)
-        self._rounding = Keystream(rounding_key, first_byte=start)
-        self._bytes_c = aligned(CHUNK_WORDS, np.uint8)
+        self._streams = MaskStreams(
+            masks, bits=spec.bits, first_word=start, num_words=stop - start
+        )
+        self._rounding = open_keystream(
+            rounding_key, first_byte=start, num_bytes=stop - start
+        )
+        self._bytes_c = aligned(CHUNK_WORDS + SPARE_BYTES, np.uint8)
         self._scratch_c = aligned(CHUNK_WORDS, np.float32)
         self._narrow_c = aligned(CHUNK_WORDS if spec.bits < 32 else 0, np.int32)  # noqa: PLR2004
 
@@ -192,7 +198,7 @@ class _Sealer:
             np.clip(chunk_c, -limit, limit, out=chunk_c)
         # An odd byte, read as signed, is symmetric about zero: no bias is left.
         bytes_c, v_c = self._bytes_c[:size], self._scratch_c[:size]
-        self._rounding.read_into(bytes_c)
+        self._rounding.read_into(self._bytes_c, size)
         odd = self._bytes_c[: -(-size // 8) * 8].view(np.uint64)
         np.bitwise_or(odd, _ODD, out=odd)
         np.copyto(v_c, bytes_c.view(np.int8))

@@ -96,6 +96,20 @@ def test_stream_does_not_depend_on_where_it_is_cut(
     np.testing.assert_array_equal(whole, parts)
 
 
+@given(sizes=st.lists(st.integers(0, 100), max_size=8), key=KEYS)
+def test_both_ways_to_a_stream_agree(sizes: list[int], key: bytes):
+    """Read in pieces of any length."""
+    out = np.zeros((2, sum(sizes) + prg.SPARE_BYTES), np.uint8)
+    for row, stream in zip(
+        out, [prg.Keystream(key), prg.FrontKeystream(key)], strict=True
+    ):
+        start = 0
+        for size in sizes:
+            stream.read_into(row[start:], size)
+            start += size
+    np.testing.assert_array_equal(*out)
+
+
 @given(values=st.lists(st.integers(0, 2**24 - 1), max_size=50))
 def test_packing_round_trips(values: list[int]):
     words = np.array(values, np.uint32)

@@ -5,11 +5,20 @@ import pytest
 from support import ring_oracles
 
 from privacy.secagg import prg
-from privacy.secagg.prg import CHUNK_WORDS, Keystream, Mask
+from privacy.secagg.prg import (
+    CHUNK_WORDS,
+    SPARE_BYTES,
+    FrontKeystream,
+    Keystream,
+    Mask,
+    open_keystream,
+)
 
 KEY = bytes(range(32))
 DTYPES = {16: np.uint16, 24: np.uint8, 32: np.uint32, 64: np.uint64}
 ALL_BITS = pytest.mark.parametrize("bits", DTYPES)
+BOTH_WAYS = pytest.mark.parametrize("way", [Keystream, FrontKeystream])
+GIBIBYTE = 1 << 30
 
 
 def _zeros(bits: int, num_words: int) -> prg.Words:
@@ -17,9 +26,14 @@ def _zeros(bits: int, num_words: int) -> prg.Words:
 
 
 def _read(key: bytes, num_bytes: int, first_byte: int = 0) -> bytes:
-    out = np.empty(num_bytes, np.uint8)
-    Keystream(key, first_byte=first_byte).read_into(out)
-    return out.tobytes()
+    return _next(Keystream(key, first_byte=first_byte), num_bytes)
+
+
+def _next(stream: Keystream, num_bytes: int) -> bytes:
+    out = np.full(num_bytes + SPARE_BYTES, 0xA5, np.uint8)
+    stream.read_into(out, num_bytes)
+    assert (out[num_bytes:] == 0xA5).all()
+    return out[:num_bytes].tobytes()
 
 
 def test_stream_is_aes_256_counter_mode():
@@ -40,14 +54,61 @@ def test_stream_is_aes_256_counter_mode():
     assert expected == bytes(a ^ b for a, b in zip(plain, stream, strict=True))
 
 
-def test_stream_of_the_zero_key():
+@BOTH_WAYS
+def test_stream_of_the_zero_key(way: type[Keystream]):
     """Blocks 0, 1, 2: H, tag and ciphertext of GCM's test cases 13 and 14."""
     expected = (
         "dc95c078a2408989ad48a21492842087"
         "530f8afbc74536b9a963b4f1c4cb738b"
         "cea7403d4d606b6e074ec5d3baf39d18"
     )
-    assert expected == _read(bytes(32), 48).hex()
+    assert expected == _next(way(bytes(32)), 48).hex()
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("size", [0, 1, 16, 31, 32, 33, 47, 48, 1003])
+def test_stream_is_counters_one_block_at_a_time(way: type[Keystream], size: int):
+    """As the slow implementation has it."""
+    assert ring_oracles.stream_bytes(KEY, size) == _next(way(KEY), size)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [4 * CHUNK_WORDS] * 4 + [77],
+        [3, 0, 13, 15, 1, 17, 100_000, 16],
+        [CHUNK_WORDS, 31, 1, 4 * CHUNK_WORDS + 5],
+    ],
+)
+def test_stream_by_gcm_is_the_stream(pieces: list[int]):
+    """Wherever it is cut."""
+    stream = FrontKeystream(KEY)
+    actual = b"".join(_next(stream, size) for size in pieces)
+    assert _read(KEY, sum(pieces)) == actual
+
+
+@pytest.mark.parametrize(
+    ("first_byte", "num_bytes"),
+    [(0, 100), (16, GIBIBYTE), (GIBIBYTE, GIBIBYTE), (0, 64 * GIBIBYTE + 1)],
+)
+def test_gcm_is_left_where_it_cannot_serve(first_byte: int, num_bytes: int):
+    """Streams that are short, entered on the way, or longer than its counter."""
+    stream = open_keystream(KEY, first_byte=first_byte, num_bytes=num_bytes)
+    assert type(stream) is Keystream
+    assert _next(stream, 50) == _read(KEY, 50, first_byte=first_byte)
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 20, 64 * GIBIBYTE])
+def test_long_stream_is_the_stream(num_bytes: int):
+    """Whichever way is taken here."""
+    stream = open_keystream(KEY, num_bytes=num_bytes)
+    assert _read(KEY, 1 << 20) == _next(stream, 1 << 20)
+
+
+@BOTH_WAYS
+def test_buffer_without_spare_bytes_is_refused(way: type[Keystream]):
+    with pytest.raises(ValueError, match="buffer of 115"):
+        way(KEY).read_into(np.zeros(114, np.uint8), 100)
 
 
 def test_known_answer_of_the_zero_block():
@@ -136,10 +197,11 @@ def test_mask_does_not_show_its_key():
     assert "key" not in repr(Mask(key=KEY, sign=1))
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("key", [b"", bytes(16), bytes(33)])
-def test_key_of_another_length_is_refused(key: bytes):
+def test_key_of_another_length_is_refused(way: type[Keystream], key: bytes):
     with pytest.raises(ValueError, match="32 bytes"):
-        Keystream(key)
+        way(key)
 
 
 def test_sign_is_one_or_minus_one():

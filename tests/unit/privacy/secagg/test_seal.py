@@ -77,6 +77,24 @@ def test_masks_are_those_of_apply_masks(bits: int):
 
 
 @ALL_BITS
+def test_long_update_is_sealed_as_its_parts_are(bits: int):
+    """Beyond the length where a stream may be computed in another way."""
+    size = (1 << 20) + 3
+    whole, parts = (
+        seal_(
+            np.ones(size, np.float32),
+            _spec(bits),
+            weight=1.0,
+            masks=MASKS,
+            rounding_key=ROUNDING,
+            threads=threads,
+        ).words_w
+        for threads in (1, 17)
+    )
+    np.testing.assert_array_equal(whole, parts)
+
+
+@ALL_BITS
 def test_words_lie_in_the_memory_of_the_update(bits: int):
     update_d = _update(1000)
     sealed = encode_(update_d, _spec(bits), weight=1.0, rounding_key=ROUNDING)
