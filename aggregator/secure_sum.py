@@ -48,7 +48,6 @@ from privacy.secagg.identity import Identity
 from privacy.secagg.keys import RoundFacts
 from privacy.secagg.messages import Head, Masked
 from privacy.secagg.prg import apply_masks_
-from privacy.secagg.ring import RingSpec
 from privacy.secagg.ring_errors import SumOutOfRange
 from privacy.secagg.server import AggregatorRound
 from privacy.secagg.setup import AggregatorSetup, SetupRecord
@@ -73,11 +72,7 @@ class SecureGather:
         self._grid = grid
         self._identity = identity
         self._contract = contract
-        self._ring = RingSpec(
-            bits=contract.ring_bits,
-            num_sites=contract.num_sites,
-            clip_norm=contract.clip_norm,
-        )
+        self._ring = contract.ring()
         self._header = train.header_spec(contract.num_sites)
         self._setup: SetupRecord | None = None
         self._confirmed: set[SiteId] = set()

@@ -40,7 +40,6 @@ from privacy.secagg.identity import Identity, RandomBytes
 from privacy.secagg.keys import RoundFacts, RoundMasks
 from privacy.secagg.measure import subtract_
 from privacy.secagg.prg import KEY_BYTES, apply_masks_
-from privacy.secagg.ring import RingSpec
 from privacy.secagg.ring_errors import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.round_memory import RoundMemory
 from privacy.secagg.seal import seal_
@@ -238,11 +237,7 @@ class SecureSite:
         """Turn local weights into masked words, in their own memory."""
         protection = self._protection
         measured = subtract_(local_d, weights_d, threads=protection.threads)
-        ring = RingSpec(
-            bits=contract.ring_bits,
-            num_sites=contract.num_sites,
-            clip_norm=contract.clip_norm,
-        )
+        ring = contract.ring()
         sealed = seal_(
             local_d,
             ring,

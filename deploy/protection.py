@@ -23,12 +23,14 @@ from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Grid, ObjectStore
 from federation.vectors import Layout, Role
-from privacy.secagg.contract import Contract, colluding_tolerated, members_of
+from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.floor import LocalFloor
 from privacy.secagg.identity import Identity, generate
 from privacy.secagg.ring import RingSpec
 from privacy.secagg.roster import Roster, RosterEntry
 from privacy.secagg.round_memory import FileRounds, InMemoryRounds, RoundMemory
+from privacy.secagg.terms import NO_PRIVACY, PrivacyTerms
+from privacy.secagg.thresholds import colluding_tolerated
 from privacy.secagg.train import HEADER_SLOTS
 
 # What decides what a site does with its data.
@@ -104,8 +106,12 @@ class Rehearsal:
                 0, min(1, colluding_tolerated(contract.num_sites, contract.threshold))
             ),
             max_clip_norm=contract.clip_norm,
+            max_element_bound=contract.element_bound,
+            privacy_profiles=frozenset({contract.differential_privacy.profile}),
+            max_epsilon=contract.differential_privacy.largest_epsilon,
+            max_delta=contract.differential_privacy.largest_delta,
             max_rounds=contract.max_rounds,
-            header_slots=frozenset(HEADER_SLOTS),
+            header_slots=HEADER_SLOTS,
             require_hybrid=contract.hybrid,
             accept_two_sites=contract.two_site_waiver,
         )
@@ -142,8 +148,14 @@ def rehearse(federation: Federation, run_id: RunId) -> Rehearsal:
 def _contract(federation: Federation, run_id: RunId, roster: Roster) -> Contract:
     job, layout = federation.job, federation.pool.layout
     secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
+    terms = _privacy_terms(job)
     ring = RingSpec(
-        bits=secure.ring_bits, num_sites=num_sites, clip_norm=secure.clip_norm
+        bits=secure.ring_bits,
+        num_sites=num_sites,
+        clip_norm=secure.clip_norm,
+        element_bound=secure.element_bound,
+        clip_elements=secure.clip_elements,
+        noise_std=terms.ring_noise_std,
     )
     uniform = job.aggregation.weights == "uniform"
     return Contract(
@@ -159,15 +171,24 @@ def _contract(federation: Federation, run_id: RunId, roster: Roster) -> Contract
         min_sites=min(3, num_sites),
         ring_bits=secure.ring_bits,
         clip_norm=secure.clip_norm,
+        element_bound=secure.element_bound,
+        clip_elements=secure.clip_elements,
         scale=ring.scale,
         amplitude=ring.amplitude,
         weight_rule=job.aggregation.weights,
         max_examples=1 if uniform else _max_examples(job, federation),
         max_rounds=job.rounds + 1,  # The last is for evaluation alone.
         header_slots=HEADER_SLOTS,
+        differential_privacy=terms,
         hybrid=secure.hybrid,
         two_site_waiver=secure.two_sites_waiver,
     )
+
+
+def _privacy_terms(job: JobSpec) -> PrivacyTerms:
+    """What the contract claims; ``check`` lets no job through that asks for more."""
+    assert job.privacy.differential_privacy.unit == "none"  # noqa: S101
+    return NO_PRIVACY
 
 
 def _max_examples(job: JobSpec, federation: Federation) -> int:

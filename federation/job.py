@@ -356,7 +356,8 @@ class SecureAggregationSpec:
         low=2,
     )
     ring_bits: int = key(
-        "Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up, coarser).",
+        "Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up, coarser; for "
+        "at most 16 sites).",
         default=32,
         low=16,
         high=32,
@@ -366,6 +367,18 @@ class SecureAggregationSpec:
         "down. It sets the grid of the encoding: a tight bound is a fine grid.",
         default=10.0,
         above=0.0,
+    )
+    element_bound: float | None = key(
+        "Largest value of an element of an update times its site's weight, in weight "
+        "units, at most `clip_norm`. Far below it, it makes the grid that much finer; "
+        "a site with a larger element declines the round. A public constant: never "
+        "take it from private data.",
+        default=None,
+        above=0.0,
+    )
+    clip_elements: bool = key(
+        "Clip elements beyond `element_bound` instead of declining the round.",
+        default=False,
     )
     max_examples: int | None = key(
         "Examples that no site exceeds; every site sees this number. A simulation "
@@ -734,6 +747,22 @@ def _check_privacy(job: JobSpec) -> None:
             secure.ring_bits not in {16, 24, 32},
             f"{table}.ring_bits",
             f"{secure.ring_bits} is not a ring: choose 16, 24 or 32",
+        ),
+        (
+            secure.ring_bits == 16 and num_sites > 16,  # noqa: PLR2004
+            f"{table}.ring_bits",
+            f"16 bits are too coarse for {num_sites} sites, beyond 16: use 24 or 32",
+        ),
+        (
+            secure.element_bound is not None
+            and secure.element_bound > secure.clip_norm,
+            f"{table}.element_bound",
+            f"no element exceeds clip_norm = {secure.clip_norm}: choose less, or none",
+        ),
+        (
+            secure.clip_elements and secure.element_bound is None,
+            f"{table}.clip_elements",
+            "there is nothing to clip to: set element_bound",
         ),
         (
             num_sites < 2,  # noqa: PLR2004

@@ -10,9 +10,10 @@ Two settings, chosen by the threshold t of N sites:
 
 * P1, ``t = N``: one exchange a round, every site must answer. A sum hides a site
   among the N - n_C sites that do not collude; nothing else is assumed.
-* P2, ``t < N``: a round survives N - t dropouts. ``2 t > N + n_C`` keeps a lying
-  aggregator from opening two different sums of one round (Bonawitz et al.,
-  eprint 2017/281, section 6.3).
+* P2, ``t < N``: a round survives N - t dropouts.
+
+What these thresholds withstand is in ``thresholds``, the section on differential
+privacy in ``terms``.
 """
 
 import hashlib
@@ -33,7 +34,10 @@ from privacy.secagg.canonical import (
 )
 from privacy.secagg.errors import ContractRefused, UnknownSite
 from privacy.secagg.identity import KEY_BYTES
+from privacy.secagg.ring import RING_BITS, RingSpec
 from privacy.secagg.roster import MAX_ORGANISATION_BYTES, Roster
+from privacy.secagg.terms import NO_PRIVACY, PrivacyTerms
+from privacy.secagg.thresholds import smallest_threshold
 
 SUITE = "xsa-v1"
 DIGEST_BYTES = 32
@@ -43,7 +47,6 @@ MAX_MEMBERS = 64
 MAX_HEADER_SLOTS = 64
 # The key ratchet walks through skipped rounds one by one, 3 microseconds a pair.
 MAX_ROUNDS = 1 << 20
-RING_BITS = (16, 24, 32)
 WEIGHT_RULES = ("examples", "uniform")
 
 _TAG = b"xsa-v1/contract"
@@ -55,27 +58,6 @@ class Setting(StrEnum):
 
     P1 = "P1"  # the round is lost
     P2 = "P2"  # the others open the sum without it
-
-
-def smallest_threshold(num_sites: int) -> int:
-    """Smallest threshold allowed, t = floor(2N/3) + 1 (section 2.1)."""
-    return 2 * num_sites // 3 + 1
-
-
-def dropouts_tolerated(num_sites: int, threshold: int) -> int:
-    """Sites that may drop out of a round without losing it, d = N - t."""
-    return num_sites - threshold
-
-
-def colluding_tolerated(num_sites: int, threshold: int) -> int:
-    """Most sites n_C that may collude with the aggregator (section 2.1).
-
-    P1: all but two, since at least two honest updates must be in the sum.
-    P2: largest n_C with ``2 t > N + n_C``; t - n_C honest updates are in every sum.
-    """
-    if threshold == num_sites:
-        return num_sites - 2
-    return 2 * threshold - num_sites - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,16 +109,20 @@ class Contract:
         min_sites: n_min, updates that a sum must hold.
         ring_bits: b; sums are modulo 2^b.
         clip_norm: C, largest norm of an update, in weight units.
-        scale: s, ring units per weight unit.
-        amplitude: Largest magnitude of an encoded value, in ring units.
+        element_bound: Largest value of an element of the weighted update, in weight
+            units, at most C; None for C.
+        clip_elements: Whether a site clips larger elements; it declines otherwise.
+        scale: s, ring units per weight unit. It must be that of ``ring()``.
+        amplitude: Largest magnitude of an encoded value, in ring units. It must be
+            that of ``ring()``.
         weight_rule: ``examples`` or ``uniform``.
         max_examples: n_max, divisor of the weights under ``examples``; else 1.
         max_rounds: Rounds that the run may have.
         header_slots: Names of the 64-bit sums that travel masked beside the update.
-        differential_privacy: Reserved; no mechanism can be named yet.
+        differential_privacy: What is claimed of it; nothing by default.
         hybrid: Whether pair secrets also rest on ML-KEM-768.
         two_site_waiver: Whether two sites may run although each can compute the
-            other's update from the sum.
+            other's update from the sum. Not needed with record-level privacy.
 
     Raises:
         ContractRefused: The fields contradict one another; ``key`` names the first.
@@ -155,13 +141,15 @@ class Contract:
     min_sites: int
     ring_bits: int
     clip_norm: float
+    element_bound: float | None = None
+    clip_elements: bool = False
     scale: float
     amplitude: int
     weight_rule: str
     max_examples: int
     max_rounds: int
     header_slots: tuple[str, ...]
-    differential_privacy: None = None
+    differential_privacy: PrivacyTerms = NO_PRIVACY
     hybrid: bool = True
     two_site_waiver: bool = False
 
@@ -190,6 +178,24 @@ class Contract:
     def cohort(self) -> tuple[int, ...]:
         """The numbers of all members: U_r of every round."""
         return tuple(range(1, self.num_sites + 1))
+
+    def ring(self) -> RingSpec:
+        """Derive the ring that both halves work in.
+
+        From every field but ``scale`` and ``amplitude``, which are compared with it
+        when the contract is made: whoever holds a contract has checked them.
+
+        Raises:
+            ValueError: The fields leave no room for an update.
+        """
+        return RingSpec(
+            bits=self.ring_bits,
+            num_sites=self.num_sites,
+            clip_norm=self.clip_norm,
+            element_bound=self.element_bound,
+            clip_elements=self.clip_elements,
+            noise_std=self.differential_privacy.ring_noise_std,
+        )
 
     @cached_property
     def digest(self) -> bytes:
@@ -234,7 +240,7 @@ class Contract:
                 u64(self.num_values),
                 u64(self.roster_serial),
                 lp(self.roster_digest),
-                u64(0),  # The differential-privacy section: reserved, empty.
+                self.differential_privacy.to_bytes(),
                 u64(len(members)),
                 *members,
                 lp(self.aggregator_key),
@@ -242,6 +248,8 @@ class Contract:
                 u64(self.min_sites),
                 u64(self.ring_bits),
                 float64(self.clip_norm),
+                float64(self.element_bound or 0.0),  # No bound can be 0.
+                u64(self.clip_elements),
                 float64(self.scale),
                 u64(self.amplitude),
                 lp(self.weight_rule.encode()),
@@ -270,7 +278,7 @@ class Contract:
         num_values = reader.u64("num_values")
         roster_serial = reader.u64("roster_serial")
         roster_digest = reader.field("roster_digest", size=DIGEST_BYTES)
-        reader.u64("differential_privacy", high=0)
+        terms = PrivacyTerms.read(reader)
         count = reader.u64("count of members", high=MAX_MEMBERS)
         contract = cls(
             run_id=run_id,
@@ -280,12 +288,15 @@ class Contract:
             num_values=num_values,
             roster_serial=roster_serial,
             roster_digest=roster_digest,
+            differential_privacy=terms,
             members=tuple(_read_member(reader, at + 1) for at in range(count)),
             aggregator_key=reader.field("aggregator_key", size=KEY_BYTES),
             threshold=reader.u64("threshold"),
             min_sites=reader.u64("min_sites"),
             ring_bits=reader.u64("ring_bits"),
             clip_norm=reader.float64("clip_norm"),
+            element_bound=reader.float64("element_bound") or None,
+            clip_elements=reader.flag("clip_elements"),
             scale=reader.float64("scale"),
             amplitude=reader.u64("amplitude"),
             weight_rule=reader.text("weight_rule", limit=64),
@@ -347,12 +358,13 @@ def _threshold_faults(q: Contract) -> _Faults:
         )
     if not 2 <= q.min_sites <= q.num_sites:  # noqa: PLR2004
         yield "min_sites", f"{q.min_sites} of {q.num_sites} makes no sense"
-    if q.num_sites == _PAIR and not q.two_site_waiver:
+    hidden = q.two_site_waiver or q.differential_privacy.hides_records_alone
+    if q.num_sites == _PAIR and not hidden:
         yield (
             "two_site_waiver",
             (
                 "with two sites each learns the other's update from the sum: add a "
-                "site, or waive it explicitly"
+                "site, make training private for records, or waive it explicitly"
             ),
         )
     if not 1 <= q.max_rounds <= MAX_ROUNDS:
@@ -367,15 +379,37 @@ def _arithmetic_faults(q: Contract) -> _Faults:
         value = getattr(q, key)
         if not (math.isfinite(value) and value > 0):
             yield key, f"{value} is not a positive number"
-    highest = ((1 << (q.ring_bits - 1)) - 1) // q.num_sites
-    if not 1 <= q.amplitude <= highest:
+    if q.element_bound is not None and not 0 < q.element_bound <= q.clip_norm:
         yield (
-            "amplitude",
-            (
-                f"{q.amplitude} is not in 1..{highest}: a sum of {q.num_sites} could "
-                f"wrap in {q.ring_bits} bits"
-            ),
+            "element_bound",
+            f"{q.element_bound} is not above 0 and at most the clip norm {q.clip_norm}",
         )
+    if q.clip_elements and q.element_bound is None:
+        yield "clip_elements", "there is no element_bound to clip to"
+    for key, fault in q.differential_privacy.faults():
+        yield f"differential_privacy.{key}", fault
+    yield from _ring_faults(q)
+
+
+def _ring_faults(q: Contract) -> _Faults:
+    """Whether scale and amplitude follow; the other fields are sound by now."""
+    try:
+        ring = q.ring()
+    except ValueError as error:
+        yield "ring_bits", str(error)
+        return
+    for key, value, derived in (
+        ("amplitude", q.amplitude, ring.amplitude),
+        ("scale", q.scale, ring.scale),
+    ):
+        if value != derived:
+            yield (
+                key,
+                (
+                    f"it says {value}, and {derived} follows from its ring of "
+                    f"{q.ring_bits} bits, {q.num_sites} sites, bound and noise"
+                ),
+            )
 
 
 def _content_faults(q: Contract) -> _Faults:

@@ -4,18 +4,16 @@ The aggregator writes contracts; this is where a site says no. The floor lives i
 the site's own configuration and no message can change it.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from privacy.secagg.contract import (
-    RING_BITS,
-    WEIGHT_RULES,
-    Contract,
-    colluding_tolerated,
-    members_of,
-)
+from privacy.secagg.contract import WEIGHT_RULES, Contract, members_of
 from privacy.secagg.errors import ContractRefused
+from privacy.secagg.ring import RING_BITS
 from privacy.secagg.roster import Roster
+from privacy.secagg.terms import PROFILES
+from privacy.secagg.thresholds import colluding_tolerated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +31,16 @@ class LocalFloor:
         colluding: Other sites that may collude with the aggregator, n_C.
         ring_bits: Rings that are accepted.
         max_clip_norm: Largest clip norm, in weight units.
+        max_element_bound: Largest bound of an element, in weight units; None for
+            whatever the clip norm allows.
         weight_rules: Weight rules that are accepted.
         max_rounds: Most rounds of a run.
-        header_slots: Sums that may be asked for beside the update.
+        header_slots: Slots of the header that this site's code sends, in their
+            order; no other header is accepted.
+        privacy_profiles: Profiles of differential privacy that are accepted.
+        max_epsilon: Largest epsilon cap of a run. Any finite number refuses a run
+            without differential privacy.
+        max_delta: Largest delta; below 1 it refuses such a run too.
         require_hybrid: Whether pair secrets must rest on ML-KEM-768 too.
         accept_two_sites: Whether a run of two sites without record-level
             differential privacy is accepted: the other site learns this one's
@@ -51,9 +56,13 @@ class LocalFloor:
     colluding: int = 0
     ring_bits: frozenset[int] = frozenset(RING_BITS)
     max_clip_norm: float
+    max_element_bound: float | None = None
     weight_rules: frozenset[str] = frozenset(WEIGHT_RULES)
     max_rounds: int
-    header_slots: frozenset[str]
+    header_slots: tuple[str, ...]
+    privacy_profiles: frozenset[str] = frozenset(PROFILES)
+    max_epsilon: float = math.inf
+    max_delta: float = 1.0
     require_hybrid: bool = True
     accept_two_sites: bool = False
 
@@ -70,7 +79,12 @@ def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
         ContractRefused: A field is below the floor; ``key`` names the first.
     """
     floor.roster.check_current(contract.roster_serial)
-    for rules in (_pin_faults, _strength_faults, _exposure_faults):
+    for rules in (
+        _pin_faults,
+        _strength_faults,
+        _privacy_faults,
+        _exposure_faults,
+    ):
         for key, fault in rules(contract, floor):
             raise ContractRefused(fault, key=key)
 
@@ -120,7 +134,8 @@ def _strength_faults(q: Contract, floor: LocalFloor) -> _Faults:
                 f"sites, this site demands {floor.colluding}"
             ),
         )
-    if q.num_sites == _PAIR and not floor.accept_two_sites:
+    hidden = floor.accept_two_sites or q.differential_privacy.hides_records_alone
+    if q.num_sites == _PAIR and not hidden:
         yield (
             "two_site_waiver",
             (
@@ -128,7 +143,7 @@ def _strength_faults(q: Contract, floor: LocalFloor) -> _Faults:
                 "differential privacy"
             ),
         )
-    # A waived run of two is the one case below the usual number.
+    # A run of two, waived or private, is the one case below the usual number.
     if q.num_sites != _PAIR and q.min_sites < floor.min_sites:
         yield (
             "min_sites",
@@ -141,16 +156,41 @@ def _strength_faults(q: Contract, floor: LocalFloor) -> _Faults:
         yield "hybrid", "this site demands the post-quantum hybrid"
 
 
+def _privacy_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """What is claimed of single records or sites."""
+    terms, table = q.differential_privacy, "differential_privacy"
+    if terms.profile not in floor.privacy_profiles:
+        yield f"{table}.profile", f"this site does not accept {terms.profile!r}"
+    if terms.largest_epsilon > floor.max_epsilon:
+        yield (
+            f"{table}.epsilon_cap",
+            f"{terms.largest_epsilon} is above this site's {floor.max_epsilon}",
+        )
+    if terms.largest_delta > floor.max_delta:
+        yield (
+            f"{table}.delta",
+            f"{terms.largest_delta} is above this site's {floor.max_delta}",
+        )
+
+
 def _exposure_faults(q: Contract, floor: LocalFloor) -> _Faults:
     """How much is summed, and how often."""
     if q.ring_bits not in floor.ring_bits:
         yield "ring_bits", f"this site does not accept {q.ring_bits}"
     if q.clip_norm > floor.max_clip_norm:
         yield "clip_norm", (f"{q.clip_norm} is above this site's {floor.max_clip_norm}")
+    bound = q.ring().bound
+    if floor.max_element_bound is not None and bound > floor.max_element_bound:
+        yield "element_bound", f"{bound} is above this site's {floor.max_element_bound}"
     if q.weight_rule not in floor.weight_rules:
         yield "weight_rule", f"this site does not accept {q.weight_rule!r}"
     if q.max_rounds > floor.max_rounds:
         yield "max_rounds", f"{q.max_rounds} is above this site's {floor.max_rounds}"
-    for slot in q.header_slots:
-        if slot not in floor.header_slots:
-            yield "header_slots", f"this site does not report {slot!r}"
+    if q.header_slots != floor.header_slots:
+        yield (
+            "header_slots",
+            (
+                f"it asks for {list(q.header_slots)}, and this site reports "
+                f"{list(floor.header_slots)}"
+            ),
+        )

@@ -22,6 +22,9 @@ from privacy.secagg.ring_errors import SumOutOfRange
 
 NOISE_TAIL = 12  # standard deviations of room; a Gaussian leaves it with p < 2^-107
 MIN_AMPLITUDE = 16  # below this, rounding would be most of what is sent
+MAX_SCALE = 2.0**100  # a float32 times this many steps is still a number
+RING_BITS = (16, 24, 32)
+MAX_SITES_OF_16_BITS = 16  # beyond, rounding is too coarse: section 3
 
 # Room between the largest scaled value and the amplitude. It covers float32
 # rounding (2^-22) and the norm's own error, besides the one of stochastic rounding.
@@ -55,12 +58,13 @@ class RingSpec:
         less. Hence a sum modulo 2^bits, read in two's complement, is the sum.
 
     Attributes:
-        bits: Width b of the ring: 16, 24 or 32. 16 is for at most 16 sites
-            without noise.
+        bits: Width b of the ring: 16, 24 or 32. 16 is for at most 16 sites.
         num_sites: N, the largest number of updates in one sum, at least 2.
         clip_norm: C, the largest Euclidean norm of an update, in weight units.
         element_bound: Largest value of an element of the clipped and weighted
             update, in weight units; ``clip_norm`` by default, which always holds.
+            A public constant: taken from the updates of a round, it would tell
+            of them.
         clip_elements: Clip larger elements; they are refused otherwise.
         noise_std: Standard deviation of a site's noise on the integer grid.
     """
@@ -74,10 +78,7 @@ class RingSpec:
 
     def __post_init__(self) -> None:
         """Refuse what leaves no room for a single update."""
-        if self.bits not in _WIRE_TYPES:
-            raise ValueError(f"a ring has 16, 24 or 32 bits, not {self.bits}")
-        if self.num_sites < 2:  # noqa: PLR2004  # The sum of one is no secret.
-            raise ValueError(f"a sum needs at least 2 sites, not {self.num_sites}")
+        self._check_width()
         for name in ("clip_norm", "bound"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite")
@@ -87,6 +88,19 @@ class RingSpec:
             raise ValueError(
                 f"{self.bits} bits leave {self.num_sites} sites an amplitude of "
                 f"{self.amplitude}, less than {MIN_AMPLITUDE}: take more bits"
+            )
+        if self.scale > MAX_SCALE:
+            raise ValueError(f"a bound of {self.bound} is too small for float32")
+
+    def _check_width(self) -> None:
+        if self.bits not in RING_BITS:
+            raise ValueError(f"a ring has 16, 24 or 32 bits, not {self.bits}")
+        if self.num_sites < 2:  # noqa: PLR2004  # The sum of one is no secret.
+            raise ValueError(f"a sum needs at least 2 sites, not {self.num_sites}")
+        if self.bits == 16 and self.num_sites > MAX_SITES_OF_16_BITS:  # noqa: PLR2004
+            raise ValueError(
+                f"16 bits are too coarse for {self.num_sites} sites, beyond "
+                f"{MAX_SITES_OF_16_BITS}: take 24 or 32"
             )
 
     @property

@@ -9,19 +9,18 @@ from typing import Any
 from federation.ids import RunId, SiteId
 from privacy.secagg import identity as identities
 from privacy.secagg.client import SiteSession
-from privacy.secagg.contract import (
-    Contract,
-    members_of,
-    smallest_threshold,
-)
+from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.floor import LocalFloor
 from privacy.secagg.identity import Identity, RandomBytes
 from privacy.secagg.keys import RoundFacts, RunSecrets
 from privacy.secagg.messages import Confirms
+from privacy.secagg.ring import RingSpec
 from privacy.secagg.roster import Roster, RosterEntry
 from privacy.secagg.round_memory import InMemoryRounds
 from privacy.secagg.server import AggregatorRound
 from privacy.secagg.setup import AggregatorSetup, SetupRecord, SiteSetup
+from privacy.secagg.terms import PrivacyTerms
+from privacy.secagg.thresholds import smallest_threshold
 
 RUN = RunId("run-1")
 CODE = hashlib.sha256(b"code").digest()
@@ -29,6 +28,16 @@ LAYOUT = hashlib.sha256(b"layout").digest()
 MODEL = hashlib.sha256(b"model").digest()
 DIGEST = hashlib.sha256(b"masked vector").digest()
 HEADER = hashlib.sha256(b"masked header").digest()
+RECORD = PrivacyTerms(
+    profile="record",
+    mechanism="dp-sgd",
+    noise_multiplier=1.1,
+    sampling_rate=0.01,
+    steps_per_round=20,
+    delta=1e-6,
+    epsilon_cap=4.0,
+    clip_norm=1.0,
+)
 
 
 def entropy(seed: str) -> RandomBytes:
@@ -47,6 +56,22 @@ def entropy(seed: str) -> RandomBytes:
 def site_name(number: int) -> SiteId:
     """Names whose order is that of the numbers."""
     return SiteId(f"site-{number:02d}")
+
+
+def arithmetic(values: dict[str, Any]) -> dict[str, Any]:
+    """Scale and amplitude as they follow from a contract's other fields."""
+    terms = values.get("differential_privacy", PrivacyTerms())
+    try:
+        ring = RingSpec(
+            bits=values["ring_bits"],
+            num_sites=len(values["members"]),
+            clip_norm=values["clip_norm"],
+            element_bound=values.get("element_bound"),
+            noise_std=terms.ring_noise_std,
+        )
+    except ValueError:  # The contract is to say what is wrong.
+        return {"scale": 1.0, "amplitude": 1}
+    return {"scale": ring.scale, "amplitude": ring.amplitude}
 
 
 @dataclass
@@ -94,15 +119,14 @@ class Parties:
             "min_sites": min(count, 3),
             "ring_bits": 32,
             "clip_norm": 1.0,
-            "scale": 65536.0,
-            "amplitude": ((1 << 31) - 1) // count,
             "weight_rule": "examples",
             "max_examples": 10_000,
             "max_rounds": 50,
             "header_slots": ("weight", "loss"),
             "two_site_waiver": count == 2,
         }
-        return Contract(**(values | changes))
+        values |= changes
+        return Contract(**(arithmetic(values) | values))
 
     def floor(self, **changes: Any) -> LocalFloor:
         """A floor that the contract passes."""
@@ -113,7 +137,7 @@ class Parties:
             "num_values": 1000,
             "max_clip_norm": 1.0,
             "max_rounds": 50,
-            "header_slots": frozenset({"weight", "loss"}),
+            "header_slots": ("weight", "loss"),
             "accept_two_sites": True,
         }
         return LocalFloor(**(values | changes))

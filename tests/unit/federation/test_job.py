@@ -177,6 +177,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "privacy.secure_aggregation.ring_bits",
         "20 is not a ring: choose 16, 24 or 32",
     ),
+    "16 bits for 17 sites": (
+        {"sites": [{"name": f"s{number}"} for number in range(17)]}
+        | secret(ring_bits=16),
+        "privacy.secure_aggregation.ring_bits",
+        "16 bits are too coarse for 17 sites, beyond 16: use 24 or 32",
+    ),
+    "bound of elements above the norm": (
+        secret(clip_norm=1.0, element_bound=1.5),
+        "privacy.secure_aggregation.element_bound",
+        "no element exceeds clip_norm = 1.0: choose less, or none",
+    ),
+    "elements clipped to nothing": (
+        secret(clip_elements=True),
+        "privacy.secure_aggregation.clip_elements",
+        "there is nothing to clip to: set element_bound",
+    ),
     "secret sum of one": (
         {"sites": [{"name": "a"}]} | secret(),
         "sites",
@@ -257,6 +273,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     | secret(two_sites_waiver=True),
     "secret sum with dropouts": {"sites": [{"name": name} for name in "abcde"]}
     | secret(threshold=4, ring_bits=16),
+    "secret sum of sixteen in 16 bits": {
+        "sites": [{"name": f"s{number}"} for number in range(16)]
+    }
+    | secret(ring_bits=16),
+    "secret sum with bounded elements": secret(
+        clip_norm=1.0, element_bound=1.0, clip_elements=True
+    ),
     "its quorum said twice": {"schedule": {"minimum_sites": 3}} | secret(),
     "no secure aggregation": {"privacy": {"secure_aggregation": {"enabled": False}}},
 }

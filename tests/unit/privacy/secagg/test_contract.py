@@ -1,15 +1,19 @@
 """The contract: its encoding, its thresholds and what it refuses."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
-from support.secagg_parties import Parties
+from support.secagg_parties import RECORD, Parties
 
 from federation.ids import SiteId
 from privacy.secagg import contract as contracts
+from privacy.secagg import thresholds
 from privacy.secagg.contract import Contract, Setting
 from privacy.secagg.errors import ContractRefused, MalformedMessage, UnknownSite
+from privacy.secagg.ring import RingSpec
+from privacy.secagg.terms import PrivacyTerms
 
 PARTIES = Parties(5)
 CONTRACT = PARTIES.contract()
@@ -33,16 +37,16 @@ def test_table_of_thresholds(
     num_sites: int, threshold: int, dropouts: int, colluding: int
 ):
     """The table of SECURE_AGGREGATION.md, section 2.1."""
-    assert threshold == contracts.smallest_threshold(num_sites)
-    assert dropouts == contracts.dropouts_tolerated(num_sites, threshold)
-    assert colluding == contracts.colluding_tolerated(num_sites, threshold)
+    assert threshold == thresholds.smallest_threshold(num_sites)
+    assert dropouts == thresholds.dropouts_tolerated(num_sites, threshold)
+    assert colluding == thresholds.colluding_tolerated(num_sites, threshold)
 
 
 @pytest.mark.parametrize("num_sites", range(2, 65))
 def test_colluders_cannot_open_two_sums(num_sites: int):
     """2t > N + n_C, and two honest updates at least are in every sum."""
-    for t in range(contracts.smallest_threshold(num_sites), num_sites + 1):
-        colluding = contracts.colluding_tolerated(num_sites, t)
+    for t in range(thresholds.smallest_threshold(num_sites), num_sites + 1):
+        colluding = thresholds.colluding_tolerated(num_sites, t)
         assert 0 <= colluding < t
         assert 2 * t > num_sites + colluding
         assert t - colluding >= 2
@@ -59,7 +63,7 @@ def test_encoding_round_trip():
 
 def test_hash_is_frozen():
     """h_Q of a known contract: a change breaks every run under way."""
-    expected = "5f23ca6a6c3e3d724625a491f25fa711d656d59b9d1cd30ed1ffd45a9e94f6a0"
+    expected = "27358b3f39d5fa6c493e66191a5662a053977b881ada0fe9a3e576956a5aedaf"
     assert expected == CONTRACT.digest.hex()
 
 
@@ -76,29 +80,46 @@ def test_hash_depends_on_every_field():
         "aggregator_key": b"\x02" * 32,
         "threshold": 5,
         "min_sites": 4,
-        "ring_bits": 32,
+        "ring_bits": 24,
         "clip_norm": 0.5,
-        "scale": 2.0,
-        "amplitude": 7,
+        "element_bound": 0.5,
+        "clip_elements": True,
         "weight_rule": "uniform",
         "max_examples": 11,
         "max_rounds": 51,
         "header_slots": ("loss", "weight"),
+        "differential_privacy": RECORD,
         "hybrid": False,
         "two_site_waiver": True,
     }
-    changes["ring_bits"] = 24
+    together: dict[str, dict[str, Any]] = {
+        "weight_rule": {"max_examples": 1},
+        "clip_elements": {"element_bound": 0.5},
+    }
     digests = {CONTRACT.digest}
     for key, value in changes.items():
-        other = {key: value}
-        if key == "weight_rule":
-            other["max_examples"] = 1
-        if key == "ring_bits":
-            other["amplitude"] = 9
-        digests.add(dataclasses.replace(CONTRACT, **other).digest)
+        changed = PARTIES.contract(**{key: value}, **together.get(key, {}))
+        assert changed == Contract.from_bytes(changed.to_bytes())
+        digests.add(changed.digest)
     assert len(digests) == len(changes) + 1
     fields = {field.name for field in dataclasses.fields(Contract)}
-    assert fields - set(changes) == {"suite", "differential_privacy"}
+    # Only one suite is spoken; scale and amplitude follow from the others.
+    assert fields - set(changes) == {"suite", "scale", "amplitude"}
+
+
+@pytest.mark.parametrize("key", [f.name for f in dataclasses.fields(PrivacyTerms)])
+def test_hash_depends_on_every_privacy_term(key: str):
+    """Nor can the section on differential privacy."""
+    joint = dataclasses.replace(
+        RECORD, profile="joint", steps_per_round=1, ring_noise_std=4.0
+    )
+    base = RECORD if key == "steps_per_round" else joint
+    new = {"profile": "site", "mechanism": "x", "steps_per_round": 3}.get(key, 0.25)
+    other = dataclasses.replace(base, **{key: new})
+    digests = {
+        PARTIES.contract(differential_privacy=terms).digest for terms in (base, other)
+    }
+    assert len(digests) == 2
 
 
 def altered_member(**changes: Any) -> contracts.Member:
@@ -141,7 +162,22 @@ def altered_member(**changes: Any) -> contracts.Member:
         ("scale", {"scale": float("inf")}),
         ("scale", {"scale": -1.0}),
         ("amplitude", {"amplitude": 0}),
-        ("amplitude", {"amplitude": ((1 << 31) - 1) // 5 + 1}),
+        ("amplitude", {"amplitude": CONTRACT.amplitude - 1}),
+        ("amplitude", {"amplitude": CONTRACT.amplitude + 1}),
+        ("scale", {"scale": math.nextafter(CONTRACT.scale, 0)}),
+        ("amplitude", {"ring_bits": 24}),
+        ("scale", {"clip_norm": 0.5}),
+        ("scale", {"element_bound": 0.5}),
+        ("element_bound", {"element_bound": 1.5}),
+        ("element_bound", {"element_bound": -0.5}),
+        ("element_bound", {"element_bound": 0.0}),
+        ("element_bound", {"element_bound": float("nan")}),
+        ("clip_elements", {"clip_elements": True}),
+        ("ring_bits", {"clip_norm": 1e-320}),
+        (
+            "differential_privacy.delta",
+            {"differential_privacy": dataclasses.replace(RECORD, delta=0.0)},
+        ),
         ("weight_rule", {"weight_rule": "dynamic"}),
         ("max_examples", {"max_examples": 0}),
         ("max_examples", {"weight_rule": "uniform", "max_examples": 2}),
@@ -164,6 +200,16 @@ def test_two_sites_need_a_waiver():
     assert Parties(2).contract(two_site_waiver=True).setting is Setting.P1
 
 
+def test_two_sites_with_private_records_need_no_waiver():
+    """Each site's own noise hides its records from the other; joint noise does not."""
+    Parties(2).contract(two_site_waiver=False, differential_privacy=RECORD)
+    joint = dataclasses.replace(
+        RECORD, profile="joint", steps_per_round=1, ring_noise_std=4.0
+    )
+    with pytest.raises(ContractRefused, match="learns the other's update"):
+        Parties(2).contract(two_site_waiver=False, differential_privacy=joint)
+
+
 @pytest.mark.parametrize(
     ("threshold", "setting", "quorum"), [(4, Setting.P2, 4), (5, Setting.P1, 5)]
 )
@@ -173,14 +219,51 @@ def test_setting_follows_the_threshold(threshold: int, setting: Setting, quorum:
     assert (setting, quorum) == (contract.setting, contract.quorum)
 
 
-def test_amplitudes_of_all_sites_fit_in_the_ring():
-    """The largest accepted amplitude times N does not wrap."""
-    for bits in contracts.RING_BITS:
-        highest = ((1 << (bits - 1)) - 1) // 5
-        contract = PARTIES.contract(ring_bits=bits, amplitude=highest)
-        assert contract.num_sites * contract.amplitude < 1 << (bits - 1)
-        with pytest.raises(ContractRefused, match="could wrap"):
-            PARTIES.contract(ring_bits=bits, amplitude=highest + 1)
+@pytest.mark.parametrize("num_sites", [2, 5, 16, 17, 64])
+@pytest.mark.parametrize("bits", contracts.RING_BITS)
+def test_amplitudes_of_all_sites_fit_in_the_ring(bits: int, num_sites: int):
+    """N times the amplitude does not wrap; the specification's section 3."""
+    if bits == 16 and num_sites > 16:
+        with pytest.raises(ContractRefused, match="16 bits are too coarse"):
+            Parties(num_sites).contract(ring_bits=bits)
+        return
+    contract = Parties(num_sites).contract(ring_bits=bits)
+    assert contract.amplitude == ((1 << (bits - 1)) - 1) // num_sites
+    assert num_sites * contract.amplitude < 1 << (bits - 1)
+
+
+def test_scale_and_amplitude_that_do_not_follow_are_named():
+    """With what the contract says and what follows from its other fields."""
+    ring = CONTRACT.ring()
+    assert (CONTRACT.scale, CONTRACT.amplitude) == (ring.scale, ring.amplitude)
+    with pytest.raises(ContractRefused, match=rf"says 9, and {ring.amplitude} follows"):
+        PARTIES.contract(amplitude=9)
+    with pytest.raises(ContractRefused, match=rf"says 2.0, and {ring.scale} follows"):
+        PARTIES.contract(scale=2.0)
+
+
+def test_ring_is_that_of_the_contract():
+    """Every field of it, the noise inside the sum included."""
+    noisy = dataclasses.replace(
+        RECORD, profile="joint", steps_per_round=1, ring_noise_std=1000.0
+    )
+    contract = PARTIES.contract(
+        ring_bits=24,
+        clip_norm=3.0,
+        element_bound=0.5,
+        clip_elements=True,
+        differential_privacy=noisy,
+    )
+    expected = RingSpec(
+        bits=24,
+        num_sites=5,
+        clip_norm=3.0,
+        element_bound=0.5,
+        clip_elements=True,
+        noise_std=1000.0,
+    )
+    assert expected == contract.ring()
+    assert contract.amplitude == (2**23 - 1 - math.ceil(12_000 * 5**0.5)) // 5
 
 
 def test_members_are_found():

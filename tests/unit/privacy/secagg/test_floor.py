@@ -5,12 +5,13 @@ import hashlib
 from typing import Any
 
 import pytest
-from support.secagg_parties import Parties
+from support.secagg_parties import RECORD, Parties
 
 from federation.ids import SiteId
 from privacy.secagg.contract import members_of
 from privacy.secagg.errors import ContractRefused, StaleRoster
 from privacy.secagg.floor import check_against_floor
+from privacy.secagg.terms import NO_PRIVACY
 
 PARTIES = Parties(5)
 CONTRACT = PARTIES.contract()
@@ -38,11 +39,15 @@ def test_good_contract_passes():
         ("min_sites", {"min_sites": 2}, {}),
         ("min_sites", {}, {"min_sites": 4}),
         ("hybrid", {"hybrid": False}, {}),
-        ("ring_bits", {"ring_bits": 16, "amplitude": 1}, {"ring_bits": {32}}),
+        ("ring_bits", {"ring_bits": 16}, {"ring_bits": {32}}),
         ("clip_norm", {"clip_norm": 1.01}, {}),
+        ("element_bound", {"element_bound": 0.2}, {"max_element_bound": 0.1}),
+        ("element_bound", {}, {"max_element_bound": 0.1}),
         ("weight_rule", {}, {"weight_rules": frozenset({"uniform"})}),
         ("max_rounds", {"max_rounds": 51}, {}),
         ("header_slots", {"header_slots": ("weight", "age")}, {}),
+        ("header_slots", {"header_slots": ("weight",)}, {}),
+        ("header_slots", {"header_slots": ("loss", "weight")}, {}),
     ],
 )
 def test_contract_below_the_floor_is_refused(
@@ -52,6 +57,42 @@ def test_contract_below_the_floor_is_refused(
     with pytest.raises(ContractRefused) as caught:
         check_against_floor(PARTIES.contract(**terms), PARTIES.floor(**demands))
     assert key == caught.value.key
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "demands"),
+    [
+        ("profile", {}, {"privacy_profiles": frozenset({"joint", "site"})}),
+        ("epsilon_cap", {}, {"max_epsilon": 3.9}),
+        ("delta", {}, {"max_delta": 9e-7}),
+        ("profile", None, {"privacy_profiles": frozenset({"record"})}),
+        ("epsilon_cap", None, {"max_epsilon": 1e9}),
+        ("delta", None, {"max_delta": 0.99}),
+    ],
+)
+def test_weaker_differential_privacy_is_refused(
+    key: str, changes: dict[str, Any] | None, demands: dict[str, Any]
+):
+    """Without any, epsilon is infinite and delta is 1."""
+    terms = NO_PRIVACY if changes is None else dataclasses.replace(RECORD, **changes)
+    contract = PARTIES.contract(differential_privacy=terms)
+    with pytest.raises(ContractRefused) as caught:
+        check_against_floor(contract, PARTIES.floor(**demands))
+    assert caught.value.key == f"differential_privacy.{key}"
+
+
+def test_differential_privacy_at_the_floor_passes():
+    """At the largest epsilon and delta exactly."""
+    floor = PARTIES.floor(
+        privacy_profiles=frozenset({"record"}), max_epsilon=4.0, max_delta=1e-6
+    )
+    check_against_floor(PARTIES.contract(differential_privacy=RECORD), floor)
+
+
+def test_element_bound_at_the_floor_passes():
+    """As large as it may be."""
+    floor = PARTIES.floor(max_element_bound=0.1)
+    check_against_floor(PARTIES.contract(element_bound=0.1), floor)
 
 
 def test_older_roster_is_refused_as_stale():
@@ -72,7 +113,7 @@ def test_members_are_the_roster():
         (*CONTRACT.members[:4], renamed),
     ):
         contract = PARTIES.contract(
-            members=members, threshold=len(members), min_sites=3, amplitude=1
+            members=members, threshold=len(members), min_sites=3
         )
         with pytest.raises(ContractRefused) as caught:
             check_against_floor(contract, PARTIES.floor())
@@ -88,6 +129,13 @@ def test_two_sites_need_both_waivers():
     with pytest.raises(ContractRefused) as caught:
         check_against_floor(contract, two.floor(accept_two_sites=False))
     assert caught.value.key == "two_site_waiver"
+
+
+def test_two_sites_with_private_records_need_no_waiver():
+    """At the site as in the contract."""
+    two = Parties(2)
+    contract = two.contract(two_site_waiver=False, differential_privacy=RECORD)
+    check_against_floor(contract, two.floor(accept_two_sites=False))
 
 
 def test_colluders_are_counted_with_the_threshold():

@@ -20,6 +20,7 @@ def _spec(bits: int = 32, num_sites: int = 4, noise_std: float = 0.0) -> RingSpe
 @pytest.mark.parametrize("noise_std", [0.0, 3.7])
 def test_no_sum_can_wrap(bits: int, num_sites: int, noise_std: float):
     """Neither the values nor, but for its tail, the noise."""
+    num_sites = min(num_sites, 16) if bits == 16 else num_sites
     spec = _spec(bits, num_sites, noise_std)
     tail = NOISE_TAIL * noise_std * math.sqrt(num_sites)
     assert num_sites * spec.amplitude + tail <= spec.largest_sum <= 2 ** (bits - 1) - 1
@@ -28,7 +29,7 @@ def test_no_sum_can_wrap(bits: int, num_sites: int, noise_std: float):
 def test_amplitude_is_the_largest_that_fits():
     """Of the specification's section 3, for known numbers."""
     assert _spec(32, 2).amplitude == 2**30 - 1
-    assert _spec(16, 16).amplitude == 2047
+    assert _spec(24, 64).amplitude == 131_071
     assert _spec(32, 4, 1000.0).amplitude == (2**31 - 1 - 24_000) // 4
 
 
@@ -53,9 +54,12 @@ def test_bound_of_elements_makes_finer_steps():
         {"clip_norm": math.nan},
         {"clip_norm": math.inf},
         {"element_bound": -1.0},
+        {"element_bound": 1e-25},
+        {"clip_norm": 1e-320},
         {"noise_std": -1.0},
         {"noise_std": math.inf},
-        {"bits": 16, "num_sites": 4000},
+        {"bits": 24, "num_sites": 600_000},
+        {"bits": 16, "num_sites": 17},
         {"bits": 16, "noise_std": 1e4},
     ],
 )
@@ -63,6 +67,14 @@ def test_ring_without_room_is_refused(change: dict[str, float]):
     fields = {"bits": 32, "num_sites": 4, "clip_norm": 2.0} | change
     with pytest.raises(ValueError, match=r"."):
         RingSpec(**fields)  # type: ignore[arg-type]
+
+
+def test_16_bits_are_for_16_sites():
+    """Section 3 of the specification; wider rings take more."""
+    assert _spec(16, 16).amplitude == 2047
+    with pytest.raises(ValueError, match="16 bits are too coarse for 17 sites"):
+        _spec(16, 17)
+    assert _spec(24, 17).amplitude == (2**23 - 1) // 17
 
 
 @pytest.mark.parametrize(
