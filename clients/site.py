@@ -97,6 +97,7 @@ class Site:
             site=self._name,
             evaluation=sums,
             phases=watch.phases(),
+            spent=trainer.spent(),
         )
 
     def _train(self, task: RoundTask, trainer: Trainer) -> SiteUpdate:
@@ -129,6 +130,7 @@ class Site:
             evaluation=evaluation,
             evaluation_after=evaluation_after,
             phases=watch.phases(),
+            spent=trainer.spent(),
         )
 
     def _failure(self, task: Task, kind: FailureKind, text: str) -> SiteFailure:

@@ -87,6 +87,9 @@ class TorchTrainer:
 
             return self._pool.draws.run(evaluate, kind="evaluate", seed=seed)
 
+    def spent(self) -> None:
+        """Keep no ledger; see ``clients.budget`` for a trainer that does."""
+
     def _train(
         self, model: torch.nn.Module, round_index: int, weights_d: Vector
     ) -> LocalResult:

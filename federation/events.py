@@ -8,7 +8,7 @@ durations; sizes are bytes.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from federation.messages import FailureKind, MetricSums, Phase
+from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,7 @@ class SiteAnswered:
         evaluation: Of the global model that the round began with, on its held-out
             data; None if it was not asked.
         phases: Where its time went.
+        spent: Under differential privacy what the site has spent so far.
 
     Under secure aggregation what a site reports is known of all together only: here
     it is None, and the phases are empty.
@@ -131,6 +132,7 @@ class SiteAnswered:
     training: MetricSums | None
     evaluation: MetricSums | None
     phases: tuple[Phase, ...]
+    spent: PrivacySpent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +205,8 @@ class ModelEvaluated:
         bytes_down: Bytes of an exchange for evaluation alone, as after the last
             round; 0 where the metrics came along with updates.
         bytes_up: The same, from the sites.
+        spent: Under differential privacy what each site has spent by an exchange
+            for evaluation alone; else empty.
     """
 
     at: float
@@ -212,6 +216,7 @@ class ModelEvaluated:
     by_site: tuple[MetricSums, ...]
     bytes_down: tuple[int, ...]
     bytes_up: tuple[int, ...]
+    spent: tuple[PrivacySpent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +237,8 @@ class RoundFinished:
         phases: Where the aggregator's time went.
         training: Pooled over the sites, taken while they trained.
         update_norm: Euclidean norm of the combined update; None if there is none.
+        epsilon: Largest epsilon that a site which answered has spent by now; None
+            without differential privacy.
     """
 
     at: float
@@ -246,6 +253,7 @@ class RoundFinished:
     phases: tuple[Phase, ...]
     training: MetricSums | None
     update_norm: float | None
+    epsilon: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,9 +32,11 @@ class FailureKind(StrEnum):
     """Why a site's answer does not count."""
 
     CRASHED = "crashed"  # the site raised an error
+    NOT_SET_UP = "not_set_up"  # the site has no keys of the run, as after a restart
     DEADLINE = "deadline"  # no answer before the round's deadline
     UNREACHABLE = "unreachable"  # the site is not connected
     BUSY = "busy"  # the site still works on an earlier round
+    BUDGET = "budget"  # the site's privacy budget does not allow the work
     NOT_FINITE = "not_finite"  # the update holds NaN or infinity
     INVALID = "invalid"  # wrong length, wrong model, wrong round
     DUPLICATE = "duplicate"  # a second answer to one question
@@ -73,6 +75,22 @@ class MetricSums:
             loss_sum=self.loss_sum + other.loss_sum,
             correct=self.correct + other.correct,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacySpent:
+    """What a site's ledger says, with the work of this answer charged.
+
+    Attributes:
+        epsilon: Spent on the training records so far; at least 0 and finite.
+        delta: The probability that goes with it.
+        held_out_epsilon: Spent on the held-out records so far, which are other
+            records; None if their results leave the site without noise.
+    """
+
+    epsilon: float
+    delta: float
+    held_out_epsilon: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +187,7 @@ class MaskedUpdate:
         header_h: The masked header, shape ``(h,)``, uint64: sums of weights,
             examples, losses and hits.
         body: Signed head and sealed shares, bytes of ``privacy.secagg``.
+        spent: Under differential privacy what the site has spent; public.
     """
 
     run_id: RunId
@@ -178,6 +197,7 @@ class MaskedUpdate:
     words: ByteVector
     header_h: HeaderVector
     body: bytes
+    spent: PrivacySpent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,12 +211,15 @@ class SiteUpdate:
         layout_digest: Digest of the layout of the site's model.
         delta_d: Local weights minus global weights, shape ``(d,)``.
         integers_m: The site's integer values, shape ``(m,)``.
-        num_examples: Training examples that the site holds.
+        num_examples: Training examples that the site holds; 0 if it keeps that to
+            itself, as under differential privacy.
         num_steps: Optimiser steps that it took.
-        training: Sums over the training batches, taken while training.
+        training: Sums over the training batches, taken while training; None under
+            differential privacy.
         evaluation: Of the global weights on the site's held-out data, if asked.
         evaluation_after: Of the local weights on the same data, if asked.
         phases: Where the site's time went.
+        spent: Under differential privacy what the site has spent.
     """
 
     run_id: RunId
@@ -207,10 +230,11 @@ class SiteUpdate:
     integers_m: IntegerVector
     num_examples: int
     num_steps: int
-    training: MetricSums
+    training: MetricSums | None
     evaluation: MetricSums | None
     evaluation_after: MetricSums | None
     phases: tuple[Phase, ...]
+    spent: PrivacySpent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +247,7 @@ class SiteEvaluation:
         site: Who answers.
         evaluation: Sums over the site's held-out data.
         phases: Where the site's time went.
+        spent: Under differential privacy what the site has spent.
     """
 
     run_id: RunId
@@ -230,6 +255,7 @@ class SiteEvaluation:
     site: SiteId
     evaluation: MetricSums
     phases: tuple[Phase, ...]
+    spent: PrivacySpent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from federation.ids import SiteId
-from federation.messages import MetricSums, Reply, SiteMessage, Task
+from federation.messages import MetricSums, PrivacySpent, Reply, SiteMessage, Task
 from federation.vectors import IntegerVector, Layout, Vector
 
 Buffer = bytes | bytearray | memoryview
@@ -69,16 +69,18 @@ class LocalResult:
     Attributes:
         weights_d: The trained weights, shape ``(d,)``, in an array of its own.
         integers_m: The model's integer values after training, shape ``(m,)``.
-        num_examples: Training examples that the site holds.
+        num_examples: Training examples that the site holds; 0 if that is not to
+            leave it.
         num_steps: Optimiser steps taken.
-        training: Sums over the training batches.
+        training: Sums over the training batches; None if they are not to leave the
+            site.
     """
 
     weights_d: Vector
     integers_m: IntegerVector
     num_examples: int
     num_steps: int
-    training: MetricSums
+    training: MetricSums | None
 
 
 class Trainer(Protocol):
@@ -96,6 +98,10 @@ class Trainer(Protocol):
 
     def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
         """Sums over the site's held-out data."""
+        ...
+
+    def spent(self) -> PrivacySpent | None:
+        """What the site's privacy ledger says by now; None if it keeps none."""
         ...
 
 

@@ -4,6 +4,7 @@ Shape suffixes: d float values of the model, m integer values of the model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from federation.messages import (
     MaskedUpdate,
     MetricSums,
     Phase,
+    PrivacySpent,
     Reply,
     SecureAnswer,
     SecureStep,
@@ -70,9 +72,11 @@ class RoundRecord:
         )
         self._bytes_down = self._bytes_up = 0
         self._training: MetricSums | None = None
+        self._epsilon: float | None = None
         self._evaluations: dict[str, MetricSums] = {}
         self._secret_evaluation: MetricSums | None = None
         self._journeys: dict[str, Reply] = {}
+        self._step = ""  # The step of secure aggregation that is under way.
         self._step_replies: list[Reply] = []
         self._largest_m: IntegerVector | None = None
         if kind is TaskKind.TRAIN:
@@ -104,7 +108,9 @@ class RoundRecord:
             reply: How it came.
             weight: What it counts.
         """
-        self._training = _pool(self._training, update.training)
+        self._note_spent(update.spent)
+        if update.training is not None:
+            self._training = _pool(self._training, update.training)
         if update.evaluation is not None:
             self._evaluations[update.site] = update.evaluation
         if self._largest_m is None:
@@ -120,12 +126,13 @@ class RoundRecord:
                 answered_seconds=reply.answered_seconds - self._start,
                 bytes_down=reply.bytes_down,
                 bytes_up=reply.bytes_up,
-                num_examples=update.num_examples,
+                num_examples=update.num_examples or None,
                 num_steps=update.num_steps,
                 weight=weight,
                 training=update.training,
                 evaluation=update.evaluation,
                 phases=update.phases,
+                spent=update.spent,
             )
         )
 
@@ -147,8 +154,10 @@ class RoundRecord:
         """Yield the answers to a step of secure aggregation; emit every failure.
 
         What the caller does not ``refuse`` has counted once the answers are at
-        their end, and is emitted as the step.
+        their end, and is emitted as the step. Who fails here fails in this round,
+        also if its update is in the sum.
         """
+        self._step = step.value
         self._step_replies = []
         for reply in replies:
             message = reply.message
@@ -158,9 +167,9 @@ class RoundRecord:
                 self._step_replies.append(reply)
                 yield message, reply
             elif isinstance(message, SiteFailure):
-                self._emit_failure(message, reply)
+                self._fail_step(message, reply)
             else:
-                self.refuse(message.site, reply, f"did not answer {step.value}")
+                self.refuse(message.site, reply, "answered something else")
         self._emit_step(step.value, self._step_replies)
         self.end_phase(step.value)
 
@@ -174,7 +183,12 @@ class RoundRecord:
             kind=FailureKind.INVALID,
             message=reason,
         )
-        self._emit_failure(failure, reply)
+        self._fail_step(failure, reply)
+
+    def _fail_step(self, failure: SiteFailure, reply: Reply) -> None:
+        self._state.count_failed(failure.kind)
+        message = f"{self._step}: {failure.message}"
+        self._emit_failure(replace(failure, message=message), reply)
 
     def warn(self, message: str) -> None:
         """Emit what a person should know of the round and no other event says."""
@@ -185,6 +199,7 @@ class RoundRecord:
         if self._kind is TaskKind.EVALUATE:
             self._journeys[update.site] = reply
             return  # In training the reply would keep a whole update in memory.
+        self._note_spent(update.spent)
         self._emit(
             events.SiteAnswered(
                 at=self._clock.now(),
@@ -200,6 +215,7 @@ class RoundRecord:
                 training=None,
                 evaluation=None,
                 phases=(),
+                spent=update.spent,
             )
         )
 
@@ -241,6 +257,11 @@ class RoundRecord:
             self.warn("no site evaluated the final model")
 
     @property
+    def num_out_of_budget(self) -> int:
+        """Sites whose privacy budget does not allow this round."""
+        return dict(self._state.failed).get(FailureKind.BUDGET.value, 0)
+
+    @property
     def num_counted(self) -> int:
         """Updates that count so far."""
         return len(self._state.answered)
@@ -278,8 +299,13 @@ class RoundRecord:
                 phases=tuple(self._phases),
                 training=self._training,
                 update_norm=self.update_norm if status == "completed" else None,
+                epsilon=self._epsilon,
             )
         )
+
+    def _note_spent(self, spent: PrivacySpent | None) -> None:
+        if spent is not None:
+            self._epsilon = max(self._epsilon or 0.0, spent.epsilon)
 
     def _is_sound(self, reply: Reply) -> bool:
         self._bytes_down += reply.bytes_down
@@ -351,8 +377,16 @@ class RoundRecord:
                 bytes_up=tuple(
                     journeys[s].bytes_up if s in journeys else 0 for s in sites
                 ),
+                spent=tuple(_spent(journeys[s] for s in sites if s in journeys)),
             )
         )
+
+
+def _spent(replies: Iterable[Reply]) -> Iterator[PrivacySpent]:
+    for reply in replies:
+        message = reply.message
+        if isinstance(message, SiteEvaluation | MaskedUpdate) and message.spent:
+            yield message.spent
 
 
 def _pool(total: MetricSums | None, more: MetricSums) -> MetricSums:

@@ -92,6 +92,13 @@ class RoundState:
         self._failed[FailureKind.INVALID] += 1
         return self._failure(site, FailureKind.INVALID, reason)
 
+    def count_failed(self, kind: FailureKind) -> None:
+        """Count what failed in an exchange beside that of the round's tasks.
+
+        Whether the site's answer to its task counts does not depend on it.
+        """
+        self._failed[kind] += 1
+
     def close(self) -> list[SiteFailure]:
         """End the round: every site that is still open has missed the deadline."""
         text = "gave no answer that counts"

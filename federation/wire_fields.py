@@ -73,13 +73,13 @@ _PLAIN: Mapping[Kind, tuple[str, ...]] = {
     Kind.TASK: ("kind", "layout_digest", "evaluate", "evaluate_after"),
     Kind.UPDATE: (
         *("layout_digest", "num_examples", "num_steps"),
-        *("training", "evaluation", "evaluation_after", "phases"),
+        *("training", "evaluation", "evaluation_after", "phases", "spent"),
     ),
-    Kind.EVALUATION: ("evaluation", "phases"),
+    Kind.EVALUATION: ("evaluation", "phases", "spent"),
     Kind.FAILURE: ("kind", "message"),
     Kind.SECURE_TASK: ("step",),
     Kind.SECURE_ANSWER: ("step",),
-    Kind.MASKED_UPDATE: ("layout_digest",),
+    Kind.MASKED_UPDATE: ("layout_digest", "spent"),
 }
 
 
@@ -189,6 +189,7 @@ _SPELLINGS: Mapping[str, Callable[[Any], Any]] = {
     "evaluation": wire_values.write_sums,
     "evaluation_after": wire_values.write_sums,
     "phases": wire_values.write_phases,
+    "spent": wire_values.write_spent,
     # A failure must not get lost for its text, which often is a library's.
     "message": wire_values.one_line,
 }
@@ -278,10 +279,11 @@ def _read_update(fields: Fields, parts: Fields) -> SiteUpdate:
         layout_digest=wire_values.read_digest(fields),
         num_examples=wire_values.read_count(fields, "num_examples"),
         num_steps=wire_values.read_count(fields, "num_steps"),
-        training=wire_values.read_sums(fields["training"]),
+        training=wire_values.read_sums_or_none(fields["training"]),
         evaluation=wire_values.read_sums_or_none(fields["evaluation"]),
         evaluation_after=wire_values.read_sums_or_none(fields["evaluation_after"]),
         phases=wire_values.read_phases(fields),
+        spent=wire_values.read_spent(fields["spent"]),
         **parts,
     )
 
@@ -291,6 +293,7 @@ def _read_evaluation(fields: Fields, parts: Fields) -> SiteEvaluation:
         **_about(fields),
         evaluation=wire_values.read_sums(fields["evaluation"]),
         phases=wire_values.read_phases(fields),
+        spent=wire_values.read_spent(fields["spent"]),
         **parts,
     )
 
@@ -315,8 +318,12 @@ def _read_secure_answer(fields: Fields, parts: Fields) -> SecureAnswer:
 
 
 def _read_masked_update(fields: Fields, parts: Fields) -> MaskedUpdate:
-    digest = wire_values.read_digest(fields)
-    return MaskedUpdate(**_about(fields), layout_digest=digest, **parts)
+    return MaskedUpdate(
+        **_about(fields),
+        layout_digest=wire_values.read_digest(fields),
+        spent=wire_values.read_spent(fields["spent"]),
+        **parts,
+    )
 
 
 _READERS: Mapping[Kind, Callable[[Fields, Fields], WireMessage]] = {

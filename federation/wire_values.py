@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 
 from federation.errors import WireError
 from federation.ids import check_name
-from federation.messages import FailureKind, MetricSums, Phase, SecureStep, TaskKind
+from federation.messages import (
+    FailureKind,
+    MetricSums,
+    Phase,
+    PrivacySpent,
+    SecureStep,
+    TaskKind,
+)
 
 Fields = dict[str, Any]
 
@@ -44,6 +51,7 @@ def one_line(text: str) -> str:
 
 _SUMS = frozenset({"count", "loss_sum", "correct"})
 _PHASE = frozenset({"name", "start_seconds", "seconds"})
+_SPENT = frozenset({"epsilon", "delta", "held_out_epsilon"})
 
 
 def check_members(value: object, names: frozenset[str]) -> Fields:
@@ -141,6 +149,31 @@ def read_sums_or_none(value: object) -> MetricSums | None:
     return None if value is None else read_sums(value)
 
 
+def read_spent(value: object) -> PrivacySpent | None:
+    """Read what a privacy ledger says, or null."""
+    if value is None:
+        return None
+    fields = check_members(value, _SPENT)
+    delta = _float(fields, "delta")
+    if not 0 < delta < 1:
+        raise WireError(f"delta is {delta}, not between 0 and 1")
+    held_out = fields["held_out_epsilon"]
+    return PrivacySpent(
+        epsilon=_epsilon(fields, "epsilon"),
+        delta=delta,
+        held_out_epsilon=(
+            None if held_out is None else _epsilon(fields, "held_out_epsilon")
+        ),
+    )
+
+
+def _epsilon(fields: Fields, name: str) -> float:
+    epsilon = _float(fields, name)
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise WireError(f"{name} is {epsilon}, not finite and at least 0")
+    return epsilon
+
+
 def read_phases(fields: Fields) -> tuple[Phase, ...]:
     """Read the phases of a site's work."""
     value = fields["phases"]
@@ -166,6 +199,18 @@ def write_sums(sums: MetricSums | None) -> Fields | None:
         return None
     loss_sum = float(sums.loss_sum).hex()
     return {"count": sums.count, "loss_sum": loss_sum, "correct": sums.correct}
+
+
+def write_spent(spent: PrivacySpent | None) -> Fields | None:
+    """Spell what a privacy ledger says, or null."""
+    if spent is None:
+        return None
+    held_out = spent.held_out_epsilon
+    return {
+        "epsilon": float(spent.epsilon).hex(),
+        "delta": float(spent.delta).hex(),
+        "held_out_epsilon": None if held_out is None else float(held_out).hex(),
+    }
 
 
 def write_phases(phases: tuple[Phase, ...]) -> list[Fields]:

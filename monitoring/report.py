@@ -35,9 +35,11 @@ _TOGETHER = "known of all sites together only"
 
 FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.CRASHED: "the site raised an error",
+    FailureKind.NOT_SET_UP: "the site had no keys of the run, as after a restart",
     FailureKind.DEADLINE: "no answer before the round's deadline",
     FailureKind.UNREACHABLE: "the site was not connected",
     FailureKind.BUSY: "the site still worked on an earlier round",
+    FailureKind.BUDGET: "the site's privacy budget did not allow the work",
     FailureKind.NOT_FINITE: "the update held NaN or infinity",
     FailureKind.INVALID: "wrong length, wrong model or wrong round",
     FailureKind.DUPLICATE: "a second answer to one question",

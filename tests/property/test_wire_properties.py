@@ -15,6 +15,7 @@ from federation.messages import (
     MaskedUpdate,
     MetricSums,
     Phase,
+    PrivacySpent,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -47,6 +48,13 @@ sums = st.builds(MetricSums, count=counts, loss_sum=st.floats(), correct=counts)
 phases = st.lists(
     st.builds(Phase, name=lines, start_seconds=seconds, seconds=seconds), max_size=5
 ).map(tuple)
+epsilons = st.floats(min_value=0, allow_infinity=False)
+spents = st.none() | st.builds(
+    PrivacySpent,
+    epsilon=epsilons,
+    delta=st.floats(0, 1, exclude_min=True, exclude_max=True),
+    held_out_epsilon=st.none() | epsilons,
+)
 about = {"run_id": names, "round_index": counts, "site": names}
 tasks = st.builds(
     RoundTask,
@@ -67,12 +75,15 @@ updates = st.builds(
     integers_m=integer_vectors,
     num_examples=counts,
     num_steps=counts,
-    training=sums,
+    training=st.none() | sums,
     evaluation=st.none() | sums,
     evaluation_after=st.none() | sums,
     phases=phases,
+    spent=spents,
 )
-evaluations = st.builds(SiteEvaluation, **about, evaluation=sums, phases=phases)
+evaluations = st.builds(
+    SiteEvaluation, **about, evaluation=sums, phases=phases, spent=spents
+)
 failures = st.builds(
     SiteFailure, **about, kind=st.sampled_from(FailureKind), message=lines
 )
@@ -86,6 +97,7 @@ masked_updates = st.builds(
     words=byte_vectors,
     header_h=header_vectors,
     body=bodies,
+    spent=spents,
 )
 messages = st.one_of(
     *(tasks, updates, evaluations, failures),

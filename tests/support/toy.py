@@ -133,6 +133,9 @@ class QuadraticTrainer:
         distance = float(np.square(weights_d - self.optimum_d).sum())
         return MetricSums(count=10, loss_sum=10 * distance, correct=5)
 
+    def spent(self) -> None:
+        """Keep no privacy ledger."""
+
 
 def site(name: SiteId, job: JobSpec, *, clock: Clock) -> Site:
     """The product's own site around the toy trainer."""

@@ -255,7 +255,7 @@ def test_reader_shows_clear_fields_and_opaque_sections(folder: Path):
     assert [row["file"] for row in found] == NAMES
     masked = found[3]
     assert masked["clear"].keys() == {
-        *("run_id", "round_index", "site", "layout_digest"),
+        *("run_id", "round_index", "site", "layout_digest", "spent"),
         *("num_integers", "words_bytes", "body_bytes"),
     }
     assert [p["name"] for p in masked["sections"]] == ["words", "header_h", "body"]

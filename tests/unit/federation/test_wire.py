@@ -17,6 +17,7 @@ from federation.messages import (
     MaskedUpdate,
     MetricSums,
     Phase,
+    PrivacySpent,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -62,8 +63,16 @@ MASKED = MaskedUpdate(
     header_h=np.array([0, 2**63, 2**64 - 1], dtype=np.uint64),
     body=b"signed",
 )
+PRIVATE = replace(
+    MASKED, spent=PrivacySpent(epsilon=1.5, delta=1e-5, held_out_epsilon=0.0)
+)
+SPENT = {
+    "epsilon": (1.5).hex(),
+    "delta": (1e-5).hex(),
+    "held_out_epsilon": (0.0).hex(),
+}
 SMALL = [EVALUATION, FAILURE, SECURE_TASK, SECURE_ANSWER]
-MESSAGES = [TASK, SECURE_ROUND, UPDATE, MASKED, *SMALL]
+MESSAGES = [TASK, SECURE_ROUND, UPDATE, MASKED, PRIVATE, *SMALL]
 
 
 def frame(
@@ -476,7 +485,15 @@ def test_missing_and_unknown_fields_are_refused(message: wire.WireMessage):
         (MASKED, {"site": "A"}, "site"),
         (UPDATE, {"num_examples": -1}, "num_examples"),
         (UPDATE, {"num_steps": False}, "num_steps"),
-        (UPDATE, {"training": None}, "exactly"),
+        (UPDATE, {"training": []}, "exactly"),
+        (UPDATE, {"spent": []}, "exactly"),
+        (MASKED, {"spent": {"epsilon": "0x1p+0"}}, "exactly"),
+        (PRIVATE, {"spent": {**SPENT, "epsilon": "inf"}}, "epsilon"),
+        (PRIVATE, {"spent": {**SPENT, "epsilon": "-0x1.0000000000000p+0"}}, "epsilon"),
+        (PRIVATE, {"spent": {**SPENT, "epsilon": 1.0}}, "epsilon"),
+        (PRIVATE, {"spent": {**SPENT, "delta": "0x0.0p+0"}}, "delta"),
+        (PRIVATE, {"spent": {**SPENT, "delta": (1.0).hex()}}, "delta"),
+        (PRIVATE, {"spent": {**SPENT, "held_out_epsilon": "nan"}}, "held_out"),
         (UPDATE, {"evaluation": []}, "exactly"),
         (UPDATE, {"evaluation": {}}, "exactly"),
         (UPDATE, {"phases": {}}, "phases"),
