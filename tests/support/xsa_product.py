@@ -1,0 +1,301 @@
+"""The product's own state machines, played on the inputs of a frozen run."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from support import plain_mlkem
+from support.xsa_inputs import NUM_VALUES, SLOTS
+
+from federation.ids import RunId, SiteId
+from privacy.secagg import identity, keys, prg, setup
+from privacy.secagg.accumulator import MaskedSum
+from privacy.secagg.client import SiteSession
+from privacy.secagg.contract import Contract, members_of
+from privacy.secagg.floor import LocalFloor
+from privacy.secagg.identity import Identity
+from privacy.secagg.keys import RoundFacts, RoundMasks, RunSecrets
+from privacy.secagg.messages import Book
+from privacy.secagg.prg import Mask
+from privacy.secagg.ring import RingSpec
+from privacy.secagg.roster import Roster, RosterEntry
+from privacy.secagg.round_memory import InMemoryRounds
+from privacy.secagg.server import AggregatorRound
+from privacy.secagg.setup import AggregatorSetup, SetupRecord, SiteSetup
+from privacy.secagg.terms import PrivacyTerms
+
+Json = dict[str, Any]
+
+_DTYPES = {16: np.uint16, 24: np.uint8, 32: np.uint32}
+
+
+def _hexed(entries: dict[int, bytes]) -> dict[str, str]:
+    return {str(key): entries[key].hex() for key in sorted(entries)}
+
+
+class _Draws:
+    """Gives the listed bytes, each to a call that asks for just as many."""
+
+    def __init__(self, draws: Iterable[bytes]) -> None:
+        self._left = list(draws)
+
+    def __call__(self, count: int) -> bytes:
+        drawn = self._left.pop(0)
+        assert len(drawn) == count
+        return drawn
+
+
+class _Product:
+    """A run of the product's own state machines on the inputs of a vector."""
+
+    def __init__(self, inputs: Json) -> None:
+        self.inputs, self.terms = inputs, inputs["contract"]
+        self.aggregator = self._identity(inputs["aggregator"])
+        names = [SiteId(site) for site, _ in self.terms["members"]]
+        self.identities = {
+            i: self._identity(site["identity"])
+            for i, site in enumerate(inputs["sites"], start=1)
+        }
+        self.names = dict(zip(self.identities, names, strict=True))
+        self.roster = Roster(
+            serial=self.terms["roster_serial"],
+            aggregator_organisation=self.terms["aggregator_organisation"],
+            aggregator_key=self.aggregator.public.key,
+            sites=tuple(
+                RosterEntry(
+                    site=self.names[i],
+                    organisation=self.terms["members"][i - 1][1],
+                    public_key=own.public.key,
+                )
+                for i, own in self.identities.items()
+            ),
+        )
+        self.contract = self._contract()
+
+    @staticmethod
+    def _identity(secret: str) -> Identity:
+        return identity.generate(_Draws([bytes.fromhex(secret)]))
+
+    def _contract(self) -> Contract:
+        same = ("num_values", "roster_serial", "threshold", "min_sites", "ring_bits")
+        same += ("clip_norm", "element_bound", "clip_elements", "weight_rule")
+        same += ("max_examples", "max_rounds", "hybrid", "two_site_waiver")
+        ring = RingSpec(
+            bits=self.terms["ring_bits"],
+            num_sites=len(self.names),
+            clip_norm=self.terms["clip_norm"],
+            element_bound=self.terms["element_bound"],
+            clip_elements=self.terms["clip_elements"],
+        )
+        return Contract(
+            run_id=RunId(self.terms["run_id"]),
+            code_hash=bytes.fromhex(self.terms["code_hash"]),
+            layout_digest=bytes.fromhex(self.terms["layout_digest"]),
+            roster_digest=self.roster.digest,
+            members=members_of(self.roster),
+            aggregator_key=self.aggregator.public.key,
+            header_slots=tuple(self.terms["header_slots"]),
+            scale=ring.scale,
+            amplitude=ring.amplitude,
+            differential_privacy=PrivacyTerms(**self.terms["differential_privacy"]),
+            **{name: self.terms[name] for name in same},
+        )
+
+    def _site_setup(self, number: int) -> SiteSetup:
+        given = self.inputs["sites"][number - 1]
+        draws = ["mask", "channel", *["kem_seed"] * self.contract.hybrid, "nonce"]
+        floor = LocalFloor(
+            roster=self.roster,
+            code_hashes=frozenset({self.contract.code_hash}),
+            layout_digest=self.contract.layout_digest,
+            num_values=self.contract.num_values,
+            min_sites=self.contract.min_sites,
+            max_clip_norm=self.contract.clip_norm,
+            max_rounds=self.contract.max_rounds,
+            header_slots=SLOTS,
+            require_hybrid=False,
+            accept_two_sites=True,
+        )
+        return SiteSetup(
+            identity=self.identities[number],
+            site=self.names[number],
+            floor=floor,
+            random_bytes=_Draws(bytes.fromhex(given[name]) for name in draws),
+        )
+
+    def _confirm(self, number: int, site: SiteSetup, book: bytes) -> bytes:
+        given = self.inputs["sites"][number - 1]["encapsulations"]
+        adverts = Book.from_bytes(book).adverts
+        messages = {
+            setup.Advert.from_bytes(adverts[int(j)]).keys.kem: bytes.fromhex(message)
+            for j, message in given.items()
+        }
+
+        def encapsulate(peer_key: bytes) -> tuple[bytes, bytes]:
+            return plain_mlkem.encapsulate(peer_key, messages[peer_key])
+
+        # The library draws an encapsulation's randomness itself and takes none.
+        with mock.patch.object(setup, "encapsulate", encapsulate):
+            return site.on_book(book)
+
+    def set_up(self) -> tuple[SetupRecord, dict[int, RunSecrets], Json]:
+        """S1 and S2."""
+        aggregator = AggregatorSetup(identity=self.aggregator, contract=self.contract)
+        sites = {i: self._site_setup(i) for i in self.identities}
+        adverts = {i: site.on_offer(aggregator.offer()) for i, site in sites.items()}
+        for data in adverts.values():
+            aggregator.on_advert(data)
+        book = aggregator.book()
+        confirms = {i: self._confirm(i, site, book) for i, site in sites.items()}
+        for data in confirms.values():
+            aggregator.on_confirm(data)
+        record = aggregator.result()
+        secrets = {i: site.on_confirms(record.confirms) for i, site in sites.items()}
+        trace = {
+            "roster_digest": self.roster.digest.hex(),
+            "contract": self.contract.to_bytes().hex(),
+            "contract_hash": self.contract.digest.hex(),
+            "offer": aggregator.offer().hex(),
+            "adverts": _hexed(adverts),
+            "setup_hash": record.setup_hash.hex(),
+            "confirms": _hexed(confirms),
+        }
+        return record, secrets, trace
+
+    def session(self, number: int, secrets: RunSecrets) -> SiteSession:
+        """A site that draws, in every round, what the inputs say."""
+        size = 48 * (self.contract.threshold - 1)
+        draws = []
+        for given in self.inputs["rounds"]:
+            pool = bytes.fromhex(given["coefficients"][str(number)])
+            draws.append(bytes.fromhex(given["self_masks"][str(number)]))
+            draws += [pool[at : at + size] for at in range(0, len(pool), size)]
+        return SiteSession(
+            contract=self.contract,
+            identity=self.identities[number],
+            secrets=secrets,
+            memory=InMemoryRounds(),
+            random_bytes=_Draws(draws),
+        )
+
+
+def _apply_(words: np.ndarray, masks: RoundMasks, part: str) -> np.ndarray:
+    streams = getattr(masks, part)
+    prg.apply_masks_(words, [Mask(key=s.key, sign=s.sign) for s in streams])
+    return words
+
+
+def _words(values: list[int], bits: int) -> np.ndarray:
+    """Integers as words on the wire."""
+    if bits == 64:
+        return np.array(values, np.int64).view(np.uint64)
+    width = bits // 8
+    data = b"".join((v % (1 << bits)).to_bytes(width, "little") for v in values)
+    return np.frombuffer(bytearray(data), _DTYPES[bits])
+
+
+def _play_round(
+    product: _Product,
+    sessions: dict[int, SiteSession],
+    record: SetupRecord,
+    given: Json,
+) -> Json:
+    facts = RoundFacts(
+        round_index=given["index"],
+        cohort=product.contract.cohort,
+        model_digest=bytes.fromhex(given["model_digest"]),
+    )
+    server = AggregatorRound(setup=record, facts=facts)
+    ring = product.contract.ring()
+    total, header = MaskedSum(NUM_VALUES, ring), np.zeros(len(SLOTS), np.uint64)
+    vectors, headers, answers = {}, {}, {}
+    for i, session in sessions.items():
+        masks = session.begin_round(facts)
+        vector = _apply_(_words(given["vectors"][str(i)], ring.bits), masks, "vector")
+        head = _apply_(_words(given["headers"][str(i)], 64), masks, "header")
+        vectors[i], headers[i] = vector.tobytes(), head.tobytes()
+        digests = {
+            "vector_digest": hashlib.sha256(vectors[i]).digest(),
+            "header_digest": hashlib.sha256(headers[i]).digest(),
+        }
+        answers[i] = session.finish_masked(**digests)
+        if i not in given["silent"]:
+            server.on_masked(answers[i], **digests)
+            total.fold_(vector)
+            header += head
+    server.close_masked()
+    trace = {
+        "masked_vectors": _hexed(vectors),
+        "masked_headers": _hexed(headers),
+        "answers": _hexed(answers),
+    }
+    if product.contract.setting == "P2":
+        trace |= _reveal(server, sessions, product.names, given)
+    corrections = server.corrections()
+    total.apply_masks_([Mask(key=s.key, sign=s.sign) for s in corrections.vector])
+    half = 1 << (ring.bits - 1)
+    sums = [int(word) % (1 << ring.bits) for word in total._sum_d]
+    return trace | {
+        "vector_sum": [s - 2 * half if s >= half else s for s in sums],
+        "header_sum": _apply_(header, corrections, "header").view(np.int64).tolist(),
+    }
+
+
+def _reveal(
+    server: AggregatorRound,
+    sessions: dict[int, SiteSession],
+    names: dict[int, SiteId],
+    given: Json,
+) -> Json:
+    survivors = server.survivors()
+    alive = [i for i in sessions if i not in given["silent"] + given["no_consent"]]
+    consents = {i: sessions[i].on_survivors(survivors) for i in alive}
+    for data in consents.values():
+        server.on_consent(data)
+    server.close_consents()
+    alive = [i for i in alive if i not in given["no_shares"]]
+    reveals = {i: server.reveal(names[i]) for i in alive}
+    shares = {i: sessions[i].on_reveal(data) for i, data in reveals.items()}
+    for data in shares.values():
+        server.on_shares(data)
+    return {
+        "survivors": survivors.hex(),
+        "consents": _hexed(consents),
+        "reveals": _hexed(reveals),
+        "shares": _hexed(shares),
+    }
+
+
+def _pair_secrets(product: _Product, given: Json) -> Json:
+    """ctx_r and every k_ij: of a second setup, since a session gives them to nobody."""
+    record, secrets, _ = product.set_up()
+    facts = RoundFacts(
+        round_index=given["index"],
+        cohort=product.contract.cohort,
+        model_digest=bytes.fromhex(given["model_digest"]),
+    )
+    context = keys.round_context(product.contract.digest, record.setup_hash, facts)
+    found = {}
+    for i, own in secrets.items():
+        for j in [x for x in own.roots if x > i]:
+            ends = [
+                secrets[a].roots[b].take_round(given["index"], context).mask.buffer
+                for a, b in ((i, j), (j, i))
+            ]
+            assert ends[0] == ends[1]
+            found[f"{i}-{j}"] = ends[0].hex()
+    return {"context": context.hex(), "pair_secrets": found}
+
+
+def product_trace(inputs: Json) -> Json:
+    """What the product makes of the inputs of a vector."""
+    product = _Product(inputs)
+    record, secrets, trace = product.set_up()
+    sessions = {i: product.session(i, own) for i, own in secrets.items()}
+    rounds = [
+        _pair_secrets(product, given) | _play_round(product, sessions, record, given)
+        for given in inputs["rounds"]
+    ]
+    return trace | {"rounds": rounds}
