@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from federation.errors import JobError
-from federation.job import PLANNED_KEYS, JobSpec, check
+from federation.job import PLANNED_KEYS, JobSpec
+from federation.job_checks import check
 
 MAX_JOB_FILE_BYTES = 1 << 20
 

@@ -9,7 +9,7 @@ import pytest
 from support import toy
 
 from federation import job as jobs
-from federation import job_file
+from federation import job_file, privacy_job
 from federation.errors import JobError
 from federation.job import JobSpec
 
@@ -27,6 +27,14 @@ def fault(**fields: Any) -> dict[str, Any]:
 def secret(**keys: Any) -> dict[str, Any]:
     """Secure aggregation with some keys set."""
     return {"privacy": {"secure_aggregation": {"enabled": True, **keys}}}
+
+
+def private(**changes: Any) -> dict[str, Any]:
+    """Record-level differential privacy, and what else to change."""
+    return {
+        "aggregation": {"weights": "uniform"},
+        "privacy": {"differential_privacy": {"unit": "record", "target_epsilon": 8.0}},
+    } | changes
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -208,6 +216,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "privacy.secure_aggregation.threshold",
         "3 of 5 sites is not from 4 to 5: fewer would let a lying aggregator open two",
     ),
+    "epsilon without a unit": (
+        {"privacy": {"differential_privacy": {"target_epsilon": 8.0}}},
+        "privacy.differential_privacy.target_epsilon",
+        'promises what unit = "none" does not keep',
+    ),
+    "a unit without epsilon": (
+        {"privacy": {"differential_privacy": {"unit": "record"}}},
+        "privacy.differential_privacy.target_epsilon",
+        "without a bound on epsilon promises nothing",
+    ),
+    "private with weights by examples": (
+        private(aggregation={"weights": "examples"}),
+        "aggregation.weights",
+        "examples weights tell how many records a site holds",
+    ),
+    "private with a clipped batch": (
+        private(training={"clip_grad_norm": 1.0}),
+        "training.clip_grad_norm",
+        "not what bounds one record's part",
+    ),
     "threshold beyond the sites": (
         secret(threshold=4),
         "privacy.secure_aggregation.threshold",
@@ -281,6 +309,14 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         clip_norm=1.0, element_bound=1.0, clip_elements=True
     ),
     "its quorum said twice": {"schedule": {"minimum_sites": 3}} | secret(),
+    "private": private(),
+    "private, secret sum of two": private(sites=[{"name": "a"}, {"name": "b"}])
+    | {
+        "privacy": {
+            "secure_aggregation": {"enabled": True},
+            "differential_privacy": {"unit": "record", "target_epsilon": 1.0},
+        }
+    },
     "no secure aggregation": {"privacy": {"secure_aggregation": {"enabled": False}}},
 }
 
@@ -350,7 +386,8 @@ def test_every_default_is_a_choice(field: "dataclasses.Field[Any]"):
 def test_all_specs_are_found():
     """The walk over the tables reaches the deepest ones."""
     found = {cls.__name__ for cls in specs()}
-    there = {n for n, v in vars(jobs).items() if dataclasses.is_dataclass(v)}
+    names = {**vars(jobs), **vars(privacy_job)}
+    there = {n for n, v in names.items() if dataclasses.is_dataclass(v)}
     assert found == there
 
 

@@ -199,8 +199,8 @@ def test_planned_key(name: str):
             "schedule.mode: 'buffered' is not built yet; choose synchronous",
         ),
         (
-            {"privacy": {"differential_privacy": {"unit": "record"}}},
-            "privacy.differential_privacy.unit: 'record' is not built yet; choose none",
+            {"privacy": {"differential_privacy": {"unit": "site"}}},
+            "privacy.differential_privacy.unit: 'site' is not built yet; choose none",
         ),
         (
             {"aggregation": {"combine": "medain"}},

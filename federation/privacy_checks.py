@@ -1,0 +1,151 @@
+"""Combinations with secure aggregation and differential privacy that a job refuses.
+
+Each refusal names the key and says why: most of these would train happily and protect
+nothing.
+"""
+
+from collections.abc import Iterable
+
+from federation.errors import JobError
+from federation.job import JobSpec
+
+
+def check_secure_aggregation(job: JobSpec) -> None:
+    """Refuse what secure aggregation cannot do or would not protect.
+
+    Raises:
+        JobError: The first such thing.
+    """
+    secure, table = job.privacy.secure_aggregation, "privacy.secure_aggregation"
+    if not secure.enabled:
+        return
+    rule, num_sites = job.aggregation.combine, len(job.sites)
+    refused = (
+        (
+            rule != "mean",
+            "aggregation.combine",
+            f"{rule} looks at single updates, and the server sees their sum: use mean",
+        ),
+        (
+            job.aggregation.weights == "dynamic",
+            "aggregation.weights",
+            "dynamic weights need each site's loss, which is hidden: use examples",
+        ),
+        (
+            job.schedule.sites_per_round is not None,
+            "schedule.sites_per_round",
+            "secure aggregation asks every site in every round: leave it out",
+        ),
+        (
+            job.schedule.minimum_sites not in {None, job.minimum_sites},
+            "schedule.minimum_sites",
+            "under secure aggregation the quorum is its threshold: leave it out",
+        ),
+        (
+            secure.ring_bits not in {16, 24, 32},
+            f"{table}.ring_bits",
+            f"{secure.ring_bits} is not a ring: choose 16, 24 or 32",
+        ),
+        (
+            secure.ring_bits == 16 and num_sites > 16,  # noqa: PLR2004
+            f"{table}.ring_bits",
+            f"16 bits are too coarse for {num_sites} sites, beyond 16: use 24 or 32",
+        ),
+        (
+            secure.element_bound is not None
+            and secure.element_bound > secure.clip_norm,
+            f"{table}.element_bound",
+            f"no element exceeds clip_norm = {secure.clip_norm}: choose less, or none",
+        ),
+        (
+            secure.clip_elements and secure.element_bound is None,
+            f"{table}.clip_elements",
+            "there is nothing to clip to: set element_bound",
+        ),
+        (
+            num_sites < 2,  # noqa: PLR2004
+            "sites",
+            "a sum over one site hides nothing: name at least two",
+        ),
+        (
+            num_sites == 2  # noqa: PLR2004
+            and not secure.two_sites_waiver
+            and job.privacy.differential_privacy.unit != "record",
+            f"{table}.two_sites_waiver",
+            (
+                "each of two sites can compute the other's update; true accepts that, "
+                "or protect records with privacy.differential_privacy"
+            ),
+        ),
+    )
+    _refuse(refused)
+    _check_threshold(job)
+
+
+def check_differential_privacy(job: JobSpec) -> None:
+    """Refuse what differential privacy cannot hold together with.
+
+    What depends on the data, such as a delta too large for it, a site finds out.
+
+    Raises:
+        JobError: The first such thing.
+    """
+    private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
+    if private.unit == "none":
+        given = [
+            name
+            for name in ("target_epsilon", "delta", "noise_multiplier")
+            if getattr(private, name) is not None
+        ]
+        if given:
+            raise JobError(
+                f'{given[0]} promises what unit = "none" does not keep: set '
+                'unit = "record", or leave it out',
+                key=f"{table}.{given[0]}",
+            )
+        return
+    refused = (
+        (
+            private.target_epsilon is None,
+            f"{table}.target_epsilon",
+            (
+                "say how much may be spent: differential privacy without a bound on "
+                "epsilon promises nothing"
+            ),
+        ),
+        (
+            job.aggregation.weights != "uniform",
+            "aggregation.weights",
+            (
+                f"{job.aggregation.weights} weights tell how many records a site "
+                'holds, which differential privacy hides: set weights = "uniform"'
+            ),
+        ),
+        (
+            job.training.clip_grad_norm is not None,
+            "training.clip_grad_norm",
+            (
+                "the gradient of a whole batch is not what bounds one record's part; "
+                f"{table}.clip_norm bounds each record's: leave it out"
+            ),
+        ),
+    )
+    _refuse(refused)
+
+
+def _refuse(rules: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise for the first rule that is broken: (whether it is, the key, why)."""
+    for is_broken, name, text in rules:
+        if is_broken:
+            raise JobError(text, key=name)
+
+
+def _check_threshold(job: JobSpec) -> None:
+    num_sites, threshold = len(job.sites), job.minimum_sites
+    smallest = 2 * num_sites // 3 + 1
+    if not smallest <= threshold <= num_sites:
+        raise JobError(
+            f"{threshold} of {num_sites} sites is not from {smallest} to {num_sites}: "
+            "fewer would let a lying aggregator open two sums of one round",
+            key="privacy.secure_aggregation.threshold",
+        )

@@ -1,0 +1,136 @@
+"""The ``[privacy]`` tables of a job: secure aggregation and differential privacy.
+
+What they must not be combined with is in ``privacy_checks``.
+"""
+
+from dataclasses import dataclass
+
+from federation.job_keys import key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecureAggregationSpec:
+    """Whether the aggregator sees single updates."""
+
+    enabled: bool = key(
+        "Hide single updates from the aggregator: it learns their sum alone.",
+        default=False,
+    )
+    threshold: int | None = key(
+        "Sites that must answer for a sum to be opened. All of them by default, in one "
+        "exchange a round; or at least two thirds of them and one more, in three "
+        "exchanges, so that the others may drop out.",
+        default=None,
+        low=2,
+    )
+    ring_bits: int = key(
+        "Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up, coarser; for "
+        "at most 16 sites).",
+        default=32,
+        low=16,
+        high=32,
+    )
+    clip_norm: float = key(
+        "Largest Euclidean norm of an update, in weight units; larger ones are scaled "
+        "down. It sets the grid of the encoding: a tight bound is a fine grid.",
+        default=10.0,
+        above=0.0,
+    )
+    element_bound: float | None = key(
+        "Largest value of an element of an update times its site's weight, in weight "
+        "units, at most `clip_norm`. Far below it, it makes the grid that much finer; "
+        "a site with a larger element declines the round. A public constant: never "
+        "take it from private data.",
+        default=None,
+        above=0.0,
+    )
+    clip_elements: bool = key(
+        "Clip elements beyond `element_bound` instead of declining the round.",
+        default=False,
+    )
+    max_examples: int | None = key(
+        "Examples that no site exceeds; every site sees this number. A simulation "
+        "takes its largest site by default.",
+        default=None,
+        low=1,
+    )
+    hybrid: bool = key(
+        "Rest the keys on ML-KEM-768 as well as on X25519, so that traffic recorded "
+        "today stays closed to a quantum computer.",
+        default=True,
+    )
+    two_sites_waiver: bool = key(
+        "Accept that with two sites each can compute the other's update from the sum. "
+        "Needed for two sites without record-level differential privacy.",
+        default=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferentialPrivacySpec:
+    """What the trained model may reveal of a single record."""
+
+    unit: str = key(
+        "Unit of privacy: `none`; `record`, one training record, where each site makes "
+        "its own training private with noise of its own.",
+        default="none",
+        choices=("none", "record"),
+        planned=("joint", "site"),
+    )
+    target_epsilon: float | None = key(
+        "What no site's epsilon may exceed over the run. Without `noise_multiplier` "
+        "the noise is calibrated to it; with one it is the cap alone.",
+        default=None,
+        above=0.0,
+    )
+    delta: float | None = key(
+        "The delta that goes with epsilon; at most 1 / (10 n) for the n records of a "
+        "site. By default each site takes that bound, rounded down to one digit.",
+        default=None,
+        above=0.0,
+        below=1.0,
+    )
+    clip_norm: float = key(
+        "Largest Euclidean norm of one record's gradient; larger ones are scaled down.",
+        default=1.0,
+        above=0.0,
+    )
+    noise_multiplier: float | None = key(
+        "Standard deviation of the noise of a step over `clip_norm`; calibrated to "
+        "`target_epsilon` by default.",
+        default=None,
+        above=0.0,
+    )
+    reserve_rounds: int = key(
+        "Rounds beyond `rounds` that the noise is calibrated for. A round that was "
+        "lost, or cut short by a crash, is charged too; without a reserve the run then "
+        "ends as many rounds early.",
+        default=1,
+        low=0,
+    )
+    clipping: str = key(
+        "How gradients of single records are found: `hooks` (each in memory), `ghost` "
+        "(their norms alone, in a second pass) or `auto`.",
+        default="auto",
+        choices=("auto", "hooks", "ghost"),
+    )
+    held_out: str = key(
+        "What leaves a site of its held-out results: sums with `noise`, charged to a "
+        "budget of the same size, which the held-out records have to themselves; or "
+        "the sums as they are, for held-out data that is `public`. For nothing at all "
+        "set `evaluation.every = 0`.",
+        default="noise",
+        choices=("noise", "public"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacySpec:
+    """Protection beyond keeping data where it is."""
+
+    secure_aggregation: SecureAggregationSpec = key(
+        "Secure aggregation.", default=SecureAggregationSpec()
+    )
+    differential_privacy: DifferentialPrivacySpec = key(
+        "Differential privacy.", default=DifferentialPrivacySpec()
+    )
