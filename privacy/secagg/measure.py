@@ -62,23 +62,22 @@ def _measure(
 ) -> Measured:
     num_chunks = -(-update_d.size // CHUNK_WORDS)
     squares, bounds = np.zeros(num_chunks), np.zeros(num_chunks, np.float32)
+    # A difference must be in the cache to be measured; a pass alone goes in blocks.
+    step = CHUNK_WORDS * (_BLOCK_CHUNKS if subtrahend_d is None else 1)
 
+    @np.errstate(over="ignore", invalid="ignore", under="ignore")
     def measure_range(start: int, stop: int) -> None:
         row_squares = np.zeros(_BLOCK_CHUNKS * _CHUNK_ROWS, np.float32)
         first_rows = np.arange(0, row_squares.size, _CHUNK_ROWS)
         for begin in range(start, stop, _BLOCK_CHUNKS * CHUNK_WORDS):
             end = min(begin + _BLOCK_CHUNKS * CHUNK_WORDS, stop)
             row_squares[:] = 0
-            for index, first in enumerate(range(begin, end, CHUNK_WORDS)):
-                here = slice(first, min(first + CHUNK_WORDS, end))
-                with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-                    if subtrahend_d is not None:
-                        np.subtract(
-                            update_d[here], subtrahend_d[here], out=update_d[here]
-                        )
-                    _write_row_squares(
-                        update_d[here], row_squares[index * _CHUNK_ROWS :]
-                    )
+            for first in range(begin, end, step):
+                here = slice(first, min(first + step, end))
+                if subtrahend_d is not None:
+                    np.subtract(update_d[here], subtrahend_d[here], out=update_d[here])
+                first_row = (first - begin) // _ROW_VALUES
+                _write_row_squares(update_d[here], row_squares[first_row:])
             chunk = begin // CHUNK_WORDS
             done = slice(chunk, chunk + -(-(end - begin) // CHUNK_WORDS))
             sums = np.add.reduceat(row_squares, first_rows, dtype=np.float64)
