@@ -2,14 +2,15 @@
 
 Drives ``privacy.secagg`` over a grid, one exchange after another::
 
-    once a run   S1 contract out, public keys back     S2 all keys out, assent back
+    setup        S1 contract out, public keys back     S2 all keys out, assent back
     each round   R1 model out, masked updates back
                  with a threshold below N also: R2 survivors out, assent back;
                  R3 assents out, shares back
 
 Each masked update is folded into one accumulator as it lands, so that memory is one
 model whatever the number of sites. A round is tried once: what is lost is not asked
-for again, since two sums of one round differ by a single update.
+for again, since two sums of one round differ by a single update. The setup is made
+before the first round, and again when a site has lost its keys: ``secure_setup``.
 
 Shape suffixes: d float values of the model, h words of the header.
 """
@@ -21,6 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
 from federation.gather import round_tasks
 from federation.ids import RunId, SiteId
@@ -41,6 +43,7 @@ from federation.round_record import RoundRecord
 from federation.vectors import HeaderVector, Layout, Vector
 from privacy.secagg import train
 from privacy.secagg.accumulator import MaskedSum
+from privacy.secagg.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.contract import Contract, Setting
 from privacy.secagg.errors import BadShare, TooFewSites
 from privacy.secagg.header import decode_header
@@ -74,8 +77,8 @@ class SecureGather:
         self._contract = contract
         self._ring = contract.ring()
         self._header = train.header_spec(contract.num_sites)
-        self._setup: SetupRecord | None = None
-        self._confirmed: set[SiteId] = set()
+        self._run_setup = RunSetup(contract)
+        self._opened: OpenedRound | None = None  # The newest round with a sum.
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
@@ -89,9 +92,10 @@ class SecureGather:
         del out_d
         total = MaskedSum(self._layout.size, self._ring)
         with _losing_the_round(record):
-            header_h = self._sum(state, record, TaskKind.TRAIN, total)
+            header_h, opened = self._sum(state, record, TaskKind.TRAIN, total)
             totals = decode_header(self._header, header_h)
             mean_d = total.decode(divisor=_positive(totals[train.WEIGHT]))
+        self._opened = opened
         # Only now: what a corrupt sum says of losses is no result.
         record.count_sums(
             training=train.read_sums(train.TRAINING, totals),
@@ -104,7 +108,7 @@ class SecureGather:
         """Have all sites evaluate; only the sums of their results are opened."""
         try:
             with _losing_the_round(record):
-                header_h = self._sum(state, record, TaskKind.EVALUATE, None)
+                header_h, _ = self._sum(state, record, TaskKind.EVALUATE, None)
                 totals = decode_header(self._header, header_h)
         except QuorumNotMet:
             return  # The record tells who failed, and that there are no metrics.
@@ -118,7 +122,7 @@ class SecureGather:
         record: RoundRecord,
         kind: TaskKind,
         total: MaskedSum | None,
-    ) -> HeaderVector:
+    ) -> tuple[HeaderVector, OpenedRound]:
         """Sum headers, and updates into ``total``; both are unmasked afterwards.
 
         Raises:
@@ -126,13 +130,14 @@ class SecureGather:
             BadShare: The shares of a secret contradict one another.
         """
         setup = self._set_up(record)
-        tasks = self._tasks(state, record, kind)
+        model = train.model_digest(state.weights_d, state.integers_m)
+        tasks = self._tasks(state, record, kind, setup, model)
         current = AggregatorRound(
             setup=setup,
             facts=RoundFacts(
                 round_index=record.round_index,
                 cohort=setup.contract.cohort,
-                model_digest=train.task_digest(tasks[0]),
+                model_digest=train.task_digest(tasks[0], model),
             ),
         )
         header_h = self._fold(tasks, record, current, total)
@@ -144,12 +149,32 @@ class SecureGather:
             total.apply_masks_(train.masks(corrections.vector))
         apply_masks_(header_h, train.masks(corrections.header))
         corrections.erase()
-        return header_h
+        return header_h, current.opened(
+            sum_digest=hashlib.sha256().digest() if total is None else total.digest(),
+            header_digest=hashlib.sha256(header_h.astype("<u8").data).digest(),
+        )
 
     def _set_up(self, record: RoundRecord) -> SetupRecord:
-        """Run S1 and S2 if this coordinator has not yet."""
-        if self._setup is not None:
-            return self._setup
+        """Find the setup to work under; make a new one first if that is due.
+
+        Raises:
+            TooFewSites: A site is missing, and too few others have keys.
+        """
+        if self._run_setup.is_due:
+            self._run_setup.attempt()
+            try:
+                self._run_setup.take(self._new_setup(record))
+            except TooFewSites as error:
+                if self._run_setup.in_force is None:
+                    raise
+                index = record.round_index
+                record.warn(f"round {index} goes on under the setup before: {error}")
+        setup = self._run_setup.in_force
+        assert setup is not None  # noqa: S101  # Else a setup was due, and made.
+        return setup
+
+    def _new_setup(self, record: RoundRecord) -> SetupRecord:
+        """Run S1 and S2 with every site."""
         setup = AggregatorSetup(identity=self._identity, contract=self._contract)
         everyone = self.sites()
         offer = setup.offer()
@@ -160,8 +185,7 @@ class SecureGather:
         self._take(
             record, SecureStep.CONFIRM, everyone, lambda _: book, setup.on_confirm
         )
-        self._setup = setup.result()
-        return self._setup
+        return setup.result()
 
     def _fold(
         self,
@@ -187,7 +211,7 @@ class SecureGather:
                 header_h += update.header_h
                 if total is not None:
                     total.fold_(update.words.view(self._ring.wire_dtype))
-                self._confirmed.add(update.site)
+                self._run_setup.note_answer(update.site)
                 record.count_masked(update, reply)
             del update, reply  # One at a time: the next is about to land.
         return header_h
@@ -202,10 +226,16 @@ class SecureGather:
         return record.masked_updates(self._heard(replies, current))
 
     def _tasks(
-        self, state: RunState, record: RoundRecord, kind: TaskKind
+        self,
+        state: RunState,
+        record: RoundRecord,
+        kind: TaskKind,
+        setup: SetupRecord,
+        model: bytes,
     ) -> list[RoundTask]:
         """Write everybody's task; a site that is new gets the confirms with it."""
-        confirms = b"" if self._setup is None else self._setup.confirms
+        opened = self._opened or before_rounds(setup.setup_hash)
+        certificate = certify(opened, model, self._identity)
         return round_tasks(
             state,
             record,
@@ -214,7 +244,11 @@ class SecureGather:
             layout=self._layout,
             kind=kind,
             secure=lambda site: train.write_train(
-                b"" if site in self._confirmed else confirms
+                train.TrainBody(
+                    setup_hash=setup.setup_hash,
+                    confirms=self._run_setup.confirms_for(site),
+                    certificate=certificate,
+                )
             ),
         )
 
@@ -222,7 +256,7 @@ class SecureGather:
         self, replies: Iterable[Reply], current: AggregatorRound
     ) -> Iterator[Reply]:
         """Check as they land that declines are signed by their sites."""
-        for reply in replies:
+        for reply in self._noting(replies):
             answer = reply.message
             if isinstance(answer, SecureAnswer) and answer.step is SecureStep.DECLINE:
                 try:
@@ -230,8 +264,25 @@ class SecureGather:
                 except ProtocolError as error:
                     yield replace(reply, message=_refusal(answer, str(error)))
                     continue
-                self._confirmed.add(answer.site)
+                self._run_setup.note_answer(answer.site)
             del answer  # The caller wants to let go of a masked update.
+            yield reply
+            del reply
+
+    def _noting(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Note as they land which sites have lost their keys.
+
+        Nobody signs that, as nobody signs silence: whoever could forge it could as
+        well drop the site's answers.
+        """
+        for reply in replies:
+            answer = reply.message
+            if (
+                isinstance(answer, SiteFailure)
+                and answer.kind is FailureKind.NOT_SET_UP
+            ):
+                self._run_setup.note_lacking(answer.site)
+            del answer
             yield reply
             del reply
 
@@ -289,7 +340,8 @@ class SecureGather:
             for site in sites
         ]
         replies = self._grid.exchange(tasks, deadline_seconds=self._deadline_seconds)
-        for answer, reply in record.protocol_answers(replies, step):
+        heard = self._noting(replies)
+        for answer, reply in record.protocol_answers(heard, step):
             try:
                 _check_sender(answer.site, accept(answer.body))
             except ProtocolError as error:

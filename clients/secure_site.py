@@ -34,6 +34,7 @@ from federation.vectors import ByteVector, HeaderVector, Layout, Vector
 from privacy.secagg import train
 from privacy.secagg.client import SiteSession
 from privacy.secagg.contract import Contract
+from privacy.secagg.errors import NotSetUp
 from privacy.secagg.floor import LocalFloor
 from privacy.secagg.header import encode_header
 from privacy.secagg.identity import Identity, RandomBytes
@@ -46,6 +47,8 @@ from privacy.secagg.seal import seal_
 from privacy.secagg.setup import SiteSetup
 
 _LOG = logging.getLogger(__name__)
+
+_RESTARTED = "has no keys for this run: it was restarted, and needs a new setup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +97,29 @@ class SecureSite:
         The failure says what a protocol step found wrong. Of an error in training
         only its kind leaves the site; the rest is in the site's own log.
         """
+        if self._session is not None:
+            self._session.expire(task.round_index)
         try:
             if isinstance(task, SecureTask):
                 return self._answer_step(task)
             return self._answer_round(task)
         except ProtocolError as error:
-            return _failure(task, FailureKind.INVALID, str(error))
+            _LOG.warning("round %s refused: %s", task.round_index, error)
+            lacking = isinstance(error, NotSetUp)
+            kind = FailureKind.NOT_SET_UP if lacking else FailureKind.INVALID
+            return _failure(task, kind, str(error))
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             _LOG.warning("round %s failed", task.round_index, exc_info=error)
             known = isinstance(error, FederationError)
             text = str(error) if known else type(error).__name__
             return _failure(task, FailureKind.CRASHED, text)
+
+    def close(self) -> None:
+        """Erase every key of the run: the site takes no further part in it."""
+        for part in (self._session, self._setup):
+            if part is not None:
+                part.close()
+        self._session = self._setup = None
 
     def _answer_step(self, task: SecureTask) -> SecureAnswer:
         if task.step is SecureStep.ADVERTISE:
@@ -120,10 +135,14 @@ class SecureSite:
         return _step(task, task.step, body)
 
     def _begin_setup(self) -> SiteSetup:
-        """Forget every secret of the run so far and begin a new setup."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        """Begin a new setup.
+
+        The session of the one before lives until this one is complete: if somebody
+        is missing now, those who have keys can go on without. No round is answered
+        under both, since the memory of rounds outlives sessions.
+        """
+        if self._setup is not None:
+            self._setup.close()
         protection = self._protection
         self._setup = SiteSetup(
             identity=protection.identity,
@@ -140,7 +159,7 @@ class SecureSite:
 
     def _current_session(self) -> SiteSession:
         if self._session is None:
-            raise ProtocolError("has no keys for this run: the site was restarted")
+            raise NotSetUp(_RESTARTED)
         return self._session
 
     def _current_trainer(self) -> Trainer:
@@ -148,33 +167,61 @@ class SecureSite:
             self._trainer = self._make_trainer()
         return self._trainer
 
-    def _open_session(self, confirms: bytes) -> SiteSession:
-        """Turn a finished setup into a session, with the first round's task."""
-        if self._session is None:
-            setup, protection = self._current_setup(), self._protection
-            self._session = SiteSession(
-                contract=setup.contract,
-                identity=protection.identity,
-                secrets=setup.on_confirms(confirms),
-                memory=protection.memory,
-                random_bytes=protection.random_bytes,
-            )
+    def _session_of(self, body: train.TrainBody) -> SiteSession:
+        """Find the session of a round's setup; its first task opens it.
+
+        Raises:
+            NotSetUp: This site has no keys of that setup.
+        """
+        session, setup = self._session, self._setup
+        if session is not None and session.setup_hash == body.setup_hash:
+            return session
+        if setup is None or setup.setup_hash != body.setup_hash:
+            raise NotSetUp(_RESTARTED)
+        return self._open_session(setup, body.confirms)
+
+    def _open_session(self, setup: SiteSetup, confirms: bytes) -> SiteSession:
+        """Turn a finished setup into a session, which takes the old one's place.
+
+        Raises:
+            NotSetUp: Not all sites have confirmed the same setup; it is given up.
+        """
+        protection = self._protection
+        self._setup = None
+        try:
+            secrets = setup.on_confirms(confirms)
+        except ProtocolError as error:
+            raise NotSetUp(str(error)) from error
+        if self._session is not None:
+            self._session.close()
+        self._session = SiteSession(
+            contract=setup.contract,
+            identity=protection.identity,
+            secrets=secrets,
+            memory=protection.memory,
+            random_bytes=protection.random_bytes,
+        )
         return self._session
 
     def _answer_round(self, task: RoundTask) -> SiteMessage:
         if not task.secure:
             raise ProtocolError("answers under secure aggregation only")
-        session = self._open_session(train.read_train(task.secure))
-        contract = self._current_setup().contract
+        body = train.read_train(task.secure)
+        session = self._session_of(body)
+        contract = session.contract
         trainer = self._current_trainer()
         if task.layout_digest != trainer.layout().digest:
             raise ProtocolError("holds a model of another layout than this run's")
+        model = train.model_digest(task.weights_d, task.integers_m)
+        session.check_model(
+            body.certificate, round_index=task.round_index, model_digest=model
+        )
         # The round is recorded, and its masks exist, before anything is trained.
         masks = session.begin_round(
             RoundFacts(
                 round_index=task.round_index,
                 cohort=contract.cohort,
-                model_digest=train.task_digest(task),
+                model_digest=train.task_digest(task, model),
             )
         )
         try:
@@ -185,7 +232,7 @@ class SecureSite:
         except BaseException:
             session.decline()  # Said to nobody: it erases the round's keys.
             raise
-        body = session.finish_masked(
+        signed = session.finish_masked(
             vector_digest=hashlib.sha256(words.data).digest(),
             header_digest=hashlib.sha256(header_h.data).digest(),
         )
@@ -196,7 +243,7 @@ class SecureSite:
             layout_digest=task.layout_digest,
             words=words,
             header_h=header_h,
-            body=body,
+            body=signed,
         )
 
     def _work(

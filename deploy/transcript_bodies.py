@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 
 from federation.errors import ProtocolError
 from privacy.secagg import messages
+from privacy.secagg.certificate import Certificate
 from privacy.secagg.contract import Contract
 from privacy.secagg.train import read_train
 
@@ -22,14 +23,10 @@ _MAX_DEPTH = 3  # A task's confirms hold confirms; a site may send deeper nonsen
 _SUITE = b"xsa-v1/"
 
 
-def _train(body: bytes) -> object:
-    said: object = read_train(body)
-    return {"confirms": said} if isinstance(said, bytes) else said
-
-
 _READERS: Mapping[str, Callable[[bytes], object]] = {
     "contract": Contract.from_bytes,
-    "train": _train,
+    "train": read_train,
+    "certificate": Certificate.from_bytes,
 } | {
     kind.TAG.removeprefix(_SUITE).decode(): kind.from_bytes
     for kind in (

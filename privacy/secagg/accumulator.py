@@ -7,6 +7,7 @@ end, all in one pass. Who must reveal what is for the protocol's state machine.
 Shape suffixes: w words as they arrive, c words of one chunk.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,23 @@ class MaskedSum:
             self._sum_d.size if masks else 0,
             threads=self._threads,
         )
+
+    def digest(self) -> bytes:
+        """SHA-256 of the sum as little-endian words of its type, modulo 2^bits.
+
+        Words have 2 bytes at 16 bits, otherwise 4.
+
+        Raises:
+            ValueError: The sum has been decoded.
+        """
+        self._check_open()
+        found = hashlib.sha256()
+        top = self._sum_d.dtype.type((1 << self._spec.bits) - 1)
+        little = self._sum_d.dtype.newbyteorder("<")
+        for begin in range(0, self._sum_d.size, CHUNK_WORDS):
+            chunk_c = self._sum_d[begin : begin + CHUNK_WORDS] & top
+            found.update(chunk_c.astype(little, copy=False).data)
+        return found.digest()
 
     def decode(self, *, divisor: float = 1.0) -> Vector:
         """Read the unmasked sum, in its own memory: see ``ring.decode_sum_``.

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from privacy.secagg.certificate import ModelTrail
 from privacy.secagg.contract import DIGEST_BYTES, Contract, Setting
 from privacy.secagg.errors import (
     BadShare,
@@ -141,11 +142,47 @@ class SiteSession:
         self._random_bytes = random_bytes
         self._audit = audit
         self._round: _Round | None = None
+        self._trail = ModelTrail(
+            contract, number=secrets.number, setup_hash=secrets.setup_hash
+        )
 
     @property
     def number(self) -> int:
         """This site's number i."""
         return self._secrets.number
+
+    @property
+    def contract(self) -> Contract:
+        """What the site has accepted."""
+        return self._contract
+
+    @property
+    def setup_hash(self) -> bytes:
+        """h_U of the setup that this session rests on."""
+        return self._secrets.setup_hash
+
+    def check_model(
+        self, certificate: bytes, *, round_index: int, model_digest: bytes
+    ) -> None:
+        """Check a round's model by the aggregator's certificate: ``ModelTrail.check``.
+
+        To be called before ``begin_round``, which uses the round's number up.
+        """
+        self._trail.check(
+            certificate, round_index=round_index, model_digest=model_digest
+        )
+
+    def expire(self, round_index: int) -> None:
+        """Erase a round that is not over, now that another one is spoken of.
+
+        A site that was declared missing is never told so. It learns it from the
+        first message of a later round, or of a setup, whose round index is 0.
+        """
+        current = self._round
+        if current is None:
+            return
+        if round_index == 0 or round_index > current.facts.round_index:
+            self._drop_round()
 
     def begin_round(self, facts: RoundFacts) -> RoundMasks:
         """R1: accept a round, record it, and derive what masks the answer.
@@ -191,6 +228,7 @@ class SiteSession:
             peer: roots.take_round(facts.round_index, context, audit=self._audit)
             for peer, roots in self._secrets.roots.items()
         }
+        self._trail.note_context(facts.round_index, context)
         try:
             self._round = self._open_round(facts, context, pairs)
         finally:
@@ -271,6 +309,7 @@ class SiteSession:
             if heads[self.number] != current.head:
                 raise InconsistentSurvivors("the list shows another head of this site")
             current.survivors = survivors
+            self._trail.note_consent(current.facts.round_index, survivors)
             message = Consent(
                 number=self.number, context=current.context, survivors=survivors
             )

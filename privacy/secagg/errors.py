@@ -17,6 +17,8 @@ FederationError
     |-- TooFewSites           fewer sites than the threshold, or a site missing
     |-- InconsistentSurvivors lists of survivors that cannot both be true
     |-- BadShare              a share that is damaged, missing or inconsistent
+    |-- NotSetUp              a round at a site that has no keys for it
+    |-- CertificateRefused    a model that is not what its certificate says
     `-- OutOfOrder            a step that is not next
 
 Errors of the arithmetic, ``SumOutOfRange`` among them, are in ``ring_errors``.
@@ -97,6 +99,14 @@ class InconsistentSurvivors(ProtocolError):
 
 class BadShare(ProtocolError):
     """A share is damaged, missing, repeated or of the wrong length."""
+
+
+class NotSetUp(ProtocolError):
+    """A site has no keys of the setup that a round rests on: it needs a new one."""
+
+
+class CertificateRefused(ProtocolError):
+    """A model came with a certificate that does not fit it, or what came before."""
 
 
 class OutOfOrder(ProtocolError):

@@ -47,6 +47,7 @@ class Label(StrEnum):
     SURVIVORS = "survivors"
     SHARES = "shares"
     DECLINE = "decline"
+    CERTIFICATE = "certificate"
 
 
 @dataclass(frozen=True, slots=True)

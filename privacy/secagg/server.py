@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from federation.ids import SiteId
+from privacy.secagg.certificate import OpenedRound
 from privacy.secagg.contract import Contract, Member, Setting
 from privacy.secagg.errors import (
     BadShare,
@@ -83,6 +84,7 @@ class AggregatorRound:
             )
         self._contract: Contract = setup.contract
         self._context = round_context(setup.contract.digest, setup.setup_hash, facts)
+        self._round_index = facts.round_index
         self._phase = _Phase.MASKED
         self._heads: dict[int, bytes] = {}
         self._sealed: dict[int, Mapping[int, bytes]] = {}
@@ -286,6 +288,25 @@ class AggregatorRound:
             wipe(secret)
         self._shares.clear()
         return masks
+
+    def opened(self, *, sum_digest: bytes, header_digest: bytes) -> OpenedRound:
+        """After ``corrections``: the round as a certificate tells of it.
+
+        Args:
+            sum_digest: SHA-256 of the unmasked integer sum.
+            header_digest: SHA-256 of the header's unmasked sum.
+
+        Raises:
+            OutOfOrder: The round is not over.
+        """
+        self._check_phase(_Phase.DONE)
+        return OpenedRound(
+            round_index=self._round_index,
+            context=self._context,
+            survivors=self._survivors,
+            sum_digest=sum_digest,
+            header_digest=header_digest,
+        )
 
     def _self_shares(self, j: int) -> dict[int, bytes]:
         return {i: shares.self_shares[j] for i, shares in self._shares.items()}

@@ -111,6 +111,16 @@ class SiteSetup:
             raise OutOfOrder("no contract has been accepted")
         return self._contract
 
+    @property
+    def setup_hash(self) -> bytes:
+        """h_U of the book that this site has confirmed; empty before."""
+        return self._setup_hash
+
+    def close(self) -> None:
+        """Erase every key: this setup leads to nothing."""
+        self._steps.due = _Step.ABORTED
+        self._erase()
+
     def on_offer(self, data: bytes) -> bytes:
         """S1: accept a contract and answer with an encoded ``Advert``.
 

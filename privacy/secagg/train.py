@@ -6,11 +6,15 @@ that sums over sites are exact and no slot can wrap.
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from federation.messages import MetricSums, RoundTask
+from federation.vectors import IntegerVector, Vector
 from privacy.secagg.canonical import Reader, fields
+from privacy.secagg.certificate import MAX_CERTIFICATE_BYTES
+from privacy.secagg.contract import DIGEST_BYTES
 from privacy.secagg.header import HeaderSpec, Slot, SlotKind
 from privacy.secagg.keys import Stream
 from privacy.secagg.prg import Mask
@@ -32,17 +36,38 @@ HEADER_SLOTS = (
 )
 
 
-def task_digest(task: RoundTask) -> bytes:
-    """H(theta_r) with what is asked of it: SHA-256 as each party computes it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBody:
+    """What goes with a round's task beside the model.
+
+    Attributes:
+        setup_hash: h_U of the setup that the round rests on.
+        confirms: ``SetupRecord.confirms`` for a site that has not seen them yet,
+            otherwise empty.
+        certificate: Of the newest round with a sum.
+    """
+
+    setup_hash: bytes
+    confirms: bytes
+    certificate: bytes
+
+
+def model_digest(weights_d: Vector, integers_m: IntegerVector) -> bytes:
+    """H(theta_r): SHA-256 of the global model, as each party computes it."""
+    digest = hashlib.sha256(fields(b"xsa-v1/model"))
+    digest.update(np.ascontiguousarray(weights_d, dtype="<f4").data)
+    digest.update(np.ascontiguousarray(integers_m, dtype="<i8").data)
+    return digest.digest()
+
+
+def task_digest(task: RoundTask, model: bytes) -> bytes:
+    """``model_digest`` with what is asked of the model: it is part of ctx_r.
 
     Were the kind of work not in it, an aggregator could have one site train and the
     others evaluate, and read that site's numbers off the sum of the headers.
     """
     asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
-    digest = hashlib.sha256(fields(b"xsa-v1/task", asked.encode()))
-    digest.update(np.ascontiguousarray(task.weights_d, dtype="<f4").data)
-    digest.update(np.ascontiguousarray(task.integers_m, dtype="<i8").data)
-    return digest.digest()
+    return hashlib.sha256(fields(b"xsa-v1/task", asked.encode(), model)).digest()
 
 
 def masks(streams: Iterable[Stream]) -> list[Mask]:
@@ -86,23 +111,22 @@ def read_sums(kind: str, totals: Mapping[str, float]) -> MetricSums | None:
     return MetricSums(count=count, loss_sum=loss / _MICRO, correct=correct)
 
 
-def write_train(confirms: bytes) -> bytes:
-    """Encode what goes with a round's task.
-
-    Args:
-        confirms: ``SetupRecord.confirms`` for a site that has not seen them yet,
-            otherwise empty.
-    """
-    return fields(_TAG, confirms)
+def write_train(body: TrainBody) -> bytes:
+    """Encode what goes with a round's task."""
+    return fields(_TAG, body.setup_hash, body.confirms, body.certificate)
 
 
-def read_train(data: bytes) -> bytes:
+def read_train(data: bytes) -> TrainBody:
     """Decode ``write_train``.
 
     Raises:
         MalformedMessage: The bytes are something else.
     """
     reader = Reader(data, _TAG)
-    confirms = reader.field("confirms", limit=MAX_CONFIRMS_BYTES)
+    body = TrainBody(
+        setup_hash=reader.field("setup_hash", size=DIGEST_BYTES),
+        confirms=reader.field("confirms", limit=MAX_CONFIRMS_BYTES),
+        certificate=reader.field("certificate", limit=MAX_CERTIFICATE_BYTES),
+    )
     reader.end()
-    return confirms
+    return body

@@ -285,12 +285,12 @@ def other_model(task: Any) -> Task:
 
 @pytest.mark.parametrize("threshold", [4, 5])
 def test_site_that_was_given_another_model_is_not_in_the_sum(threshold: int):
-    """Its head is of another context: refused by name, in no case a wrong model."""
+    """It refuses: that is not the model which the aggregator has signed."""
     job = secure_job(threshold=threshold)
     secure = run(job, wraps={SITE: lambda s: Spoilt(s, task=other_model)})
     ((site, text),) = secure.failures(1)
     assert site == SITE
-    assert "speaks of another run, setup, round or model" in text
+    assert "is not the one that the certificate of round 0 names" in text
     lost = silence(MASK, [SITE])
     assert_same(secure, run(in_the_clear(job), fault=lost))
     first = "completed" if threshold == 4 else "lost"

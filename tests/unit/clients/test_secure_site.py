@@ -108,22 +108,42 @@ def restarted(site: SecureSite) -> SecureSite:
 def test_restarted_site_says_so(after_a_run: Recording):
     """It has no keys of the run and can only be set up anew."""
     site = restarted(after_a_run.site)
+    rounds = (SecureStep.SURVIVORS, SecureStep.REVEAL)
     for task in after_a_run.tasks:
-        if getattr(task, "step", None) is SecureStep.ADVERTISE:
-            continue
-        assert refused(site, task)
+        if isinstance(task, RoundTask) or task.step in rounds:
+            answer = site.handle(task)
+            assert answer.kind is FailureKind.NOT_SET_UP
+            assert answer.message.startswith("has no keys for this run")
+        elif task.step is SecureStep.CONFIRM:
+            assert "before it was made an offer" in refused(site, task)
 
 
-def test_new_setup_erases_the_old_session(after_a_run: Recording):
-    """Two setups at a time would be two masks for one round."""
-    site, offer = after_a_run.site, after_a_run.tasks[0]
+def roots_of(site: SecureSite) -> list[Secret]:
+    """What a site's session derives keys from."""
     roots = site._session._secrets.roots.values()
     held = [root for pair in roots for root in gc.get_referents(pair)]
-    secrets = [root for root in held if isinstance(root, Secret)]
+    return [root for root in held if isinstance(root, Secret)]
+
+
+def test_new_setup_that_is_not_complete_leaves_the_old_one(after_a_run: Recording):
+    """Somebody may be missing from it: the others go on with the keys they have."""
+    site, offer = after_a_run.site, after_a_run.tasks[0]
+    secrets = roots_of(site)
     assert len(secrets) == 2 * 4
     assert site.handle(offer).step is SecureStep.ADVERTISE
-    assert site._session is None
+    assert not any(secret.erased for secret in secrets)
+
+
+def test_closed_site_has_no_key(after_a_run: Recording):
+    """Neither of the session nor of a setup that had begun."""
+    site, offer = after_a_run.site, after_a_run.tasks[0]
+    secrets = roots_of(site)
+    site.handle(offer)
+    setup = site._setup
+    site.close()
     assert all(secret.erased for secret in secrets)
+    assert (site._session, site._setup, setup._keys) == (None, None, None)
+    site.close()
 
 
 def test_restarted_site_remembers_its_rounds(after_a_run: Recording):

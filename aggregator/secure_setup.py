@@ -1,0 +1,64 @@
+"""Which setup of a secure run is in force, and when it needs a new one.
+
+Keys of a run lie in the sites' memory alone, so a site that restarts has none. It
+says so when it is asked for a round (``FailureKind.NOT_SET_UP``), and the next round
+begins with a new setup of *all* sites: other run keys, another h_U, round numbers
+that go on. One attempt a round at most; and if somebody is missing from it while
+enough others have keys, they go on under the setup that they have.
+"""
+
+from federation.ids import SiteId
+from privacy.secagg.contract import Contract
+from privacy.secagg.setup import SetupRecord
+
+
+class RunSetup:
+    """The setup in force, as far as the aggregator knows."""
+
+    def __init__(self, contract: Contract) -> None:
+        """Begin without one."""
+        self._contract = contract
+        self._record: SetupRecord | None = None
+        self._lacking: set[SiteId] = set()
+        self._asked = False
+        self._confirmed: set[SiteId] = set()
+
+    @property
+    def in_force(self) -> SetupRecord | None:
+        """The setup under which a round can have a sum; None if there is none."""
+        with_keys = self._contract.num_sites - len(self._lacking)
+        return self._record if with_keys >= self._contract.quorum else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to attempt a new setup before the next round."""
+        return self._asked or self.in_force is None
+
+    def attempt(self) -> None:
+        """Note that a new setup is attempted.
+
+        A site that is silent now is asked again once it has spoken: each attempt
+        waits for it as long as a round's deadline.
+        """
+        self._asked = False
+
+    def take(self, record: SetupRecord) -> None:
+        """Put a finished setup in force."""
+        self._record = record
+        self._lacking.clear()
+        self._confirmed.clear()
+
+    def note_lacking(self, site: SiteId) -> None:
+        """Note that a site has no keys of the setup in force."""
+        self._lacking.add(site)
+        self._asked = True
+
+    def note_answer(self, site: SiteId) -> None:
+        """Note that a site has answered a round of the setup in force."""
+        self._confirmed.add(site)
+
+    def confirms_for(self, site: SiteId) -> bytes:
+        """What a site's next task has to carry: all confirms, until it answers."""
+        if self._record is None or site in self._confirmed:
+            return b""
+        return self._record.confirms
