@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # -I: tests see the installed package, not whatever the working folder holds.
 PYTEST := $(BIN)/python -I -m pytest
 
-.PHONY: help demo test test-fast test-lowest lint check format bench docs dist clean
+.PHONY: help demo test test-long test-fast test-lowest lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,8 +23,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Train one model across two simulated clouds and write a report
 	$(BIN)/crossfed simulate jobs/quickstart.toml
 
-test: $(READY) ## Run every test
-	$(PYTEST) -n 2 --dist loadgroup
+test: $(READY) ## Run every test but the long ones
+	$(PYTEST) -m "not long" -n 2 --dist loadgroup
+
+test-long: $(READY) ## Run the tests that take many minutes
+	$(PYTEST) -m long -n 2 --dist loadgroup
 
 test-fast: $(READY) ## Run the tests that take milliseconds
 	$(PYTEST) -m "not slow and not flower and not deploy" -n 2 --dist loadgroup

@@ -62,6 +62,7 @@ class _Phase(Enum):
     CONSENTS = "consents"
     SHARES = "shares"
     DONE = "nothing more"
+    LOST = "nothing: the round is lost"
 
 
 class AggregatorRound:
@@ -174,7 +175,7 @@ class AggregatorRound:
             absent = [
                 m.site for m in self._contract.members if m.number not in self._heads
             ]
-            self._phase = _Phase.DONE
+            self._phase = _Phase.LOST
             raise TooFewSites(
                 f"{len(self._heads)} sites answered and the contract demands "
                 f"{self._contract.quorum}; missing: {', '.join(absent)}"

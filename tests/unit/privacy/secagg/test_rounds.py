@@ -9,7 +9,7 @@ import pytest
 from support.secagg_parties import DIGEST, HEADER, MODEL, Run, site_name, start
 
 from privacy.secagg import prg
-from privacy.secagg.errors import TooFewSites
+from privacy.secagg.errors import OutOfOrder, TooFewSites
 from privacy.secagg.keys import RoundMasks, Stream
 from privacy.secagg.messages import Shares
 from privacy.secagg.prg import Mask
@@ -94,6 +94,17 @@ def test_dropouts_give_the_sum_or_an_end(num_sites: int, drops: tuple[int, int, 
     actual, expected = play(run, **patterns)
     for part, values in expected.items():
         np.testing.assert_array_equal(values, actual[part])
+
+
+@pytest.mark.parametrize("num_sites", [3, 5])
+def test_lost_round_has_no_corrections(num_sites: int):
+    """Nor in P1, where a complete round needs none: the sum would be garbage."""
+    run = start(num_sites)
+    server = run.collect([1, 2])
+    with pytest.raises(TooFewSites):
+        server.close_masked()
+    with pytest.raises(OutOfOrder, match="lost"):
+        server.corrections()
 
 
 def test_every_threshold_works_with_every_site_dropping():
