@@ -31,9 +31,11 @@ from support.secure_runs import (
 
 from clients import secure_site
 from clients.secure_site import SecureSite
+from cloud_adapters.faults import FaultInjector
 from deploy.simulation import RunResult, simulate
 from federation import events, job_file, wire
-from federation.job import JobSpec
+from federation.clock import SystemClock
+from federation.job import FaultSpec, JobSpec
 from federation.messages import (
     MaskedUpdate,
     MetricSums,
@@ -197,6 +199,21 @@ def test_dropout_leaves_the_mean_of_those_who_answered(step: str):
     assert len(secure.answered(1)) == (4 if step == MASK else 5)
     gone = [SITE] if step == MASK else []
     assert_same(secure, run(in_the_clear(job), fault=silence(MASK, gone)))
+
+
+def test_slow_site_takes_part_in_every_step():
+    """It hangs, answers within the deadline, and is asked for consent and shares."""
+    job = secure_job()
+    hang = FaultSpec(site=SITE, kind="hang", seconds=0.2, rounds=(1,))
+    fault = FaultInjector([hang], clock=SystemClock(), seed=0)
+    secure = run(job, fault=fault)
+    assert secure.failures(1) == []
+    assert len(secure.answered(1)) == 5
+    taken = [e for e in secure.seen if isinstance(e, events.StepTaken)]
+    steps = {e.step: e.sites for e in taken if e.round_index == 1}
+    assert SITE in steps[SecureStep.SURVIVORS.value]
+    assert SITE in steps[SecureStep.REVEAL.value]
+    assert_same(secure, run(in_the_clear(job)))
 
 
 @pytest.mark.parametrize(
