@@ -227,7 +227,17 @@ class Contract:
         raise UnknownSite(f"site {site!r} is not in the contract of run {self.run_id}")
 
     def to_bytes(self) -> bytes:
-        """The canonical encoding; the attributes in the order of ``from_bytes``."""
+        """The canonical encoding.
+
+        After the tag: run_id, suite, code_hash, layout_digest; num_values,
+        roster_serial; roster_digest; ``PrivacyTerms``; the number of members and for
+        each its site, organisation and key; aggregator_key; threshold, min_sites,
+        ring_bits; clip_norm, element_bound, which is 0 for none, clip_elements,
+        scale, amplitude; weight_rule; max_examples, max_rounds; the number of
+        header_slots and each of them; hybrid, two_site_waiver. Text is UTF-8 and,
+        like bytes, LP; a whole number, or a flag as 0 or 1, is u64; clip_norm,
+        element_bound and scale are floats.
+        """
         members = [
             fields(m.site.encode(), m.organisation.encode(), m.public_key)
             for m in self.members

@@ -1,9 +1,9 @@
 """Who a site is: a long-lived Ed25519 key, its file and its signatures.
 
 The private key lies at the site, in a PEM file that only its owner can read; the
-public half is pinned in the roster. Signatures are RFC 8032 over the label and the
-bytes, each with its length, so that a signature on one kind of message never
-passes for another. Keys that live for one run are in ``keys``, not here.
+public half is pinned in the roster. Signatures are RFC 8032 over ``LP("xsa-v1
+signature") || LP(label) || LP(bytes)``, so that a signature on one kind of message
+never passes for another. Keys that live for one run are in ``keys``, not here.
 """
 
 import hashlib

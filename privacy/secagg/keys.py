@@ -417,12 +417,15 @@ class RunSecrets:
 
 
 def channel_data(context: bytes, sender: int, receiver: int) -> bytes:
-    """Associated data of a sealed message: ctx || i || j."""
+    """Associated data of a sealed message: ctx_r || u64 i || u64 j."""
     return context + u64(sender) + u64(receiver)
 
 
 def seal(key: Secret, plaintext: bytearray, data: bytes) -> bytes:
-    """AES-256-GCM with a key that is used once."""
+    """AES-256-GCM with a key that is used once: ciphertext, then 16 bytes of tag.
+
+    The nonce is 12 bytes of zero.
+    """
     return AESGCM(key.buffer).encrypt(_NONCE, plaintext, data)
 
 

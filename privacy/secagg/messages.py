@@ -5,6 +5,11 @@ travel beside these messages, and a ``Head`` signs their digests. Every message 
 checked for form when it is read; who may say it, and when, is checked by the state
 machines in ``setup``, ``client`` and ``server``.
 
+A message is LP of its tag, then its attributes in the order in which they are listed,
+in the spelling of ``canonical``: bytes as LP, a number as u64, a list as numbers, a
+mapping as map. A signature comes last, as LP, and is over everything between the tag
+and itself; that of an ``Offer`` is over the contract's bytes alone.
+
 A network observer who reads these messages *and* the masked vectors learns what the
 aggregator learns. Transport encryption is required, and is not done here.
 """
@@ -143,7 +148,7 @@ class Book:
 
     @property
     def setup_hash(self) -> bytes:
-        """h_U: SHA-256 over the adverts in the order of their numbers."""
+        """h_U: SHA-256 of the encoded book."""
         return hashlib.sha256(self.to_bytes()).digest()
 
     def to_bytes(self) -> bytes:
@@ -281,7 +286,7 @@ class Head:
 
 
 def sealed_digest(sealed: Mapping[int, bytes]) -> bytes:
-    """h_enc: one digest of all sealed shares of a site."""
+    """h_enc: SHA-256 of the map from j to the SHA-256 of what is sealed for j."""
     digests = {j: hashlib.sha256(data).digest() for j, data in sealed.items()}
     return hashlib.sha256(byte_map(digests)).digest()
 
@@ -292,7 +297,9 @@ class Masked:
 
     Attributes:
         head: Encoded ``Head``.
-        sealed: For each other site j, the shares for it; empty in P1.
+        sealed: For each other site j, what ``keys.seal`` makes of its shares: of b_i,
+            then of k_il for every l but i, in the order of l, one after another.
+            Empty in P1.
     """
 
     TAG: ClassVar[bytes] = b"xsa-v1/masked"

@@ -2,7 +2,8 @@
 
 Source: section 2.2 of the protocol (``PRG(k)``); the cipher is NIST SP 800-38A
 section 6.5. Word ``w`` of ``b`` bits is bits ``[w*b, (w+1)*b)`` of the keystream of
-key ``k``, whose first counter block is zero: a key is used for one stream only.
+key ``k``, whose counter block is a number of 128 bits, big-endian, and zero at
+first: a key is used for one stream only.
 Words are little-endian. A stream may be entered at any word, so the result depends
 neither on the size of chunks nor on the number of threads.
 

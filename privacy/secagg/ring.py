@@ -116,7 +116,7 @@ class RingSpec:
 
     @property
     def scale(self) -> float:
-        """Integer steps per weight unit."""
+        """Integer steps per weight unit: ``(amplitude (1 - 2^-12) - 1) / bound``."""
         return self.largest_scaled / self.bound
 
     @property

@@ -92,7 +92,12 @@ class Roster:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of the canonical encoding."""
+        """SHA-256 of the canonical encoding.
+
+        LP(LP("xsa-v1/roster") || LP(u64 serial)), then LP of the aggregator's
+        organisation and key, then for each site LP of its name, organisation and
+        key; text as UTF-8, and LP of each part within.
+        """
         head = fields(b"xsa-v1/roster", u64(self.serial))
         aggregator = fields(self.aggregator_organisation.encode(), self.aggregator_key)
         rows = [

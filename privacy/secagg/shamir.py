@@ -3,6 +3,7 @@
 A. Shamir, "How to share a secret", CACM 22 (1979). The secret is the value at 0 of
 a random polynomial of degree t - 1; client x holds the value at x >= 1.
 The prime is the smallest above 2^256, so that every 32-byte secret is an element.
+Secrets, as 32 bytes, and shares, as 33, are numbers in big-endian order.
 
 This is the only primitive of the protocol that is ours. Python's integers do not
 take constant time: whoever can time the splitting process on its own machine is

@@ -120,7 +120,12 @@ class PrivacyTerms:
             yield "ring_noise_std", "joint noise adds up inside the sum: name it"
 
     def to_bytes(self) -> bytes:
-        """The canonical encoding: the words, the steps, the numbers."""
+        """The canonical encoding.
+
+        LP of profile and of mechanism, u64 of steps_per_round, then as floats
+        noise_multiplier, sampling_rate, delta, epsilon_cap, clip_norm and
+        ring_noise_std.
+        """
         return b"".join(
             [
                 lp(self.profile.encode()),
