@@ -1,0 +1,108 @@
+"""Properties of noise and rounding, for any scale, size and neighbours."""
+
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from privacy.dp.mechanism import GaussianMechanism
+from privacy.dp.noise import MAX_SIGMA, MIN_SIGMA, RoundedGaussian
+from privacy.dp.poisson import poisson_indices
+from privacy.secagg.prg import Keystream
+
+KEYS = st.binary(min_size=32, max_size=32)
+SMALL_SIGMAS = st.floats(MIN_SIGMA, 50.0)
+
+
+def _release(
+    mechanism: GaussianMechanism, sum_d: np.ndarray, key: bytes
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    released = sum_d.copy()
+    mechanism.release_(released, lambda _size: key)
+    return released.astype(np.float64)
+
+
+@st.composite
+def _neighbours(
+    draw: st.DrawFn,
+) -> tuple[GaussianMechanism, np.ndarray, np.ndarray]:
+    """Two float32 sums that differ by at most the clip norm, and often by all of it."""
+    size, clip_norm = draw(st.integers(1, 3000)), draw(st.floats(1e-6, 1e6))
+    mechanism = GaussianMechanism(
+        clip_norm=clip_norm, noise_multiplier=2.0**-15, size=size
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    record_d = draw(
+        st.sampled_from([np.eye(1, size)[0], np.ones(size), rng.normal(size=size)])
+    )
+    record_d = record_d * clip_norm * (1 - 2.0**-16) / np.linalg.norm(record_d)
+    if draw(st.booleans()):
+        record_d = np.minimum(record_d, mechanism.step / 2)  # Rounded most at random.
+    scale = draw(st.sampled_from([0.0, 1.0, 300.0])) * clip_norm / size
+    sum_d = (rng.normal(size=size) * scale).astype(np.float32)
+    return mechanism, sum_d, (sum_d + record_d).astype(np.float32)
+
+
+@settings(max_examples=200)
+@given(neighbours=_neighbours(), key=KEYS)
+def test_neighbours_stay_within_the_sensitivity(
+    neighbours: tuple[GaussianMechanism, np.ndarray, np.ndarray], key: bytes
+):
+    """With the same dither and noise: only the record's own rounding is left."""
+    mechanism, sum_d, other_d = neighbours
+    distance = np.linalg.norm(sum_d.astype(np.float64) - other_d)
+    assume(distance <= mechanism.clip_norm)
+    released_d = _release(mechanism, sum_d, key) - _release(mechanism, other_d, key)
+    assert np.linalg.norm(released_d) <= mechanism.sensitivity
+
+
+@given(sigma=st.floats(4097, MAX_SIGMA))
+def test_noise_is_never_less_than_asked_for(sigma: float):
+    """The levels' standard deviation, and what the mechanism tells the accountant."""
+    gaussian = RoundedGaussian(sigma=sigma)
+    assert sigma <= gaussian.std <= sigma * (1 + 1e-12)
+    assert gaussian.std**2 < gaussian.variance < gaussian.std**2 * 1.001
+
+
+@given(
+    clip_norm=st.floats(2.0**-60, 2.0**60),
+    noise_multiplier=st.floats(1e-3, 100.0),
+    size=st.integers(1, 10**9),
+)
+def test_mechanism_gives_what_was_asked_for(
+    clip_norm: float, noise_multiplier: float, size: int
+):
+    """A multiplier that is no smaller, and a sensitivity that is hardly larger."""
+    mechanism = GaussianMechanism(
+        clip_norm=clip_norm, noise_multiplier=noise_multiplier, size=size
+    )
+    assert mechanism.effective_multiplier >= noise_multiplier
+    assert clip_norm < mechanism.sensitivity <= 1.002 * clip_norm
+
+
+@settings(max_examples=20)
+@given(sigma=SMALL_SIGMAS, key=KEYS, size=st.integers(0, 40_000))
+def test_words_and_integers_get_the_same_noise(sigma: float, key: bytes, size: int):
+    """Signed or not, and within the range that is stated."""
+    gaussian = RoundedGaussian(sigma=sigma)
+    signed, words = np.zeros(size, np.int32), np.zeros(size, np.uint32)
+    gaussian.add_(signed, Keystream(key))
+    gaussian.add_(words, Keystream(key))
+    assert words.view(np.int32).tolist() == signed.tolist()
+    assert max(map(abs, signed.tolist()), default=0) <= gaussian.largest
+
+
+@given(
+    num_records=st.integers(0, 40_000),
+    rates=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    key=KEYS,
+)
+def test_a_higher_rate_chooses_more_of_the_same(
+    num_records: int, rates: tuple[float, float], key: bytes
+):
+    """One stream at two rates: the smaller sample is part of the larger."""
+    fewer, more = (
+        poisson_indices(num_records, rate, Keystream(key)) for rate in sorted(rates)
+    )
+    assert set(fewer.tolist()) <= set(more.tolist())
+    assert fewer.tolist() == sorted(fewer.tolist())
+    assert not more.size or 0 <= more[0] <= more[-1] < num_records
