@@ -33,7 +33,14 @@ MASK = "mask"  # The step of a round's masked update, beside those of SecureStep
 
 def secure_job(num_sites: int = 5, *, threshold: int = 4, **changes: Any) -> JobSpec:
     """A small job under secure aggregation; ``ring_bits`` and so on may be given."""
-    names = ("ring_bits", "clip_norm", "max_examples", "hybrid")
+    names = (
+        "ring_bits",
+        "clip_norm",
+        "element_bound",
+        "clip_elements",
+        "max_examples",
+        "hybrid",
+    )
     table = {name: changes.pop(name) for name in names if name in changes}
     table |= {"enabled": True, "threshold": threshold}
     if num_sites == 2:

@@ -226,7 +226,8 @@ def test_sealed_zero_update_is_uniform():
 
 
 # Relative Euclidean error of the sum: the table in section 3 of the specification,
-# and 4e-8 for float32 numbers, which the table leaves out.
+# and 4e-8 for float32 numbers, which the table leaves out. It also has 16 bits for 64
+# sites, which this ring refuses.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "num_sites", "error"),
@@ -236,7 +237,6 @@ def test_sealed_zero_update_is_uniform():
         (32, 64, 3.9e-7),
         (16, 2, 1.7e-4),
         (16, 16, 1.8e-3),
-        (16, 64, 7.7e-3),
     ],
 )
 def test_error_of_the_sum_is_within_the_table(bits: int, num_sites: int, error: float):
