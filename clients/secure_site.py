@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clients.kept_integers import KeptIntegers
-from federation.errors import FederationError, ProtocolError, SiteError
+from federation.errors import BudgetExceeded, FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -112,7 +112,9 @@ class SecureSite:
             _LOG.warning("round %s failed", task.round_index, exc_info=error)
             known = isinstance(error, FederationError)
             text = str(error) if known else type(error).__name__
-            return _failure(task, FailureKind.CRASHED, text)
+            spent = isinstance(error, BudgetExceeded)
+            kind = FailureKind.BUDGET if spent else FailureKind.CRASHED
+            return _failure(task, kind, text)
 
     def close(self) -> None:
         """Erase every key of the run: the site takes no further part in it."""

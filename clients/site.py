@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from clients import update
 from clients.kept_integers import KeptIntegers
-from federation.errors import FederationError
+from federation.errors import BudgetExceeded, FederationError
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -57,12 +57,7 @@ class Site:
             return self._answer(task)
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             _LOG.debug("site_task_failed", exc_info=True)
-            kind = (
-                FailureKind.NOT_FINITE
-                if isinstance(error, update.NotFinite)
-                else FailureKind.CRASHED
-            )
-            return self._failure(task, kind, _one_line(error))
+            return self._failure(task, _kind_of(error), _one_line(error))
 
     def _answer(self, task: Task) -> SiteMessage:
         if not isinstance(task, RoundTask) or task.secure:
@@ -167,6 +162,14 @@ class _Stopwatch:
     def phases(self) -> tuple[Phase, ...]:
         """What was timed so far."""
         return tuple(self._phases)
+
+
+def _kind_of(error: Exception) -> FailureKind:
+    if isinstance(error, BudgetExceeded):
+        return FailureKind.BUDGET
+    if isinstance(error, update.NotFinite):
+        return FailureKind.NOT_FINITE
+    return FailureKind.CRASHED
 
 
 def _one_line(error: Exception) -> str:

@@ -1,8 +1,9 @@
 """The command line: ``crossfed VERB``.
 
 Standard output is data, standard error is progress and log. Exit codes: 0 done,
-1 failed, 2 the job or the command line is wrong, 130 stopped on request (Ctrl-C)
-after a checkpoint. Heavy imports wait until a verb needs them.
+1 failed, 2 the job or the command line is wrong, 3 the privacy budget is spent, 130
+stopped on request (Ctrl-C) after a checkpoint. Heavy imports wait until a verb needs
+them.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy import tool_verbs
 from federation.errors import (
+    BudgetExceeded,
     CheckpointMismatch,
     FederationError,
     JobError,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from federation.job import JobSpec
     from monitoring.run_view import RunView
 
-DONE, FAILED, BAD_JOB, STOPPED = 0, 1, 2, 130
+DONE, FAILED, BAD_JOB, OUT_OF_BUDGET, STOPPED = 0, 1, 2, 3, 130
 
 # A site's failure never ends a run: a SiteError that arrives here is of the job's
 # data, before any round.
@@ -94,6 +96,8 @@ def _complain(error: Exception, options: argparse.Namespace) -> int:
     if isinstance(error, (JobError, SiteError)) and job and str(job) not in text:
         text = f"{job}: {text}"
     _tell(text)
+    if isinstance(error, BudgetExceeded):
+        return OUT_OF_BUDGET
     return BAD_JOB if isinstance(error, _BAD_JOB) else FAILED
 
 
@@ -230,6 +234,9 @@ def _simulate(options: argparse.Namespace) -> int:
     if outcome.status == "completed":
         return DONE
     sys.stdout.flush()
+    if outcome.status == "exhausted":
+        _tell("the privacy budget is spent: this model is the last that it allows")
+        return OUT_OF_BUDGET
     _say_how_to_resume(options, folder, "stopped")
     return STOPPED
 

@@ -31,6 +31,7 @@ from federation.job import JobSpec
 from federation.protocols import Grid, ObjectStore, RunState, SiteHandler
 from monitoring.run_view import (
     COMPLETED,
+    EXHAUSTED,
     RunFold,
     RunView,
     accuracy_of,
@@ -46,7 +47,8 @@ class RunResult:
     """What a run came to.
 
     Attributes:
-        status: ``completed`` or ``stopped``.
+        status: ``completed``, ``stopped``, or ``exhausted`` if the sites' privacy
+            budgets allowed no further round.
         run_id: The run.
         rounds_completed: Rounds after which the weights changed.
         rounds_now: Rounds that this call ran: 0 if all were done before.
@@ -315,7 +317,7 @@ class _Simulation:
         layout = self._federation.pool.layout
         weights = model_export.named_arrays(layout, state)
         if self._run is not None:
-            if view.status == COMPLETED:
+            if view.status in {COMPLETED, EXHAUSTED}:
                 replace_file(self._run.model, model_export.file_pieces(layout, weights))
             self._run.write_result(result(view))
             leave_report(self._run)

@@ -11,7 +11,8 @@ Reddi et al. 2021, arXiv:2003.00295, Algorithm 1):
         save theta
 
 A round without quorum, or whose result is not finite, leaves theta as it was and
-counts as one of the planned rounds.
+counts as one of the planned rounds. A round that too few sites have the privacy
+budget for is not counted, and ends the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 
 from federation import events
 from federation.errors import (
+    BudgetExceeded,
     CorruptObject,
     FederationError,
     QuorumNotMet,
@@ -74,9 +76,11 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         parts: Everything else.
 
     Returns:
-        The last state; it is also the newest checkpoint.
+        The last state; it is also the newest checkpoint. The last event says whether
+        the run was completed, stopped, or exhausted its sites' privacy budgets.
 
     Raises:
+        BudgetExceeded: The sites' privacy budgets do not allow a single round.
         QuorumNotMet: Too many rounds in a row, or all of them, had too few answers
             or no finite result.
         RunConflict: Another coordinator works on this run.
@@ -88,22 +92,30 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
     state = parts.initial_state() if saved is None else saved
     _emit_started(job, parts, state)
     spare_d = np.empty(parts.layout.size, dtype=np.float32)
+    exhausted = ""
     try:
         if saved is None:
             # From here on the run belongs to this job and this coordinator.
             _save(parts, state)
         while state.round_index < job.rounds and not parts.stop_requested():
-            state, spare_d = _run_round(job, parts, state, spare_d)
+            try:
+                state, spare_d = _run_round(job, parts, state, spare_d)
+            except BudgetExceeded as error:
+                if state.rounds_completed == 0:
+                    raise
+                exhausted = str(error)
+                break
             _check_progress(job, state)
         is_complete = state.round_index >= job.rounds
-        if is_complete:
+        if is_complete or exhausted:
             _check_result(job, state)
             _evaluate_last(job, parts, state)
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         _emit_finished(parts, state, status, str(error), start)
         raise
-    _emit_finished(parts, state, "completed" if is_complete else "stopped", "", start)
+    status = "completed" if is_complete else "exhausted" if exhausted else "stopped"
+    _emit_finished(parts, state, status, exhausted, start)
     return state
 
 
@@ -120,6 +132,9 @@ def _run_round(
 
     Returns:
         The new state, already durable, and memory for the next round.
+
+    Raises:
+        BudgetExceeded: Too few sites have the privacy budget for the round.
     """
     record = RoundRecord(
         run_id=parts.run_id,
@@ -134,7 +149,10 @@ def _run_round(
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             update_d = parts.gather.update(state, record, spare_d)
-        except QuorumNotMet:
+        except QuorumNotMet as error:
+            if record.out_of_budget:
+                record.finish("lost")
+                raise _out_of_budget(record) from error
             new_state, status = _without_result(state), "lost"
         else:
             record.update_norm = norm(update_d)
@@ -143,6 +161,14 @@ def _run_round(
     record.finish(status)
     _save(parts, new_state)
     return new_state, state.weights_d if status == "completed" else spare_d
+
+
+def _out_of_budget(record: RoundRecord) -> BudgetExceeded:
+    first, *others = record.out_of_budget
+    more = f" (and {len(others)} more)" if others else ""
+    return BudgetExceeded(
+        f"round {record.round_index} is beyond the privacy budget of {first}{more}"
+    )
 
 
 def _save(parts: ServerParts, state: RunState) -> None:

@@ -11,6 +11,8 @@ FederationError
 |-- RunConflict               another coordinator works on the same run
 |-- CheckpointMismatch        a run that was started from another job
 |-- RunNotFound               no run where one was expected
+|-- PrivacyError              a guarantee that cannot be given: nothing is released
+|   `-- BudgetExceeded        a release that would go beyond a site's epsilon
 `-- StoreError                an object store did not do what it was asked
     |-- ObjectNotFound
     |-- ObjectExists          a create-only write found an object in its place
@@ -74,6 +76,28 @@ class CheckpointMismatch(FederationError):
 
 class RunNotFound(FederationError):
     """There is no run where one was expected."""
+
+
+class PrivacyError(FederationError):
+    """A privacy guarantee cannot be given, so nothing is released."""
+
+
+class BudgetExceeded(PrivacyError):
+    """A release would take a site beyond its epsilon.
+
+    Args:
+        message: What was asked, at which site, and what to do.
+        epsilon: What the site would have reached; None if only the site knows.
+        cap: What it may reach; likewise.
+    """
+
+    def __init__(
+        self, message: str, *, epsilon: float | None = None, cap: float | None = None
+    ) -> None:
+        """Keep the numbers apart, so that callers can show them."""
+        super().__init__(message)
+        self.epsilon = epsilon
+        self.cap = cap
 
 
 class StoreError(FederationError):

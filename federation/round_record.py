@@ -37,6 +37,7 @@ class RoundRecord:
         round_index: The round.
         cohort: The sites that are asked.
         update_norm: Euclidean norm of the combined update, once it is known.
+        out_of_budget: What sites said whose privacy budget does not allow the round.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RoundRecord:
         self._kind = kind
         self.cohort = cohort
         self.update_norm: float | None = None
+        self.out_of_budget: list[str] = []
         self._layout = layout
         self._clock = clock
         self._emit = emit
@@ -257,11 +259,6 @@ class RoundRecord:
             self.warn("no site evaluated the final model")
 
     @property
-    def num_out_of_budget(self) -> int:
-        """Sites whose privacy budget does not allow this round."""
-        return dict(self._state.failed).get(FailureKind.BUDGET.value, 0)
-
-    @property
     def num_counted(self) -> int:
         """Updates that count so far."""
         return len(self._state.answered)
@@ -320,6 +317,8 @@ class RoundRecord:
             self._emit_failure(failure, None)
 
     def _emit_failure(self, failure: SiteFailure, reply: Reply | None) -> None:
+        if failure.kind is FailureKind.BUDGET:
+            self.out_of_budget.append(f"{failure.site}: {failure.message}")
         now = self._clock.monotonic()
         asked = self._start if reply is None else reply.asked_seconds
         answered = now if reply is None else reply.answered_seconds

@@ -34,6 +34,7 @@ from federation.messages import MetricSums, Phase
 
 RUNNING = "running"
 COMPLETED = "completed"
+EXHAUSTED = "exhausted"
 LANGUAGE = "causal_lm"
 
 Reports = tuple[SiteAnswered | SiteFailed, ...]
@@ -216,7 +217,7 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """``running``, ``completed``, ``stopped`` or ``failed``."""
+        """``running``, ``completed``, ``stopped``, ``exhausted`` or ``failed``."""
         return RUNNING if self.finished is None else self.finished.status
 
     @property

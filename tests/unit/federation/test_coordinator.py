@@ -15,6 +15,7 @@ from federation import wire
 from federation.clock import VirtualClock
 from federation.coordinator import run_federation
 from federation.errors import (
+    BudgetExceeded,
     CorruptObject,
     InvalidUpdate,
     QuorumNotMet,
@@ -38,6 +39,7 @@ from federation.messages import (
     FailureKind,
     Reply,
     RoundTask,
+    SiteEvaluation,
     SiteMessage,
     SiteUpdate,
     TaskKind,
@@ -803,3 +805,55 @@ def test_phases_cover_the_round():
     assert names == ["exchange", "combine", "apply"]
     assert sum(phase.seconds for phase in finished.phases) == finished.seconds == 6.0
     assert [phase.start_seconds for phase in finished.phases] == [0.0, 6.0, 6.0]
+
+
+# The end of a privacy budget.
+
+
+def spent_from(first_round: int, *sites: str) -> dict[str, Any]:
+    """A fault under which sites have no budget left from some round on."""
+
+    def refuse(message: SiteMessage) -> SiteMessage:
+        if message.round_index < first_round or isinstance(message, SiteEvaluation):
+            return message
+        return toy.failure(
+            message.site,
+            FailureKind.BUDGET,
+            round_index=message.round_index,
+            message="epsilon 8.1 is beyond the cap of 8",
+        )
+
+    rounds = range(1, 10)
+    return {"fault": toy.faults(*((site, r, refuse) for site in sites for r in rounds))}
+
+
+def test_run_ends_where_the_budget_does():
+    """With the model of the round before, evaluated, and as no failure."""
+    run = toy.Toy(job=toy.job({"rounds": 5}), **spent_from(3, A))
+    state = run.run()
+    assert (state.round_index, state.rounds_completed) == (2, 2)
+    assert same(state, run.checkpoints().load_latest())
+    finished = run.events[-1]
+    assert isinstance(finished, RunFinished)
+    assert finished.status == "exhausted"
+    assert finished.message == (
+        f"round 3 is beyond the privacy budget of {A}: epsilon 8.1 is beyond the cap "
+        "of 8"
+    )
+    evaluated = [event for event in run.events if isinstance(event, ModelEvaluated)]
+    assert evaluated[-1].round_index == 2
+
+
+def test_others_go_on_without_a_site_that_has_spent_its_budget():
+    """If the quorum allows."""
+    job = toy.job({"rounds": 5} | quorum(2))
+    state = toy.Toy(job=job, **spent_from(3, A)).run()
+    assert (state.round_index, state.rounds_completed) == (5, 5)
+
+
+def test_budget_for_no_round_at_all_is_an_error():
+    """There is no model to show."""
+    run = toy.Toy(job=toy.job(), **spent_from(1, A, B))
+    with pytest.raises(BudgetExceeded, match=r"round 1 is beyond .* \(and 1 more\)"):
+        run.run()
+    assert run.events[-1].status == "failed"
