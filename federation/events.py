@@ -80,6 +80,56 @@ class DataDistributed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SitePrivacy:
+    """What one site promises, and how it keeps it.
+
+    Attributes:
+        site: Its name.
+        epsilon_cap: What its epsilon may not exceed over the run.
+        delta: The probability that goes with it.
+        noise_multiplier: Standard deviation of the noise over the sensitivity.
+        sampling_rate: Probability of each record to be in a step.
+        steps_per_round: Private steps of a round.
+        held_out_noise: Standard deviation of the noise on the number of right
+            held-out predictions; None if held-out results leave without noise.
+    """
+
+    site: str
+    epsilon_cap: float
+    delta: float
+    noise_multiplier: float
+    sampling_rate: float
+    steps_per_round: int
+    held_out_noise: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyPlanned:
+    """The job asks for differential privacy, and this is what it means.
+
+    Attributes:
+        at: When.
+        unit: Unit of privacy: ``record``, ``joint`` or ``site``.
+        relation: Neighbouring relation.
+        accountant: What computes epsilon.
+        sampling: What the accountant assumes of the batches.
+        sites: What each site promises.
+        replaced: What of the model was replaced, since it mixes records: for example
+            ``bn1: BatchNorm2d by GroupNorm``.
+        withheld: What leaves no site, and what leaves with noise, in words.
+    """
+
+    at: float
+    unit: str
+    relation: str
+    accountant: str
+    sampling: str
+    sites: tuple[SitePrivacy, ...]
+    replaced: tuple[str, ...]
+    withheld: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStarted:
     """Tasks are about to go out.
 
@@ -326,6 +376,7 @@ class RunFinished:
 Event = (
     RunStarted
     | DataDistributed
+    | PrivacyPlanned
     | RoundStarted
     | SiteAnswered
     | SiteFailed

@@ -20,6 +20,7 @@ from federation.events import (
     DataDistributed,
     Event,
     ModelEvaluated,
+    PrivacyPlanned,
     RoundFinished,
     RoundStarted,
     RunFinished,
@@ -195,6 +196,7 @@ class RunView:
             round.
         evaluation_steps: Steps of secure aggregation to evaluate the final model.
         data: Who holds what.
+        privacy: What is promised of the sites' records; None if nothing is.
         warnings: What a person should know.
         checkpoints: Durable states, by round.
         skipped: Checkpoints that were torn or corrupt.
@@ -211,6 +213,7 @@ class RunView:
     unevaluated: tuple[SiteFailed, ...]
     evaluation_steps: tuple[StepTaken, ...]
     data: DataDistributed | None
+    privacy: PrivacyPlanned | None
     warnings: tuple[Warned, ...]
     checkpoints: tuple[CheckpointSaved, ...]
     skipped: tuple[CheckpointSkipped, ...]
@@ -394,6 +397,7 @@ class RunFold:
         self._ended: dict[int, RoundFinished] = {}
         self._evaluated: dict[int, ModelEvaluated] = {}
         self._data: DataDistributed | None = None
+        self._privacy: PrivacyPlanned | None = None
         self._saved: dict[int, CheckpointSaved] = {}
         self._warnings: list[Warned] = []
         self._skipped: list[CheckpointSkipped] = []
@@ -451,6 +455,7 @@ class RunFold:
                 for step in self._steps[index]
             ),
             data=self._data,
+            privacy=self._privacy,
             warnings=tuple(self._warnings),
             checkpoints=tuple(self._saved[index] for index in sorted(self._saved)),
             skipped=tuple(self._skipped),
@@ -492,6 +497,8 @@ class RunFold:
         match event:
             case DataDistributed():
                 self._data = event
+            case PrivacyPlanned():
+                self._privacy = event
             case Warned():
                 self._warnings.append(event)
             case CheckpointSkipped():
