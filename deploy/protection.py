@@ -149,14 +149,7 @@ def _contract(federation: Federation, run_id: RunId, roster: Roster) -> Contract
     job, layout = federation.job, federation.pool.layout
     secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
     terms = _privacy_terms(job)
-    ring = RingSpec(
-        bits=secure.ring_bits,
-        num_sites=num_sites,
-        clip_norm=secure.clip_norm,
-        element_bound=secure.element_bound,
-        clip_elements=secure.clip_elements,
-        noise_std=terms.ring_noise_std,
-    )
+    ring = _ring(job, terms)
     uniform = job.aggregation.weights == "uniform"
     return Contract(
         run_id=run_id,
@@ -185,9 +178,31 @@ def _contract(federation: Federation, run_id: RunId, roster: Roster) -> Contract
     )
 
 
+def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
+    secure = job.privacy.secure_aggregation
+    try:
+        return RingSpec(
+            bits=secure.ring_bits,
+            num_sites=len(job.sites),
+            clip_norm=secure.clip_norm,
+            element_bound=secure.element_bound,
+            clip_elements=secure.clip_elements,
+            noise_std=terms.ring_noise_std,
+        )
+    except ValueError as error:  # Too small a bound, or too much noise.
+        raise JobError(str(error), key="privacy.secure_aggregation") from None
+
+
 def _privacy_terms(job: JobSpec) -> PrivacyTerms:
-    """What the contract claims; ``check`` lets no job through that asks for more."""
-    assert job.privacy.differential_privacy.unit == "none"  # noqa: S101
+    """What the contract claims of differential privacy."""
+    unit = job.privacy.differential_privacy.unit
+    if unit != "none":
+        # A contract must not be silent about what the job promises.
+        raise JobError(
+            f"{unit!r} cannot be put into the contract of secure aggregation yet: "
+            "use one of the two",
+            key="privacy.differential_privacy.unit",
+        )
     return NO_PRIVACY
 
 

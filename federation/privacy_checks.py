@@ -68,6 +68,11 @@ def check_secure_aggregation(job: JobSpec) -> None:
             "a sum over one site hides nothing: name at least two",
         ),
         (
+            num_sites > 64,  # noqa: PLR2004  # The protocol's limit, where we measured.
+            "sites",
+            f"secure aggregation is for at most 64 sites, not {num_sites}",
+        ),
+        (
             num_sites == 2  # noqa: PLR2004
             and not secure.two_sites_waiver
             and job.privacy.differential_privacy.unit != "record",

@@ -206,6 +206,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "sites",
         "a sum over one site hides nothing: name at least two",
     ),
+    "secret sum of 65": (
+        {"sites": [{"name": f"s{number}"} for number in range(65)]} | secret(),
+        "sites",
+        "secure aggregation is for at most 64 sites, not 65",
+    ),
     "secret sum of two": (
         {"sites": [{"name": "a"}, {"name": "b"}]} | secret(),
         "privacy.secure_aggregation.two_sites_waiver",
