@@ -75,6 +75,8 @@ def _round_inputs(name: str, terms: Json, index: int, drops: Json) -> Json:
     return {
         "index": index,
         "model_digest": draw("model", 32).hex(),
+        "next_model_digest": draw("next model", 32).hex(),
+        "declines": drops.get("declines", []),
         "silent": drops.get("silent", []),
         "no_consent": drops.get("no_consent", []),
         "no_shares": drops.get("no_shares", []),
@@ -161,7 +163,7 @@ def xsa_inputs() -> dict[str, Json]:
             threshold=3,
             bits=24,
             hybrid=False,
-            rounds={1: {"silent": [4]}, 2: {"no_shares": [1]}},
+            rounds={1: {"declines": [4]}, 2: {"no_shares": [1]}},
         ),
         "P2-16": _inputs(
             "P2-16",

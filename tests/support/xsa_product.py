@@ -12,6 +12,7 @@ from support.xsa_inputs import NUM_VALUES, SLOTS
 from federation.ids import RunId, SiteId
 from privacy.secagg import identity, keys, prg, setup
 from privacy.secagg.accumulator import MaskedSum
+from privacy.secagg.certificate import certify
 from privacy.secagg.client import SiteSession
 from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.floor import LocalFloor
@@ -210,9 +211,13 @@ def _play_round(
     server = AggregatorRound(setup=record, facts=facts)
     ring = product.contract.ring()
     total, header = MaskedSum(NUM_VALUES, ring), np.zeros(len(SLOTS), np.uint64)
-    vectors, headers, answers = {}, {}, {}
+    vectors, headers, answers, declines = {}, {}, {}, {}
     for i, session in sessions.items():
         masks = session.begin_round(facts)
+        if i in given["declines"]:
+            declines[i] = session.decline()
+            server.on_decline(declines[i])
+            continue
         vector = _apply_(_words(given["vectors"][str(i)], ring.bits), masks, "vector")
         head = _apply_(_words(given["headers"][str(i)], 64), masks, "header")
         vectors[i], headers[i] = vector.tobytes(), head.tobytes()
@@ -230,6 +235,7 @@ def _play_round(
         "masked_vectors": _hexed(vectors),
         "masked_headers": _hexed(headers),
         "answers": _hexed(answers),
+        "declines": _hexed(declines),
     }
     if product.contract.setting == "P2":
         trace |= _reveal(server, sessions, product.names, given)
@@ -237,9 +243,16 @@ def _play_round(
     total.apply_masks_([Mask(key=s.key, sign=s.sign) for s in corrections.vector])
     half = 1 << (ring.bits - 1)
     sums = [int(word) % (1 << ring.bits) for word in total._sum_d]
+    header = _apply_(header, corrections, "header")
+    opened = server.opened(
+        sum_digest=total.digest(),
+        header_digest=hashlib.sha256(header.astype("<u8")).digest(),
+    )
+    following = bytes.fromhex(given["next_model_digest"])
     return trace | {
         "vector_sum": [s - 2 * half if s >= half else s for s in sums],
-        "header_sum": _apply_(header, corrections, "header").view(np.int64).tolist(),
+        "header_sum": header.view(np.int64).tolist(),
+        "certificate": certify(opened, following, product.aggregator).hex(),
     }
 
 
@@ -250,7 +263,8 @@ def _reveal(
     given: Json,
 ) -> Json:
     survivors = server.survivors()
-    alive = [i for i in sessions if i not in given["silent"] + given["no_consent"]]
+    lost = given["declines"] + given["silent"] + given["no_consent"]
+    alive = [i for i in sessions if i not in lost]
     consents = {i: sessions[i].on_survivors(survivors) for i in alive}
     for data in consents.values():
         server.on_consent(data)

@@ -346,8 +346,9 @@ class Round:
 
     def play(self) -> Json:
         """R1 to R3; the trace of the round."""
-        sealed = {i: self.sealed(i) for i in self.run.cohort}
-        heads = {i: self.head(i, sealed[i]) for i in self.run.cohort}
+        answering = [i for i in self.run.cohort if i not in self.given["declines"]]
+        sealed = {i: self.sealed(i) for i in answering}
+        heads = {i: self.head(i, sealed[i]) for i in answering}
         answers = {
             i: lp("xsa-v1/masked", head) + byte_map(sealed[i])
             for i, head in heads.items()
@@ -359,19 +360,37 @@ class Round:
                 for (i, j), secret in self.pair_secrets.items()
                 if i < j
             },
-            "masked_vectors": self._in_words("vector"),
-            "masked_headers": self._in_words("header"),
+            "masked_vectors": self._in_words("vector", answering),
+            "masked_headers": self._in_words("header", answering),
+            "declines": in_hex({i: self.decline(i) for i in self.given["declines"]}),
             "answers": in_hex(answers),
         }
-        alive = [i for i in self.run.cohort if i not in self.given["silent"]]
+        alive = [i for i in answering if i not in self.given["silent"]]
         opened: Json = {}
         if self.run.dropouts_allowed:
             opened = self.reveal(alive, heads, sealed)
         sums = {f"{part}_sum": self.sum(part, alive) for part in self.widths}
-        return trace | opened | sums
+        certificate = self.certificate(alive, sums)
+        return trace | opened | sums | {"certificate": certificate.hex()}
 
-    def _in_words(self, part: str) -> dict[str, str]:
-        words = {i: self.masked(i, part) for i in self.run.cohort}
+    def decline(self, i: int) -> bytes:
+        body = u64(i) + lp(self.context)
+        return signed("decline", "decline", body, self.run.sites[i].identity)
+
+    def certificate(self, alive: list[int], sums: Json) -> bytes:
+        """End of the round; words of the sum have 2 bytes at 16 bits, otherwise 4."""
+        modulus = 1 << self.widths["vector"]
+        width = 16 if self.widths["vector"] == 16 else 32
+        words = [value % modulus for value in sums["vector_sum"]]
+        header = [value % (1 << 64) for value in sums["header_sum"]]
+        digests = [sha256(on_wire(words, width)), sha256(on_wire(header, 64))]
+        following = bytes.fromhex(self.given["next_model_digest"])
+        body = u64(self.index) + lp(self.context) + numbers(alive)
+        body += lp(*digests, following)
+        return signed("certificate", "certificate", body, self.run.aggregator)
+
+    def _in_words(self, part: str, answering: list[int]) -> dict[str, str]:
+        words = {i: self.masked(i, part) for i in answering}
         return in_hex({i: on_wire(w, self.widths[part]) for i, w in words.items()})
 
     def reveal(

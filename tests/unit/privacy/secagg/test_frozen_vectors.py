@@ -11,6 +11,7 @@ from support.xsa_product import product_trace
 from vectors.generate_xsa import XSA_V1
 
 FROZEN = json.loads(XSA_V1.read_text(encoding="ascii"))
+STEPS = ("declines", "silent", "no_consent", "no_shares")
 EVERY_RUN = pytest.mark.parametrize("name", sorted(FROZEN))
 
 
@@ -56,7 +57,7 @@ def test_frozen_sums_are_those_of_the_survivors(name: str):
             rows = [
                 row
                 for number, row in given[f"{part}s"].items()
-                if int(number) not in given["silent"]
+                if int(number) not in given["silent"] + given["declines"]
             ]
             expected = [sum(column) for column in zip(*rows, strict=True)]
             assert expected == trace[f"{part}_sum"]
@@ -70,10 +71,10 @@ def test_frozen_runs_cover_both_settings_and_every_ring():
         several = terms["threshold"] < len(terms["members"])
         kinds |= {("P2" if several else "P1", terms["ring_bits"]), terms["hybrid"]}
         for given in run["inputs"]["rounds"]:
-            lost |= {k for k in ("silent", "no_consent", "no_shares") if given[k]}
+            lost |= {step for step in STEPS if given[step]}
     rings = {(p, b) for p in ("P1", "P2") for b in (16, 24, 32)}
     assert kinds == rings | {True, False}
-    assert lost == {"silent", "no_consent", "no_shares"}
+    assert lost == set(STEPS)
 
 
 @EVERY_RUN
