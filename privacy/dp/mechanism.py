@@ -163,7 +163,7 @@ class GaussianMechanism:
         return RoundedGaussian(sigma=self.noise_multiplier * steps * _ROUND_UP)
 
     def _sensitivity(self, step: float) -> float:
-        """arXiv:2102.06387, equation (1), with the contribution's own rounding."""
+        """The bound of Theorem 1, and of the worst case, for one step of the grid."""
         root = math.sqrt(self.size)
         # Both sums are first brought to multiples of 2^-16 steps.
         norm = self.clip_norm + step * 2.0**-_DITHER_BITS * root

@@ -31,8 +31,10 @@ from privacy.secagg.prg import SPARE_BYTES, Keystream, aligned
 MIN_SIGMA = 0.5
 MAX_SIGMA = 2.0**26  # 16 standard deviations fit in 30 bits beside a value of 30 bits
 
-_MAX_TABLE_SIGMA = 4096.0  # tables of 2 MiB: about what a core's second level holds
-_COARSE_TO_FINE = 4  # sigma of the finer level over the coarser one's spacing
+# Tables of half a megabyte. Larger ones are faster than two levels only as long as
+# nobody else wants the cache.
+_MAX_TABLE_SIGMA = 1024.0
+_COARSE_TO_FINE = 3  # sigma of the finer level over the coarser one's spacing
 _CHUNK = 1 << 14  # the buffers and a middle-sized table fit in that cache together
 _WORD_BYTES = 8
 _WORD_BITS = 64
@@ -56,14 +58,14 @@ class RoundedGaussian:
     and is compared, by the others, with the first 64 - b bits of the threshold of
     128 - b; if these are equal, 64 further bits decide.
 
-    **Large sigma.** Above 4096 the draw is ``k R1 + R2`` with two independent rounded
-    Gaussians, s2 = 4 k, and ``(k s1)^2 + s2^2 >= sigma^2``. It is ``round(N(0, std^2) +
+    **Large sigma.** Above 1024 the draw is ``k R1 + R2`` with two independent rounded
+    Gaussians, s2 = 3 k, and ``(k s1)^2 + s2^2 >= sigma^2``. It is ``round(N(0, std^2) +
     k U)`` with U uniform on (-1/2, 1/2) and independent: a post-processing of the
     Gaussian again. Proof idea: ``k R1`` samples the density of ``N(0, (k s1)^2) + k U``
     at the multiples of k. By Poisson's summation the sampled density is the sum, over
     integers j, of its copies modulated by ``e^(2 pi i j t / k)``; j = 0 is the claim,
     and convolved with N2 the others shrink to ``exp(-2 pi^2 j^2 (s1 s2 / std)^2)`` of
-    it, pointwise. This is below 2^-300 here. R2 may be made of two levels in turn.
+    it, pointwise. This is below 2^-250 here. R2 may be made of two levels in turn.
 
     Not constant time: reads of the tables depend on the noise, so a process that
     shares the processor's cache may learn something about it.
@@ -113,7 +115,7 @@ class RoundedGaussian:
     @property
     def distance(self) -> float:
         """Total variation distance per draw of the guarantee: 2^-110 or less."""
-        return sum(truncation_distance(s) for _, s in _levels(self.sigma)) + 2.0**-300
+        return sum(truncation_distance(s) for _, s in _levels(self.sigma)) + 2.0**-248
 
     @property
     def bytes_per_draw(self) -> int:
@@ -213,8 +215,9 @@ def _levels(sigma: float) -> tuple[tuple[int, float], ...]:
     """Factors and standard deviations whose weighted sum is at least ``sigma``."""
     if sigma <= _MAX_TABLE_SIGMA:
         return ((1, sigma),)
-    # Balanced: both tables have about 2 sqrt(sigma) standard deviations.
-    k = math.ceil(sigma / min(_MAX_TABLE_SIGMA, 2 * math.sqrt(sigma)))
+    # Balanced: both tables are for about the same sigma.
+    balanced = math.sqrt(_COARSE_TO_FINE * sigma)
+    k = math.ceil(sigma / min(_MAX_TABLE_SIGMA, balanced))
     finer = _levels(float(_COARSE_TO_FINE * k))
     coarse = math.sqrt(sigma**2 - float(_squares(finer))) / k
     while _squares(((k, coarse), *finer)) < Fraction(sigma) ** 2:
@@ -228,7 +231,7 @@ def _squares(levels: Sequence[tuple[int, float]]) -> Fraction:
 
 @functools.lru_cache(maxsize=8)
 def _table(sigma: float) -> _Table:
-    """Build the table of one level: 0.1 s for the largest."""
+    """Build the table of one level: 0.03 s for the largest."""
     weights = half_weights(sigma)
     half = len(weights)
     bits = (2 * half).bit_length() - 1

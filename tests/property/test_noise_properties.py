@@ -55,7 +55,7 @@ def test_neighbours_stay_within_the_sensitivity(
     assert np.linalg.norm(released_d) <= mechanism.sensitivity
 
 
-@given(sigma=st.floats(4097, MAX_SIGMA))
+@given(sigma=st.floats(1025, MAX_SIGMA))
 def test_noise_is_never_less_than_asked_for(sigma: float):
     """The levels' standard deviation, and what the mechanism tells the accountant."""
     gaussian = RoundedGaussian(sigma=sigma)

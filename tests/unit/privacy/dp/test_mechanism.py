@@ -41,7 +41,7 @@ def test_rounding_inflates_the_noise_hardly(size: int, clip_norm: float):
 
 
 def test_sensitivity_is_the_published_bound():
-    """Equation (1) of arXiv:2102.06387 with beta = 2^-61, in exact arithmetic."""
+    """Theorem 1 of arXiv:2102.06387 with beta = 2^-61, in exact arithmetic."""
     mechanism = _mechanism(clip_norm=1.0, size=10**6)
     step, root = 2.0**-16, 10.0**3
     tail = math.sqrt(2 * math.log(2.0**61))

@@ -38,7 +38,7 @@ def _chi2_p(found: np.ndarray, expected: np.ndarray) -> float:
     return float(stats.chi2.sf(chi2, found.size - 1))
 
 
-@pytest.mark.parametrize("sigma", [0.5, 0.731, 1.0, 4.0, 63.7, 632.5, 4096.0])
+@pytest.mark.parametrize("sigma", [0.5, 0.731, 1.0, 4.0, 63.7, 632.5, 1024.0])
 def test_weights_are_the_distribution_to_one_unit(sigma: float):
     """Against differences of erfc with 80 digits, in the body and far in the tail."""
     weights = half_weights(sigma)
@@ -101,7 +101,7 @@ def test_word_beside_its_threshold_is_no_tie():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sigma", [4.0, 64.0, 682.0, 4096.0, 4097.0, 1.0e5, 2.0**26])
+@pytest.mark.parametrize("sigma", [4.0, 64.0, 682.0, 1024.0, 4096.0, 1.0e5, 2.0**26])
 def test_variance_of_many_draws(sigma: float):
     """Within 0.25 %, seven standard errors: false alarm 3e-12."""
     gaussian = RoundedGaussian(sigma=sigma)
@@ -127,7 +127,7 @@ def test_frequencies_of_many_draws(sigma: float):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sigma", [4097.0, 1.0e5, 2.0**26])
+@pytest.mark.parametrize("sigma", [1025.0, 1.0e5, 2.0**26])
 def test_levels_leave_no_trace_of_the_spacing(sigma: float):
     """Uniform modulo the coarse level's spacing: chi-square, false alarm 2e-4."""
     draws = _draw(sigma, KEYS[2])
@@ -137,7 +137,7 @@ def test_levels_leave_no_trace_of_the_spacing(sigma: float):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sigma", [4097.0, 1.0e5, 2.0**26])
+@pytest.mark.parametrize("sigma", [1025.0, 1.0e5, 2.0**26])
 def test_levels_together_are_gaussian(sigma: float):
     """Chi-square in 256 bins: false alarm 2e-4."""
     draws = _draw(sigma, KEYS[2])
@@ -149,7 +149,7 @@ def test_levels_together_are_gaussian(sigma: float):
     assert 1e-4 < _chi2_p(found, expected) < 1 - 1e-4
 
 
-@pytest.mark.parametrize("sigma", [4096.5, 1.0e5, 3.3e6, 2.0**26])
+@pytest.mark.parametrize("sigma", [1024.5, 1.0e5, 3.3e6, 2.0**26])
 def test_levels_add_up_to_what_was_asked(sigma: float):
     """Never less, hardly more, and with the finer level wide enough."""
     gaussian = RoundedGaussian(sigma=sigma)
@@ -157,10 +157,10 @@ def test_levels_add_up_to_what_was_asked(sigma: float):
     exact = mpmath.sqrt(sum(mpmath.mpf(k) ** 2 * mpmath.mpf(s) ** 2 for k, s in levels))
     assert exact >= gaussian.std >= sigma > gaussian.std * (1 - 1e-12)
     assert levels[-1][0] == 1
-    assert all(s <= 4096 for _, s in levels)
+    assert all(s <= 1024 for _, s in levels)
     for index, (k, s) in enumerate(levels[:-1]):
         finer = sum((j * r) ** 2 for j, r in levels[index + 1 :])
-        assert 2 * math.pi**2 / (k**2 / finer + 1 / s**2) > 300 * math.log(2)
+        assert 2 * math.pi**2 / (k**2 / finer + 1 / s**2) > 250 * math.log(2)
 
 
 @pytest.mark.parametrize(
