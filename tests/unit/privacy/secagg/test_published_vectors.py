@@ -77,6 +77,23 @@ def test_x25519(row: Row):
     assert row["result"] == plain_crypto.x25519(row["scalar"], row["point"])
 
 
+@pytest.mark.parametrize(
+    ("iterations", "expected"),
+    [
+        (1, "422c8e7a6227d7bca1350b3e2bb7279f7897b87bb6854b783c60e80311ae3079"),
+        (1000, "684cf59ba83309552800ef566f2f4d3c1c3887c49360e3875f2eb94d99532c51"),
+    ],
+)
+def test_x25519_iterated(iterations: int, expected: str):
+    """RFC 7748, section 5.2: each result is the next scalar, and its scalar the point."""
+    scalar = point = bytes([9]) + bytes(31)
+    for _ in range(iterations):
+        key = X25519PrivateKey.from_private_bytes(scalar)
+        following = key.exchange(X25519PublicKey.from_public_bytes(point))
+        scalar, point = following, scalar
+    assert expected == scalar.hex()
+
+
 @published("ed25519")
 def test_ed25519(row: Row):
     """RFC 8032."""
