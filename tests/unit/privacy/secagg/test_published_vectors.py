@@ -85,7 +85,7 @@ def test_x25519(row: Row):
     ],
 )
 def test_x25519_iterated(iterations: int, expected: str):
-    """RFC 7748, section 5.2: each result is the next scalar, and its scalar the point."""
+    """RFC 7748, section 5.2: a result is the next scalar, its scalar the point."""
     scalar = point = bytes([9]) + bytes(31)
     for _ in range(iterations):
         key = X25519PrivateKey.from_private_bytes(scalar)
