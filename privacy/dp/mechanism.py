@@ -33,8 +33,8 @@ _FINEST_EXPONENT, _LARGEST_EXPONENT = -60, 60  # of the clip norm; float32 has r
 _STEP_BITS = 16  # a clip norm is at least 2^16 steps
 _MAX_INFLATION = 1.002  # of the sensitivity by rounding; steps are refined to keep it
 _DITHER_BITS = 16  # rounding is random in multiples of 2^-16 of a step
-_VALUE_BITS = 30  # values are clipped to this many; as many are left for the noise
-_SLACK = 2.0**-60
+_VALUE_BITS = 36  # values are clipped to this many: with the dither's, 52 of 53
+SLACK = 2.0**-60
 _ROUND_UP = 1 + 2.0**-40  # far more than the error of the formulas below
 _CHUNK = 1 << 14
 
@@ -117,7 +117,7 @@ class GaussianMechanism:
         from a Gaussian, under 2^-110 per value: over 2^30 values, and times
         ``1 + e^epsilon`` for an epsilon of 12, it is less than 2^-61.
         """
-        return _SLACK
+        return SLACK
 
     @property
     def noise_std(self) -> float:
@@ -133,7 +133,8 @@ class GaussianMechanism:
         """Replace a sum by what may be released of it.
 
         Never fails because of the values: an error would tell something about them.
-        NaN counts as 0; values are clipped at 2^30 steps, thousands of clip norms.
+        NaN counts as 0; values are clipped at 2^36 steps, some hundred thousand clip
+        norms or more: for 100 million values at least 2^18.
 
         Args:
             sum_d: Sum over records, shape ``(d,)``, float32, contiguous; written over.
@@ -152,11 +153,14 @@ class GaussianMechanism:
         step, noise = self.step, self._noise()
         rounding = _Rounding(_stream(random_bytes, 2 * self.size), step)
         keystream = _stream(random_bytes, noise.bytes_per_draw * self.size)
+        noise_c = aligned(_CHUNK, np.int32)
         for start in range(0, self.size, _CHUNK):
             chunk_c = sum_d[start : start + _CHUNK]
             grid_c = rounding.round(chunk_c)
-            noise.add_(grid_c, keystream)
-            np.multiply(grid_c, np.float64(step), out=chunk_c, casting="same_kind")
+            noise_c.fill(0)
+            noise.add_(noise_c[: chunk_c.size], keystream)
+            np.add(grid_c, noise_c[: chunk_c.size], out=grid_c)
+            np.multiply(grid_c, step, out=chunk_c, casting="same_kind")
 
     def _noise(self) -> RoundedGaussian:
         steps = self.sensitivity / self.step
@@ -167,7 +171,7 @@ class GaussianMechanism:
         root = math.sqrt(self.size)
         # Both sums are first brought to multiples of 2^-16 steps.
         norm = self.clip_norm + step * 2.0**-_DITHER_BITS * root
-        tail = math.sqrt(2 * math.log(2 / _SLACK))
+        tail = math.sqrt(2 * math.log(2 / SLACK))
         likely = norm**2 + step**2 * self.size / 4
         likely += tail * step * (norm + step * root / 2)
         return min(norm + step * root, math.sqrt(likely)) * _ROUND_UP
@@ -181,12 +185,11 @@ class _Rounding:
         self._per_unit = 2.0**_DITHER_BITS / step
         self._raw = aligned(2 * _CHUNK + SPARE_BYTES, np.uint8)
         self._exact_c = aligned(_CHUNK, np.float64)
-        self._grid_c = aligned(_CHUNK, np.int32)
 
-    def round(self, chunk_c: Vector) -> NDArray[np.int32]:
-        """Round values to steps; the next call writes over the result."""
+    def round(self, chunk_c: Vector) -> NDArray[np.float64]:
+        """Round values to whole steps; the next call writes over the result."""
         size = chunk_c.size
-        exact_c, grid_c = self._exact_c[:size], self._grid_c[:size]
+        exact_c = self._exact_c[:size]
         np.copyto(exact_c, chunk_c)
         np.multiply(exact_c, self._per_unit, out=exact_c)
         limit = 2.0 ** (_VALUE_BITS + _DITHER_BITS)
@@ -197,9 +200,7 @@ class _Rounding:
         self._keystream.read_into(self._raw, 2 * size)
         np.add(exact_c, self._raw[: 2 * size].view(np.uint16), out=exact_c)
         np.multiply(exact_c, 2.0**-_DITHER_BITS, out=exact_c)
-        np.floor(exact_c, out=exact_c)
-        np.copyto(grid_c, exact_c, casting="unsafe")
-        return grid_c
+        return np.floor(exact_c, out=exact_c)
 
 
 def _stream(random_bytes: RandomBytes, num_bytes: int) -> Keystream:

@@ -152,9 +152,20 @@ def test_values_that_are_no_numbers_raise_nothing():
     mechanism.release_(odd, _keys())
     mechanism.release_(plain, _keys())
     assert plain.tolist() == odd.tolist()
-    largest = 2.0**30 * mechanism.step
+    largest = 2.0**36 * mechanism.step
     assert odd[1] == pytest.approx(largest, rel=1e-3)
     assert odd[2] == pytest.approx(-largest, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 10**8])
+def test_sum_of_many_records_is_not_clipped(size: int):
+    """Every value may be that of a hundred thousand records that all agree."""
+    mechanism = _mechanism(size=size)
+    assert 2.0**36 * mechanism.step > 1e5 * mechanism.clip_norm
+    sums = np.full(1, 1e5 * mechanism.clip_norm, np.float32)
+    released = sums.copy()
+    _mechanism(size=1).release_(released)
+    assert released == pytest.approx(sums, abs=20 * mechanism.clip_norm)
 
 
 @pytest.mark.parametrize(
