@@ -59,6 +59,10 @@ class Site:
             _LOG.debug("site_task_failed", exc_info=True)
             return self._failure(task, _kind_of(error), _one_line(error))
 
+    def close(self) -> None:
+        """Let go of model and data; the site holds no keys."""
+        self._trainer = None
+
     def _answer(self, task: Task) -> SiteMessage:
         if not isinstance(task, RoundTask) or task.secure:
             return self._failure(

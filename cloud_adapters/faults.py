@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from federation.ids import SiteId
 from federation.job import FaultSpec
 from federation.messages import (
     FailureKind,
@@ -21,16 +22,57 @@ from federation.messages import (
     Task,
     TaskKind,
 )
-from federation.protocols import Clock
+from federation.protocols import Clock, SiteHandler
 
 _SILENCING = frozenset({"silent", "crash"})
+
+
+class Restartable:
+    """A site that can be made anew in the middle of a run, as by a restart.
+
+    Args:
+        make: Makes the site with what it has on its disk, and nothing in memory.
+    """
+
+    def __init__(self, make: Callable[[], SiteHandler]) -> None:
+        """Make the site for the first time."""
+        self._make = make
+        self._site = make()
+
+    def handle(self, task: Task) -> SiteMessage:
+        """Answer a task."""
+        return self._site.handle(task)
+
+    def restart(self) -> None:
+        """Lose everything that is in memory."""
+        self._site.close()
+        self._site = self._make()
+
+    def close(self) -> None:
+        """End the site's part in the run."""
+        self._site.close()
 
 
 class FaultInjector:
     """Applies a job's faults to the answers of its sites."""
 
-    def __init__(self, faults: Sequence[FaultSpec], *, clock: Clock, seed: int) -> None:
-        """Rehearse ``faults``; ``seed`` makes garbage the same in every run."""
+    def __init__(
+        self,
+        faults: Sequence[FaultSpec],
+        *,
+        clock: Clock,
+        seed: int,
+        restart: Callable[[SiteId], None] = lambda _site: None,
+    ) -> None:
+        """Rehearse ``faults``.
+
+        Args:
+            faults: Which, where and when.
+            clock: Waits.
+            seed: Makes garbage the same in every run.
+            restart: Restarts a site.
+        """
+        self._restart = restart
         self._faults = tuple(faults)
         self._clock = clock
         self._seed = seed
@@ -71,8 +113,7 @@ class FaultInjector:
             return ()
         if fault.kind == "crash":
             return (_crash(task, "rehearsed crash"),)
-        if fault.kind == "hang":
-            self._clock.sleep(fault.seconds)
+        self._befall(fault, task.site)
         message = answer()
         if fault.kind == "duplicate":
             return (message, message)
@@ -83,6 +124,13 @@ class FaultInjector:
         elif isinstance(message, MaskedUpdate):
             message = self._spoil_masked(fault, task, message)
         return (message,)
+
+    def _befall(self, fault: FaultSpec, site: SiteId) -> None:
+        """Have happen what happens to a site before it answers."""
+        if fault.kind == "hang":
+            self._clock.sleep(fault.seconds)
+        if fault.kind == "restart":
+            self._restart(site)
 
     def _spoil_update(self, fault: FaultSpec, update: SiteUpdate) -> SiteUpdate:
         if fault.kind == "wrong_length":

@@ -56,6 +56,12 @@ def run(
     )
 
 
+_NOT_HERE = {
+    "duplicate": "Flower lets a site answer once",
+    "restart": "Flower's simulation keeps no site in memory that could be restarted",
+}
+
+
 def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
     if job.privacy.secure_aggregation.enabled:
         raise JobError(
@@ -65,9 +71,9 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
             key="privacy.secure_aggregation.enabled",
         )
     for index, fault in enumerate(job.simulation.faults):
-        if fault.kind == "duplicate":
+        if fault.kind in _NOT_HERE:
             raise JobError(
-                "Flower lets a site answer once; rehearse this with --engine inproc",
+                f"{_NOT_HERE[fault.kind]}; rehearse this with --engine inproc",
                 key=f"simulation.faults[{index}].kind",
             )
     if folder is None and layout.integer_mask(Role.KEEP).any():
@@ -101,6 +107,10 @@ class _FaultyHandler:
     def __init__(self, handler: SiteHandler, faults: FaultInjector) -> None:
         self._handler = handler
         self._faults = faults
+
+    def close(self) -> None:
+        """End the site's part in the run."""
+        self._handler.close()
 
     def handle(self, task: Task) -> SiteMessage:
         """Answer a task, or say that no answer will come."""

@@ -8,7 +8,7 @@ live in one process.
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +47,8 @@ class Rehearsal:
         aggregator: The aggregator's identity.
         identities: The sites' identities.
         roster: What pins them.
+        memories: What sites without a folder remember of rounds, here and not in the
+            sites, so that it outlives their restarts.
     """
 
     federation: Federation
@@ -54,6 +56,7 @@ class Rehearsal:
     aggregator: Identity
     identities: Mapping[SiteId, Identity]
     roster: Roster
+    memories: dict[SiteId, RoundMemory] = field(default_factory=dict)
 
     def gather(self, grid: Grid) -> SecureGather:
         """Make the aggregator's half."""
@@ -71,8 +74,9 @@ class Rehearsal:
         """Make one site; ``folder`` is where it remembers rounds beyond a restart."""
         federation = self.federation
         train, held_out = federation.site_data[name]
-        memory: RoundMemory = InMemoryRounds()
-        if folder is not None:
+        if folder is None:
+            memory = self.memories.setdefault(name, InMemoryRounds())
+        else:
             memory = FileRounds(folder / "sites" / name / "rounds")
         return SecureSite(
             name,

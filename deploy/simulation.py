@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
-from cloud_adapters.faults import FaultInjector
+from cloud_adapters.faults import FaultInjector, Restartable
 from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
@@ -275,16 +276,25 @@ class _Simulation:
                 self._coordinate,
                 folder=None if self._run is None else self._run.path,
             )
-        fault = FaultInjector(
-            self._job.simulation.faults, clock=self._clock, seed=self._job.seed
-        )
         names = [SiteId(site.name) for site in self._job.sites]
-        with InProcessGrid(
-            {name: self._site(name) for name in names},
-            clock=self._clock,
-            workers=wiring.num_workers(self._job),
-            fault=fault,
-        ) as grid:
+        with ExitStack() as stack:
+            sites = {name: Restartable(partial(self._site, name)) for name in names}
+            for site in sites.values():
+                stack.callback(site.close)  # After the grid: no thread is at work.
+            fault = FaultInjector(
+                self._job.simulation.faults,
+                clock=self._clock,
+                seed=self._job.seed,
+                restart=lambda name: sites[name].restart(),
+            )
+            grid = stack.enter_context(
+                InProcessGrid(
+                    sites,
+                    clock=self._clock,
+                    workers=wiring.num_workers(self._job),
+                    fault=fault,
+                )
+            )
             return self._coordinate(grid)
 
     def _site(self, name: SiteId) -> SiteHandler:

@@ -323,7 +323,8 @@ class FaultSpec:
     kind: str = key(
         "`crash` (raises), `silent` (never answers), `hang` (answers after "
         "`seconds`), `duplicate` (answers twice), `nan`, `inf`, `garbage` (random "
-        "values of norm `scale`), `wrong_length`, `wrong_round`.",
+        "values of norm `scale`), `wrong_length`, `wrong_round`, `restart` (loses what "
+        "it has in memory just before it is asked).",
         choices=(
             "crash",
             "silent",
@@ -334,6 +335,7 @@ class FaultSpec:
             "garbage",
             "wrong_length",
             "wrong_round",
+            "restart",
         ),
     )
     rounds: tuple[int, ...] = key(

@@ -61,6 +61,10 @@ class SiteHandler(Protocol):
         """Answer a task; an error becomes a ``SiteFailure``."""
         ...
 
+    def close(self) -> None:
+        """End the site's part in the run: no key of it stays in memory."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalResult:

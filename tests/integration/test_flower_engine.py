@@ -60,9 +60,10 @@ def test_secure_aggregation_is_refused_with_a_way_out():
     assert "privacy.secure_aggregation.enabled" in str(caught.value)
 
 
-def test_second_answer_cannot_be_rehearsed():
-    """Flower takes one reply to a message."""
-    fault = '[{ site = "aws-us-east-1", kind = "duplicate" }]'
+@pytest.mark.parametrize("kind", ["duplicate", "restart"])
+def test_fault_that_flower_has_no_place_for_is_refused(kind: str):
+    """It takes one reply to a message, and keeps no site in memory."""
+    fault = f'[{{ site = "aws-us-east-1", kind = "{kind}" }}]'
     with pytest.raises(JobError, match=r"simulation\.faults\[0\]\.kind"):
         simulate(_job(f"simulation.faults={fault}"), engine="flower")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import toy
 
-from cloud_adapters.faults import FaultInjector
+from cloud_adapters.faults import FaultInjector, Restartable
 from federation.clock import VirtualClock
 from federation.job import FaultSpec
 from federation.messages import (
@@ -15,6 +15,7 @@ from federation.messages import (
     SiteFailure,
     SiteMessage,
     SiteUpdate,
+    Task,
     TaskKind,
 )
 
@@ -236,3 +237,43 @@ def test_first_fault_that_strikes_wins():
     injector = FaultInjector(faults, clock=VirtualClock(), seed=0)
     (message,) = injector(toy.task(SITE), lambda: toy.update(SITE))
     assert isinstance(message, SiteFailure)
+
+
+class Forgetful:
+    """A site that counts how often it was asked since it was made."""
+
+    def __init__(self) -> None:
+        self.asked, self.closed = 0, False
+
+    def handle(self, task: Task) -> SiteMessage:
+        self.asked += 1
+        return toy.update(SITE, round_index=task.round_index)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_restart_makes_the_site_anew_and_closes_the_old_one():
+    """Before it answers: the new one does."""
+    made: list[Forgetful] = []
+
+    def make() -> Forgetful:
+        made.append(Forgetful())
+        return made[-1]
+
+    restarts: list[str] = []
+    site = Restartable(make)
+    injector = FaultInjector(
+        [FaultSpec(site=SITE, kind="restart", rounds=(2,))],
+        clock=VirtualClock(),
+        seed=0,
+        restart=lambda name: (restarts.append(name), site.restart()),
+    )
+    for index in (1, 2, 3):
+        task = toy.task(SITE, round_index=index)
+        (message,) = injector(task, lambda task=task: site.handle(task))
+        assert isinstance(message, SiteUpdate)
+    assert restarts == [SITE]
+    assert [(s.asked, s.closed) for s in made] == [(1, True), (2, False)]
+    site.close()
+    assert made[-1].closed
