@@ -144,6 +144,15 @@ def test_aes_256_gcm_refuses_what_was_changed(row: Row):
         )
 
 
+@published("mlkem768_keys")
+def test_mlkem_768_keys(row: Row):
+    """FIPS 203, by NIST's validation programme: the public key of a seed."""
+    seed = row["d"] + row["z"]
+    key = MLKEM768PrivateKey.from_seed_bytes(seed).public_key().public_bytes_raw()
+    assert row["public_sha3_256"] == hashlib.sha3_256(key).digest()
+    assert key == plain_mlkem.public_key(seed)
+
+
 @published("mlkem768")
 def test_mlkem_768(row: Row):
     """FIPS 203: keys from a seed, decapsulation, and implicit rejection."""
