@@ -1,6 +1,7 @@
 """Properties of noise and rounding, for any scale, size and neighbours."""
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +43,8 @@ def _neighbours(
     return mechanism, sum_d, (sum_d + record_d).astype(np.float32)
 
 
-@settings(max_examples=200)
+@pytest.mark.slow
+@settings(max_examples=300)
 @given(neighbours=_neighbours(), key=KEYS)
 def test_neighbours_stay_within_the_sensitivity(
     neighbours: tuple[GaussianMechanism, np.ndarray, np.ndarray], key: bytes
@@ -92,7 +94,7 @@ def test_words_and_integers_get_the_same_noise(sigma: float, key: bytes, size: i
 
 
 @given(
-    num_records=st.integers(0, 40_000),
+    num_records=st.integers(0, 20_000),
     rates=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     key=KEYS,
 )
