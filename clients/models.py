@@ -140,6 +140,7 @@ class _GPT(nn.Module):
         self.positions = positions
         self.blocks = blocks
         self.norm = norm
+        self.output = _Unembedding(tokens)
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -162,11 +163,31 @@ class _GPT(nn.Module):
                 f"{length} tokens are more than the model's context of "
                 f"{self.positions.num_embeddings}"
             )
-        x_btd = self.tokens(tokens_bt) + self.positions.weight[:length]
+        # A position for each token of each record: differential privacy asks every
+        # layer what it did for which record.
+        places = torch.arange(length, device=tokens_bt.device)
+        x_btd = self.tokens(tokens_bt) + self.positions(places.expand_as(tokens_bt))
         for block in self.blocks:
             x_btd = block(x_btd)
-        logits_btv: torch.Tensor = F.linear(self.norm(x_btd), self.tokens.weight)
+        logits_btv: torch.Tensor = self.output(self.norm(x_btd))
         return logits_btv
+
+
+class _Unembedding(nn.Linear):
+    """Linear layer with the embedding's matrix, which stays out of the state."""
+
+    def __init__(self, tokens: nn.Embedding) -> None:
+        # On the meta device nothing is drawn for a matrix that is replaced at once.
+        super().__init__(
+            tokens.embedding_dim, tokens.num_embeddings, bias=False, device="meta"
+        )
+        self.weight = tokens.weight
+
+    def _save_to_state_dict(self, *_: object) -> None:
+        """Save nothing: the embedding does."""
+
+    def _load_from_state_dict(self, *_: object) -> None:
+        """Load nothing: the embedding does."""
 
 
 class _Block(nn.Module):

@@ -1,0 +1,197 @@
+"""Sums of clipped record gradients, in two ways.
+
+``hooks`` computes each record's gradient, takes its norm, scales it and adds it up.
+``ghost`` computes the norms without the gradients and then one weighted sum, as
+autograd would (Li et al. 2021, arXiv:2110.05679, section 4.1; the sum without a
+second backward pass is Bu et al. 2022, arXiv:2210.00038, "book-keeping"). It covers
+linear layers and embeddings; other layers have few weights and go the way of
+``hooks``. ``hooks`` needs memory for all weights times the records of a batch.
+
+Guarantee:
+    With ``hooks`` every record adds a float32 vector of norm at most ``clip_norm``.
+    A record whose gradient holds NaN or infinity, or whose norm is over 1.8e19, adds
+    zero. The proof: squares are added in float32 over at most 256 values, in whatever
+    order, and in float64 beyond that; the norm is then off by a factor of at most
+    1 + 128 * 2^-24 and the scaling by 2^-23. Both fit into the margin of 2^-12 by
+    which records are clipped below the bound, thirty times.
+    With ``ghost`` the norm comes from inner products that may cancel, so 2^-18 times
+    the square of the sum of the terms' norms is added to its square: this bounds the
+    error of inner products over up to 500 values that are added in 16 lanes, as BLAS
+    does, and is not a proof for every order of addition.
+    What the margin leaves is for the rounding of the sum over B records, which one
+    record more changes by B^2 * 2^-23 clip norms at the very worst and by about
+    B * 2^-24 as errors fall in practice. Not covered: that matrix products may round
+    the values of a record otherwise in a batch of another size.
+
+Shape suffixes: B records, d trainable values, o rows and i columns of a matrix, p
+values of one parameter.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from privacy.dp_sgd.capture import backprops_of, check_every_use_seen, watched
+from privacy.dp_sgd.ghost import (
+    Call,
+    Matrices,
+    add_weighted_,
+    bias_gradients,
+    gram_norms_square,
+    split,
+)
+from privacy.dp_sgd.layers import Gradients, record_gradients, trained_layers
+
+MARGIN = 2.0**-12
+CLIPPINGS = ("auto", "hooks", "ghost")
+
+_SEGMENT = 256
+_MOST_GRADIENT_BYTES = 128 << 20
+
+
+class ClippedSum:
+    """Adds up clipped record gradients of a model, batch by batch.
+
+    Attributes:
+        parameters: What is trained, by name; frozen parameters are no part of it.
+        sum_d: The sum, shape ``(d,)``, float32, on the model's device.
+        clipping: ``hooks`` or ``ghost``.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, clip_norm: float, clipping: str, batch_size: int
+    ) -> None:
+        """Set the sum to zero.
+
+        Args:
+            module: From ``fit_for_privacy``; its parameters stay where they are.
+            clip_norm: Largest Euclidean norm of a record's gradient, above 0.
+            clipping: ``hooks``, ``ghost``, or ``auto`` for the rule of ``choose``.
+            batch_size: Most records that will be added at once.
+        """
+        self.parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        sizes = [parameter.numel() for parameter in self.parameters.values()]
+        first = next(iter(self.parameters.values()))
+        self.sum_d = torch.zeros(sum(sizes), dtype=torch.float32, device=first.device)
+        parts = torch.split(self.sum_d, sizes)
+        self._parts = dict(zip(self.parameters.values(), parts, strict=True))
+        self._layers = trained_layers(module)
+        self._limit = clip_norm * (1 - MARGIN)
+        self.clipping = clipping
+        if clipping == "auto":
+            self.clipping = choose(self.sum_d.numel(), batch_size=batch_size)
+        self._is_checked = False
+
+    def add_(self, loss: Callable[[], torch.Tensor], num_records: int) -> None:
+        """Add the clipped gradients of some records.
+
+        Args:
+            loss: Runs the model on these records and returns the sum of their
+                losses, which are independent of each other.
+            num_records: At least 1.
+
+        Raises:
+            JobError: The model is built so that its per-record gradients are not to
+                be had; the message names the layer.
+        """
+        with watched(self._layers, num_records) as uses:
+            total = loss()
+        if not self._is_checked:
+            check_every_use_seen(total, uses, self.parameters)
+            self._is_checked = True
+        found = backprops_of(total, uses)
+        calls = [
+            (use, backprops)
+            for use, backprops in zip(uses, found, strict=True)
+            if backprops is not None
+        ]
+        if not calls:  # The loss depends on no parameter.
+            return
+        with torch.no_grad():
+            self._add_calls_(calls)
+
+    def write_gradients(self, divisor: float) -> None:
+        """Make ``sum_d / divisor`` the parameters' gradients; the sum is used up."""
+        self.sum_d.div_(divisor)
+        for parameter, part_p in self._parts.items():
+            parameter.grad = part_p.view(parameter.shape).to(parameter.dtype)
+
+    def _add_calls_(self, calls: Sequence[Call]) -> None:
+        matrices: Matrices = {}
+        if self.clipping == "ghost":
+            matrices, calls = split(calls)
+        gradients = _sum_by_parameter(calls)
+        for uses in matrices.values():
+            _accumulate(gradients, bias_gradients(uses))
+        norms_square = [_norms_square(g) for g in gradients.values()]
+        norms_square += [gram_norms_square(uses) for uses in matrices.values()]
+        factors, bad = _factors(torch.stack(norms_square).sum(0), self._limit)
+        for parameter, gradient in gradients.items():
+            rows_bp = gradient.reshape(len(gradient), -1)
+            if bad is not None:
+                rows_bp[bad] = 0.0
+            self._parts[parameter].addmv_(rows_bp.t(), factors)
+        for parameter, uses in matrices.items():
+            matrix_oi = self._parts[parameter].view(parameter.shape)
+            for use in uses:
+                add_weighted_(matrix_oi, use, factors, bad)
+
+
+def choose(num_values: int, *, batch_size: int) -> str:
+    """Rule of ``auto``: ``hooks`` while a batch's gradients are at most 128 MiB.
+
+    Below that ``hooks`` was the faster of the two or as fast, on models of
+    convolutions and of attention; beyond, it waits for memory: see
+    ``benchmarks/dp_sgd.py``.
+
+    Args:
+        num_values: Trainable values.
+        batch_size: Most records that are added at once.
+    """
+    num_bytes = 4 * num_values * batch_size
+    return "hooks" if num_bytes <= _MOST_GRADIENT_BYTES else "ghost"
+
+
+def _sum_by_parameter(calls: Sequence[Call]) -> Gradients:
+    """Gradients of each parameter by record, added up over the uses of it."""
+    total: Gradients = {}
+    for use, backprops in calls:
+        _accumulate(total, record_gradients(use.layer, use.inputs, backprops))
+    return total
+
+
+def _accumulate(total: Gradients, more: Gradients) -> None:
+    for parameter, gradient in more.items():
+        held = total.get(parameter)
+        total[parameter] = gradient if held is None else held + gradient
+
+
+def _norms_square(gradient: torch.Tensor) -> torch.Tensor:
+    """Squared norm of each record's part, shape ``(B,)``, float64."""
+    rows_bp = gradient.reshape(len(gradient), -1)
+    whole = rows_bp.shape[1] // _SEGMENT * _SEGMENT
+    segments = rows_bp[:, :whole].view(len(rows_bp), -1, _SEGMENT) if whole else None
+    norms: torch.Tensor = torch.linalg.vector_norm(rows_bp[:, whole:], dim=1)
+    total = norms.double().square_()
+    if segments is None:
+        return total
+    norms = torch.linalg.vector_norm(segments, dim=2)
+    return total + norms.double().square_().sum(1)
+
+
+def _factors(
+    norms_square: torch.Tensor, limit: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale of each record, float32, and which records have no finite norm."""
+    norms = norms_square.sqrt()
+    factors = (limit / norms.clamp_(min=limit)).float()
+    bad = ~torch.isfinite(norms)
+    if not bad.any():
+        return factors, None
+    factors[bad] = 0.0
+    return factors, bad

@@ -1,0 +1,424 @@
+"""Clipped sums of record gradients, against autograd record by record."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from clients import models
+from federation.errors import JobError
+from privacy.dp_sgd.clipping import MARGIN, ClippedSum, choose
+from privacy.dp_sgd.fit import fit_for_privacy
+
+# The first of them imports Opacus, which takes seconds.
+pytestmark = pytest.mark.slow
+
+CLASSES = 5
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors are slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def classify(model: nn.Module, inputs: torch.Tensor):
+    """Labels follow from the inputs, so that a batch is one tensor."""
+    labels = inputs.flatten(1).float().sum(1).abs().long() % CLASSES
+    return functional.cross_entropy(model(inputs).float(), labels, reduction="sum")
+
+
+def next_token(model: nn.Module, tokens: torch.Tensor):
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    total = functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+    return total / (tokens.shape[1] - 1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 16, padding_idx=3)
+        self.layer = nn.TransformerEncoderLayer(
+            16, 2, 32, batch_first=True, dropout=0.0
+        )
+        self.out = nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        return self.out(self.layer(self.tokens(x)).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 16)
+        self.lstm = nn.LSTM(16, 12, batch_first=True)
+        self.out = nn.Linear(12, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        return self.out(self.lstm(self.tokens(x))[0][:, -1])
+
+
+class Bare(nn.Module):
+    """A parameter of its own beside a layer: nobody wrote a sampler for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.inner = nn.Linear(4, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        return self.inner(torch.tanh(x @ self.weight))
+
+
+class Twice(nn.Module):
+    """One layer called twice, on records of several rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(4, 4)
+        self.out = nn.Linear(4, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        return self.out(self.square(torch.tanh(self.square(x))).mean((1, 2)))
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1, padding_mode="circular"),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 4, 3, padding="same", groups=2),
+        nn.BatchNorm2d(4, affine=False),
+        nn.Flatten(),
+        nn.Linear(256, CLASSES),
+    )
+
+
+def frozen_front():
+    model = models.mlp(64, CLASSES, hidden=(8,))
+    model[1].requires_grad_(requires_grad=False)
+    return model
+
+
+def images(size: int):
+    return torch.randn(size, 1, 8, 8)
+
+
+def tokens(size: int):
+    return torch.randint(0, 20, (size, 7))
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor], Loss]]
+KINDS = {
+    "cnn": (lambda: models.digits_cnn(CLASSES, 8), images, classify),
+    "gpt": (lambda: models.gpt(20, 8, 2, 2, 16), tokens, next_token),
+    "gpt with layernorm": (
+        lambda: models.gpt(20, 8, 1, 2, 16, norm="layernorm"),
+        tokens,
+        next_token,
+    ),
+    "encoder": (Encoder, tokens, classify),
+    "lstm": (Recurrent, tokens, classify),
+    "bare parameter": (Bare, lambda n: torch.randn(n, 4), classify),
+    "layer called twice": (Twice, lambda n: torch.randn(n, 2, 3, 4), classify),
+    "convolutions": (convolutions, images, classify),
+    "frozen front": (frozen_front, images, classify),
+}
+
+
+def trained(model: nn.Module):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def gradient_of(model: nn.Module, loss: Loss, record: torch.Tensor):
+    gradients = torch.autograd.grad(
+        loss(model, record), trained(model), allow_unused=True, materialize_grads=True
+    )
+    return torch.cat([g.flatten() for g in gradients]).double()
+
+
+def one_by_one(model: nn.Module, loss: Loss, records: torch.Tensor, clip_norm: float):
+    total = torch.zeros(sum(p.numel() for p in trained(model)), dtype=torch.float64)
+    for record in records.split(1):
+        gradient = gradient_of(model, loss, record)
+        total += gradient * min(1.0, clip_norm / gradient.norm().item())
+    return total
+
+
+def clipped_sum(
+    model: nn.Module,
+    loss: Loss,
+    batches: tuple[torch.Tensor, ...],
+    clip_norm: float,
+    clipping: str,
+):
+    total = ClippedSum(model, clip_norm=clip_norm, clipping=clipping, batch_size=8)
+    for batch in batches:
+        total.add_(lambda batch=batch: loss(model, batch), len(batch))
+    return total.sum_d.double()
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sum_is_that_of_records_one_by_one(kind: str, clipping: str):
+    """Some, all or none are clipped, in two batches of unequal size."""
+    make, draw, loss = KINDS[kind]
+    model, _ = fit_for_privacy(make())
+    records = draw(9)
+    norms = [gradient_of(model, loss, r).norm().item() for r in records.split(1)]
+    # Inner products over seven tokens are clipped a little further than they must.
+    tolerance = 1e-5 if clipping == "hooks" else 5e-5
+    for clip_norm in (0.5 * min(norms), float(np.median(norms)), 2 * max(norms)):
+        expected = one_by_one(model, loss, records, clip_norm * (1 - MARGIN))
+        actual = clipped_sum(model, loss, records.split(5), clip_norm, clipping)
+        assert ((actual - expected).norm() / expected.norm()).item() < tolerance
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e15, 1e30, math.inf, math.nan])
+def test_no_record_adds_more_than_the_bound(scale: float, clipping: str):
+    """Whatever its values; what is not finite adds nothing and spoils nothing."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Linear(32, CLASSES))
+    others, record = images(3), images(1) * scale
+    without = clipped_sum(model, classify_first, (others,), 0.5, clipping)
+    both = torch.cat([others, record])
+    added = clipped_sum(model, classify_first, (both,), 0.5, clipping) - without
+    assert added.norm().item() <= 0.5
+    if not math.isfinite(scale):
+        assert added.norm().item() < 1e-6
+
+
+def classify_first(model: nn.Module, inputs: torch.Tensor):
+    """A loss that grows with the inputs without end."""
+    return model(inputs)[:, 0].sum()
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+@pytest.mark.parametrize("clip_norm", [1e-6, 1.0, 1e6])
+def test_one_clipped_record_stays_below_the_bound(clip_norm: float, clipping: str):
+    """Rounding included: the margin is there for it."""
+    model = models.gpt(20, 8, 2, 2, 32)
+
+    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return 1e8 * next_token(model, tokens)
+
+    for record in tokens(6).split(1):
+        norm = clipped_sum(model, loss, (record,), clip_norm, clipping).norm().item()
+        assert clip_norm * (1 - 2 * MARGIN) < norm <= clip_norm
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+def test_gradients_that_cancel_stay_below_the_bound(clipping: str):
+    """Two large parts of a record's gradient, whose sum is small."""
+    model = nn.Linear(1, 1, bias=False)
+
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        signs = torch.tensor([[1.0], [-1.0]])
+        return (1e4 * signs * model(inputs)).sum()
+
+    record = torch.tensor([[[1.0], [1.0 + 1e-4]]])
+    norm = clipped_sum(model, loss, (record,), 0.1, clipping).norm().item()
+    assert norm <= 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+def test_models_of_few_digits(dtype: torch.dtype, clipping: str):
+    """Norms are taken in float32, where half precision would overflow."""
+    model = models.mlp(64, CLASSES, hidden=(8,)).to(dtype)
+    records = images(4).to(dtype)
+
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return 1000 * classify(model, inputs)
+
+    total = clipped_sum(model, loss, (records,), 2.0, clipping)
+    expected = one_by_one(model, loss, records, 2.0)
+    assert ((total - expected).norm() / expected.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+def test_autocast_of_the_forward_pass(clipping: str):
+    """bf16 activations, float32 record gradients: near those of float32."""
+    model, records = models.digits_cnn(CLASSES, 8), images(6)
+
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return classify(model, inputs)
+
+    total = clipped_sum(model, loss, (records,), 1.0, clipping)
+    expected = one_by_one(model, classify, records, 1.0)
+    assert 0 < ((total - expected).norm() / expected.norm()).item() < 0.05
+
+
+def test_gradients_are_the_sum_over_the_divisor():
+    """In the shapes of the parameters, and none for what is frozen."""
+    model = frozen_front()
+    total = ClippedSum(model, clip_norm=1.0, clipping="hooks", batch_size=8)
+    total.sum_d.copy_(torch.arange(len(total.sum_d)))
+    total.write_gradients(4.0)
+    found = torch.cat([p.grad.flatten() for p in trained(model)])
+    assert torch.equal(found, torch.arange(len(found)) / 4)
+    assert model[1].weight.grad is None
+
+
+def test_auto_looks_at_memory():
+    """Gradients of a batch of up to 128 MiB are kept."""
+    assert choose(1 << 20, batch_size=32) == "hooks"
+    assert choose(1 << 20, batch_size=33) == "ghost"
+
+
+def test_layers_are_replaced_by_name():
+    """Batch normalisation also where it has nothing to train, or is frozen."""
+    model = convolutions()
+    model[1].requires_grad_(requires_grad=False)
+    model, replaced = fit_for_privacy(model)
+    assert replaced == ["1: BatchNorm2d by GroupNorm", "4: BatchNorm2d by GroupNorm"]
+    assert not model[1].weight.requires_grad
+    alone, replaced = fit_for_privacy(nn.BatchNorm1d(4))
+    assert isinstance(alone, nn.GroupNorm)
+    assert replaced == ["the model: BatchNorm1d by GroupNorm"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_is_the_same_function(*, training: bool, causal: bool):
+    """Masks and padding too, in a transformer that would take torch's fast path."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model.train(training)
+    records = torch.randn(3, 7, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(7) if causal else None
+    padding = torch.arange(7) >= torch.tensor([[7], [5], [6]])
+    padding = padding.float().masked_fill(padding, -math.inf)
+    before = model(records, mask, padding)
+    fitted, replaced = fit_for_privacy(model)
+    kinds = "MultiheadAttention by RecordAttention"
+    assert replaced == [f"layers.{i}.self_attn: {kinds}" for i in range(2)]
+    torch.testing.assert_close(fitted(records, mask, padding), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 6}])
+def test_attention_weights_are_the_same(options: dict[str, int]):
+    """Of an attention by itself, each head's; boolean masks of each head's own."""
+    original = nn.MultiheadAttention(16, 4, batch_first=True, **options)
+    key, value = torch.randn(3, 6, original.kdim), torch.randn(3, 6, original.vdim)
+    arguments = {
+        "attn_mask": torch.rand(12, 5, 6) < 0.3,
+        "key_padding_mask": torch.arange(6) >= torch.tensor([[6], [5], [6]]),
+        "average_attn_weights": False,
+    }
+    expected = original(torch.ones(3, 5, 16), key, value, **arguments)
+    fitted, _ = fit_for_privacy(original)
+    actual = fitted(torch.ones(3, 5, 16), key, value, **arguments)
+    torch.testing.assert_close(actual, expected)
+
+
+class Mixed(nn.BatchNorm1d):
+    """A subclass, which nobody has a replacement for."""
+
+
+class BareWithDropout(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda: Mixed(4), "a Mixed, which makes a record's result depend"),
+        (lambda: nn.RNN(4, 4, batch_first=True), "a RNN, which has no gradients by"),
+        (lambda: nn.LSTM(4, 4), "LSTM, .* use batch_first=True"),
+        (lambda: nn.MultiheadAttention(4, 2), "use batch_first=True"),
+        (
+            lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
+            "leave out add_bias_kv",
+        ),
+        (lambda: nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
+        (lambda: nn.EmbeddingBag(4, 4), "use nn.Embedding"),
+        (BareWithDropout, "draws random numbers"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), "spectral_norm"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(
+    layer: Callable[[], nn.Module], message: str
+):
+    """By name, with what to do."""
+    with pytest.raises(JobError, match=rf"model.factory: 'inner.0' is .*{message}"):
+        fit_for_privacy(nn.ModuleDict({"inner": nn.Sequential(layer())}))
+
+
+class Elsewhere(nn.Module):
+    """Uses a layer's weight without the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        return self.linear(x.flatten(1)) + self.linear.weight.sum()
+
+
+class Flattening(nn.Module):
+    """Makes records of the tokens of a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        return self.linear(x.reshape(-1, 8)).reshape(len(x), 8, -1).sum(1)
+
+
+class Overwriting(nn.Module):
+    """Changes what its layer was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        flat = x.flatten(1).clone()
+        logits = self.linear(flat)
+        flat.zero_()
+        return logits
+
+
+class Named(nn.Module):
+    """Calls its layer by the name of the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        return self.linear(input=x.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Elsewhere, "'linear.weight' of the model is used outside of the layer"),
+        (Flattening, r"'linear' works on shape \(24, 8\) in a batch of 3 records"),
+        (Overwriting, "'linear' was called with a tensor that was overwritten"),
+        (Named, "'linear' is called with more than one tensor"),
+    ],
+)
+def test_models_that_cannot_be_followed_are_refused(
+    make: Callable[[], nn.Module], message: str
+):
+    """A wrong gradient would not be noticed, a wrong record axis void the promise."""
+    model = make()
+    total = ClippedSum(model, clip_norm=1.0, clipping="hooks", batch_size=8)
+    with pytest.raises(JobError, match=message):
+        total.add_(lambda: classify(model, images(3)), 3)
+    assert not model.linear._forward_hooks
