@@ -18,10 +18,12 @@ import torch
 
 from clients import weights
 from clients.factories import call_factory, import_factory
+from clients.private_steps import takes_private_steps
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from federation.errors import JobError
 from federation.job import JobSpec
 from federation.vectors import IntegerVector, Layout, Vector
+from privacy.dp_sgd.fit import fit_for_privacy
 
 
 class Instance:
@@ -55,6 +57,9 @@ class ModelPool:
         device: Where the models live.
         layout: Layout of the model.
         draws: Makes models that draw random numbers reproducible.
+        replaced: Layers that differential privacy has replaced, for people to read.
+        num_trained: Values that training changes: those of parameters that require a
+            gradient.
     """
 
     def __init__(self, job: JobSpec) -> None:
@@ -67,12 +72,15 @@ class ModelPool:
         self._factory = import_factory(job.model.factory, key="model.factory")
         self._options = job.model.options
         self._seed = torch_seed(job.seed, "initial weights")
+        self._is_private = takes_private_steps(job)
         self._lock = threading.Lock()
         self._memory: WeakKeyDictionary[torch.nn.Module, set[int]]
         self._memory = WeakKeyDictionary()
         self.device = _device(job.training.device)
         self.draws = GlobalDraws(self.device)
+        self.replaced: tuple[str, ...] = ()
         first = self._build()
+        self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
         self.layout: Layout = weights.layout_of(first, job.model.integer_buffers)
         self._initial = weights.read(first, self.layout)
         _check_finite(self.layout, self._initial[0])
@@ -124,11 +132,15 @@ class ModelPool:
     def _build(self) -> torch.nn.Module:
         with seeded_globally(self._seed, self.device):
             module = call_factory(self._factory, self._options, key="model.options")
-        if not isinstance(module, torch.nn.Module):
-            raise JobError(
-                f"returned a {type(module).__name__}, not a torch.nn.Module",
-                key="model.factory",
-            )
+            if not isinstance(module, torch.nn.Module):
+                raise JobError(
+                    f"returned a {type(module).__name__}, not a torch.nn.Module",
+                    key="model.factory",
+                )
+            if self._is_private:
+                # Before any layout is taken. What takes a layer's place may draw.
+                module, replaced = fit_for_privacy(module)
+                self.replaced = tuple(replaced)
         return module
 
     def _check_new(self, module: torch.nn.Module, memory: set[int]) -> None:

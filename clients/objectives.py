@@ -4,8 +4,8 @@ Each returns tensors, so that nothing waits for the device inside the loop.
 Shape suffixes: B batch, K classes, T tokens, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -28,11 +28,29 @@ class BatchLoss:
     correct: torch.Tensor
 
 
-Objective = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor | None], BatchLoss]
+class Objective(Protocol):
+    """A loss. With ``max_loss`` that of each prediction is clipped to so many nats."""
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        inputs: torch.Tensor,
+        targets: torch.Tensor | None,
+        /,
+        *,
+        max_loss: float | None = None,
+    ) -> BatchLoss:
+        """Apply the model to a batch and compare it with the targets."""
+        ...
 
 
 def classification(
-    model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor | None
+    model: torch.nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor | None,
+    /,
+    *,
+    max_loss: float | None = None,
 ) -> BatchLoss:
     """Cross-entropy of one label per example: ``model(inputs)`` gives ``(B, K)``."""
     if labels is None:
@@ -48,13 +66,18 @@ def classification(
             f"classification needs logits of shape ({len(labels)}, classes); the "
             f"model gave {tuple(logits_bk.shape)}"
         )
-    total = functional.cross_entropy(logits_bk, labels, reduction="sum")
+    total = _total(logits_bk, labels, max_loss)
     correct = (logits_bk.argmax(1) == labels).sum()
     return BatchLoss(total, len(labels), correct)
 
 
 def causal_lm(
-    model: torch.nn.Module, tokens: torch.Tensor, _: torch.Tensor | None
+    model: torch.nn.Module,
+    tokens: torch.Tensor,
+    _: torch.Tensor | None,
+    /,
+    *,
+    max_loss: float | None = None,
 ) -> BatchLoss:
     """Cross-entropy of each next token: windows ``(B, T+1)``, logits ``(B, T, V)``."""
     if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():  # noqa: PLR2004
@@ -71,9 +94,19 @@ def causal_lm(
         )
     targets = targets_bt.reshape(-1)
     logits = logits_btv.flatten(0, 1)
-    total = functional.cross_entropy(logits, targets, reduction="sum")
+    total = _total(logits, targets, max_loss)
     correct = (logits.argmax(1) == targets).sum()
     return BatchLoss(total, targets.numel(), correct)
+
+
+def _total(
+    logits: torch.Tensor, targets: torch.Tensor, max_loss: float | None
+) -> torch.Tensor:
+    """Sum of the cross-entropies; one that is not a number counts ``max_loss``."""
+    if max_loss is None:
+        return functional.cross_entropy(logits, targets, reduction="sum")
+    losses = functional.cross_entropy(logits, targets, reduction="none")
+    return losses.nan_to_num(nan=max_loss).clamp(max=max_loss).sum()
 
 
 def _logits(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ in every round, so a site has nothing to lose between rounds.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -18,6 +19,13 @@ from clients import batches, weights
 from clients.datasets import Batch, Dataset, Indices
 from clients.model_pool import ModelPool
 from clients.objectives import OBJECTIVES
+from clients.private_steps import (
+    PrivateGradient,
+    PrivateTraining,
+    num_private_steps,
+    sampling_rate,
+    takes_private_steps,
+)
 from clients.randomness import torch_seed
 from federation.errors import SiteError
 from federation.ids import SiteId
@@ -38,12 +46,24 @@ class TorchTrainer:
         pool: ModelPool,
         train: Dataset,
         held_out: Dataset,
+        private: PrivateTraining | None = None,
     ) -> None:
         """Bring a job, a site's name and its data together.
 
+        Args:
+            job: The job.
+            site: Name of the site.
+            pool: Where models come from.
+            train: What to train on.
+            held_out: What to evaluate on.
+            private: Makes every gradient differentially private; None for none.
+
         Raises:
             SiteError: The site has nothing to train on, or nothing to evaluate on
-                and the job asks for evaluation.
+                and the job asks for evaluation; or it has too few records for
+                private steps.
+            ValueError: The job's unit of privacy and ``private`` contradict each
+                other.
         """
         if len(train) == 0:
             raise SiteError(f"site {site!r} has no training examples")
@@ -52,6 +72,11 @@ class TorchTrainer:
                 f"site {site!r} has no held-out examples; give it some or set "
                 "evaluation.every = 0"
             )
+        if takes_private_steps(job) != (private is not None):
+            raise ValueError("private training is what the job asks for, or is not")
+        if private is not None:
+            sampling_rate(job, len(train))
+        self._private = private
         self._job = job
         self._site = site
         self._pool = pool
@@ -78,12 +103,18 @@ class TorchTrainer:
 
     def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
         """Sums over the site's held-out data."""
+        return self.evaluate_clipped(weights_d, integers_m, max_loss=None)
+
+    def evaluate_clipped(
+        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float | None
+    ) -> MetricSums:
+        """Sums over the held-out data, each prediction's loss clipped, in nats."""
         seed = torch_seed(self._job.seed, "evaluation", self._site)
         with self._pool.borrow() as model:
 
             def evaluate() -> MetricSums:
                 model.load(weights_d, integers_m)
-                return self._evaluate(model.module)
+                return self._evaluate(model.module, max_loss)
 
             return self._pool.draws.run(evaluate, kind="evaluate", seed=seed)
 
@@ -98,11 +129,20 @@ class TorchTrainer:
         lost_d = None
         if weights.is_rounded(layout):  # By bfloat16 parameters, for example.
             lost_d = weights_d - weights.read(model, layout)[0]
-        training, num_steps = self._steps(model, round_index)
+        before_m = weights.read(model, layout)[1]
+        training: MetricSums | None = None
+        if self._private is None:
+            training, num_steps = self._steps(model, round_index)
+        else:
+            num_steps = self._private_steps(model, round_index, self._private)
         local_d, local_m = weights.read(model, layout)
         if lost_d is not None:
             # What the model could not hold is not what training changed.
             local_d += lost_d
+        if self._private is not None:
+            # Nothing leaves but what the noise went into.
+            weights.copy_untrained(model, layout, source_d=weights_d, out_d=local_d)
+            local_m = before_m
         return LocalResult(
             weights_d=local_d,
             integers_m=local_m,
@@ -145,8 +185,44 @@ class TorchTrainer:
             step += 1
         return sums.metrics(), step - first_step
 
+    def _private_steps(
+        self, model: torch.nn.Module, round_index: int, private: PrivateTraining
+    ) -> int:
+        """Take this round's local steps with differentially private gradients.
+
+        Nothing is counted on the way: sums over the samples would have no noise.
+        """
+        training, size = self._job.training, len(self._train_data)
+        model.train()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        anchor = (
+            [p.detach().clone() for p in parameters] if training.proximal_mu else []
+        )
+        optimizer = _optimizer(parameters, training.optimizer)
+        gradient = PrivateGradient(model, self._job, private, num_records=size)
+        num_steps = num_private_steps(self._job, size)
+        first_step = (round_index - 1) * num_steps
+        for step in range(first_step, first_step + num_steps):
+            for chosen in gradient.draw():
+                loss = partial(self._sum_of_means, model, chosen)
+                gradient.add_(loss, len(chosen))
+            gradient.release_()
+            if anchor:  # It depends on no record.
+                _add_proximal(parameters, anchor, training.proximal_mu)
+            _set_learning_rate(optimizer, self._job, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return num_steps
+
+    def _sum_of_means(self, model: torch.nn.Module, chosen: Indices) -> torch.Tensor:
+        """Sum over records of each record's mean loss over its predictions."""
+        inputs, targets = self._on_device(self._train_data.batch(chosen))
+        with self._autocast():
+            loss = self._objective(model, inputs, targets)
+        return loss.total / (loss.count / len(chosen))
+
     @torch.no_grad()
-    def _evaluate(self, model: torch.nn.Module) -> MetricSums:
+    def _evaluate(self, model: torch.nn.Module, max_loss: float | None) -> MetricSums:
         model.eval()
         sums = _Sums(self._pool.device)
         size = self._job.evaluation.batch_size
@@ -156,7 +232,7 @@ class TorchTrainer:
                 self._held_out.batch(np.arange(start, stop))
             )
             with self._autocast():
-                loss = self._objective(model, inputs, targets)
+                loss = self._objective(model, inputs, targets, max_loss=max_loss)
             sums.add(loss.total, loss.count, loss.correct)
         return sums.metrics()
 

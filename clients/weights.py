@@ -153,3 +153,25 @@ def read(module: torch.nn.Module, layout: Layout) -> tuple[Vector, IntegerVector
     for integer_spec, integer_view in layout.integer_views(integers_m):
         torch.from_numpy(integer_view).copy_(state[integer_spec.name])
     return weights_d, integers_m
+
+
+def copy_untrained(
+    module: torch.nn.Module, layout: Layout, *, source_d: Vector, out_d: Vector
+) -> None:
+    """Copy the values of all tensors that training with gradients does not change.
+
+    Args:
+        module: The model: says which parameters require a gradient.
+        layout: Its layout.
+        source_d: Shape ``(d,)``.
+        out_d: Shape ``(d,)``; written to.
+    """
+    trained = {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+    pairs = zip(layout.float_views(source_d), layout.float_views(out_d), strict=True)
+    for (spec, source), (_, out) in pairs:
+        if spec.name not in trained:
+            out[...] = source

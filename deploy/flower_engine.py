@@ -70,6 +70,12 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
             "with --set privacy.secure_aggregation.enabled=false",
             key="privacy.secure_aggregation.enabled",
         )
+    if job.privacy.differential_privacy.unit != "none":
+        raise JobError(
+            "a site keeps its ledger open in one process, and Flower's simulation "
+            "gives its rounds to any; rehearse this with --engine inproc",
+            key="privacy.differential_privacy.unit",
+        )
     for index, fault in enumerate(job.simulation.faults):
         if fault.kind in _NOT_HERE:
             raise JobError(
@@ -89,7 +95,12 @@ def site_handler(folder: str | None, site: SiteId, job_text: str) -> SiteHandler
     federation = _federation(job_text)
     job, clock = federation.job, SystemClock()
     store = MemoryStore() if folder is None else LocalStore(Path(folder))
-    handler = federation.site(site, store=store, clock=clock)
+    handler = federation.site(
+        site,
+        make_trainer=lambda: federation.trainer(site),
+        store=store,
+        clock=clock,
+    )
     if not job.simulation.faults:
         return handler
     faults = FaultInjector(job.simulation.faults, clock=clock, seed=job.seed)

@@ -7,7 +7,7 @@ live in one process.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -16,12 +16,12 @@ from pathlib import Path
 from aggregator.secure_sum import SecureGather
 from clients.kept_integers import KeptIntegers
 from clients.secure_site import Protection, SecureSite
-from clients.trainer import TorchTrainer
+from deploy.private_sites import SitePlan
 from deploy.wiring import Federation
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.protocols import Grid, ObjectStore
+from federation.protocols import Grid, ObjectStore, Trainer
 from federation.vectors import Layout, Role
 from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.floor import LocalFloor
@@ -69,24 +69,22 @@ class Rehearsal:
         )
 
     def site(
-        self, name: SiteId, *, store: ObjectStore, folder: Path | None
+        self,
+        name: SiteId,
+        *,
+        make_trainer: Callable[[], Trainer],
+        store: ObjectStore,
+        folder: Path | None,
     ) -> SecureSite:
         """Make one site; ``folder`` is where it remembers rounds beyond a restart."""
         federation = self.federation
-        train, held_out = federation.site_data[name]
         if folder is None:
             memory = self.memories.setdefault(name, InMemoryRounds())
         else:
             memory = FileRounds(folder / "sites" / name / "rounds")
         return SecureSite(
             name,
-            make_trainer=lambda: TorchTrainer(
-                federation.job,
-                name,
-                pool=federation.pool,
-                train=train,
-                held_out=held_out,
-            ),
+            make_trainer=make_trainer,
             kept=KeptIntegers(name, federation.pool.layout, store),
             protection=Protection(
                 identity=self.identities[name],
@@ -121,8 +119,16 @@ class Rehearsal:
         )
 
 
-def rehearse(federation: Federation, run_id: RunId) -> Rehearsal:
+def rehearse(
+    federation: Federation, run_id: RunId, plans: Mapping[SiteId, SitePlan]
+) -> Rehearsal:
     """Make all parties of a run.
+
+    Args:
+        federation: Model and data.
+        run_id: The run.
+        plans: What each site promises of its records; of no account without
+            differential privacy.
 
     Raises:
         JobError: The model has what cannot be summed in secret.
@@ -142,17 +148,22 @@ def rehearse(federation: Federation, run_id: RunId) -> Rehearsal:
     )
     return Rehearsal(
         federation=federation,
-        contract=_contract(federation, run_id, roster),
+        contract=_contract(federation, run_id, roster, plans),
         aggregator=aggregator,
         identities=identities,
         roster=roster,
     )
 
 
-def _contract(federation: Federation, run_id: RunId, roster: Roster) -> Contract:
+def _contract(
+    federation: Federation,
+    run_id: RunId,
+    roster: Roster,
+    plans: Mapping[SiteId, SitePlan],
+) -> Contract:
     job, layout = federation.job, federation.pool.layout
     secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
-    terms = _privacy_terms(job)
+    terms = _privacy_terms(federation, plans)
     ring = _ring(job, terms)
     uniform = job.aggregation.weights == "uniform"
     return Contract(
@@ -197,17 +208,24 @@ def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
         raise JobError(str(error), key="privacy.secure_aggregation") from None
 
 
-def _privacy_terms(job: JobSpec) -> PrivacyTerms:
-    """What the contract claims of differential privacy."""
-    unit = job.privacy.differential_privacy.unit
-    if unit != "none":
-        # A contract must not be silent about what the job promises.
-        raise JobError(
-            f"{unit!r} cannot be put into the contract of secure aggregation yet: "
-            "use one of the two",
-            key="privacy.differential_privacy.unit",
-        )
-    return NO_PRIVACY
+def _privacy_terms(
+    federation: Federation, plans: Mapping[SiteId, SitePlan]
+) -> PrivacyTerms:
+    """What the contract claims of differential privacy: what holds for every site."""
+    unit = federation.job.privacy.differential_privacy.unit
+    if unit == "none":
+        return NO_PRIVACY
+    events = [plan.round_event for plan in plans.values()]
+    return PrivacyTerms(
+        profile=unit,
+        mechanism="dp-sgd",
+        noise_multiplier=min(event.noise_multiplier for event in events),
+        sampling_rate=max(event.sampling_rate for event in events),
+        steps_per_round=max(event.steps for event in events),
+        delta=max(plan.delta for plan in plans.values()),
+        epsilon_cap=max(plan.epsilon_cap for plan in plans.values()),
+        clip_norm=federation.job.privacy.differential_privacy.clip_norm,
+    )
 
 
 def _max_examples(job: JobSpec, federation: Federation) -> int:

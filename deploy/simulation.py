@@ -18,6 +18,7 @@ from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.transcript import check_fresh, recorded
 from deploy import model_export, wiring
+from deploy.private_sites import PrivateSites
 from deploy.protection import Rehearsal, rehearse
 from deploy.run_folder import RunFolder, leave_report, replace_file, runs_root
 from federation import job_file
@@ -29,7 +30,7 @@ from federation.events import Emit, Event, RunFinished, RunStarted
 from federation.gather import Gather
 from federation.ids import SiteId, new_run_id
 from federation.job import JobSpec
-from federation.protocols import Grid, ObjectStore, RunState, SiteHandler
+from federation.protocols import Grid, ObjectStore, RunState, SiteHandler, Trainer
 from monitoring.run_view import (
     COMPLETED,
     EXHAUSTED,
@@ -223,9 +224,18 @@ class _Simulation:
             self._run_id = new_run_id(now, os.urandom(3))
         else:
             self._run_id = run.run_id() or run.new_run_id(now)
+        self._private: PrivateSites | None = None
+        if self._job.privacy.differential_privacy.unit != "none":
+            self._private = PrivateSites(
+                federation,
+                run_id=self._run_id,
+                folder=None if run is None else run.path,
+                clock=self._clock,
+            )
         self._rehearsal: Rehearsal | None = None
         if self._job.privacy.secure_aggregation.enabled:
-            self._rehearsal = rehearse(federation, self._run_id)
+            plans = {} if self._private is None else self._private.plans
+            self._rehearsal = rehearse(federation, self._run_id, plans)
         self._store: ObjectStore = (
             MemoryStore() if run is None else LocalStore(run.path)
         )
@@ -244,6 +254,8 @@ class _Simulation:
                         self._fold.add(event)
                 log = stack.enter_context(EventWriter(self._run.events))
                 self._records.insert(0, log)
+            if self._private is not None:
+                stack.enter_context(self._private)
             try:
                 state = self._drive()
             except BaseException as error:
@@ -264,6 +276,8 @@ class _Simulation:
             self._run.write_job(self._job)
             self._run.flush_events()
         self._emit(wiring.data_distributed(self._federation, at=self._clock.now()))
+        if self._private is not None:
+            self._emit(self._private.planned(at=self._clock.now()))
 
     def _drive(self) -> RunState:
         """Run the round loop over the chosen engine."""
@@ -298,10 +312,22 @@ class _Simulation:
             return self._coordinate(grid)
 
     def _site(self, name: SiteId) -> SiteHandler:
+        trainer = self._trainer(name)
         if self._rehearsal is None:
-            return self._federation.site(name, store=self._store, clock=self._clock)
+            return self._federation.site(
+                name, make_trainer=trainer, store=self._store, clock=self._clock
+            )
         folder = None if self._run is None else self._run.path
-        return self._rehearsal.site(name, store=self._store, folder=folder)
+        return self._rehearsal.site(
+            name, make_trainer=trainer, store=self._store, folder=folder
+        )
+
+    def _trainer(self, name: SiteId) -> Callable[[], Trainer]:
+        if self._private is None:
+            return lambda: self._federation.trainer(name)
+        # At once: what is wrong with a ledger must show before the run begins.
+        trainer = self._private.trainer(name)
+        return lambda: trainer
 
     def _gather(self, grid: Grid) -> Gather:
         if self._rehearsal is None:

@@ -27,7 +27,7 @@ from federation.events import DataDistributed, Emit, SiteShare
 from federation.gather import Gather, PlainGather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.protocols import Clock, Grid, ObjectStore, RunState
+from federation.protocols import Clock, Grid, ObjectStore, RunState, Trainer
 
 SiteData = tuple[Dataset, Dataset]
 
@@ -46,14 +46,25 @@ class Federation:
     pool: ModelPool
     site_data: Mapping[SiteId, SiteData]
 
-    def site(self, name: SiteId, *, store: ObjectStore, clock: Clock) -> Site:
-        """Make one site; ``store`` is where it keeps what never leaves it."""
+    def trainer(self, name: SiteId) -> Trainer:
+        """Make a site's trainer, which promises nothing of single records."""
         train, held_out = self.site_data[name]
+        return TorchTrainer(
+            self.job, name, pool=self.pool, train=train, held_out=held_out
+        )
+
+    def site(
+        self,
+        name: SiteId,
+        *,
+        make_trainer: Callable[[], Trainer],
+        store: ObjectStore,
+        clock: Clock,
+    ) -> Site:
+        """Make one site; ``store`` is where it keeps what never leaves it."""
         return Site(
             name,
-            make_trainer=lambda: TorchTrainer(
-                self.job, name, pool=self.pool, train=train, held_out=held_out
-            ),
+            make_trainer=make_trainer,
             kept=KeptIntegers(name, self.pool.layout, store),
             clock=clock,
         )

@@ -37,9 +37,10 @@ class JobError(FederationError):
     """
 
     def __init__(self, message: str, *, key: str | None = None) -> None:
-        """Keep the key apart, so that callers can point at it."""
+        """Keep message and key apart, so that callers can add to one of them."""
         super().__init__(message if key is None else f"{key}: {message}")
         self.key = key
+        self.reason = message
 
 
 class ProtocolError(FederationError):

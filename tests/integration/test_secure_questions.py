@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,17 @@ def test_site_that_is_asked_for_other_work_is_not_opened():
     told: list[object] = []
     with wiring.torch_threads(job):
         federation = wiring.build_federation(job)
-        parties, store = rehearse(federation, RunId("run-1")), MemoryStore()
+        parties, store = rehearse(federation, RunId("run-1"), {}), MemoryStore()
         names = [SiteId(site.name) for site in job.sites]
-        sites = {n: parties.site(n, store=store, folder=None) for n in names}
+        sites = {
+            n: parties.site(
+                n,
+                make_trainer=partial(federation.trainer, n),
+                store=store,
+                folder=None,
+            )
+            for n in names
+        }
         with InProcessGrid(sites, clock=SystemClock()) as grid:
             parts = wiring.build_server(
                 federation,

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from support.small_jobs import small_job
@@ -106,13 +107,15 @@ def run(
     run_id, clock, store = RunId("run-1"), SystemClock(), MemoryStore()
     names = [SiteId(site.name) for site in job.sites]
     secure = job.privacy.secure_aggregation.enabled
-    rehearsal = rehearse(federation, run_id) if secure else None
-    sites: dict[SiteId, Any] = {
-        name: federation.site(name, store=store, clock=clock)
-        if rehearsal is None
-        else rehearsal.site(name, store=store, folder=None)
-        for name in names
-    }
+    rehearsal = rehearse(federation, run_id, {}) if secure else None
+    sites: dict[SiteId, Any] = {}
+    for name in names:
+        train = partial(federation.trainer, name)
+        sites[name] = (
+            federation.site(name, make_trainer=train, store=store, clock=clock)
+            if rehearsal is None
+            else rehearsal.site(name, make_trainer=train, store=store, folder=None)
+        )
     handlers = {
         name: (wraps or {}).get(name, lambda s: s)(site) for name, site in sites.items()
     }

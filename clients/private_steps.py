@@ -1,0 +1,192 @@
+"""Differentially private gradients for local training: DP-SGD, step by step.
+
+Source: Abadi et al. 2016, arXiv:1607.00133, Algorithm 1. Each step draws a Poisson
+sample of the site's records, clips the gradient of every record, adds them up, lets
+the Gaussian mechanism release the sum, and divides it by the number of records that
+were expected. A record is an example; of a language model it is one window of tokens.
+
+How many steps a site takes and how it samples is said here once, for those who take
+the steps and for those who account for them. The ledger is not here.
+
+Guarantee:
+    The trainable weights after a round are post-processing of what ``event_of``
+    describes, for whoever does not know the keys. All else of a model stays as it
+    came: buffers are put back after every batch.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from clients.datasets import Indices
+from federation.errors import SiteError
+from federation.job import JobSpec
+from privacy.dp.events import Event
+from privacy.dp.mechanism import GaussianMechanism
+from privacy.dp.poisson import poisson_indices
+from privacy.dp_sgd.clipping import CLIPPINGS, ClippedSum
+from privacy.secagg.prg import KEY_BYTES, Keystream
+
+RandomBytes = Callable[[int], bytes]
+
+_UNITS = ("record", "joint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateTraining:
+    """How a site's gradients are made private.
+
+    Attributes:
+        clip_norm: Largest Euclidean norm of a record's gradient, in the units of the
+            loss over those of the weights.
+        noise_multiplier: Standard deviation of the noise over the sensitivity,
+            calibrated to the budget.
+        clipping: ``auto``, ``hooks`` or ``ghost``, see ``privacy.dp_sgd.clipping``.
+        random_bytes: Where keys come from; never the job's seed, which others know.
+
+    Raises:
+        ValueError: ``clipping`` is unknown.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    clipping: str = "auto"
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the one value that nobody else checks."""
+        if self.clipping not in CLIPPINGS:
+            raise ValueError(f"clipping is {self.clipping!r}, not one of {CLIPPINGS}")
+
+    def mechanism(self, size: int) -> GaussianMechanism:
+        """Make the mechanism for ``size`` values: see ``ModelPool.num_trained``."""
+        return GaussianMechanism(
+            clip_norm=self.clip_norm,
+            noise_multiplier=self.noise_multiplier,
+            size=size,
+        )
+
+
+def takes_private_steps(job: JobSpec) -> bool:
+    """Whether the job's unit of privacy asks for clipped gradients of records."""
+    return job.privacy.differential_privacy.unit in _UNITS
+
+
+def expected_batch(job: JobSpec) -> int:
+    """Records that a step samples on average."""
+    return job.training.batch_size * job.training.accumulate
+
+
+def sampling_rate(job: JobSpec, num_records: int) -> float:
+    """Probability of each record to be in a step.
+
+    Raises:
+        SiteError: The site holds fewer records than a step is to sample.
+    """
+    expected = expected_batch(job)
+    if num_records < expected:
+        raise SiteError(
+            f"the site holds {num_records} training records, and a private step "
+            f"samples {expected} on average: lower training.batch_size or "
+            "training.accumulate"
+        )
+    return expected / num_records
+
+
+def num_private_steps(job: JobSpec, num_records: int) -> int:
+    """Steps of a round; an epoch is as many as sample every record once on average."""
+    if job.training.local_steps is not None:
+        return job.training.local_steps
+    per_epoch = round(1 / sampling_rate(job, num_records))
+    return (job.training.local_epochs or 1) * per_epoch
+
+
+def event_of(job: JobSpec, num_records: int, mechanism: GaussianMechanism) -> Event:
+    """Describe what a site releases by one round of training.
+
+    Args:
+        job: The job.
+        num_records: Training records that the site holds.
+        mechanism: Of ``PrivateTraining.mechanism``.
+
+    Raises:
+        SiteError: The site holds too few records.
+    """
+    return Event(
+        noise_multiplier=mechanism.effective_multiplier,
+        sampling_rate=sampling_rate(job, num_records),
+        steps=num_private_steps(job, num_records),
+        slack=mechanism.slack,
+    )
+
+
+class PrivateGradient:
+    """The gradient of a model's steps, as far as it may be known.
+
+    For each step: ``draw`` once, ``add_`` for each of its batches, ``release_``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        job: JobSpec,
+        private: PrivateTraining,
+        *,
+        num_records: int,
+    ) -> None:
+        """Take fresh keys.
+
+        Raises:
+            SiteError: The site holds too few records.
+        """
+        self._rate = sampling_rate(job, num_records)
+        self._expected = expected_batch(job)
+        self._batch_size = job.training.batch_size
+        self._num_records = num_records
+        self._random_bytes = private.random_bytes
+        self._sum = ClippedSum(
+            model,
+            clip_norm=private.clip_norm,
+            clipping=private.clipping,
+            batch_size=self._batch_size,
+        )
+        self._mechanism = private.mechanism(self._sum.sum_d.numel())
+        self._sampling = Keystream(self._random_bytes(KEY_BYTES))
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+
+    def draw(self) -> Iterator[Indices]:
+        """Sample the records of a step, and cut them into batches that fit memory.
+
+        There is no batch at all if the sample is empty; the step is taken all the
+        same, since its absence would be noticed.
+        """
+        self._sum.sum_d.zero_()
+        chosen = poisson_indices(self._num_records, self._rate, self._sampling)
+        for start in range(0, len(chosen), self._batch_size):
+            yield chosen[start : start + self._batch_size]
+
+    def add_(self, loss: Callable[[], torch.Tensor], num_records: int) -> None:
+        """Add the clipped gradients of a batch; see ``ClippedSum.add_``."""
+        self._sum.add_(loss, num_records)
+        self._put_buffers_back()
+
+    def release_(self) -> None:
+        """Add noise and make the result the gradient of the model's parameters."""
+        sum_d = self._sum.sum_d
+        if sum_d.device.type == "cpu":
+            self._mechanism.release_(sum_d.numpy(), self._random_bytes)
+        else:
+            host_d: np.ndarray[tuple[int], np.dtype[np.float32]] = sum_d.cpu().numpy()
+            self._mechanism.release_(host_d, self._random_bytes)
+            sum_d.copy_(torch.from_numpy(host_d))
+        self._sum.write_gradients(self._expected)
+
+    @torch.no_grad()
+    def _put_buffers_back(self) -> None:
+        # What layers note of the records they see has no noise, and later steps
+        # would depend on it.
+        for buffer, before in self._buffers:
+            buffer.copy_(before)

@@ -1,0 +1,259 @@
+"""Differential privacy in a simulation: what each site promises, and its ledger.
+
+Noise is calibrated for each site from the number of its own records. What the
+accountant is told and what the trainer does come from the same functions of
+``clients.private_steps``.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from clients.budget import BudgetedTrainer, Releases
+from clients.datasets import Dataset
+from clients.private_steps import (
+    PrivateTraining,
+    event_of,
+    expected_batch,
+    num_private_steps,
+    sampling_rate,
+)
+from clients.trainer import TorchTrainer
+from deploy.wiring import Federation
+from federation import job_file
+from federation.errors import JobError
+from federation.events import PrivacyPlanned, SitePrivacy
+from federation.ids import RunId, SiteId
+from federation.job import JobSpec
+from federation.protocols import Clock, Trainer
+from privacy.dp import accountant
+from privacy.dp.budget import check_delta, check_records, default_delta
+from privacy.dp.calibration import noise_multiplier
+from privacy.dp.events import Event
+from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
+from privacy.dp.ledger import FileLedger, InMemoryLedger
+from privacy.dp.ledger_format import Terms
+from privacy.dp.mechanism import SLACK
+
+_WITHHELD = (
+    "losses of training and numbers of examples leave no site",
+    "held-out results leave with noise, charged to the held-out records alone",
+)
+_PUBLIC = (
+    _WITHHELD[0],
+    "held-out results leave as they are: the job declares the held-out data public",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SitePlan:
+    """How one site keeps its promise.
+
+    Attributes:
+        epsilon_cap: What it may spend, on training and on held-out records each.
+        delta: The probability that goes with it.
+        training: Noise and clipping of a step.
+        round_event: The steps of a round, for the accountant.
+        held_out: Noise of held-out results; None if these are public.
+    """
+
+    epsilon_cap: float
+    delta: float
+    training: PrivateTraining
+    round_event: Event
+    held_out: HeldOutMechanism | None
+
+
+class PrivateSites:
+    """Trainers that keep to a budget; a context manager, since ledgers are locked."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        *,
+        run_id: RunId,
+        folder: Path | None,
+        clock: Clock,
+    ) -> None:
+        """Plan every site.
+
+        Args:
+            federation: Model and data.
+            run_id: The run that the ledgers are of.
+            folder: The run's; ledgers lie in ``sites/NAME``. None keeps nothing.
+            clock: Of the entries.
+
+        Raises:
+            JobError: The promise cannot be kept with these data, rounds and batches;
+                the message names the site and says what would do.
+        """
+        self._federation = federation
+        self._run_id = run_id
+        self._folder = folder
+        self._clock = clock
+        self._ledgers: dict[SiteId, FileLedger | InMemoryLedger] = {}
+        self.plans: Mapping[SiteId, SitePlan] = {
+            name: _named(name, federation) for name in federation.site_data
+        }
+
+    def __enter__(self) -> Self:
+        """Return itself; ledgers are opened one by one, by ``trainer``."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close the ledgers."""
+        for ledger in self._ledgers.values():
+            ledger.close()
+
+    def trainer(self, name: SiteId) -> Trainer:
+        """Make a site's trainer and open its ledger.
+
+        Raises:
+            PrivacyError: The ledger that is there cannot be gone on with.
+        """
+        plan, federation = self.plans[name], self._federation
+        train, held_out = federation.site_data[name]
+        return BudgetedTrainer(
+            TorchTrainer(
+                federation.job,
+                name,
+                pool=federation.pool,
+                train=train,
+                held_out=held_out,
+                private=plan.training,
+            ),
+            self._ledger(name, plan),
+            Releases(
+                round_event=plan.round_event, held_out=plan.held_out, max_loss=MAX_LOSS
+            ),
+        )
+
+    def planned(self, *, at: float) -> PrivacyPlanned:
+        """Tell what every site promises."""
+        job = self._federation.job
+        is_public = job.privacy.differential_privacy.held_out == "public"
+        return PrivacyPlanned(
+            at=at,
+            unit=job.privacy.differential_privacy.unit,
+            relation=accountant.NEIGHBOURING_RELATION,
+            accountant="pld",
+            sampling=accountant.SAMPLING_ASSUMPTION,
+            sites=tuple(_promise(name, plan) for name, plan in self.plans.items()),
+            replaced=self._federation.pool.replaced,
+            withheld=_PUBLIC if is_public else _WITHHELD,
+        )
+
+    def _ledger(self, name: SiteId, plan: SitePlan) -> FileLedger | InMemoryLedger:
+        """Open a site's ledger; a site that restarts opens its own again."""
+        before = self._ledgers.pop(name, None)
+        if before is not None:
+            before.close()
+        terms = Terms(
+            run_id=self._run_id,
+            site=name,
+            job_digest=_job_digest(self._federation.job),
+            delta=plan.delta,
+            epsilon_cap=plan.epsilon_cap,
+            unit=self._federation.job.privacy.differential_privacy.unit,
+        )
+        ledger: FileLedger | InMemoryLedger
+        if self._folder is not None:
+            ledger = FileLedger(self._folder / "sites" / name, terms, clock=self._clock)
+        elif isinstance(before, InMemoryLedger):
+            ledger = before  # A run that keeps nothing remembers while it lasts.
+        else:
+            ledger = InMemoryLedger(terms, clock=self._clock)
+        self._ledgers[name] = ledger
+        return ledger
+
+
+def _named(name: SiteId, federation: Federation) -> SitePlan:
+    """Plan a site; what cannot be planned is told with the site's name."""
+    try:
+        return _plan(name, federation)
+    except JobError as error:
+        raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
+
+
+def _plan(name: SiteId, federation: Federation) -> SitePlan:
+    job = federation.job
+    private = job.privacy.differential_privacy
+    train, held_out = federation.site_data[name]
+    num_records, cap = len(train), private.target_epsilon
+    if cap is None:
+        raise ValueError("a checked job with differential privacy has a target")
+    check_records(num_records, expected_batch(job))
+    delta = default_delta(num_records) if private.delta is None else private.delta
+    check_delta(delta, num_records)
+    rounds = job.rounds + private.reserve_rounds
+    multiplier = private.noise_multiplier or noise_multiplier(
+        cap,
+        delta,
+        sampling_rate(job, num_records),
+        rounds * num_private_steps(job, num_records),
+        slack=SLACK,
+    )
+    training = PrivateTraining(
+        clip_norm=private.clip_norm,
+        noise_multiplier=multiplier,
+        clipping=private.clipping,
+    )
+    mechanism = training.mechanism(federation.pool.num_trained)
+    return SitePlan(
+        epsilon_cap=cap,
+        delta=delta,
+        training=training,
+        round_event=event_of(job, num_records, mechanism),
+        held_out=_held_out(job, held_out, delta),
+    )
+
+
+def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | None:
+    """Noise that a run's evaluations may be charged for, with those held in reserve."""
+    private, every = job.privacy.differential_privacy, job.evaluation.every
+    if every == 0 or private.held_out == "public" or private.target_epsilon is None:
+        return None
+    # The initial model, every so many rounds, the last one, and for a resume.
+    releases = 2 + job.rounds // every + private.reserve_rounds
+    multiplier = noise_multiplier(
+        private.target_epsilon, delta, 1.0, releases, slack=SLACK
+    )
+    return HeldOutMechanism(
+        noise_multiplier=multiplier,
+        predictions=_predictions(job, data),
+        num_records=len(data),
+    )
+
+
+def _predictions(job: JobSpec, data: Dataset) -> int:
+    """Most predictions of one held-out record."""
+    if job.training.task == "classification":
+        return 1
+    windows, _ = data.batch(np.array([0]))
+    return windows.shape[1] - 1
+
+
+def _promise(name: SiteId, plan: SitePlan) -> SitePrivacy:
+    held_out = plan.held_out
+    return SitePrivacy(
+        site=name,
+        epsilon_cap=plan.epsilon_cap,
+        delta=plan.delta,
+        noise_multiplier=plan.round_event.noise_multiplier,
+        sampling_rate=plan.round_event.sampling_rate,
+        steps_per_round=plan.round_event.steps,
+        held_out_noise=None if held_out is None else held_out.standard_deviation(),
+    )
+
+
+def _job_digest(job: JobSpec) -> str:
+    """Of all that decides what is released; where it is kept does not."""
+    document = job_file.document(job)
+    del document["storage"], document["simulation"]
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,75 @@
+"""What a guarantee needs of its numbers, checked before anything is trained."""
+
+import math
+
+from federation.errors import JobError
+from privacy.dp.accountant import MIN_DELTA
+
+# delta <= 1 / (10 n): the mechanism that publishes one record at random is
+# (0, 1/n)-private, so delta must be well below 1/n to say anything
+# (Dwork and Roth, The Algorithmic Foundations of Differential Privacy, 2.3).
+DELTA_SHARE = 10
+
+_DELTA_KEY = "privacy.differential_privacy.delta"
+_BATCH_KEY = "training.batch_size"
+
+
+def largest_delta(num_records: int) -> float:
+    """Largest delta that is accepted for so many records: 1 / (10 n)."""
+    if num_records < 1:
+        raise ValueError(f"{num_records} records have no delta")
+    return 1 / (DELTA_SHARE * num_records)
+
+
+def default_delta(num_records: int) -> float:
+    """``largest_delta`` rounded down to one digit: 5e-7 for 180,000 records."""
+    largest = largest_delta(num_records)
+    exponent = math.floor(math.log10(largest))
+    # In decimal, for 1e-06 has no exact binary and must not be rounded up.
+    for digit in range(9, 0, -1):
+        found = float(f"{digit}e{exponent}")
+        if found <= largest:
+            return found
+    return float(f"9e{exponent - 1}")
+
+
+def check_delta(delta: float, num_records: int) -> None:
+    """Refuse a delta that says too little for so many records.
+
+    Raises:
+        JobError: It is larger than 1 / (10 n), or too small for the accountant.
+    """
+    largest = largest_delta(num_records)
+    if not delta >= MIN_DELTA:
+        raise JobError(
+            f"{delta:g} is below {MIN_DELTA:g}, which is the least that the accountant "
+            f"can resolve; the rule for {num_records} records gives "
+            f"{max(default_delta(num_records), MIN_DELTA):g}",
+            key=_DELTA_KEY,
+        )
+    if delta > largest:
+        raise JobError(
+            f"{delta:g} is too large for a site with {num_records} training records: "
+            f"at most 1 / (10 * records) = {largest:.3g}; leave it out for "
+            f"{default_delta(num_records):g}",
+            key=_DELTA_KEY,
+        )
+
+
+def check_records(num_records: int, expected_batch: int) -> None:
+    """Refuse a site whose records do not fill one expected batch.
+
+    Its sampling rate would be above 1.
+
+    Raises:
+        JobError: There are fewer records than ``expected_batch``.
+    """
+    if num_records < expected_batch:
+        raise JobError(
+            f"a site has {num_records} training records, fewer than one batch of "
+            f"{expected_batch} (batch_size times accumulate): under differential "
+            "privacy each step draws every record with probability batch / "
+            "records, so choose "
+            f"at most {num_records}, or leave the site out",
+            key=_BATCH_KEY,
+        )

@@ -1,0 +1,183 @@
+"""How much noise a target epsilon takes: the inverse of ``accountant.epsilon``."""
+
+import math
+from collections.abc import Callable
+
+from privacy.dp import accountant
+from privacy.dp.errors import PrivacyUnreachable
+from privacy.dp.events import MAX_STEPS, Event
+
+# Noise of a hundred clip norms a step is not training any more.
+MAX_NOISE_MULTIPLIER = 100.0
+MIN_NOISE_MULTIPLIER = 0.05
+
+# The result's epsilon is in [target * (1 - _WASTE), target * (1 - _HEADROOM)]. The
+# headroom is for the accountant's grid, which is refined as steps accumulate: epsilon
+# of fewer steps may be overestimated by that much more than epsilon of all of them,
+# and a run must not be refused its last round for it.
+_WASTE = 8e-4
+_HEADROOM = 2e-4
+_MAX_TRIES = 60
+
+_KEY = "privacy.differential_privacy.target_epsilon"
+
+
+def noise_multiplier(
+    target_epsilon: float,
+    delta: float,
+    sampling_rate: float,
+    steps: int,
+    *,
+    slack: float = 0.0,
+) -> float:
+    """Smallest noise multiplier with which all steps stay within the target.
+
+    Args:
+        target_epsilon: What may be spent, > 0.
+        delta: From ``accountant.MIN_DELTA``, below 1.
+        sampling_rate: Probability of each record to be in a step, in (0, 1].
+        steps: Steps of the whole run, those held in reserve included.
+        slack: Of each step; see ``events.Event``.
+
+    Returns:
+        Noise standard deviation over L2 sensitivity, from 0.05 to 100.
+
+    Guarantee:
+        ``epsilon`` of so many steps with it is at most the target, and at least
+        0.999 of it unless the result is the smallest that is given.
+
+    Raises:
+        PrivacyUnreachable: It would be over 100, or slack uses up delta; the message
+            says what would reach the target.
+        ValueError: An argument is out of range.
+    """
+    if not (math.isfinite(target_epsilon) and target_epsilon > 0):
+        raise ValueError(f"target_epsilon is {target_epsilon}, not above 0")
+    spent = _Spent(delta, sampling_rate, steps, slack)
+    if steps * slack >= delta / 2:
+        raise PrivacyUnreachable(
+            f"delta {delta:g} is used up by the slack of {steps} steps, {slack:g} "
+            f"each: no noise helps; at most {int(delta / 2 / slack)} steps, or "
+            "a delta of at "
+            f"least {2 * steps * slack:.2g}, would do",
+            key=_KEY,
+        )
+    goal = target_epsilon * (1 - _HEADROOM)
+    if spent(MAX_NOISE_MULTIPLIER) > goal:
+        raise PrivacyUnreachable(_advice(target_epsilon, spent), key=_KEY)
+    return _search(spent, goal, target_epsilon * (1 - _WASTE))
+
+
+class _Spent:
+    """Epsilon as a function of the noise multiplier."""
+
+    def __init__(
+        self, delta: float, sampling_rate: float, steps: int, slack: float
+    ) -> None:
+        self.delta = delta
+        self.sampling_rate = sampling_rate
+        self.steps = steps
+        self.slack = slack
+
+    def __call__(
+        self,
+        multiplier: float,
+        *,
+        sampling_rate: float | None = None,
+        steps: int | None = None,
+    ) -> float:
+        event = Event(
+            noise_multiplier=multiplier,
+            sampling_rate=sampling_rate or self.sampling_rate,
+            steps=steps or self.steps,
+            slack=self.slack,
+        )
+        return accountant.epsilon([event], self.delta)
+
+
+def _search(spent: Callable[[float], float], goal: float, least: float) -> float:
+    """Bracket by doubling from 1, then Illinois' false position in logarithms.
+
+    Epsilon is close to a power of the multiplier, so a few steps are enough.
+    """
+    low = high = 1.0
+    at_low = at_high = spent(1.0)
+    while at_high > goal:
+        low, at_low = high, at_high
+        high = min(2 * high, MAX_NOISE_MULTIPLIER)
+        at_high = spent(high)
+    while at_low <= goal:
+        if low == MIN_NOISE_MULTIPLIER:
+            return low
+        high, at_high = low, at_low
+        low = max(low / 2, MIN_NOISE_MULTIPLIER)
+        at_low = spent(low)
+    over, under = _excess(at_low, goal), _excess(at_high, goal)
+    for _ in range(_MAX_TRIES):
+        if at_high >= least:
+            return high
+        # Aim between the two ends of what is accepted, a little below the goal.
+        share = (over + _aim(goal, least)) / (over - under)
+        if not 0 < share < 1:
+            share = 0.5
+        middle = low * (high / low) ** share
+        found = spent(middle)
+        if found <= goal:
+            high, at_high, under = middle, found, _excess(found, goal)
+            over /= 2
+        else:
+            low, over = middle, _excess(found, goal)
+            under /= 2
+    return high
+
+
+def _excess(value: float, goal: float) -> float:
+    """Logarithm of value over goal, kept finite: epsilon may be 0 or infinite."""
+    return max(-50.0, min(50.0, math.log(max(value, 1e-300) / goal)))
+
+
+def _aim(goal: float, least: float) -> float:
+    return math.log(goal / least) / 2
+
+
+def _advice(target: float, spent: _Spent) -> str:
+    """Say what would reach the target, each by itself, with 100 clip norms of noise."""
+    top = MAX_NOISE_MULTIPLIER
+    goal = target * (1 - _HEADROOM)
+    ways = [f"an epsilon of at least {_round_up(spent(top) / (1 - _HEADROOM)):g}"]
+    fewer = _largest(lambda n: spent(top, steps=n) <= goal, spent.steps)
+    if fewer:
+        ways.append(f"at most {fewer} steps in all (fewer rounds or local steps)")
+    parts = 1 << 20
+    share = _largest(
+        lambda n: spent(top, sampling_rate=spent.sampling_rate * n / parts) <= goal,
+        parts,
+    )
+    if share:
+        times = _round_up(parts / share)
+        ways.append(
+            f"{times:g} times as many records, or a batch {times:g} times smaller"
+        )
+    return (
+        f"{target:g} at delta {spent.delta:g} is out of reach: {spent.steps} steps "
+        f"that draw each record with probability {spent.sampling_rate:.3g} need noise "
+        f"of more than {top:g} clip norms a step; what would reach it: "
+        + "; or ".join(ways)
+    )
+
+
+def _largest(holds: Callable[[int], bool], too_many: int) -> int:
+    """Largest number that holds, below one that does not; 0 if none does."""
+    low, high = 0, min(too_many, MAX_STEPS)
+    while high - low > max(1, low // 1000):
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _round_up(value: float) -> float:
+    """Two digits, upwards, so that the advice can be followed to the letter."""
+    if not math.isfinite(value):
+        return value
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.ceil(value / unit - 1e-9) * unit

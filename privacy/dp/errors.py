@@ -1,0 +1,42 @@
+"""What can go wrong in accounting, in one tree.
+
+FederationError
+|-- JobError
+|   `-- PrivacyUnreachable    no sensible noise reaches the target
+`-- PrivacyError
+    |-- BudgetExceeded        (of ``federation.errors``) a release beyond the cap
+    |-- LedgerDamaged         a ledger that was edited, reordered or cannot be read
+    |   `-- LedgerShortened   a ledger that lacks what was charged
+    |-- LedgerMismatch        a ledger of another run, site or job, or of other terms
+    |-- LedgerBusy            a ledger that another process writes
+    `-- ClockWentBackwards    a time before the ledger's last
+
+Whoever catches one of these knows that nothing was released: a charge is refused
+before anything is written or after what was written is durable, never in between.
+"""
+
+from federation.errors import JobError, PrivacyError
+
+
+class PrivacyUnreachable(JobError):
+    """The epsilon that is asked for needs more noise than is worth a training."""
+
+
+class LedgerDamaged(PrivacyError):
+    """A ledger is not one unbroken chain from its header to its end."""
+
+
+class LedgerShortened(LedgerDamaged):
+    """A ledger ends before what is known to have been charged."""
+
+
+class LedgerMismatch(PrivacyError):
+    """A ledger belongs to another run, site or job, or has other terms."""
+
+
+class LedgerBusy(PrivacyError):
+    """Another process has the ledger open for writing."""
+
+
+class ClockWentBackwards(PrivacyError):
+    """The clock shows a time before the ledger's last entry."""

@@ -1,0 +1,81 @@
+"""What holds for every epsilon, whatever the numbers."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from privacy.dp import accountant, calibration, composition
+from privacy.dp.events import Event
+
+pytestmark = [pytest.mark.slow]
+
+DELTAS = st.sampled_from([1e-8, 1e-6, 1e-5, 1e-3])
+EVENTS = st.builds(
+    Event,
+    noise_multiplier=st.floats(0.6, 20),
+    sampling_rate=st.floats(0.001, 1),
+    steps=st.integers(1, 3000),
+)
+# What the grid may cost, which does not fall as the number of steps grows.
+GRID = 3e-4
+
+
+def tolerance(value: float) -> float:
+    return value * GRID + 1e-9
+
+
+@settings(max_examples=15)
+@given(event=EVENTS, delta=DELTAS)
+def test_renyi_is_never_below(event: Event, delta: float):
+    """The other bound is looser; above 500 there is no number to compare."""
+    found = accountant.epsilon([event], delta)
+    bound = accountant.epsilon([event], delta, "rdp")
+    assert bound >= min(found, composition.MAX_EPSILON) * (1 - GRID)
+
+
+@settings(max_examples=12)
+@given(event=EVENTS, delta=DELTAS, more=st.integers(1, 3000))
+def test_more_steps_cost_more(event: Event, delta: float, more: int):
+    """And so does a smaller delta."""
+    before = accountant.epsilon([event], delta)
+    longer = Event.parse(event.document() | {"steps": event.steps + more})
+    assert accountant.epsilon([longer], delta) >= before - tolerance(before)
+    assert accountant.epsilon([event], delta / 2) >= before - tolerance(before)
+
+
+@settings(max_examples=8)
+@given(event=EVENTS, delta=DELTAS, factor=st.floats(1.01, 3))
+def test_more_noise_costs_less(event: Event, delta: float, factor: float):
+    """As does a smaller batch."""
+    before = accountant.epsilon([event], delta)
+    quieter = event.noise_multiplier * factor
+    for change in (
+        {"noise_multiplier": quieter},
+        {"sampling_rate": event.sampling_rate / factor},
+    ):
+        after = accountant.epsilon([Event.parse(event.document() | change)], delta)
+        assert after <= before + tolerance(before)
+
+
+@settings(max_examples=6)
+@given(
+    target=st.floats(0.3, 20),
+    delta=DELTAS,
+    rate=st.floats(0.002, 1),
+    steps=st.integers(1, 2000),
+)
+def test_calibration_is_the_inverse(
+    target: float, delta: float, rate: float, steps: int
+):
+    """Within the target, and by less than a thousandth of it."""
+    try:
+        noise = calibration.noise_multiplier(target, delta, rate, steps)
+    except calibration.PrivacyUnreachable:
+        top = calibration.MAX_NOISE_MULTIPLIER
+        event = Event(noise_multiplier=top, sampling_rate=rate, steps=steps)
+        assert accountant.epsilon([event], delta) > target * 0.999
+        return
+    event = Event(noise_multiplier=noise, sampling_rate=rate, steps=steps)
+    spent = accountant.epsilon([event], delta)
+    assert spent <= target
+    assert spent >= target * (1 - 1e-3) or noise == calibration.MIN_NOISE_MULTIPLIER

@@ -1,0 +1,297 @@
+"""Local training with differentially private gradients."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_jobs import blobs, small_job
+from torch import nn
+from torch.nn import functional
+
+from clients.datasets import Dataset, Indices, as_dataset
+from clients.model_pool import ModelPool
+from clients.private_steps import (
+    PrivateGradient,
+    PrivateTraining,
+    event_of,
+    num_private_steps,
+    sampling_rate,
+)
+from clients.trainer import TorchTrainer
+from federation.errors import SiteError
+from federation.ids import SiteId
+from federation.job import JobSpec
+from privacy.dp.mechanism import GaussianMechanism
+from privacy.dp.poisson import poisson_indices
+from privacy.dp_sgd.clipping import MARGIN
+from privacy.secagg.prg import Keystream
+
+SITE = SiteId("site-0")
+TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
+USERS = "support.users_module"
+CLIP_NORM, LR = 0.5, 0.1
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors are slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def private_job(training: dict[str, Any], **tables: Any):
+    privacy = {"unit": "record", "target_epsilon": 8.0, "clip_norm": CLIP_NORM}
+    return small_job(
+        training={"optimizer": {"lr": LR}, "batch_size": 6, **training},
+        privacy={"differential_privacy": privacy},
+        aggregation={"weights": "uniform"},
+        **tables,
+    )
+
+
+def known_bytes() -> Callable[[int], bytes]:
+    """Keys that a test can draw again."""
+    numbers: Iterator[int] = iter(range(1, 1000))
+    return lambda size: next(numbers).to_bytes(size, "big")
+
+
+def private(multiplier: float = 1.0, **options: Any):
+    return PrivateTraining(clip_norm=CLIP_NORM, noise_multiplier=multiplier, **options)
+
+
+def fit(
+    job: JobSpec, how: PrivateTraining, train: Dataset = TRAIN, round_index: int = 1
+):
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job, SITE, pool=pool, train=train, held_out=HELD_OUT, private=how
+    )
+    return trainer.fit(*pool.initial_weights(), round_index=round_index), pool
+
+
+def test_sampling_is_as_large_as_a_batch_on_average():
+    """All batches of a step are one sample; a round is steps or epochs of them."""
+    assert sampling_rate(private_job({"local_steps": 3}), 60) == 0.1
+    accumulated = private_job({"local_steps": 3, "accumulate": 4})
+    assert sampling_rate(accumulated, 60) == 0.4
+    assert sampling_rate(accumulated, 24) == 1.0
+    assert num_private_steps(accumulated, 60) == 3
+    assert num_private_steps(private_job({"local_epochs": 2}), 60) == 20
+    # Two and a half batches are two steps: an even number rounds down.
+    assert num_private_steps(private_job({"local_epochs": 3}), 15) == 6
+
+
+def test_a_site_without_a_batch_of_records_is_refused():
+    """Where steps are counted, and where the trainer is made."""
+    job = private_job({"local_steps": 3, "accumulate": 4})
+    with pytest.raises(SiteError, match="holds 23 .* samples 24 on average: lower"):
+        sampling_rate(job, 23)
+    few = TRAIN.subset(np.arange(23))
+    with pytest.raises(SiteError, match="holds 23"):
+        fit(job, private(), few)
+
+
+def test_event_is_of_the_mechanism_in_force():
+    """The multiplier after rounding, and the slack of rounding."""
+    mechanism = private().mechanism(15)
+    event = event_of(private_job({"local_steps": 3}), 60, mechanism)
+    assert (event.sampling_rate, event.steps) == (0.1, 3)
+    assert event.noise_multiplier == mechanism.effective_multiplier >= 1.0
+    assert event.slack == mechanism.slack > 0
+
+
+def test_unknown_clipping_is_refused():
+    """Before anything is trained."""
+    with pytest.raises(ValueError, match="'fast'"):
+        private(clipping="fast")
+
+
+@pytest.mark.slow
+def test_job_and_trainer_agree_on_privacy():
+    """A trainer without noise for a job with it is a mistake of the wiring."""
+    job = private_job({"local_steps": 1})
+    with pytest.raises(ValueError, match="private training"):
+        TorchTrainer(job, SITE, pool=ModelPool(job), train=TRAIN, held_out=HELD_OUT)
+    with pytest.raises(ValueError, match="private training"):
+        fit(small_job(), private())
+
+
+def clipped(model: nn.Module, rows: Indices):
+    """Sum of the clipped gradients of rows, one after another."""
+    total = np.zeros(15, np.float64)
+    inputs, labels = TRAIN.batch(rows)
+    assert labels is not None
+    for x, y in zip(inputs.split(1), labels.split(1), strict=True):
+        loss = functional.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        g = torch.cat([g.flatten() for g in gradients]).double().numpy()
+        total += g * min(1.0, CLIP_NORM * (1 - MARGIN) / np.linalg.norm(g))
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+@pytest.mark.parametrize(
+    ("name", "mu", "accumulate"), [("sgd", 0.0, 1), ("sgd", 0.7, 3), ("adamw", 0.0, 2)]
+)
+def test_steps_are_those_of_the_algorithm(
+    name: str, mu: float, accumulate: int, clipping: str
+):
+    """The same keys give the same samples and noise, step by step by hand."""
+    optimizer = {"name": name, "lr": LR}
+    training = {"local_steps": 5, "optimizer": optimizer, "accumulate": accumulate}
+    job = private_job({**training, "proximal_mu": mu})
+    result, _ = fit(job, private(random_bytes=known_bytes(), clipping=clipping))
+    # By hand.
+    random_bytes, expected_size = known_bytes(), 6 * accumulate
+    sampling = Keystream(random_bytes(32))
+    mechanism = GaussianMechanism(clip_norm=CLIP_NORM, noise_multiplier=1.0, size=15)
+    model = nn.Linear(4, 3)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    by_hand = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name](
+        model.parameters(), lr=LR, weight_decay=0.0
+    )
+    for _ in range(5):
+        rows = poisson_indices(60, expected_size / 60, sampling)
+        sum_d = clipped(model, rows).astype(np.float32)
+        mechanism.release_(sum_d, random_bytes)
+        gradient = torch.from_numpy(sum_d / expected_size)
+        for parameter, part in zip(
+            model.parameters(), gradient.split([12, 3]), strict=True
+        ):
+            # The pull towards the global weights, which are zero.
+            parameter.grad = part.view(parameter.shape) + mu * parameter.detach()
+        by_hand.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+    # Sums that differ in their last bit may be rounded to neighbours on the grid.
+    np.testing.assert_allclose(result.weights_d, expected, atol=2e-4)
+    assert (result.num_steps, result.training) == (5, None)
+
+
+class Watched:
+    """A dataset that notes which examples are asked for."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(TRAIN)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TRAIN, name)
+
+    def batch(self, indices: Indices):
+        self.batches.append(indices.tolist())
+        return TRAIN.batch(indices)
+
+
+@pytest.mark.slow
+def test_batches_are_cut_and_as_many_as_accounted():
+    """400 steps at rate 0.2: 4,800 examples, and 310 are five deviations."""
+    data = Watched()
+    job = private_job({"local_steps": 400, "accumulate": 2})
+    fit(job, private(random_bytes=known_bytes()), data)
+    assert max(map(len, data.batches)) == 6
+    assert sum(map(len, data.batches)) == pytest.approx(4800, abs=310)
+
+
+@pytest.mark.slow
+def test_sites_of_one_seed_share_nothing():
+    """Neither samples nor noise follow from the job's seed, the site or torch's."""
+    job, drawn, weights = private_job({"local_steps": 20}), [], []
+    for _ in range(2):
+        torch.manual_seed(42)
+        np.random.seed(42)  # noqa: NPY002 - what must have no effect.
+        data = Watched()
+        result, _ = fit(job, private(), data)
+        drawn.append(data.batches)
+        weights.append(result.weights_d)
+    assert drawn[0] != drawn[1]
+    assert np.abs(weights[0] - weights[1]).min() > 0
+
+
+@pytest.mark.slow
+def test_an_empty_sample_is_a_step_of_noise():
+    """Whether anybody was sampled cannot be told from the number of steps."""
+    job = private_job({"local_steps": 1, "batch_size": 1})
+    model = nn.Linear(4, 3)
+    gradient = PrivateGradient(
+        model, job, private(random_bytes=known_bytes()), num_records=10**9
+    )
+    gradient._rate = 0.0
+    assert list(gradient.draw()) == []
+    gradient.release_()
+    assert model.weight.grad is not None
+    assert 0.1 < model.weight.grad.std().item() / CLIP_NORM < 3
+
+
+@pytest.mark.slow
+def test_the_model_is_made_fit_before_its_layout():
+    """Layout, initial weights and every instance are of the model that is trained."""
+    model = {"factory": f"{USERS}:norm_network"}
+    job = private_job({"local_steps": 2}, model=model)
+    result, pool = fit(job, private())
+    assert pool.replaced == ("1: BatchNorm1d by GroupNorm",)
+    assert pool.num_trained == pool.layout.size == len(result.weights_d)
+    assert pool.layout.num_integers == 0
+    assert ModelPool(small_job(model=model)).replaced == ()
+
+
+@pytest.mark.slow
+def test_only_what_has_noise_leaves():
+    """Buffers and frozen parameters come back as they went, whatever a layer does."""
+    model = {"factory": f"{USERS}:noting_network"}
+    job = private_job({"local_steps": 3}, model=model)
+    result, pool = fit(job, private())
+    before_d, before_m = pool.initial_weights()
+    assert result.integers_m.tolist() == before_m.tolist() == [0]
+    views = zip(
+        pool.layout.float_views(before_d),
+        pool.layout.float_views(result.weights_d),
+        strict=True,
+    )
+    changed = {spec.name: bool((a != b).all()) for (spec, a), (_, b) in views}
+    assert changed == {
+        "seen": False,
+        "frozen": False,
+        "linear.weight": True,
+        "linear.bias": True,
+    }
+
+
+@pytest.mark.slow
+def test_autocast_and_a_language_model():
+    """bf16 on the CPU, tied embeddings, windows as records: the loss falls."""
+    rng = np.random.default_rng(0)
+    start = rng.integers(0, 16, (64, 1))
+    windows = as_dataset(((start + np.arange(9)) % 16, None), name="counting")
+    options = {"vocabulary": 16, "context": 8, "layers": 1, "heads": 2, "width": 16}
+    job = private_job(
+        {
+            "task": "causal_lm",
+            "local_steps": 60,
+            "batch_size": 32,
+            "precision": "bf16",
+            "optimizer": {"name": "adam", "lr": 0.03},
+        },
+        model={"factory": "clients.models:gpt", "options": options},
+    )
+    pool = ModelPool(job)
+    trainer = TorchTrainer(
+        job,
+        SITE,
+        pool=pool,
+        train=windows,
+        held_out=windows,
+        private=private(0.1, random_bytes=known_bytes()),
+    )
+    weights_d, integers_m = pool.initial_weights()
+    result = trainer.fit(weights_d, integers_m, round_index=1)
+    before = trainer.evaluate(weights_d, integers_m).loss
+    after = trainer.evaluate(result.weights_d, integers_m).loss
+    assert after < 0.5 * before
