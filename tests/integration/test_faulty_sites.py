@@ -65,7 +65,7 @@ REFUSED = {
     "wrong_length": (["invalid"], "sent 649 values; the model has 650"),
     "wrong_round": (["late", "deadline"], "answered round 1 in round 2"),
 }
-COUNTED = {"duplicate": ["duplicate"], "garbage": []}
+COUNTED = {"duplicate": ["duplicate"], "garbage": [], "restart": []}
 
 
 def test_every_fault_has_a_test():
