@@ -218,8 +218,9 @@ def _window(
 def _moments_scale(losses: _Losses, steps: int) -> float:
     """Standard deviation of so many steps, in cells."""
     cells = losses.lowest + np.arange(len(losses.probs))
-    mean = float(cells @ losses.probs)
-    square = float((cells - mean) ** 2 @ losses.probs)
+    # Not as products of vectors: the threads of BLAS cost more than they save.
+    mean = float((cells * losses.probs).sum())
+    square = float(((cells - mean) ** 2 * losses.probs).sum())
     return math.sqrt(steps * square) + 1
 
 
@@ -229,7 +230,7 @@ def _log_moment(losses: _Losses, order: float) -> float:
     top = float(exponents.max())
     # Smaller terms count for nothing, and denormal numbers are slow.
     terms = np.exp(np.maximum(exponents - top, -600.0))
-    return top + math.log(float(terms @ losses.probs))
+    return top + math.log(float((terms * losses.probs).sum()))
 
 
 def _direction(
