@@ -303,7 +303,8 @@ def _progress() -> Iterator["Emit"]:
     """Choose how a run shows itself: a picture on a terminal, lines in a pipe."""
     from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
 
-    from monitoring.progress import LiveProgress, PlainProgress  # noqa: PLC0415
+    from monitoring.live import LiveProgress  # noqa: PLC0415
+    from monitoring.progress import PlainProgress  # noqa: PLC0415
 
     console = Console(stderr=True)
     if sys.stderr.isatty() and not console.is_dumb_terminal:
@@ -336,19 +337,36 @@ def _print_json(value: Any) -> None:
 
 
 def _print_outcome(outcome: "RunResult") -> None:
-    from monitoring.run_view import perplexity  # noqa: PLC0415
-
     print(f"status      {outcome.status}")
     print(f"rounds      {outcome.rounds_completed}")
-    if outcome.loss is not None:
-        print(f"loss        {outcome.loss:.4f} nats, {_on_what(outcome.view)}")
-        if outcome.view.is_language:
-            print(f"perplexity  {perplexity(outcome.loss):.2f}")
-        elif outcome.accuracy is not None:
-            print(f"accuracy    {outcome.accuracy:.2%}")
+    _print_quality(outcome)
+    if outcome.view.privacy is not None:
+        from monitoring.privacy_words import spent  # noqa: PLC0415
+
+        print(f"epsilon     {spent(outcome.view.privacy, outcome.view.total_spent)}")
     if outcome.folder is not None:
         print(f"run         {outcome.folder}")
         print(f"report      {outcome.folder / 'report.html'}")
+
+
+def _print_quality(outcome: "RunResult") -> None:
+    from monitoring import privacy_words  # noqa: PLC0415
+    from monitoring.run_view import perplexity  # noqa: PLC0415
+
+    if outcome.loss is None:
+        return
+    view = outcome.view
+    noisy = privacy_words.NOISY if privacy_words.has_noise(view.privacy) else ""
+    print(f"loss        {noisy}{outcome.loss:.4f} nats, {_on_what(view)}")
+    if view.is_language:
+        print(f"perplexity  {noisy}{perplexity(outcome.loss):.2f}")
+    elif outcome.accuracy is not None:
+        noise = privacy_words.accuracy_noise(view.privacy, view.last_evaluated)
+        of_what = ""
+        if noise is not None:
+            points = privacy_words.format_points(noise)
+            of_what = f", with noise of {points} points for the held-out records"
+        print(f"accuracy    {noisy}{outcome.accuracy:.2%}{of_what}")
 
 
 def _on_what(view: "RunView") -> str:

@@ -9,7 +9,7 @@ coordinators. Nothing here draws, and nothing here imports more than the kernel.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -27,11 +27,12 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitePrivacy,
     SiteShare,
     StepTaken,
     Warned,
 )
-from federation.messages import MetricSums, Phase
+from federation.messages import MetricSums, Phase, PrivacySpent
 
 RUNNING = "running"
 COMPLETED = "completed"
@@ -128,6 +129,14 @@ class RoundView:
         return steps + sum(report.bytes_down for report in self.reports)
 
     @property
+    def epsilon(self) -> float | None:
+        """Largest epsilon that a site has told with its answer to this round."""
+        if self.finished is not None:
+            return self.finished.epsilon
+        spent = [r.spent for r in self.reports if isinstance(r, SiteAnswered)]
+        return max((told.epsilon for told in spent if told), default=None)
+
+    @property
     def seconds(self) -> float | None:
         """Duration with its checkpoint; None while the round runs."""
         if self.finished is None:
@@ -163,6 +172,10 @@ class SiteView:
         loss: Loss of the global model after a round on this site's held-out data.
         accuracy: Accuracy of the same.
         failures: Everything of it that did not count.
+        promise: What it promises of its records; None without privacy.
+        spent: The most that it has told to have spent; None if it has not told.
+        epsilon: What it had spent on its training records, by round.
+        held_out_epsilon: What it had spent on its held-out records, by round.
     """
 
     site: str
@@ -176,6 +189,10 @@ class SiteView:
     loss: Series
     accuracy: Series
     failures: tuple[SiteFailed, ...]
+    promise: SitePrivacy | None = None
+    spent: PrivacySpent | None = None
+    epsilon: Series = ()
+    held_out_epsilon: Series = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +214,8 @@ class RunView:
         evaluation_steps: Steps of secure aggregation to evaluate the final model.
         data: Who holds what.
         privacy: What is promised of the sites' records; None if nothing is.
+        spent: The most that each site has told to have spent, by any coordinator;
+            empty without ``privacy``.
         warnings: What a person should know.
         checkpoints: Durable states, by round.
         skipped: Checkpoints that were torn or corrupt.
@@ -214,6 +233,7 @@ class RunView:
     evaluation_steps: tuple[StepTaken, ...]
     data: DataDistributed | None
     privacy: PrivacyPlanned | None
+    spent: Mapping[str, PrivacySpent]
     warnings: tuple[Warned, ...]
     checkpoints: tuple[CheckpointSaved, ...]
     skipped: tuple[CheckpointSkipped, ...]
@@ -227,6 +247,14 @@ class RunView:
     def is_secret(self) -> bool:
         """Whether losses and counts are known of all sites together only."""
         return self.started.secure_aggregation
+
+    @property
+    def total_spent(self) -> PrivacySpent | None:
+        """What holds for every site that has told: the largest of each number."""
+        total: PrivacySpent | None = None
+        for spent in self.spent.values():
+            total = _larger(total, spent)
+        return total
 
     @property
     def is_language(self) -> bool:
@@ -291,16 +319,39 @@ class RunView:
                 found = _Measured(event.round_index, sums, up, down)
                 measured.setdefault(site, []).append(found)
         steps_up, steps_down = self._step_bytes()
-        return tuple(
-            _site_view(
-                site,
-                shares.get(site),
-                reports.get(site, []),
-                found,
-                (steps_up[site], steps_down[site]),
+        promises = {p.site: p for p in self.privacy.sites} if self.privacy else {}
+        told = self._told()
+        views = []
+        for site, own in measured.items():
+            epsilon, held_out_epsilon = _spending(told.get(site, []))
+            step_bytes = (steps_up[site], steps_down[site])
+            view = _site_view(
+                site, shares.get(site), reports.get(site, []), own, step_bytes
             )
-            for site, found in measured.items()
-        )
+            views.append(
+                replace(
+                    view,
+                    promise=promises.get(site),
+                    spent=self.spent.get(site),
+                    epsilon=epsilon,
+                    held_out_epsilon=held_out_epsilon,
+                )
+            )
+        return tuple(views)
+
+    def _told(self) -> Mapping[str, list[tuple[int, PrivacySpent]]]:
+        """What each site has told to have spent, with the round that it told it in."""
+        found: dict[str, list[tuple[int, PrivacySpent]]] = {}
+        if self.privacy is None:
+            return found
+        for report in self._reports():
+            if isinstance(report, SiteAnswered) and report.spent is not None:
+                place = (report.round_index, report.spent)
+                found.setdefault(report.site, []).append(place)
+        for event in self._evaluations():
+            for site, spent in spent_by_site(event):
+                found.setdefault(site, []).append((event.round_index, spent))
+        return found
 
     def _all_rounds(self) -> Sequence[RoundView]:
         return self.rounds if self.current is None else (*self.rounds, self.current)
@@ -378,6 +429,37 @@ def _site_view(
     )
 
 
+def spent_by_site(event: ModelEvaluated) -> Sequence[tuple[str, PrivacySpent]]:
+    """What sites have told with an exchange for evaluation alone."""
+    # If one of them kept it to itself, nobody can say whose the others are.
+    whole = len(event.spent) == len(event.sites)
+    return tuple(zip(event.sites, event.spent, strict=True)) if whole else ()
+
+
+def _larger(one: PrivacySpent | None, other: PrivacySpent) -> PrivacySpent:
+    """What both stay within."""
+    if one is None:
+        return other
+    held_out = (one.held_out_epsilon, other.held_out_epsilon)
+    return PrivacySpent(
+        epsilon=max(one.epsilon, other.epsilon),
+        delta=max(one.delta, other.delta),
+        held_out_epsilon=max((e for e in held_out if e is not None), default=None),
+    )
+
+
+def _spending(told: Sequence[tuple[int, PrivacySpent]]) -> tuple[Series, Series]:
+    """Epsilon by round: of the training records, and of the held-out ones."""
+    by_round: dict[int, PrivacySpent] = {}
+    for index, spent in told:
+        by_round[index] = _larger(by_round.get(index), spent)
+    rounds = sorted(by_round.items())
+    return (
+        tuple((index, spent.epsilon) for index, spent in rounds),
+        _series((index, spent.held_out_epsilon) for index, spent in rounds),
+    )
+
+
 def _series(points: Iterable[tuple[int, float | None]]) -> Series:
     return tuple((index, value) for index, value in points if value is not None)
 
@@ -398,6 +480,8 @@ class RunFold:
         self._evaluated: dict[int, ModelEvaluated] = {}
         self._data: DataDistributed | None = None
         self._privacy: PrivacyPlanned | None = None
+        # Never forgotten: a round that runs again was charged all the same.
+        self._spent: dict[str, PrivacySpent] = {}
         self._saved: dict[int, CheckpointSaved] = {}
         self._warnings: list[Warned] = []
         self._skipped: list[CheckpointSkipped] = []
@@ -417,6 +501,8 @@ class RunFold:
                 self._began[index] = event
             case SiteAnswered() | SiteFailed():
                 self._reports.setdefault(event.round_index, []).append(event)
+                if isinstance(event, SiteAnswered) and event.spent is not None:
+                    self._charge(event.site, event.spent)
             case StepTaken(round_index=index):
                 self._steps.setdefault(index, []).append(event)
             case RoundFinished() | ModelEvaluated() | CheckpointSaved():
@@ -456,6 +542,8 @@ class RunFold:
             ),
             data=self._data,
             privacy=self._privacy,
+            # Without a promise a site's word for what it spent means nothing.
+            spent=dict(self._spent) if self._privacy else {},
             warnings=tuple(self._warnings),
             checkpoints=tuple(self._saved[index] for index in sorted(self._saved)),
             skipped=tuple(self._skipped),
@@ -490,6 +578,8 @@ class RunFold:
                 self._ended[event.round_index] = event
             case ModelEvaluated():
                 self._evaluated[event.round_index] = event
+                for site, spent in spent_by_site(event):
+                    self._charge(site, spent)
             case CheckpointSaved():
                 self._saved[event.round_index] = event
 
@@ -505,6 +595,9 @@ class RunFold:
                 self._skipped.append(event)
             case RunFinished():
                 self._finished = event
+
+    def _charge(self, site: str, spent: PrivacySpent) -> None:
+        self._spent[site] = _larger(self._spent.get(site), spent)
 
     def _seconds_now(self) -> float:
         if self._finished is not None:
@@ -562,7 +655,11 @@ def result(view: RunView) -> dict[str, Any]:
         "job": view.started.job_name,
         "rounds_completed": view.rounds_completed,
         "final": _final(view),
-        "rounds": [_round_result(row) for row in view.rounds],
+        **_privacy_result(view),
+        "rounds": [
+            _round_result(row, is_private=view.privacy is not None)
+            for row in view.rounds
+        ],
         "sites": [_site_result(site) for site in view.sites],
         "seconds": view.seconds,
     }
@@ -583,7 +680,34 @@ def _final(view: RunView) -> Mapping[str, float | int | None]:
     return final
 
 
-def _round_result(row: RoundView) -> Mapping[str, Any]:
+def _privacy_result(view: RunView) -> Mapping[str, Any]:
+    """Epsilon and what it means; all None without differential privacy."""
+    planned, total = view.privacy, view.total_spent
+    found: dict[str, Any] = {
+        "epsilon": total.epsilon if total else None,
+        "delta": total.delta if total else None,
+        "privacy": None,
+    }
+    if planned is not None:
+        held_out = None if view.last_evaluated is None else "public"
+        if any(site.held_out_noise is not None for site in planned.sites):
+            held_out = "noise"
+        found["privacy"] = {
+            "unit": planned.unit,
+            "relation": planned.relation,
+            "accountant": planned.accountant,
+            "sampling": planned.sampling,
+            "epsilon_cap": max((s.epsilon_cap for s in planned.sites), default=None),
+            "held_out": held_out,
+            "held_out_epsilon": total.held_out_epsilon if total else None,
+            "replaced": list(planned.replaced),
+            "withheld": list(planned.withheld),
+            "sites": [asdict(site) for site in planned.sites],
+        }
+    return found
+
+
+def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
     return {
         "round": row.index,
         "status": row.status,
@@ -598,6 +722,7 @@ def _round_result(row: RoundView) -> Mapping[str, Any]:
         "bytes_down": row.bytes_down,
         "seconds": row.seconds,
         "update_norm": _finite(row.finished.update_norm if row.finished else None),
+        "epsilon": row.epsilon if is_private else None,
     }
 
 
@@ -614,6 +739,9 @@ def _site_result(site: SiteView) -> Mapping[str, Any]:
         "seconds": site.seconds,
         "loss": _finite(site.loss[-1][1]) if site.loss else None,
         "accuracy": _finite(site.accuracy[-1][1]) if site.accuracy else None,
+        "epsilon": site.spent.epsilon if site.spent else None,
+        "delta": site.spent.delta if site.spent else None,
+        "held_out_epsilon": site.spent.held_out_epsilon if site.spent else None,
     }
 
 

@@ -1,6 +1,7 @@
 """Numbers as a person reads them: sizes, durations, fractions, losses."""
 
 import math
+from decimal import ROUND_CEILING, Decimal
 
 _MINUTE = 60
 _HOUR = 3600
@@ -59,3 +60,29 @@ def format_number(value: float | None) -> str:
 def format_count(count: int, noun: str) -> str:
     """A number of things: ``1 site``, ``1,000 sites``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def format_epsilon(epsilon: float | None) -> str:
+    """An upper bound, rounded up: ``3.21``, ``0.0042``; a dash for None."""
+    if epsilon is None:
+        return "-"
+    if not math.isfinite(epsilon):
+        return str(epsilon)
+    # The decimal that a person would write, not the binary one just above it.
+    exact = Decimal(repr(epsilon))
+    digit = min(-2, exact.adjusted() - 1) if exact else -2
+    return f"{exact.quantize(Decimal(1).scaleb(digit), ROUND_CEILING):f}"
+
+
+def format_cap(epsilon: float) -> str:
+    """A bound that a person has set, as it was set: ``8``, ``0.5``."""
+    return f"{epsilon:g}"
+
+
+def format_delta(delta: float) -> str:
+    """A small probability, rounded up to two digits: ``1e-05``, ``2.5e-06``."""
+    exact = Decimal(repr(delta))
+    if not exact:
+        return "0"
+    up = exact.quantize(Decimal(1).scaleb(exact.adjusted() - 1), ROUND_CEILING)
+    return f"{float(up):.1e}".replace(".0e", "e")

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from federation.events import (
     CheckpointSaved,
@@ -11,22 +12,25 @@ from federation.events import (
     DataDistributed,
     Event,
     ModelEvaluated,
+    PrivacyPlanned,
     RoundFinished,
     RoundStarted,
     RunFinished,
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitePrivacy,
     SiteShare,
     StepTaken,
     Warned,
 )
-from federation.messages import FailureKind, MetricSums, Phase
+from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent
 
 START = 1_790_000_000.0
 UPDATE_BYTES = 150_600
 STEP_DOWN_BYTES, STEP_UP_BYTES = 900, 400
 TWO_SITES = ("aws-us-east-1", "gcp-us-central1")
+EPSILON_CAP, DELTA, HELD_OUT_NOISE = 8.0, 1e-4, 3.2
 CLOUDS = ("aws", "gcp", "azure", "on-prem")
 
 
@@ -46,6 +50,10 @@ class Script:
         warning: A warning of the first round.
         job_name: Name of the job.
         secure: Whether the aggregator sees sums only.
+        epsilon_cap: What each site may spend; None without privacy.
+        public: Whether held-out results leave without noise, though there is privacy.
+        budget_rounds: Rounds that the sites' budgets allow; all of them by default.
+        replaced: Layers that privacy replaced.
         seed: Of the noise.
         start: Seconds since the epoch.
     """
@@ -62,6 +70,10 @@ class Script:
     job_name: str = "two-clouds-quickstart"
     labels: tuple[str, ...] = tuple(str(digit) for digit in range(10))
     secure: bool = False
+    epsilon_cap: float | None = None
+    public: bool = False
+    budget_rounds: int | None = None
+    replaced: tuple[str, ...] = ()
     seed: int = 7
     start: float = START
 
@@ -121,6 +133,27 @@ def secure(rounds: int = 4) -> list[Event]:
     return run(Script(sites=sites, rounds=rounds, failures=failures, secure=True))
 
 
+def private(rounds: int = 10, **changes: Any) -> list[Event]:
+    """Differential privacy on two sites, with noise on held-out results."""
+    script = Script(
+        rounds=rounds,
+        job_name="two-clouds-private",
+        epsilon_cap=EPSILON_CAP,
+        replaced=("bn1: BatchNorm2d by GroupNorm",),
+    )
+    return run(replace(script, **changes))
+
+
+def exhausted() -> list[Event]:
+    """Budgets that allow six rounds of ten."""
+    return private(budget_rounds=6)
+
+
+def private_and_secure(rounds: int = 4) -> list[Event]:
+    """Differential privacy and secure aggregation on three sites."""
+    return private(rounds, sites=(*TWO_SITES, "on-premises"), secure=True)
+
+
 def many_sites(num_sites: int = 200, rounds: int = 5) -> list[Event]:
     """A run on many sites, some of which fail."""
     sites = tuple(f"site-{index:04d}" for index in range(num_sites))
@@ -142,21 +175,104 @@ class _Play:
         script = self._script
         yield self._run_started()
         yield self._data()
+        if script.epsilon_cap is not None:
+            yield self._privacy_planned(script.epsilon_cap)
         if script.warning:
             yield Warned(at=self._at, message=script.warning)
-        last = script.stop_after or script.rounds
+        last = script.stop_after or script.budget_rounds or script.rounds
         for index in range(script.first_round, last + 1):
             yield from self._round(index)
-        if last == script.rounds:
+        if script.budget_rounds:
+            yield from self._round_beyond_budget(last + 1)
+        if last == script.rounds or script.budget_rounds:
             yield from self._steps(last + 1, script.sites, "survivors", "reveal")
             yield self._evaluated(last, script.sites, alone=True)
         yield RunFinished(
             at=self._at,
-            status="completed" if last == script.rounds else "stopped",
+            status=self._status(last),
             rounds_completed=last - len(script.lost),
             last_round=last,
-            message="" if last == script.rounds else "stopped by SIGINT",
+            message=_MESSAGES[self._status(last)].format(last + 1),
             seconds=self._at - script.start,
+        )
+
+    def _status(self, last: int) -> str:
+        if self._script.budget_rounds:
+            return "exhausted"
+        return "completed" if last == self._script.rounds else "stopped"
+
+    def _privacy_planned(self, cap: float) -> PrivacyPlanned:
+        script = self._script
+        return PrivacyPlanned(
+            at=self._at,
+            unit="record",
+            relation="add or remove one record",
+            accountant="pld",
+            sampling="Poisson sampling: each record is in each step independently",
+            sites=tuple(
+                SitePrivacy(
+                    site=site,
+                    epsilon_cap=cap,
+                    delta=DELTA,
+                    noise_multiplier=0.9 + 0.05 * number,
+                    sampling_rate=0.05,
+                    steps_per_round=20,
+                    held_out_noise=None if script.public else HELD_OUT_NOISE,
+                )
+                for number, site in enumerate(script.sites)
+            ),
+            replaced=script.replaced,
+            withheld=(
+                "losses of training and numbers of examples leave no site",
+                "held-out results leave with noise, charged to their own records alone",
+            ),
+        )
+
+    def _spent(self, index: int, site: str) -> PrivacySpent | None:
+        """What a site has spent once it has answered in a round."""
+        script = self._script
+        if script.epsilon_cap is None:
+            return None
+        rounds = script.budget_rounds or script.rounds
+        share = 0.99 - 0.02 * script.sites.index(site)
+        # One more release of held-out results than there are rounds.
+        held_out = script.epsilon_cap * math.sqrt(index / (rounds + 2))
+        return PrivacySpent(
+            epsilon=script.epsilon_cap * share * math.sqrt(min(1, index / rounds)),
+            delta=DELTA,
+            held_out_epsilon=None if script.public else held_out,
+        )
+
+    def _round_beyond_budget(self, index: int) -> Iterator[Event]:
+        """A round for which no site has anything left."""
+        script, began = self._script, self._at
+        yield RoundStarted(at=began, round_index=index, cohort=script.sites)
+        for site in script.sites:
+            yield SiteFailed(
+                at=self._at + 0.1,
+                round_index=index,
+                site=site,
+                kind=FailureKind.BUDGET,
+                message="this round would bring epsilon to 8.41, beyond 8",
+                asked_seconds=0.01,
+                answered_seconds=0.1,
+                bytes_down=UPDATE_BYTES,
+                bytes_up=0,
+            )
+        self._at += 0.1
+        yield RoundFinished(
+            at=self._at,
+            round_index=index,
+            status="lost",
+            asked=script.sites,
+            answered=(),
+            failed=(("budget", len(script.sites)),),
+            bytes_down=UPDATE_BYTES * len(script.sites),
+            bytes_up=0,
+            seconds=0.1,
+            phases=(),
+            training=None,
+            update_norm=None,
         )
 
     def _run_started(self) -> RunStarted:
@@ -268,6 +384,10 @@ class _Play:
                 Phase(name="prepare", start_seconds=seconds - 0.13, seconds=0.05),
             ),
         )
+        if self._script.epsilon_cap is not None:
+            answer = replace(
+                answer, num_examples=None, training=None, spent=self._spent(index, site)
+            )
         return _masked(answer) if self._script.secure else answer
 
     def _round_finished(
@@ -285,6 +405,9 @@ class _Play:
         lost = index in self._script.lost
         waited = max(report.answered_seconds for report in reports)
         training = [self._sums(index, answer.site, 640) for answer in answers]
+        if self._script.epsilon_cap is not None:
+            training = []
+        spent = [answer.spent for answer in answers]
         return RoundFinished(
             at=self._at,
             round_index=index,
@@ -305,12 +428,14 @@ class _Play:
             ),
             training=sum(training[1:], training[0]) if training else None,
             update_norm=None if lost else 2.0 / index,
+            epsilon=max((told.epsilon for told in spent if told), default=None),
         )
 
     def _evaluated(
         self, index: int, sites: tuple[str, ...], *, alone: bool = False
     ) -> ModelEvaluated:
         by_site = [self._sums(index, site, 160) for site in sites]
+        spent = [self._spent(index + 1, site) for site in sites]
         return ModelEvaluated(
             at=self._at,
             round_index=index,
@@ -319,6 +444,7 @@ class _Play:
             by_site=() if self._script.secure else tuple(by_site),
             bytes_down=(UPDATE_BYTES if alone else 0,) * len(sites),
             bytes_up=(200 if alone else 0,) * len(sites),
+            spent=tuple(told for told in spent if told) if alone else (),
         )
 
     def _sums(self, index: int, site: str, count: int) -> MetricSums:
@@ -328,6 +454,14 @@ class _Play:
         return MetricSums(
             count=count, loss_sum=count * loss, correct=int(count * max(0.05, right))
         )
+
+
+_MESSAGES = {
+    "completed": "",
+    "stopped": "stopped by SIGINT",
+    "exhausted": "round {} is beyond the privacy budget of aws-us-east-1: this round "
+    "would bring epsilon to 8.41, beyond 8 (and 1 more)",
+}
 
 
 def _masked(answer: SiteAnswered) -> SiteAnswered:

@@ -23,7 +23,8 @@ from federation.events import (
     Warned,
 )
 from federation.messages import FailureKind
-from monitoring.progress import LiveProgress, PlainProgress, printable, sparkline
+from monitoring.live import LiveProgress, sparkline
+from monitoring.progress import PlainProgress, printable
 
 HOSTILE = "\x1b[31m\r\nboom [bold]\x07"
 
@@ -89,6 +90,57 @@ def test_plain_secure_run():
     (line,) = (line for line in lines if line.startswith("round"))
     assert re.match(r"round  1/1  training loss \d\.\d{3}  loss \d\.\d{3}  acc", line)
     assert line.endswith("3/3 sites  up 456.6 kB  down 462.6 kB  0.8 s")
+
+
+def test_plain_private_run_says_what_it_promises():
+    """Before the first round: the terms once, each site's means, what is replaced."""
+    lines = _lines(event_samples.private(2))
+    said = [line for line in lines if line.startswith("privacy  ")]
+    assert said == lines[1 : 1 + len(said)]
+    assert said[0] == (
+        "privacy  unit record: epsilon at most 8 at delta 1e-04 at each site "
+        "(one record added or removed; PLD; Poisson sampling: each record is in each "
+        "step independently)"
+    )
+    assert said[1] == (
+        "privacy  aws-us-east-1  noise multiplier 0.900  sampling rate 0.05  "
+        "20 steps a round  held-out counts +-3.2"
+    )
+    assert "privacy  layer replaced  bn1: BatchNorm2d by GroupNorm" in said
+
+
+def test_plain_private_lines_have_epsilon():
+    """In place of the loss of training; what carries noise is marked, with its size."""
+    lines = _lines(event_samples.private(2))
+    assert not any("training loss" in line for line in lines)
+    assert "site   1/2  aws-us-east-1  epsilon 5.61  up 150.6 kB" in "\n".join(lines)
+    (line,) = (line for line in lines if line.startswith("round  2/2"))
+    assert re.match(
+        r"round  2/2  epsilon 7\.92  loss ~\d\.\d+  accuracy ~[\d.]+ % \+-1\.6  ", line
+    )
+
+
+def test_plain_public_held_out_results_are_not_marked():
+    """They are exact, so nothing is approximate."""
+    lines = _lines(event_samples.private(2, public=True))
+    assert not any("~" in line or "+-" in line for line in lines)
+
+
+def test_plain_exhausted_run_ends_soundly():
+    """Sites decline, and the last line says why; nothing is called failed."""
+    lines = _lines(event_samples.exhausted())
+    assert not any(line.startswith("failed") for line in lines)
+    assert sum(line.startswith("declined  7/10") for line in lines) == 2
+    assert lines[-1].startswith("run exhausted  6 rounds completed")
+    assert "the privacy budget is spent: round 7 is beyond" in lines[-1]
+
+
+def test_plain_many_private_sites_share_a_line():
+    """Means of hundreds of sites are a range."""
+    sites = tuple(f"site-{index}" for index in range(9))
+    lines = _lines(event_samples.private(1, sites=sites))
+    (line,) = (line for line in lines if "noise multiplier" in line)
+    assert line.startswith("privacy  9 sites  noise multiplier 0.900 to 1.300  ")
 
 
 def test_plain_round_waits_for_its_evaluation():
@@ -213,6 +265,40 @@ def test_live_secure_picture_at_80_columns():
     assert re.search(r"on-premises .* answered +\S+ s +hidden +150.6 kB", picture)
     assert all(len(line) <= 80 for line in picture.splitlines())
     assert "…" not in picture
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["clear", "secure"])
+def test_live_private_picture_at_80_columns(secure: bool):  # noqa: FBT001
+    """Epsilon comes with its terms; rounds and sites have it where losses are not."""
+    plain = _live(event_samples.private(secure=secure), color_system=None, height=40)
+    picture = plain[plain.rindex("two-clouds-private") :]
+    words = " ".join(picture.split())
+    assert (
+        "epsilon 7.92 of 8 at delta 1e-04 (one record added or removed; PLD; Poisson "
+        "sampling), held-out 7.66; ~ accuracy +-1.9 points"
+    ) in words
+    assert re.search(r"round +epsilon +loss", picture)
+    assert re.search(r"10 +7\.92 ~0\.\d+ . +~9\d\.\d %", picture)
+    assert re.search(r"gcp-us-central1 .* answered +\S+ s +7.76 +150.6 kB", picture)
+    assert all(len(line) <= 80 for line in picture.splitlines())
+    assert "training" not in picture
+
+
+def test_live_promise_stays_above_the_picture():
+    """What is promised, and layers that were replaced, are printed once."""
+    text = _live(event_samples.private(1), color_system=None)
+    assert text.count("privacy: unit record: epsilon at most 8 at delta 1e-04") == 1
+    assert "privacy: layer replaced  bn1: BatchNorm2d by GroupNorm" in text
+
+
+def test_live_exhausted_is_no_error():
+    """Neither the header nor the last notice is red."""
+    text = _live(event_samples.exhausted(), color_system="standard", height=40)
+    red = re.findall(r"\x1b\[(?:1;)?31m([^\x1b]*)", text)
+    assert red
+    assert not any("exhausted" in part or "beyond" in part for part in red)
+    assert "the privacy budget is spent: round 7" in text
+    assert "declined (budget)" in text
 
 
 def test_live_notices_stay():
@@ -355,7 +441,7 @@ def test_printable_cuts():
 def test_start_up_is_quick():
     """Progress must not wait for matplotlib."""
     code = (
-        "import sys, monitoring.progress, monitoring.run_view;"
+        "import sys, monitoring.live, monitoring.progress, monitoring.run_view;"
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

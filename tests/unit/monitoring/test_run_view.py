@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from support import event_samples
@@ -10,6 +11,7 @@ from support.event_samples import TWO_SITES, UPDATE_BYTES, Script
 from federation.events import (
     Event,
     ModelEvaluated,
+    PrivacyPlanned,
     RoundStarted,
     RunFinished,
     SiteAnswered,
@@ -215,6 +217,9 @@ def test_result_is_json():
         "job",
         "rounds_completed",
         "final",
+        "epsilon",
+        "delta",
+        "privacy",
         "rounds",
         "sites",
         "seconds",
@@ -241,3 +246,81 @@ def test_many_sites_are_quick_to_fold():
     view = fold(event_samples.many_sites())
     assert len(view.sites) == 200
     assert 12 == len(view.failures) == sum(bool(site.failures) for site in view.sites)
+
+
+def test_spending_of_a_private_run():
+    """Epsilon by round and by site, held-out records apart, the largest in total."""
+    view = fold(event_samples.private(3))
+    aws, gcp = view.sites
+    assert [index for index, _ in aws.epsilon] == [1, 2, 3]
+    assert [row.epsilon for row in view.rounds] == [value for _, value in aws.epsilon]
+    assert aws.spent.epsilon > gcp.spent.epsilon
+    assert aws.promise.epsilon_cap == event_samples.EPSILON_CAP
+    assert view.total_spent.epsilon == aws.spent.epsilon
+    # The last evaluation is charged to the held-out records after round 3.
+    assert aws.held_out_epsilon[-1] == (3, aws.spent.held_out_epsilon)
+    assert aws.held_out_epsilon[-1][1] > aws.held_out_epsilon[-2][1]
+
+
+def test_result_of_a_private_run():
+    """``result.json`` says what epsilon means, in total, by round and by site."""
+    view = fold(event_samples.private(2))
+    found = result(view)
+    assert found == json.loads(json.dumps(found, allow_nan=False))
+    total = view.total_spent
+    assert (found["epsilon"], found["delta"]) == (total.epsilon, event_samples.DELTA)
+    assert found["privacy"]["unit"] == "record"
+    assert found["privacy"]["relation"] == "add or remove one record"
+    assert found["privacy"]["epsilon_cap"] == event_samples.EPSILON_CAP
+    assert found["privacy"]["held_out"] == "noise"
+    assert found["privacy"]["held_out_epsilon"] == total.held_out_epsilon
+    assert len(found["privacy"]["sites"]) == 2
+    assert [row["epsilon"] for row in found["rounds"]][-1] == total.epsilon
+    assert found["sites"][0]["epsilon"] == total.epsilon
+    assert found["sites"][0]["delta"] == event_samples.DELTA
+    public = result(fold(event_samples.private(2, public=True)))
+    assert public["privacy"]["held_out"] == "public"
+    assert public["privacy"]["held_out_epsilon"] is None
+
+
+def test_run_without_privacy_has_no_epsilon():
+    """Not zero, and not what a site says unasked."""
+    told = event_samples.private(2)
+    for events in (
+        event_samples.two_sites(2),
+        [event for event in told if not isinstance(event, PrivacyPlanned)],
+    ):
+        found = result(fold(events))
+        assert (found["epsilon"], found["delta"], found["privacy"]) == (None,) * 3
+        assert all(row["epsilon"] is None for row in found["rounds"])
+        assert all(site["epsilon"] is None for site in found["sites"])
+
+
+def test_spending_of_a_round_that_runs_again_is_not_forgotten():
+    """The ledger was charged, whatever became of the round."""
+    told = event_samples.private(4)
+    again = event_samples.private(4, first_round=4, budget_rounds=None, stop_after=4)
+    # The second coordinator is killed before any site has answered.
+    begun = next(i for i, e in enumerate(again) if isinstance(e, RoundStarted))
+    view = fold([*told, *again[: begun + 1]])
+    assert len(view.rounds) == 3
+    assert view.total_spent == fold(told).total_spent
+
+
+def test_exhausted_run_keeps_its_last_model():
+    """The round beyond the budget has no result and no epsilon."""
+    view = fold(event_samples.exhausted())
+    assert (view.status, view.rounds_completed) == ("exhausted", 6)
+    assert (view.rounds[-1].status, view.rounds[-1].epsilon) == ("lost", None)
+    assert view.last_evaluated.round_index == 6
+    assert view.total_spent.epsilon <= event_samples.EPSILON_CAP
+
+
+def test_spending_that_cannot_be_told_apart_is_nobodys():
+    """An evaluation that lacks a site's word for what it spent charges no one."""
+    events = event_samples.private(1)
+    *_, last = (event for event in events if isinstance(event, ModelEvaluated))
+    place = events.index(last)
+    without = [*events[:place], replace(last, spent=()), *events[place + 1 :]]
+    short = [*events[:place], replace(last, spent=last.spent[:1]), *events[place + 1 :]]
+    assert fold(short).spent == fold(without).spent != fold(events).spent

@@ -1,0 +1,136 @@
+"""What differential privacy promises, in words for a terminal or a page.
+
+An epsilon never stands alone: with it come delta, the unit, the neighbouring relation,
+the accountant and what that assumes of the sampling. Nothing here accounts.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from federation.events import ModelEvaluated, PrivacyPlanned, SitePrivacy
+from federation.messages import PrivacySpent
+from monitoring.units import format_cap, format_count, format_delta, format_epsilon
+
+WITHHELD = "withheld"
+NOISY = "~"  # before a number that carries noise
+
+_RELATIONS = {"add or remove one record": "one record added or removed"}
+
+
+def terms(planned: PrivacyPlanned) -> str:
+    """What an epsilon is about: ``one record added or removed; PLD; ...``."""
+    relation = _RELATIONS.get(planned.relation, planned.relation)
+    # What follows a colon explains the assumption, which has its place elsewhere.
+    sampling = planned.sampling.split(":")[0]
+    return f"{relation}; {planned.accountant.upper()}; {sampling}"
+
+
+def cap(planned: PrivacyPlanned) -> float | None:
+    """The largest epsilon that any site allows; None without sites."""
+    return max((site.epsilon_cap for site in planned.sites), default=None)
+
+
+def epsilon_of_cap(epsilon: float | None, planned: PrivacyPlanned) -> str:
+    """What was spent of what there is: ``7.93 of 8``."""
+    bound = cap(planned)
+    of_cap = "" if bound is None else f" of {format_cap(bound)}"
+    return f"{format_epsilon(epsilon)}{of_cap}"
+
+
+def spent(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
+    """What was spent and what that means, in one line without ``epsilon``."""
+    if total is None:
+        return f"not told by any site ({terms(planned)})"
+    held_out = ""
+    if total.held_out_epsilon is not None:
+        held_out = f", held-out {format_epsilon(total.held_out_epsilon)}"
+    return (
+        f"{epsilon_of_cap(total.epsilon, planned)} at delta "
+        f"{format_delta(total.delta)} ({terms(planned)}){held_out}"
+    )
+
+
+def promise(planned: PrivacyPlanned) -> str:
+    """What is promised before anything is spent, in one line."""
+    bound = cap(planned)
+    deltas = [site.delta for site in planned.sites]
+    at_most = "no bound" if bound is None else f"epsilon at most {format_cap(bound)}"
+    at_delta = f" at delta {format_delta(max(deltas))}" if deltas else ""
+    relation = _RELATIONS.get(planned.relation, planned.relation)
+    return (
+        f"unit {planned.unit}: {at_most}{at_delta} at each site "
+        f"({relation}; {planned.accountant.upper()}; {planned.sampling})"
+    )
+
+
+def means(sites: Iterable[SitePrivacy]) -> str:
+    """How sites keep their promise, in one line; a range where they differ."""
+    found = tuple(sites)
+    multiplier = _range((site.noise_multiplier for site in found), ".3f")
+    rate = _range((site.sampling_rate for site in found), ".4g")
+    steps = _range((site.steps_per_round for site in found), "d")
+    noises = [s.held_out_noise for s in found if s.held_out_noise is not None]
+    held_out = f"  held-out counts +-{_range(noises, '.3g')}" if noises else ""
+    return (
+        f"noise multiplier {multiplier}  sampling rate {rate}  "
+        f"{steps} steps a round{held_out}"
+    )
+
+
+def lines(planned: PrivacyPlanned, max_sites: int) -> Iterator[str]:
+    """What to say of a run's privacy when it starts.
+
+    Args:
+        planned: What is promised.
+        max_sites: With more sites than this they share a line.
+    """
+    yield promise(planned)
+    if len(planned.sites) <= max_sites:
+        yield from (f"{site.site}  {means([site])}" for site in planned.sites)
+    else:
+        yield f"{format_count(len(planned.sites), 'site')}  {means(planned.sites)}"
+    yield from planned.withheld
+    if has_noise(planned):
+        yield f"{NOISY} marks a result with noise, +- its standard deviation"
+    yield from (f"layer replaced  {layer}" for layer in planned.replaced)
+
+
+def has_noise(planned: PrivacyPlanned | None) -> bool:
+    """Whether held-out results leave some site with noise."""
+    return planned is not None and any(
+        site.held_out_noise is not None for site in planned.sites
+    )
+
+
+def accuracy_noise(
+    planned: PrivacyPlanned | None, event: ModelEvaluated | None
+) -> float | None:
+    """Standard deviation of the noise on a pooled accuracy, as a fraction.
+
+    To first order: the numbers of right predictions and of all of them carry noise
+    of the same size, so that of r / n is ``s * sqrt(1 + (r / n)^2) / n``.
+
+    Returns:
+        None if the accuracy carries no noise, or if there is none.
+    """
+    if planned is None or event is None or not event.pooled.count:
+        return None
+    noises = {site.site: site.held_out_noise for site in planned.sites}
+    variance = sum((noises.get(site) or 0.0) ** 2 for site in event.sites)
+    if not variance:
+        return None
+    slope = math.sqrt(1 + event.pooled.accuracy**2)
+    return math.sqrt(variance) * slope / event.pooled.count
+
+
+def format_points(noise: float) -> str:
+    """A standard deviation of an accuracy in points of a per cent: ``0.6``."""
+    points = 100 * noise
+    return f"{points:.1f}" if points >= 0.05 else f"{points:.1g}"  # noqa: PLR2004
+
+
+def _range(values: Iterable[float], form: str) -> str:
+    texts = [format(value, form) for value in sorted(values)]
+    if not texts:
+        return "-"
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"

@@ -1,0 +1,88 @@
+"""An epsilon is never said without what it means, and never too small."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from support import event_samples
+
+from federation.events import ModelEvaluated, PrivacyPlanned
+from federation.messages import MetricSums, PrivacySpent
+from monitoring import privacy_words
+from monitoring.run_view import fold
+
+
+def _planned(**changes: object) -> PrivacyPlanned:
+    plan = fold(event_samples.private(1)).privacy
+    return replace(plan, **changes)
+
+
+def test_spent_has_every_term():
+    """Cap, delta, relation, accountant, sampling, and the held-out records'."""
+    total = PrivacySpent(epsilon=7.921, delta=1e-4, held_out_epsilon=7.9)
+    assert privacy_words.spent(_planned(), total) == (
+        "7.93 of 8 at delta 1e-04 (one record added or removed; PLD; Poisson "
+        "sampling), held-out 7.90"
+    )
+    public = replace(total, held_out_epsilon=None)
+    assert privacy_words.spent(_planned(), public).endswith("Poisson sampling)")
+
+
+def test_nothing_told_is_not_nothing_spent():
+    """A run that ended before any answer promises no zero."""
+    assert privacy_words.spent(_planned(), None).startswith("not told by any site (")
+
+
+def test_unknown_terms_are_said_as_they_are():
+    """Another relation, accountant or unit needs no change here."""
+    planned = _planned(relation="replace one site", accountant="rdp", sampling="none")
+    assert privacy_words.terms(planned) == "replace one site; RDP; none"
+    site = _planned(unit="site")
+    assert privacy_words.promise(site).startswith("unit site: ")
+
+
+def test_promise_without_sites_has_no_bound():
+    """There is nobody who would keep one."""
+    assert "no bound" in privacy_words.promise(_planned(sites=()))
+    assert privacy_words.epsilon_of_cap(1.0, _planned(sites=())) == "1.00"
+
+
+def _evaluated(count: int, correct: int, sites: tuple[str, ...]) -> ModelEvaluated:
+    return ModelEvaluated(
+        at=0.0,
+        round_index=1,
+        pooled=MetricSums(count=count, loss_sum=0.0, correct=correct),
+        sites=sites,
+        by_site=(),
+        bytes_down=(),
+        bytes_up=(),
+    )
+
+
+def test_noise_of_an_accuracy():
+    """Sites' noises add up in squares; that of the count has its part."""
+    both = _evaluated(320, 320, event_samples.TWO_SITES)
+    expected = math.sqrt(2) * event_samples.HELD_OUT_NOISE * math.sqrt(2) / 320
+    assert privacy_words.accuracy_noise(_planned(), both) == pytest.approx(expected)
+    one = _evaluated(160, 0, event_samples.TWO_SITES[:1])
+    expected = event_samples.HELD_OUT_NOISE / 160
+    assert privacy_words.accuracy_noise(_planned(), one) == pytest.approx(expected)
+
+
+def test_no_noise_where_there_is_none():
+    """Without privacy, without predictions, with public held-out data."""
+    event = _evaluated(320, 300, event_samples.TWO_SITES)
+    public = fold(event_samples.private(1, public=True)).privacy
+    assert privacy_words.accuracy_noise(None, event) is None
+    assert privacy_words.accuracy_noise(public, event) is None
+    assert privacy_words.accuracy_noise(_planned(), None) is None
+    empty = _evaluated(0, 0, event_samples.TWO_SITES)
+    assert privacy_words.accuracy_noise(_planned(), empty) is None
+
+
+@pytest.mark.parametrize(
+    ("noise", "expected"), [(0.019, "1.9"), (0.0005, "0.1"), (0.0004, "0.04")]
+)
+def test_points(noise: float, expected: str):
+    """A small noise is not passed off as none."""
+    assert privacy_words.format_points(noise) == expected
