@@ -11,7 +11,7 @@ the steps and for those who account for them. The ledger is not here.
 Guarantee:
     The trainable weights after a round are post-processing of what ``event_of``
     describes, for whoever does not know the keys. All else of a model stays as it
-    came: buffers are put back after every batch.
+    came: buffers and frozen parameters are put back after every batch.
 """
 
 import os
@@ -155,7 +155,10 @@ class PrivateGradient:
         )
         self._mechanism = private.mechanism(self._sum.sum_d.numel())
         self._sampling = Keystream(self._random_bytes(KEY_BYTES))
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._untrained = [
+            (tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *frozen)
+        ]
 
     def draw(self) -> Iterator[Indices]:
         """Sample the records of a step, and cut them into batches that fit memory.
@@ -171,7 +174,7 @@ class PrivateGradient:
     def add_(self, loss: Callable[[], torch.Tensor], num_records: int) -> None:
         """Add the clipped gradients of a batch; see ``ClippedSum.add_``."""
         self._sum.add_(loss, num_records)
-        self._put_buffers_back()
+        self._put_back()
 
     def release_(self) -> None:
         """Add noise and make the result the gradient of the model's parameters."""
@@ -185,8 +188,8 @@ class PrivateGradient:
         self._sum.write_gradients(self._expected)
 
     @torch.no_grad()
-    def _put_buffers_back(self) -> None:
+    def _put_back(self) -> None:
         # What layers note of the records they see has no noise, and later steps
         # would depend on it.
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        for tensor, before in self._untrained:
+            tensor.copy_(before)

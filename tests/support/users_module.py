@@ -48,6 +48,28 @@ def norm_network(inputs: int = 4, classes: int = 3) -> nn.Module:
     )
 
 
+class _Noting(nn.Module):
+    """Notes in its buffers, and in a frozen parameter, what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().sum(0)
+        self.calls += 1
+        self.frozen.data.copy_(x.detach().mean(0))
+        return self.linear(x)
+
+
+def noting_network() -> nn.Module:
+    """A module that carries away what it sees by other ways than gradients."""
+    return _Noting()
+
+
 def frozen_network(inputs: int = 4, classes: int = 3) -> nn.Module:
     """A network whose first layer does not train."""
     model = nn.Sequential(nn.Linear(inputs, 8), nn.ReLU(), nn.Linear(8, classes))

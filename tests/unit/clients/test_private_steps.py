@@ -86,13 +86,10 @@ def test_sampling_is_as_large_as_a_batch_on_average():
 
 
 def test_a_site_without_a_batch_of_records_is_refused():
-    """Where steps are counted, and where the trainer is made."""
+    """With what it holds, what it needs and what to change."""
     job = private_job({"local_steps": 3, "accumulate": 4})
-    with pytest.raises(SiteError, match="holds 23 .* samples 24 on average: lower"):
+    with pytest.raises(SiteError, match=r"holds 23 .* samples 24 on average: lower"):
         sampling_rate(job, 23)
-    few = TRAIN.subset(np.arange(23))
-    with pytest.raises(SiteError, match="holds 23"):
-        fit(job, private(), few)
 
 
 def test_event_is_of_the_mechanism_in_force():
@@ -118,6 +115,8 @@ def test_job_and_trainer_agree_on_privacy():
         TorchTrainer(job, SITE, pool=ModelPool(job), train=TRAIN, held_out=HELD_OUT)
     with pytest.raises(ValueError, match="private training"):
         fit(small_job(), private())
+    with pytest.raises(SiteError, match="holds 5"):
+        fit(job, private(), TRAIN.subset(np.arange(5)))
 
 
 def clipped(model: nn.Module, rows: Indices):
@@ -169,7 +168,7 @@ def test_steps_are_those_of_the_algorithm(
         by_hand.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
     # Sums that differ in their last bit may be rounded to neighbours on the grid.
-    np.testing.assert_allclose(result.weights_d, expected, atol=2e-4)
+    np.testing.assert_allclose(result.weights_d, expected, atol=3e-5)
     assert (result.num_steps, result.training) == (5, None)
 
 
@@ -221,7 +220,7 @@ def test_an_empty_sample_is_a_step_of_noise():
     job = private_job({"local_steps": 1, "batch_size": 1})
     model = nn.Linear(4, 3)
     gradient = PrivateGradient(
-        model, job, private(random_bytes=known_bytes()), num_records=10**9
+        model, job, private(random_bytes=known_bytes()), num_records=60
     )
     gradient._rate = 0.0
     assert list(gradient.draw()) == []
