@@ -102,9 +102,10 @@ def test_site_that_answers_all_the_same_counts(kind: str):
     assert [r.answered for r in told(events, RoundFinished)] == [SITES] * 3
 
 
-def test_duplicate_changes_nothing():
-    """Not one bit of the model."""
-    assert weights(run(digits(bad("duplicate")))[0]) == weights(run(digits())[0])
+@pytest.mark.parametrize("kind", ["duplicate", "restart"])
+def test_nothing_changes(kind: str):
+    """Not one bit of the model; a site in the clear is told everything anew."""
+    assert weights(run(digits(bad(kind)))[0]) == weights(run(digits())[0])
 
 
 def test_hanging_site_misses_its_deadline_and_is_busy():
