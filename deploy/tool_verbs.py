@@ -1,4 +1,4 @@
-"""Verbs of the command line beside a run: ``keys``, ``doctor``, ``transcript``.
+"""Verbs of the command line beside a run: keys, doctor, transcript, ledger.
 
 Arguments in and text out; the work is in the modules of the same names.
 """
@@ -46,6 +46,20 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
         help="show message N alone, with every field of its protocol bytes",
     )
     transcript.set_defaults(verb=_transcript)
+
+    ledger = verbs.add_parser(
+        "ledger",
+        parents=[common],
+        allow_abbrev=False,
+        help="check the privacy ledgers of a run and show what was spent",
+    )
+    ledger.add_argument(
+        "run", metavar="RUN", help="folder, run id or job name; or a ledger.jsonl"
+    )
+    ledger.add_argument(
+        "--root", type=Path, default=Path("runs"), help="folder of all runs"
+    )
+    ledger.set_defaults(verb=_ledger)
 
 
 def _add_keys(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
@@ -196,6 +210,23 @@ def _transcript(options: argparse.Namespace) -> int:
     for line in summary.lines():
         _say(line)
     return DONE
+
+
+def _ledger(options: argparse.Namespace) -> int:
+    from deploy import ledger  # noqa: PLC0415 -- imports torch
+
+    findings = [ledger.examine(path) for path in ledger.find(options.run, options.root)]
+    damaged = sum(finding.contents is None for finding in findings)
+    if options.json:
+        known = [ledger.facts(finding) for finding in findings]
+        _say(json.dumps({"ledgers": known, "damaged": damaged}, indent=2))
+    else:
+        for number, finding in enumerate(findings):
+            if number:
+                _say("")
+            for line in ledger.lines(finding):
+                _say(line)
+    return FAILED if damaged else DONE
 
 
 def _print_facts(facts: dict[str, Any], options: argparse.Namespace) -> None:

@@ -245,7 +245,10 @@ def _errors() -> Iterator[str]:
         f"`{kind.__name__}`"
         for kind in cli._BAD_JOB  # noqa: SLF001 -- the exit codes are its to know
     )
-    yield f"The command line exits with 2 for {wrong_job}, and with 1 for the others."
+    yield (
+        f"The command line exits with 2 for {wrong_job}, with 3 for `BudgetExceeded`, "
+        "and with 1 for the others."
+    )
     yield ""
     classes = [
         member

@@ -55,6 +55,7 @@ def test_verbs_and_options_are_frozen() -> None:
         | {"roster", "--site", "--aggregator", "--organisation", "--key", "--replace"},
         "doctor": common | {"--key", "--roster"},
         "transcript": common | {"folder", "--message"},
+        "ledger": common | {"run", "--root"},
     }
 
 

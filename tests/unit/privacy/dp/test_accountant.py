@@ -132,6 +132,13 @@ def test_other_accountants_are_refused():
         accountant.epsilon([], 1e-5, "gdp")  # type: ignore[arg-type]
 
 
+def test_orders_that_are_left_out_are_not_news(caplog: pytest.LogCaptureFixture):
+    """A person who reads a ledger is not shown the library's search."""
+    bound = accountant.epsilon([event(0.02785, 0.527, 60)], 8e-5, "rdp")
+    assert caplog.records == []
+    assert bound > accountant.epsilon([event(0.02785, 0.527, 60)], 8e-5)
+
+
 def test_a_curve_is_the_accountant_event_by_event():
     """Added or asked for, one by one or at once: the same number."""
     curve, step = accountant.EpsilonCurve(1e-5), event(0.05, 1.0, 5, slack=1e-12)

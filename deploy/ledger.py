@@ -1,0 +1,197 @@
+"""``crossfed ledger``: check what sites have spent, and count it again three ways.
+
+The numbers are computed from the events in the ledger and not read from it; those that
+were written at the time are checked against them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from deploy import run_folder
+from federation.errors import FederationError, RunNotFound
+from privacy.dp import accountant, cross_check
+from privacy.dp.errors import LedgerDamaged
+from privacy.dp.events import Event
+from privacy.dp.ledger_files import LEDGER_NAME, read_file
+from privacy.dp.ledger_format import PURPOSES, Contents, Purpose
+
+# Ledgers of a run, from its folder.
+PLACES = f"sites/*/{LEDGER_NAME}"
+
+# Another version's accountant may differ by a little.
+_AGREEMENT = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one ledger came to.
+
+    Attributes:
+        path: The file.
+        contents: What it says; None if it is damaged.
+        error: What is wrong; empty if it is sound.
+    """
+
+    path: Path
+    contents: Contents | None
+    error: str
+
+
+def find(name: str, root: Path) -> list[Path]:
+    """Find the ledgers that a person means.
+
+    Args:
+        name: A ledger, a folder that holds one, or a run: folder, id or job's name.
+        root: Folder of all runs.
+
+    Raises:
+        RunNotFound: There is no such run, or it has no ledgers.
+    """
+    direct = Path(name)
+    if direct.is_file():
+        return [direct]
+    if (direct / LEDGER_NAME).is_file():
+        return [direct / LEDGER_NAME]
+    run = run_folder.find_run(name, root)
+    found = sorted(run.path.glob(PLACES))
+    if not found:
+        raise RunNotFound(
+            f"the run in {run.path} has no ledger ({PLACES}): its job asks for no "
+            "differential privacy, or its sites keep their ledgers themselves"
+        )
+    return found
+
+
+def examine(path: Path) -> Finding:
+    """Check one ledger."""
+    try:
+        contents = read_file(path)
+        _check_sums(contents, path)
+    except FederationError as error:
+        return Finding(path, None, str(error))
+    return Finding(path, contents, "")
+
+
+def _check_sums(contents: Contents, path: Path) -> None:
+    """Check the last epsilon that was written of each purpose."""
+    for purpose in PURPOSES:
+        written = [c.epsilon_after for c in contents.charges if c.purpose == purpose]
+        if not written:
+            continue
+        again = accountant.epsilon(contents.events(purpose), contents.terms.delta)
+        if abs(again - written[-1]) > _AGREEMENT * max(again, written[-1]):
+            raise LedgerDamaged(
+                f"{path} says that epsilon is {written[-1]:.4g} for {purpose}, and its "
+                f"events come to {again:.4g}: it was not written by this accountant"
+            )
+
+
+def facts(finding: Finding) -> dict[str, Any]:
+    """Everything about one ledger, for JSON."""
+    if finding.contents is None:
+        return {"file": str(finding.path), "sound": False, "error": finding.error}
+    contents, terms = finding.contents, finding.contents.terms
+    return {
+        "file": str(finding.path),
+        "sound": True,
+        "run_id": terms.run_id,
+        "site": terms.site,
+        "job_digest": terms.job_digest,
+        "unit": terms.unit,
+        "relation": terms.relation,
+        "sampling": terms.sampling,
+        "delta": terms.delta,
+        "epsilon_cap": terms.epsilon_cap,
+        "num_recoveries": contents.num_recoveries,
+        "torn_bytes": contents.torn_bytes,
+        "head": contents.hashes[-1],
+        "spent": {
+            purpose: _spent(contents, purpose)
+            for purpose in PURPOSES
+            if contents.events(purpose)
+        },
+    }
+
+
+def _spent(contents: Contents, purpose: Purpose) -> dict[str, Any]:
+    events, delta = contents.events(purpose), contents.terms.delta
+    rounds = {c.round_index for c in contents.charges if c.purpose == purpose}
+    prv = cross_check.epsilon(_gathered(events), delta)
+    return {
+        "rounds": len(rounds),
+        "charges": len(events),
+        "steps": sum(event.steps for event in events),
+        "epsilon": accountant.epsilon(events, delta),
+        "epsilon_rdp": accountant.epsilon(events, delta, "rdp"),
+        "epsilon_prv": prv.estimate,
+        "epsilon_prv_upper": prv.upper,
+        "events": [event.document() for event in _gathered(events)],
+    }
+
+
+def _gathered(events: tuple[Event, ...]) -> list[Event]:
+    """Neighbours of one kind as one event."""
+    found = []
+    for _, same in groupby(
+        sorted(events, key=_kind),
+        key=_kind,
+    ):
+        alike = list(same)
+        found.append(
+            Event(
+                noise_multiplier=alike[0].noise_multiplier,
+                sampling_rate=alike[0].sampling_rate,
+                slack=alike[0].slack,
+                steps=sum(event.steps for event in alike),
+            )
+        )
+    return found
+
+
+def _kind(event: Event) -> tuple[float, float, float]:
+    return event.noise_multiplier, event.sampling_rate, event.slack
+
+
+def lines(finding: Finding) -> Iterator[str]:
+    """Everything about one ledger, for a person."""
+    if finding.contents is None:
+        yield f"DAMAGED     {finding.error}"
+        return
+    known = facts(finding)
+    yield f"site        {known['site']}"
+    yield f"ledger      {known['file']}: sound, {finding.contents.seq} entries"
+    yield f"run         {known['run_id']}"
+    yield f"unit        {known['unit']}; neighbours: {known['relation']}"
+    yield f"sampling    {known['sampling']}"
+    yield f"delta       {known['delta']:g}"
+    yield f"cap         epsilon {known['epsilon_cap']:g}"
+    if not known["spent"]:
+        yield "spent       nothing"
+    for purpose, spent in known["spent"].items():
+        yield from _spent_lines(purpose, spent)
+    if known["num_recoveries"] or known["torn_bytes"]:
+        yield (
+            f"note        {known['num_recoveries']} unfinished lines were taken away "
+            f"after a stop, and {known['torn_bytes']} bytes of one are at the end now"
+        )
+
+
+def _spent_lines(purpose: str, spent: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{purpose:<11} {spent['rounds']} rounds, {spent['charges']} charges, "
+        f"{spent['steps']} steps"
+    )
+    yield (
+        f"  epsilon   {spent['epsilon']:.4f} (pld); {spent['epsilon_rdp']:.4f} (rdp, a "
+        f"bound); {spent['epsilon_prv']:.4f}, at most {spent['epsilon_prv_upper']:.4f} "
+        "(prv)"
+    )
+    for event in spent["events"]:
+        yield (
+            f"  event     {event['steps']} x Gaussian, noise multiplier "
+            f"{event['noise_multiplier']:.4f}, sampling rate "
+            f"{event['sampling_rate']:.4g}, slack {event['slack']:.2g}"
+        )

@@ -1,0 +1,131 @@
+"""``crossfed ledger`` says what was spent, and which ledger cannot be believed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy import cli, ledger
+from federation.clock import VirtualClock
+from federation.errors import RunNotFound
+from privacy.dp import accountant, ledger_format
+from privacy.dp.events import Event
+from privacy.dp.ledger import FileLedger, Terms
+from privacy.dp.ledger_files import replace_head
+
+STEP = Event(noise_multiplier=2.0, sampling_rate=0.05, steps=20)
+HELD_OUT = Event(noise_multiplier=20.0, sampling_rate=1.0, steps=1)
+
+
+def terms(site: str) -> Terms:
+    return Terms(
+        run_id="run-1", site=site, job_digest="ab" * 32, delta=1e-5, epsilon_cap=8
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with two sites, of which one released nothing."""
+    run = tmp_path_factory.mktemp("run")
+    (run / "events.jsonl").write_bytes(b"")
+    for site in ("left", "right"):
+        kept = FileLedger(run / "sites" / site, terms(site), clock=VirtualClock(1e9))
+        for round_index in range(1, 4) if site == "left" else ():
+            kept.charge(STEP, round_index=round_index)
+            kept.charge(HELD_OUT, round_index=round_index, purpose="evaluate")
+        kept.close()
+    return run
+
+
+def show(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = cli.main(["ledger", *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.slow
+def test_every_site_of_a_run_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):
+    """Epsilon three ways, and all that it means nothing without."""
+    code, out, err = show(str(run), capsys=capsys)
+    assert (code, err) == (0, "")
+    left, right = out.split("\n\n")
+    want = accountant.epsilon([STEP] * 3, 1e-5)
+    for text in (
+        "site        left",
+        "sound, 6 entries",
+        "unit        record; neighbours: add or remove one record",
+        "sampling    poisson",
+        "delta       1e-05",
+        "cap         epsilon 8",
+        "train       3 rounds, 3 charges, 60 steps",
+        "evaluate    3 rounds, 3 charges, 3 steps",
+        f"epsilon   {want:.4f} (pld)",
+        "60 x Gaussian, noise multiplier 2.0000, sampling rate 0.05",
+    ):
+        assert text in left
+    assert "spent       nothing" in right
+
+
+@pytest.mark.slow
+def test_json_has_the_same(run: Path, capsys: pytest.CaptureFixture[str]):
+    """Counted afresh, and in order: the bound is above, the estimate is close."""
+    code, out, _ = show(str(run / "sites/left"), "--json", capsys=capsys)
+    assert code == 0
+    document = json.loads(out)
+    assert document["damaged"] == 0
+    spent = document["ledgers"][0]["spent"]["train"]
+    assert spent["epsilon"] == accountant.epsilon([STEP] * 3, 1e-5)
+    assert spent["epsilon_rdp"] > spent["epsilon"]
+    assert spent["epsilon_prv"] == pytest.approx(spent["epsilon"], rel=0.005)
+    assert spent["epsilon_prv_upper"] > spent["epsilon_prv"]
+
+
+def copy(run: Path, place: Path) -> Path:
+    """The ledger of ``left`` in a folder of its own."""
+    place.mkdir(parents=True)
+    for path in (run / "sites/left").iterdir():
+        (place / path.name).write_bytes(path.read_bytes())
+    return place / "ledger.jsonl"
+
+
+@pytest.mark.slow
+def test_one_damaged_ledger_fails_the_whole(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The others are shown all the same."""
+    (tmp_path / "events.jsonl").write_bytes(b"")
+    copy(run, tmp_path / "sites/right")
+    path = copy(run, tmp_path / "sites/left")
+    path.write_bytes(path.read_bytes().replace(b'"steps":20', b'"steps":10', 1))
+    code, out, _ = show(str(tmp_path), capsys=capsys)
+    assert code == 1
+    assert f"DAMAGED     {path}, line 2: its hash is not that of its contents" in out
+    assert "sites/right/ledger.jsonl: sound" in out
+
+
+def test_a_false_epsilon_is_damage(tmp_path: Path):
+    """Though chain and head are whole: events are counted again."""
+    header, digest = ledger_format.header_line(terms("left"), 1e9)
+    charge = ledger_format.Charge(
+        seq=1,
+        round_index=1,
+        purpose="train",
+        event=STEP,
+        time=1e9,
+        epsilon_after=0.1,
+    )
+    line, digest = ledger_format.charge_line(charge, digest)
+    (tmp_path / "ledger.jsonl").write_bytes(header + line)
+    replace_head(tmp_path, 1, digest)
+    found = ledger.examine(tmp_path / "ledger.jsonl")
+    assert found.contents is None
+    assert "says that epsilon is 0.1 for train" in found.error
+
+
+def test_a_run_without_ledgers_is_said_to_have_none(tmp_path: Path):
+    """Perhaps its job asks for no differential privacy."""
+    (tmp_path / "events.jsonl").write_bytes(b"")
+    with pytest.raises(RunNotFound, match="has no ledger"):
+        ledger.find(str(tmp_path), tmp_path)
+    with pytest.raises(RunNotFound, match="there is no run 'nowhere'"):
+        ledger.find("nowhere", tmp_path)
