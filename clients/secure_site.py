@@ -246,6 +246,7 @@ class SecureSite:
             words=words,
             header_h=header_h,
             body=signed,
+            spent=trainer.spent(),
         )
 
     def _work(

@@ -109,6 +109,9 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         is_complete = state.round_index >= job.rounds
         if is_complete or exhausted:
             _check_result(job, state)
+        # In secret a round is asked for once, and the one that would evaluate the
+        # last model is the one that the budget did not allow.
+        if is_complete or (exhausted and not _in_secret(job)):
             _evaluate_last(job, parts, state)
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
