@@ -24,8 +24,9 @@ from monitoring.figures import (
     label_axes,
     new_figure,
 )
+from monitoring.privacy_words import accuracy_noise
 from monitoring.run_view import RoundView, RunView, Series, SiteView, perplexity
-from monitoring.units import format_bytes, format_duration
+from monitoring.units import format_bytes, format_cap, format_duration
 
 MAX_SITES_SHOWN = 8
 MAX_LABELS_SHOWN = 16
@@ -59,6 +60,7 @@ def draw_all(view: RunView) -> Mapping[str, str]:
     drawings: Mapping[str, Callable[[RunView], Figure | None]] = {
         "loss": _loss,
         "perplexity" if view.is_language else "accuracy": _quality,
+        "epsilon": _epsilon,
         "data": _data,
         "bytes": _bytes,
         "timeline": _timeline,
@@ -125,7 +127,51 @@ def _quality(view: RunView) -> Figure | None:
         (site.site, tuple((index, 100 * value) for index, value in site.accuracy))
         for site in shown_sites(view)
     ]
-    return _lines(view, pooled, lines, "accuracy in %")
+    figure = _lines(view, pooled, lines, "accuracy in %")
+    if figure is not None:
+        _shade_noise(figure.axes[0], view)
+    return figure
+
+
+def _shade_noise(axes: Axes, view: RunView) -> None:
+    """Shade what two standard deviations of the noise on an accuracy cover."""
+    found = []
+    for event in (view.initial, *(row.evaluated for row in view.rounds)):
+        noise = accuracy_noise(view.privacy, event)
+        if event is not None and noise is not None:
+            found.append((event.round_index, 100 * event.pooled.accuracy, 200 * noise))
+    if found:
+        rounds, values, spans = zip(*found, strict=True)
+        low = [max(0.0, v - s) for v, s in zip(values, spans, strict=True)]
+        high = [min(100.0, v + s) for v, s in zip(values, spans, strict=True)]
+        axes.fill_between(rounds, low, high, color=POOLED_COLOUR, alpha=0.1, lw=0)
+
+
+def _epsilon(view: RunView) -> Figure | None:
+    """Draw what each site has spent by round, below its cap."""
+    if view.privacy is None or not view.spent:
+        return None
+    figure, axes = new_figure()
+    colours = site_colours(view)
+    for site in shown_sites(view):
+        points = finite_points(site.epsilon)
+        marker = "." if len(points) == 1 else ""
+        axes.plot(*columns(points), color=colours[site.site], lw=1.6, marker=marker)
+    for cap in sorted({site.epsilon_cap for site in view.privacy.sites}):
+        axes.axhline(cap, color=_FAILED, lw=1.2, ls=(0, (4, 3)))
+        axes.annotate(
+            f"cap {format_cap(cap)}",
+            (0.0, cap),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 3),
+            textcoords="offset points",
+            color=_FAILED,
+        )
+    _, top = axes.get_ylim()
+    axes.set_ylim(0, 1.08 * top)
+    _mark_lost_rounds(axes, view)
+    label_axes(axes, "after round", "epsilon")
+    return figure
 
 
 def _pooled(view: RunView, value: Callable[[float, float], float]) -> Series:

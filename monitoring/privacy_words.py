@@ -63,6 +63,30 @@ def promise(planned: PrivacyPlanned) -> str:
     )
 
 
+_UNITS = {
+    "record": "any one training record of a site",
+    "joint": "any one training record",
+    "site": "all that any one site holds",
+}
+
+
+def meaning(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
+    """The promise in plain words, with what of it was spent."""
+    whose = _UNITS.get(planned.unit, f"any one {planned.unit}")
+    text = (
+        "Whatever is computed from the sites' updates and from the model comes out "
+        f"almost as it would with {whose} left out, or added"
+    )
+    if total is None:
+        return f"{text}. No site has told yet what it has spent."
+    return (
+        f"{text}: no outcome is more than e^epsilon times as likely, up to a "
+        f"probability of delta. At the site that has spent most, epsilon is "
+        f"{epsilon_of_cap(total.epsilon, planned)} at delta "
+        f"{format_delta(total.delta)} ({terms(planned)})."
+    )
+
+
 def means(sites: Iterable[SitePrivacy]) -> str:
     """How sites keep their promise, in one line; a range where they differ."""
     found = tuple(sites)

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
-from monitoring import plots, units
+from monitoring import plots, privacy_words, units
 from monitoring.run_view import (
     COMPLETED,
     RUNNING,
@@ -67,6 +67,7 @@ class Panel:
     svg: str
     key: Mapping[str, str] | None = None  # sites that it has a line of, and colours
     is_wide: bool = False
+    has_pooled: bool = True  # a thick line for all sites
 
 
 def write_report(
@@ -83,7 +84,15 @@ def write_report(
     Raises:
         StoreUnavailable: The file cannot be written.
     """
-    page = render(view, job_toml, versions)
+    write_page(render(view, job_toml, versions), path)
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a page whole or not at all.
+
+    Raises:
+        StoreUnavailable: The file cannot be written.
+    """
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(page, encoding="utf-8")
@@ -98,42 +107,91 @@ def write_report(
 
 def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
     """Return the page as text."""
-    environment = Environment(
+    sites = _listed_sites(view)
+    return (
+        environment()
+        .get_template("report.html.j2")
+        .render(
+            view=view,
+            status_word="not finished" if view.status == RUNNING else view.status,
+            tiles=_tiles(view),
+            panels=_panels(view),
+            colours=plots.site_colours(view),
+            sites=sites,
+            rounds=view.rounds[-MAX_ROUND_ROWS:],
+            failures=view.failures[-MAX_NOTICE_ROWS:],
+            num_failures=len(view.failures),
+            kinds=Counter(failure.kind.value for failure in view.failures),
+            meanings=FAILURE_MEANINGS,
+            warnings=view.warnings[-MAX_NOTICE_ROWS:],
+            skipped=view.skipped[-MAX_NOTICE_ROWS:],
+            best_round=_best_round(view),
+            job_toml=job_toml,
+            versions=versions,
+            **_privacy(view),
+        )
+    )
+
+
+def environment() -> Environment:
+    """What turns templates into pages; all text is escaped."""
+    found = Environment(
         loader=PackageLoader("monitoring", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
+    found.filters.update(
         bytes=units.format_bytes,
+        cap=units.format_cap,
+        delta=units.format_delta,
         duration=units.format_duration,
+        epsilon=units.format_epsilon,
         fraction=units.format_fraction,
         number=units.format_number,
+        sentence=lambda text: f"{text[:1].upper()}{text[1:]}.",
         utc=_utc,
     )
-    environment.globals.update(
+    found.globals.update(
         count=units.format_count, perplexity_of=_perplexity, last_of=_last
     )
-    sites = _listed_sites(view)
-    return environment.get_template("report.html.j2").render(
-        view=view,
-        status_word="not finished" if view.status == RUNNING else view.status,
-        tiles=_tiles(view),
-        panels=_panels(view),
-        colours=plots.site_colours(view),
-        sites=sites,
-        rounds=view.rounds[-MAX_ROUND_ROWS:],
-        failures=view.failures[-MAX_NOTICE_ROWS:],
-        num_failures=len(view.failures),
-        kinds=Counter(failure.kind.value for failure in view.failures),
-        meanings=FAILURE_MEANINGS,
-        warnings=view.warnings[-MAX_NOTICE_ROWS:],
-        skipped=view.skipped[-MAX_NOTICE_ROWS:],
-        best_round=_best_round(view),
-        job_toml=job_toml,
-        versions=versions,
+    return found
+
+
+def _privacy(view: RunView) -> Mapping[str, str]:
+    """What the page says of differential privacy; empty texts without it."""
+    planned = view.privacy
+    noise = privacy_words.accuracy_noise(planned, view.last_evaluated)
+    return {
+        "noisy": privacy_words.NOISY if privacy_words.has_noise(planned) else "",
+        "terms": privacy_words.terms(planned) if planned else "",
+        "meaning": privacy_words.meaning(planned, view.total_spent) if planned else "",
+        "accuracy_noise": ""
+        if noise is None or view.is_language
+        else privacy_words.format_points(noise),
+    }
+
+
+def _privacy_tiles(view: RunView) -> Sequence[Tile]:
+    planned, total = view.privacy, view.total_spent
+    if planned is None:
+        return ()
+    delta = f"at delta {units.format_delta(total.delta)}; " if total else ""
+    held_out = Tile(label="Held-out epsilon", value="none", note="no noise on results")
+    if privacy_words.has_noise(planned):
+        spent = total.held_out_epsilon if total else None
+        held_out = Tile(
+            label="Held-out epsilon",
+            value=privacy_words.epsilon_of_cap(spent, planned),
+            note="of other records, with a budget of their own",
+        )
+    epsilon = Tile(
+        label="Epsilon",
+        value=privacy_words.epsilon_of_cap(total.epsilon if total else None, planned),
+        note=f"{delta}{privacy_words.terms(planned)}",
     )
+    return epsilon, held_out
 
 
 def _tiles(view: RunView) -> Sequence[Tile]:
@@ -144,21 +202,34 @@ def _tiles(view: RunView) -> Sequence[Tile]:
         after = f"after round {last.round_index}"
         sites, everyone = len(last.sites), len(view.started.sites)
         after += f", {sites:,} of {everyone:,} sites" if sites < everyone else ""
+    noisy = privacy_words.NOISY if loss is not None else ""
+    noisy = noisy if privacy_words.has_noise(view.privacy) else ""
+    noise = privacy_words.accuracy_noise(view.privacy, last)
+    accuracy = units.format_fraction(accuracy_of(last.pooled if last else None))
     quality = Tile(
         label="Accuracy",
-        value=units.format_fraction(accuracy_of(last.pooled if last else None)),
-        note="of held-out predictions",
+        value=f"{noisy}{accuracy}",
+        note="of held-out predictions"
+        if noise is None
+        else f"with noise of {privacy_words.format_points(noise)} points",
     )
     if view.is_language:
         quality = Tile(
-            label="Perplexity", value=_perplexity(loss), note="of a held-out token"
+            label="Perplexity",
+            value=f"{noisy}{_perplexity(loss)}",
+            note="of a held-out token",
         )
     up, down = units.format_bytes(view.bytes_up), units.format_bytes(view.bytes_down)
     failures = units.format_count(len(view.failures), "failure")
     resumes = units.format_count(view.coordinators - 1, "resume")
     return (
-        Tile(label="Held-out loss", value=units.format_number(loss), note=after),
+        Tile(
+            label="Held-out loss",
+            value=f"{noisy}{units.format_number(loss)}",
+            note=after,
+        ),
         quality,
+        *_privacy_tiles(view),
         Tile(
             label="Rounds",
             value=f"{view.rounds_completed} of {view.started.rounds}",
@@ -183,10 +254,14 @@ def _panels(view: RunView) -> Sequence[Panel]:
     drawn = plots.draw_all(view)
     kind = view.data.label_kind if view.data else ""
     key = _key(view)
+    keys = dict.fromkeys(("loss", "accuracy", "perplexity"), key)
+    keys["epsilon"] = plots.site_colours(view)
     whose = "all sites together (thick), each site's own data (thin)"
     alone = ""
     if view.is_secret:
         whose, alone = _TOGETHER, f", {_TOGETHER}"
+    has_noise = privacy_words.has_noise(view.privacy)
+    shade = " Shaded: two standard deviations of the noise." if has_noise else ""
     num_timed = units.format_count(
         min(len(view.rounds), plots.MAX_ROUNDS_IN_TIMELINE), "round"
     )
@@ -202,7 +277,7 @@ def _panels(view: RunView) -> Sequence[Panel]:
             "Accuracy",
             (
                 f"Share of right predictions on the same held-out data{alone}. "
-                "Higher is better."
+                f"Higher is better.{shade}"
             ),
         ),
         "perplexity": (
@@ -210,6 +285,13 @@ def _panels(view: RunView) -> Sequence[Panel]:
             (
                 f"Exponential of the loss on the same held-out data{alone}: among how "
                 "many tokens the model hesitates. Lower is better."
+            ),
+        ),
+        "epsilon": (
+            "Epsilon",
+            (
+                "What each site has spent on its training records by the end of each "
+                f"round, and its cap ({_terms(view)}). Lower is more private."
             ),
         ),
         "data": (
@@ -245,12 +327,17 @@ def _panels(view: RunView) -> Sequence[Panel]:
             title=title,
             caption=caption,
             svg=drawn[name],
-            key=key if name in {"loss", "accuracy", "perplexity"} else None,
+            key=keys.get(name),
+            has_pooled=name != "epsilon",
             is_wide=name == "timeline",
         )
         for name, (title, caption) in captions.items()
         if name in drawn
     )
+
+
+def _terms(view: RunView) -> str:
+    return privacy_words.terms(view.privacy) if view.privacy else ""
 
 
 def _key(view: RunView) -> Mapping[str, str]:

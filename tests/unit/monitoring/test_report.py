@@ -11,7 +11,7 @@ from support import event_samples
 from support.event_samples import Script, run
 
 from federation.errors import StoreUnavailable
-from federation.events import DataDistributed, Event, ModelEvaluated
+from federation.events import DataDistributed, Event, ModelEvaluated, SiteAnswered
 from federation.messages import FailureKind
 from monitoring.plots import MAX_SITES_SHOWN, draw_all, shown_sites, site_colours
 from monitoring.report import FAILURE_MEANINGS, render, write_report
@@ -39,6 +39,10 @@ RUNS = {
     "resumed": event_samples.resumed(),
     "language": event_samples.language(3),
     "secure": event_samples.secure(),
+    "private": event_samples.private(3),
+    "private and secure": event_samples.private_and_secure(),
+    "exhausted": event_samples.exhausted(),
+    "private, in progress": event_samples.private(3)[:4],
     "only started": event_samples.two_sites(1)[:1],
     "in progress": event_samples.troubled()[:30],
 }
@@ -127,6 +131,91 @@ def test_plain_run_does_not_claim_secrecy():
     assert re.findall(r"</i>([^<]*)", key) == ["all sites", *event_samples.TWO_SITES]
     assert ">secure aggregation</span>" not in page
     assert "together only" not in page
+
+
+def _section(page: str, name: str) -> str:
+    """Text of a section, in one line."""
+    _, _, rest = page.partition(f'<section id="{name}"')
+    part, _, _ = rest.partition("</section>")
+    return " ".join(re.sub(r"<[^>]*>", " ", part.partition(">")[2]).split())
+
+
+@pytest.fixture(scope="module")
+def private_page() -> str:
+    """The page of a run with differential privacy."""
+    return render(fold(event_samples.private(3)), JOB, VERSIONS)
+
+
+def test_private_run_says_what_is_promised_and_what_is_not(private_page: str):
+    """Epsilon with its terms, each site's means, what is noised and what is open."""
+    text = _section(private_page, "privacy")
+    for words in (
+        "any one training record of a site",
+        "epsilon is 7.92 of 8 at delta 1e-04 (one record added or removed; PLD; Pois",
+        "Neighbours: add or remove one record",
+        "It assumes Poisson sampling: each record is in each step independently",
+        "gcp-us-central1 7.76 8 1e-04 0.950 0.05 20",
+        "Losses of training and numbers of examples leave no site.",
+        "Held-out records have a budget of their own",
+        "bn1: BatchNorm2d by GroupNorm",
+        "What is not protected",
+    ):
+        assert words in text
+    assert 'id="figure-epsilon"' in private_page
+    assert "No differential privacy in this run" not in private_page
+
+
+def test_private_tiles_and_tables(private_page: str):
+    """A bare epsilon is nowhere; what carries noise is marked, with its size."""
+    page = private_page
+    tiles = _section(page, "summary")
+    assert (
+        "Epsilon 7.92 of 8 at delta 1e-04; one record added or removed; PLD; Poisson "
+        "sampling"
+    ) in tiles
+    assert re.search(r"Held-out epsilon 7\.\d\d of 8 of other records", tiles)
+    assert re.search(r"Held-out loss ~0\.\d+ .* Accuracy ~6\d\.\d % with noise", tiles)
+    assert "Training loss</th>" not in page
+    assert "Shaded: two standard deviations of the noise" in page
+    assert "3 completed 7.92 ~0." in _section(page, "rounds")
+
+
+def test_public_held_out_results_are_called_so():
+    """No mark, no noise, no budget; and the page says what that leaves open."""
+    page = render(fold(event_samples.private(2, public=True)), JOB, VERSIONS)
+    assert "Held-out epsilon none" in _section(page, "summary")
+    assert "~" not in _section(page, "rounds")
+    assert "no epsilon covers the held-out records" in _section(page, "privacy")
+
+
+def test_exhausted_run_is_no_error():
+    """It has spent what it was given, which is a sound end."""
+    page = render(fold(event_samples.exhausted()), JOB, VERSIONS)
+    assert '<span class="status exhausted">exhausted</span>' in page
+    assert '<p class="message calm">The privacy budget is spent' in page
+    assert '<p class="message">' not in page
+
+
+def test_spending_beyond_the_cap_stands_out():
+    """A site that says so has broken its promise."""
+    events = [
+        replace(event, spent=replace(event.spent, epsilon=8.5))
+        if isinstance(event, SiteAnswered)
+        else event
+        for event in event_samples.private(1)
+    ]
+    page = render(fold(events), JOB, VERSIONS)
+    assert '<td class="n bad">8.50</td>' in page
+    assert '<td class="n bad">7' not in page
+
+
+def test_run_without_privacy_claims_none():
+    """No section, no tile, no figure."""
+    page = render(fold(event_samples.two_sites(2)), JOB, VERSIONS)
+    assert 'id="privacy"' not in page
+    assert ">differential privacy</span>" not in page
+    assert "Epsilon" not in page
+    assert "epsilon" not in draw_all(fold(event_samples.two_sites(2)))
 
 
 def test_sizes_that_no_site_told_are_left_open():
