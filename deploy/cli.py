@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from deploy.simulation import RunResult
     from federation.events import DataDistributed, Emit, Event
     from federation.job import JobSpec
-    from monitoring.run_view import RunView
 
 DONE, FAILED, BAD_JOB, OUT_OF_BUDGET, STOPPED = 0, 1, 2, 3, 130
 
@@ -164,11 +163,19 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         parents=[common],
         allow_abbrev=False,
-        help="write a run's report.html again",
+        help="write a run's report.html again, or hold runs against each other",
     )
-    report.add_argument("run", metavar="RUN", help="folder, run id or job name")
     report.add_argument(
-        "--out", type=_path, metavar="FILE", help="where to write it (in the run)"
+        "run",
+        nargs="+",
+        metavar="RUN",
+        help="folder, run id or job name; several are held against each other",
+    )
+    report.add_argument(
+        "--out",
+        type=_path,
+        metavar="FILE",
+        help="where to write it (in the run; comparison.html for several runs)",
     )
     report.set_defaults(verb=_report)
 
@@ -337,46 +344,13 @@ def _print_json(value: Any) -> None:
 
 
 def _print_outcome(outcome: "RunResult") -> None:
-    print(f"status      {outcome.status}")
-    print(f"rounds      {outcome.rounds_completed}")
-    _print_quality(outcome)
-    if outcome.view.privacy is not None:
-        from monitoring.privacy_words import spent  # noqa: PLC0415
+    from monitoring.outcome import lines  # noqa: PLC0415 -- keeps `--help` fast
 
-        print(f"epsilon     {spent(outcome.view.privacy, outcome.view.total_spent)}")
+    for line in lines(outcome.view):
+        print(line)
     if outcome.folder is not None:
         print(f"run         {outcome.folder}")
         print(f"report      {outcome.folder / 'report.html'}")
-
-
-def _print_quality(outcome: "RunResult") -> None:
-    from monitoring import privacy_words  # noqa: PLC0415
-    from monitoring.run_view import perplexity  # noqa: PLC0415
-
-    if outcome.loss is None:
-        return
-    view = outcome.view
-    noisy = privacy_words.NOISY if privacy_words.has_noise(view.privacy) else ""
-    print(f"loss        {noisy}{outcome.loss:.4f} nats, {_on_what(view)}")
-    if view.is_language:
-        print(f"perplexity  {noisy}{perplexity(outcome.loss):.2f}")
-    elif outcome.accuracy is not None:
-        noise = privacy_words.accuracy_noise(view.privacy, view.last_evaluated)
-        of_what = ""
-        if noise is not None:
-            points = privacy_words.format_points(noise)
-            of_what = f", with noise of {points} points for the held-out records"
-        print(f"accuracy    {noisy}{outcome.accuracy:.2%}{of_what}")
-
-
-def _on_what(view: "RunView") -> str:
-    """Which model the final loss is of, and on whose data."""
-    last = view.last_evaluated
-    if last is None:
-        return "not evaluated"
-    sites, everyone = len(last.sites), len(view.started.sites)
-    whose = "all sites" if sites == everyone else f"{sites} of {everyone} sites"
-    return f"after round {last.round_index}, on held-out data of {whose}"
 
 
 def _has_begun(folder: Path) -> bool:
@@ -452,9 +426,16 @@ def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from deploy.comparison import leave_comparison  # noqa: PLC0415
     from deploy.run_folder import find_run, leave_report  # noqa: PLC0415
 
-    path = leave_report(find_run(options.run, options.root), options.out)
+    runs = [find_run(name, options.root) for name in options.run]
+    # The same run by two names is one run.
+    runs = list({run.path.resolve(): run for run in runs}.values())
+    if len(runs) == 1:
+        path = leave_report(runs[0], options.out)
+    else:
+        path = leave_comparison(runs, options.out)
     if options.json:
         _print_json({"report": str(path)})
     else:

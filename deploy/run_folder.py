@@ -141,6 +141,20 @@ class RunFolder:
         view = self.view()
         return view if view.status == COMPLETED else None
 
+    def read_job(self) -> str:
+        """The resolved job, as text.
+
+        Raises:
+            RunNotFound: The file is missing.
+        """
+        try:
+            return self.job.read_text(encoding="utf-8")
+        except OSError as error:
+            raise RunNotFound(
+                f"the run in {self.path} has lost its job.toml ({error.strerror}): "
+                "resume it with its job file, which writes it again"
+            ) from error
+
     def write_job(self, job: JobSpec) -> None:
         """Write the resolved job."""
         text = tomli_w.dumps(job_file.document(job))
@@ -335,14 +349,7 @@ def leave_report(run: RunFolder, path: Path | None = None) -> Path:
 
     path = path or run.report
     view = run.view()
-    try:
-        job = run.job.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RunNotFound(
-            f"the run in {run.path} has lost its job.toml ({error.strerror}): "
-            "resume it with its job file, which writes it again"
-        ) from error
-    write_report(view, job, versions(), path)
+    write_report(view, run.read_job(), versions(), path)
     return path
 
 

@@ -192,12 +192,13 @@ def _privacy(view: RunView, console: Console) -> list[Text]:
     if view.privacy is None:
         return []
     line = f"epsilon {privacy_words.spent(view.privacy, view.total_spent)}"
-    noise = privacy_words.accuracy_noise(view.privacy, view.last_evaluated)
-    if noise is not None and not view.is_language:
-        line += f"; {privacy_words.NOISY} accuracy +-"
-        line += f"{privacy_words.format_points(noise)} points"
-    elif privacy_words.has_noise(view.privacy):
-        line += f"; {privacy_words.NOISY} with noise"
+    if privacy_words.has_noise(view.privacy):
+        line += f"; {privacy_words.NOISY} with noise: loss"
+        last = view.last_evaluated
+        line += privacy_words.plus_minus(privacy_words.loss_noise(view.privacy, last))
+        noise = privacy_words.accuracy_noise(view.privacy, last)
+        if noise is not None and not view.is_language:
+            line += f", accuracy +-{privacy_words.format_points(noise)} points"
     return list(Text(printable(line), "cyan").wrap(console, console.width))
 
 
@@ -284,7 +285,8 @@ def _round_cells(
     noisy = privacy_words.NOISY if privacy_words.has_noise(view.privacy) else ""
     noisy = noisy if row.loss is not None else ""
     loss = Text(f"{noisy}{format_number(row.loss)}")
-    comparable = None if row.num_unheard else previous_loss
+    # Noise goes up and down for no reason.
+    comparable = None if row.num_unheard or noisy else previous_loss
     loss.append_text(_arrow(row.loss, comparable, console))
     failed = ", ".join(f"{count} {kind}" for kind, count in row.failures.items())
     note = Text("" if row.status == COMPLETED else f"{row.status} ", style="bold red")

@@ -24,7 +24,7 @@ from monitoring.figures import (
     label_axes,
     new_figure,
 )
-from monitoring.privacy_words import accuracy_noise
+from monitoring.privacy_words import accuracy_noise, loss_noise
 from monitoring.run_view import RoundView, RunView, Series, SiteView, perplexity
 from monitoring.units import format_bytes, format_cap, format_duration
 
@@ -104,7 +104,10 @@ def site_colours(view: RunView) -> Mapping[str, str]:
 def _loss(view: RunView) -> Figure | None:
     pooled = _pooled(view, lambda loss, _: loss)
     lines = [(site.site, site.loss) for site in shown_sites(view)]
-    return _lines(view, pooled, lines, "loss in nats")
+    figure = _lines(view, pooled, lines, "loss in nats")
+    if figure is not None:
+        _shade_noise(figure.axes[0], view, by_loss=True)
+    return figure
 
 
 def _quality(view: RunView) -> Figure | None:
@@ -129,21 +132,25 @@ def _quality(view: RunView) -> Figure | None:
     ]
     figure = _lines(view, pooled, lines, "accuracy in %")
     if figure is not None:
-        _shade_noise(figure.axes[0], view)
+        _shade_noise(figure.axes[0], view, by_loss=False)
     return figure
 
 
-def _shade_noise(axes: Axes, view: RunView) -> None:
-    """Shade what two standard deviations of the noise on an accuracy cover."""
-    found = []
+def _shade_noise(axes: Axes, view: RunView, *, by_loss: bool) -> None:
+    """Shade what two standard deviations of the noise on the results cover."""
+    rounds, low, high = [], [], []
     for event in (view.initial, *(row.evaluated for row in view.rounds)):
-        noise = accuracy_noise(view.privacy, event)
-        if event is not None and noise is not None:
-            found.append((event.round_index, 100 * event.pooled.accuracy, 200 * noise))
-    if found:
-        rounds, values, spans = zip(*found, strict=True)
-        low = [max(0.0, v - s) for v, s in zip(values, spans, strict=True)]
-        high = [min(100.0, v + s) for v, s in zip(values, spans, strict=True)]
+        noise = (loss_noise if by_loss else accuracy_noise)(view.privacy, event)
+        if event is None or noise is None or not math.isfinite(noise):
+            continue
+        sums, unit = event.pooled, 1 if by_loss else 100
+        value = sums.loss if by_loss else sums.accuracy
+        rounds.append(event.round_index)
+        low.append(unit * max(0.0, value - 2 * noise))
+        high.append(
+            unit * (value + 2 * noise if by_loss else min(1, value + 2 * noise))
+        )
+    if rounds:
         axes.fill_between(rounds, low, high, color=POOLED_COLOUR, alpha=0.1, lw=0)
 
 

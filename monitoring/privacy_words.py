@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator
 
 from federation.events import ModelEvaluated, PrivacyPlanned, SitePrivacy
 from federation.messages import PrivacySpent
-from monitoring.units import format_cap, format_count, format_delta, format_epsilon
+from monitoring.units import (
+    format_cap,
+    format_count,
+    format_delta,
+    format_epsilon,
+)
+from privacy.dp.held_out import MAX_LOSS
 
 WITHHELD = "withheld"
 NOISY = "~"  # before a number that carries noise
@@ -132,25 +138,52 @@ def accuracy_noise(
     """Standard deviation of the noise on a pooled accuracy, as a fraction.
 
     To first order: the numbers of right predictions and of all of them carry noise
-    of the same size, so that of r / n is ``s * sqrt(1 + (r / n)^2) / n``.
+    of the same size s, so that of r / n is ``s * sqrt(1 + (r / n)^2) / n``.
 
     Returns:
         None if the accuracy carries no noise, or if there is none.
     """
-    if planned is None or event is None or not event.pooled.count:
+    if event is None or not event.pooled.count:
         return None
-    noises = {site.site: site.held_out_noise for site in planned.sites}
+    noise = _count_noise(planned, event)
+    return noise * math.hypot(1, event.pooled.accuracy) if noise else None
+
+
+def loss_noise(
+    planned: PrivacyPlanned | None, event: ModelEvaluated | None
+) -> float | None:
+    """Standard deviation of the noise on a pooled loss, in nats; as for accuracy.
+
+    A prediction adds up to ``MAX_LOSS`` to the sum of losses, and 1 to the number of
+    right ones: the noise on the first is as many times larger.
+    """
+    if event is None or not event.pooled.count:
+        return None
+    noise = _count_noise(planned, event)
+    return noise * math.hypot(MAX_LOSS, event.pooled.loss) if noise else None
+
+
+def _count_noise(planned: PrivacyPlanned | None, event: ModelEvaluated) -> float:
+    """Standard deviation of the noise on a number of predictions, over that number."""
+    noises = _noises(planned)
     variance = sum((noises.get(site) or 0.0) ** 2 for site in event.sites)
-    if not variance:
-        return None
-    slope = math.sqrt(1 + event.pooled.accuracy**2)
-    return math.sqrt(variance) * slope / event.pooled.count
+    return math.sqrt(variance) / event.pooled.count
+
+
+def _noises(planned: PrivacyPlanned | None) -> dict[str, float | None]:
+    sites = planned.sites if planned else ()
+    return {site.site: site.held_out_noise for site in sites}
 
 
 def format_points(noise: float) -> str:
     """A standard deviation of an accuracy in points of a per cent: ``0.6``."""
     points = 100 * noise
     return f"{points:.1f}" if points >= 0.05 else f"{points:.1g}"  # noqa: PLR2004
+
+
+def plus_minus(noise: float | None) -> str:
+    """The noise on a loss, to be put behind it: `` +-0.17``; nothing for None."""
+    return "" if noise is None else f" +-{noise:.2g}"
 
 
 def _range(values: Iterable[float], form: str) -> str:

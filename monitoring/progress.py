@@ -188,7 +188,8 @@ class PlainProgress:
             return "not evaluated"
         loss = loss_of(event.pooled)
         noisy = privacy_words.NOISY if privacy_words.has_noise(self._privacy) else ""
-        text = f"loss {noisy}{format_number(loss)}"
+        noise = privacy_words.loss_noise(self._privacy, event)
+        text = f"loss {noisy}{format_number(loss)}{privacy_words.plus_minus(noise)}"
         if self._is_language:
             value = None if loss is None else perplexity(loss)
             text += f"  perplexity {noisy}{format_number(value)}"

@@ -162,11 +162,13 @@ def environment() -> Environment:
 def _privacy(view: RunView) -> Mapping[str, str]:
     """What the page says of differential privacy; empty texts without it."""
     planned = view.privacy
+    loss_noise = privacy_words.loss_noise(planned, view.last_evaluated)
     noise = privacy_words.accuracy_noise(planned, view.last_evaluated)
     return {
         "noisy": privacy_words.NOISY if privacy_words.has_noise(planned) else "",
         "terms": privacy_words.terms(planned) if planned else "",
         "meaning": privacy_words.meaning(planned, view.total_spent) if planned else "",
+        "loss_noise": "" if loss_noise is None else f"{loss_noise:.2g}",
         "accuracy_noise": ""
         if noise is None or view.is_language
         else privacy_words.format_points(noise),
@@ -205,6 +207,7 @@ def _tiles(view: RunView) -> Sequence[Tile]:
     noisy = privacy_words.NOISY if loss is not None else ""
     noisy = noisy if privacy_words.has_noise(view.privacy) else ""
     noise = privacy_words.accuracy_noise(view.privacy, last)
+    loss_noise = privacy_words.loss_noise(view.privacy, last)
     accuracy = units.format_fraction(accuracy_of(last.pooled if last else None))
     quality = Tile(
         label="Accuracy",
@@ -226,7 +229,8 @@ def _tiles(view: RunView) -> Sequence[Tile]:
         Tile(
             label="Held-out loss",
             value=f"{noisy}{units.format_number(loss)}",
-            note=after,
+            note=after
+            + ("" if loss_noise is None else f", with noise of {loss_noise:.2g}"),
         ),
         quality,
         *_privacy_tiles(view),
@@ -270,7 +274,7 @@ def _panels(view: RunView) -> Sequence[Panel]:
             "Loss",
             (
                 "Held-out loss of the global model after each round: "
-                f"{whose}. Lower is better."
+                f"{whose}. Lower is better.{shade}"
             ),
         ),
         "accuracy": (
@@ -358,6 +362,8 @@ def _listed_sites(view: RunView) -> Sequence[SiteView]:
 
 
 def _best_round(view: RunView) -> int | None:
+    if privacy_words.has_noise(view.privacy):
+        return None  # The lowest of noisy losses is the luckiest one.
     losses = [
         (row.loss, row.index)
         for row in view.rounds

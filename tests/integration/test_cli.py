@@ -242,6 +242,30 @@ def test_report_is_written_again(
     assert json.loads(done.stdout) == {"report": str(target)}
 
 
+def test_runs_are_held_against_each_other(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """Two runs make a comparison, where it is asked for; one run twice is a report."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    shutil.copytree(place / "runs/small", place / "runs/other")
+    (first,) = (place / "runs/small").iterdir()
+    (second,) = (place / "runs/other").iterdir()
+    names = (str(first.relative_to(place)), str(second.relative_to(place)))
+    done = server.run("report", *names, folder=place)
+    assert (done.code, done.stdout) == (0, "comparison.html\n"), done.stderr
+    assert "<h1>2 runs</h1>" in (place / "comparison.html").read_text()
+    target = tmp_path / "page.html"
+    done = server.run("report", *names, "--out", str(target), "--json", folder=place)
+    assert json.loads(done.stdout) == {"report": str(target)}
+    assert "<h1>2 runs</h1>" in target.read_text()
+    done = server.run("report", names[0], f"./{names[0]}", folder=place)
+    assert done.stdout == f"{names[0]}/report.html\n"
+    (second / "job.toml").unlink()
+    done = server.run("report", *names, folder=place)
+    check_refused(done, ["lost its job.toml"], code=2)
+
+
 def test_runs_lists_every_run(server: ForkServer, finished: Path) -> None:
     """With the id that other verbs take."""
     (run,) = (finished / "runs/small").iterdir()

@@ -1,6 +1,8 @@
 """An epsilon is never said without what it means, and never too small."""
 
 import math
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from federation.events import ModelEvaluated, PrivacyPlanned
 from federation.messages import MetricSums, PrivacySpent
 from monitoring import privacy_words
 from monitoring.run_view import fold
+from privacy.dp.held_out import HeldOutMechanism
 
 
 def _planned(**changes: object) -> PrivacyPlanned:
@@ -67,6 +70,35 @@ def test_noise_of_an_accuracy():
     one = _evaluated(160, 0, event_samples.TWO_SITES[:1])
     expected = event_samples.HELD_OUT_NOISE / 160
     assert privacy_words.accuracy_noise(_planned(), one) == pytest.approx(expected)
+
+
+def test_noise_of_a_loss():
+    """A prediction adds six times as much to it as to the right ones."""
+    event = _evaluated(320, 0, event_samples.TWO_SITES)
+    expected = math.sqrt(2) * event_samples.HELD_OUT_NOISE * 6 / 320
+    assert privacy_words.loss_noise(_planned(), event) == pytest.approx(expected)
+    assert privacy_words.plus_minus(expected) == " +-0.085"
+    assert privacy_words.loss_noise(None, event) is None
+    assert privacy_words.plus_minus(None) == ""
+
+
+@pytest.mark.parametrize("size", [200, 2000])
+def test_noise_is_that_of_the_mechanism(size: int):
+    """To first order: what is said is what many releases show."""
+    mechanism = HeldOutMechanism(noise_multiplier=3.0, predictions=1, num_records=size)
+    exact = MetricSums(count=size, loss_sum=1.5 * size, correct=size // 2)
+    keys = random.Random(5)  # noqa: S311
+    found = [mechanism.release(exact, keys.randbytes) for _ in range(300)]
+    planned = _planned()
+    (site, _) = planned.sites
+    promise = replace(site, held_out_noise=mechanism.standard_deviation())
+    event = replace(_evaluated(1, 0, (site.site,)), pooled=exact)
+    planned = replace(planned, sites=(promise,))
+    for said, values in (
+        (privacy_words.accuracy_noise(planned, event), [s.accuracy for s in found]),
+        (privacy_words.loss_noise(planned, event), [s.loss for s in found]),
+    ):
+        assert said == pytest.approx(statistics.stdev(values), rel=0.1)
 
 
 def test_no_noise_where_there_is_none():

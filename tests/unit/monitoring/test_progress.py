@@ -116,7 +116,8 @@ def test_plain_private_lines_have_epsilon():
     assert "site   1/2  aws-us-east-1  epsilon 5.61  up 150.6 kB" in "\n".join(lines)
     (line,) = (line for line in lines if line.startswith("round  2/2"))
     assert re.match(
-        r"round  2/2  epsilon 7\.92  loss ~\d\.\d+  accuracy ~[\d.]+ % \+-1\.6  ", line
+        r"round  2/2  epsilon 7\.92  loss ~1\.\d+ \+-0\.087  accuracy ~52\.5 % \+-1\.6",
+        line,
     )
 
 
@@ -275,10 +276,10 @@ def test_live_private_picture_at_80_columns(secure: bool):  # noqa: FBT001
     words = " ".join(picture.split())
     assert (
         "epsilon 7.92 of 8 at delta 1e-04 (one record added or removed; PLD; Poisson "
-        "sampling), held-out 7.66; ~ accuracy +-1.9 points"
+        "sampling), held-out 7.66; ~ with noise: loss +-0.085, accuracy +-1.9 points"
     ) in words
     assert re.search(r"round +epsilon +loss", picture)
-    assert re.search(r"10 +7\.92 ~0\.\d+ . +~9\d\.\d %", picture)
+    assert re.search(r"10 +7\.92 +~0\.\d+ +~9\d\.\d %", picture)
     assert re.search(r"gcp-us-central1 .* answered +\S+ s +7.76 +150.6 kB", picture)
     assert all(len(line) <= 80 for line in picture.splitlines())
     assert "training" not in picture

@@ -1,0 +1,45 @@
+"""What a run came to, in a few lines."""
+
+from collections.abc import Iterator
+
+from monitoring import privacy_words
+from monitoring.run_view import RunView, accuracy_of, loss_of, perplexity
+
+
+def lines(view: RunView) -> Iterator[str]:
+    """Say status, rounds, quality of the model, and what was spent of a budget."""
+    yield f"status      {view.status}"
+    yield f"rounds      {view.rounds_completed}"
+    yield from _quality(view)
+    if view.privacy is not None:
+        yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
+
+
+def _quality(view: RunView) -> Iterator[str]:
+    last = view.last_evaluated
+    sums = None if last is None else last.pooled
+    loss, accuracy = loss_of(sums), accuracy_of(sums)
+    if loss is None or accuracy is None:
+        return
+    noisy = privacy_words.NOISY if privacy_words.has_noise(view.privacy) else ""
+    noise = privacy_words.plus_minus(privacy_words.loss_noise(view.privacy, last))
+    yield f"loss        {noisy}{loss:.4f}{noise} nats, {_on_what(view)}"
+    if view.is_language:
+        yield f"perplexity  {noisy}{perplexity(loss):.2f}"
+        return
+    of_right = privacy_words.accuracy_noise(view.privacy, last)
+    legend = ""
+    if of_right is not None:
+        points = privacy_words.format_points(of_right)
+        legend = f" +-{points} (standard deviation of the noise)"
+    yield f"accuracy    {noisy}{accuracy:.2%}{legend}"
+
+
+def _on_what(view: RunView) -> str:
+    """Which model the final loss is of, and on whose data."""
+    last = view.last_evaluated
+    if last is None:
+        return "not evaluated"
+    sites, everyone = len(last.sites), len(view.started.sites)
+    whose = "all sites" if sites == everyone else f"{sites} of {everyone} sites"
+    return f"after round {last.round_index}, on held-out data of {whose}"

@@ -1,0 +1,45 @@
+"""The last lines of a run say what it is worth and what it has spent."""
+
+import re
+
+from support import event_samples
+
+from monitoring.outcome import lines
+from monitoring.run_view import fold
+
+
+def test_plain_outcome():
+    """Numbers of a quiet run, as they were measured."""
+    assert list(lines(fold(event_samples.two_sites(1)))) == [
+        "status      completed",
+        "rounds      1",
+        "loss        1.6815 nats, after round 1, on held-out data of all sites",
+        "accuracy    35.00%",
+    ]
+
+
+def test_private_outcome():
+    """What carries noise is marked, and epsilon has its terms."""
+    found = list(lines(fold(event_samples.private(1))))
+    assert found[2].startswith("loss        ~1.6815 +-0.088 nats, after")
+    assert found[3:] == [
+        "accuracy    ~35.00% +-1.5 (standard deviation of the noise)",
+        (
+            "epsilon     7.92 of 8 at delta 1e-04 (one record added or removed; PLD; "
+            "Poisson sampling), held-out 6.54"
+        ),
+    ]
+
+
+def test_exhausted_outcome():
+    """It tells of the last model, which came before the round that was refused."""
+    found = list(lines(fold(event_samples.exhausted())))
+    assert found[:2] == ["status      exhausted", "rounds      6"]
+    assert "after round 6," in found[2]
+
+
+def test_language_outcome():
+    """A language model has perplexity; without an evaluation there is nothing."""
+    events = event_samples.language(1)
+    assert re.fullmatch(r"perplexity  [\d.]+", list(lines(fold(events)))[-1])
+    assert len(list(lines(fold(events[:1])))) == 2
