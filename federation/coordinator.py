@@ -109,10 +109,10 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         is_complete = state.round_index >= job.rounds
         if is_complete or exhausted:
             _check_result(job, state)
-        # In secret a round is asked for once, and the one that would evaluate the
-        # last model is the one that the budget did not allow.
-        if is_complete or (exhausted and not _in_secret(job)):
-            _evaluate_last(job, parts, state)
+            # In secret a round is asked for once, and a refusal uses its number up.
+            _evaluate_last(
+                job, parts, state, skip=int(_in_secret(job) and not is_complete)
+            )
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         _emit_finished(parts, state, status, str(error), start)
@@ -208,6 +208,7 @@ def _step(
         optimizer=optimizer,
         rounds_completed=state.rounds_completed + 1,
         lost_in_a_row=0,
+        update_clip=record.next_clip,
     ), "completed"
 
 
@@ -261,13 +262,16 @@ def _without_result(state: RunState) -> RunState:
     )
 
 
-def _evaluate_last(job: JobSpec, parts: ServerParts, state: RunState) -> None:
-    """Have every site evaluate the final model."""
+def _evaluate_last(
+    job: JobSpec, parts: ServerParts, state: RunState, *, skip: int
+) -> None:
+    """Have every site evaluate the final model, ``skip`` rounds after the next."""
     if job.evaluation.every == 0:
         return
     record = RoundRecord(
         run_id=parts.run_id,
-        round_index=state.round_index + 1,
+        round_index=state.round_index + 1 + skip,
+        model_round=state.round_index,
         cohort=tuple(parts.gather.sites()),
         layout=parts.layout,
         clock=parts.clock,

@@ -51,10 +51,16 @@ class RoundRecord:
         emit: events.Emit,
         kind: TaskKind = TaskKind.TRAIN,
         in_secret: bool = False,
+        model_round: int | None = None,
     ) -> None:
-        """Open a round; ``in_secret`` is that of ``RoundState``."""
+        """Open a round; ``in_secret`` is that of ``RoundState``.
+
+        ``model_round`` is the round whose model the sites are sent, if it is not the
+        one before.
+        """
         self.run_id = run_id
         self.round_index = round_index
+        self._model_round = round_index - 1 if model_round is None else model_round
         self._kind = kind
         self.cohort = cohort
         self.update_norm: float | None = None
@@ -366,7 +372,7 @@ class RoundRecord:
         self._emit(
             events.ModelEvaluated(
                 at=self._clock.now(),
-                round_index=self.round_index - 1,
+                round_index=self._model_round,
                 pooled=pooled,
                 sites=sites,
                 by_site=tuple(self._evaluations.values()),

@@ -59,6 +59,9 @@ def test_run_stops_before_the_budget_is_exceeded():
     assert 0 < result.rounds_completed < 6
     failures = {failure.kind for failure in result.view.failures}
     assert failures == {FailureKind.BUDGET}
+    evaluated = result.view.last_evaluated
+    assert evaluated is not None
+    assert evaluated.round_index == result.rounds_completed
 
 
 def test_a_budget_for_no_round_is_refused():

@@ -21,7 +21,13 @@ from deploy.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
 from federation.job import FaultSpec, JobSpec
-from federation.messages import SecureStep, SiteMessage, Task
+from federation.messages import (
+    FailureKind,
+    SecureStep,
+    SiteFailure,
+    SiteMessage,
+    Task,
+)
 from privacy.secagg.certificate import Certificate
 from privacy.secagg.train import read_train
 
@@ -47,6 +53,25 @@ class Site:
         if step_of(task) == MASK and task.round_index in self.rounds:
             self.site.close()
         return self.site.handle(task)
+
+
+class Spender:
+    """A site that has no privacy budget left for training from some round on."""
+
+    def __init__(self, site: SecureSite, first_round: int) -> None:
+        self.site, self.first_round = site, first_round
+
+    def handle(self, task: Task) -> SiteMessage:
+        answer = self.site.handle(task)  # Refused or not, the number is used up.
+        if step_of(task) != MASK or task.round_index < self.first_round:
+            return answer
+        return SiteFailure(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=task.site,
+            kind=FailureKind.BUDGET,
+            message="epsilon 8.1 is beyond the cap of 8",
+        )
 
 
 def restarting(*rounds: int) -> dict[str, Callable[[Any], Site]]:
@@ -253,3 +278,25 @@ def test_certified_sum_is_that_of_the_masked_words():
     opened = ear.certificates()[2].opened
     assert opened.sum_digest == hashlib.sha256(words.tobytes()).digest()
     assert opened.header_digest == hashlib.sha256(headers.tobytes()).digest()
+
+
+@pytest.mark.parametrize("first_round", [2, 3])
+@pytest.mark.parametrize("num_sites", [3, 4])
+def test_last_model_that_a_budget_allows_is_evaluated(num_sites: int, first_round: int):
+    """The refused round has used its number up; the contract has one for this."""
+    job = secure_job(num_sites, threshold=3, rounds=3)
+    spenders = [f"site-{number}" for number in range(2)]
+    ear = Ear()
+    secure = run(
+        job,
+        fault=ear,
+        wraps={name: lambda site: Spender(site, first_round) for name in spenders},
+    )
+    finished = secure.seen[-1]
+    assert isinstance(finished, events.RunFinished)
+    assert finished.status == "exhausted"
+    evaluated = [e for e in secure.seen if isinstance(e, events.ModelEvaluated)]
+    assert evaluated[-1].round_index == first_round - 1
+    assert len(evaluated[-1].sites) == len(job.sites)
+    asked = [t.round_index for t in ear.tasks if t.site == SITE and step_of(t) != MASK]
+    assert max(asked) == first_round + 1
