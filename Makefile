@@ -35,7 +35,7 @@ test-fast: $(READY) ## Run the tests that take milliseconds
 test-lowest: ## Run the fast tests with the oldest versions that we promise
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints.txt pip
-	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable . --group dev
+	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable . --group test
 	$(VENV)-lowest/bin/python -I -m pytest -m "not slow and not flower and not deploy"
 
 lint: $(READY) ## Check format, style, types and floors
