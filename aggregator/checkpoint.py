@@ -128,6 +128,7 @@ class RunCheckpoints:
             round_index=state.round_index,
             rounds_completed=state.rounds_completed,
             lost_in_a_row=state.lost_in_a_row,
+            update_clip=state.update_clip,
             job=self._job,
             layout=self._layout,
             weights=weights,
@@ -272,6 +273,7 @@ class RunCheckpoints:
             optimizer=optimizer,
             rounds_completed=manifest.rounds_completed,
             lost_in_a_row=manifest.lost_in_a_row,
+            update_clip=manifest.update_clip,
         )
 
     def _read_blob(self, blob: Blob, arrays: Sequence[NDArray[Any]]) -> None:

@@ -15,7 +15,7 @@ from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
 from federation.protocols import Buffer
 from federation.vectors import Layout, Role
 
-FORMAT = 1
+FORMAT = 2
 MAX_MANIFEST_BYTES = 64 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -61,6 +61,7 @@ class Manifest:
         round_index: Rounds that have ended.
         rounds_completed: Rounds after which the weights changed.
         lost_in_a_row: Rounds without result since the last completed one.
+        update_clip: What updates are clipped to in the next round, if that adapts.
         job: The resolved job as nested plain values.
         layout: Layout of the model.
         weights: Integer and float values of the model.
@@ -73,6 +74,7 @@ class Manifest:
     round_index: int
     rounds_completed: int
     lost_in_a_row: int
+    update_clip: float | None = None
     job: Mapping[str, Any]
     layout: Layout
     weights: Blob
@@ -92,6 +94,7 @@ def encode(manifest: Manifest) -> bytes:
         "round_index": manifest.round_index,
         "rounds_completed": manifest.rounds_completed,
         "lost_in_a_row": manifest.lost_in_a_row,
+        "update_clip": manifest.update_clip,
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -161,6 +164,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         round_index=document["round_index"],
         rounds_completed=document["rounds_completed"],
         lost_in_a_row=document["lost_in_a_row"],
+        update_clip=document["update_clip"],
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),

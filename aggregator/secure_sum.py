@@ -16,7 +16,7 @@ Shape suffixes: d float values of the model, h words of the header.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -41,6 +41,7 @@ from federation.messages import (
 from federation.protocols import Grid, RunState
 from federation.round_record import RoundRecord
 from federation.vectors import HeaderVector, Layout, Vector
+from privacy.dp.adaptive_clip import next_clip
 from privacy.secagg import train
 from privacy.secagg.accumulator import MaskedSum
 from privacy.secagg.certificate import OpenedRound, before_rounds, certify
@@ -76,7 +77,7 @@ class SecureGather:
         self._identity = identity
         self._contract = contract
         self._ring = contract.ring()
-        self._header = train.header_spec(contract.num_sites)
+        self._header = train.header_spec(contract.num_sites, contract.header_slots)
         self._run_setup = RunSetup(contract)
         self._opened: OpenedRound | None = None  # The newest round with a sum.
 
@@ -94,13 +95,18 @@ class SecureGather:
         with _losing_the_round(record):
             header_h, opened = self._sum(state, record, TaskKind.TRAIN, total)
             totals = decode_header(self._header, header_h)
-            mean_d = total.decode(divisor=_positive(totals[train.WEIGHT]))
+            weight = _positive(totals[train.WEIGHT])
+            # Updates of a smaller clip norm were scaled up to the contract's.
+            scale = self._contract.clip_norm / self._clip(state)
+            mean_d = total.decode(divisor=weight * scale)
         self._opened = opened
         # Only now: what a corrupt sum says of losses is no result.
         record.count_sums(
             training=train.read_sums(train.TRAINING, totals),
             evaluation=train.read_sums(train.EVALUATION, totals),
         )
+        record.update_clip = self._clip(state)
+        record.next_clip = self._next_clip(state, totals)
         record.end_phase("combine")
         return mean_d
 
@@ -137,7 +143,7 @@ class SecureGather:
             facts=RoundFacts(
                 round_index=record.round_index,
                 cohort=setup.contract.cohort,
-                model_digest=train.task_digest(tasks[0], model),
+                model_digest=train.task_digest(tasks[0], model, self._clip(state)),
             ),
         )
         header_h = self._fold(tasks, record, current, total)
@@ -248,8 +254,26 @@ class SecureGather:
                     setup_hash=setup.setup_hash,
                     confirms=self._run_setup.confirms_for(site),
                     certificate=certificate,
+                    update_clip=self._clip(state),
                 )
             ),
+        )
+
+    def _clip(self, state: RunState) -> float:
+        """What updates are clipped to in the next round."""
+        adapted = state.update_clip
+        return self._contract.clip_norm if adapted is None else adapted
+
+    def _next_clip(self, state: RunState, totals: Mapping[str, float]) -> float | None:
+        """Move the clip norm by what the sites' bits say; None if it is fixed."""
+        private = self._job.privacy.differential_privacy
+        if train.WITHIN_CLIP not in totals:
+            return None
+        return next_clip(
+            self._clip(state),
+            within=0.5 + totals[train.WITHIN_CLIP] / totals[train.WEIGHT],
+            quantile=private.clip_quantile,
+            rate=private.clip_rate,
         )
 
     def _heard(

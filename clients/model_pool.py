@@ -18,12 +18,11 @@ import torch
 
 from clients import weights
 from clients.factories import call_factory, import_factory
-from clients.private_steps import takes_private_steps
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from federation.errors import JobError
 from federation.job import JobSpec
 from federation.vectors import IntegerVector, Layout, Vector
-from privacy.dp_sgd.fit import fit_for_privacy
+from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
 
 
 class Instance:
@@ -58,6 +57,7 @@ class ModelPool:
         layout: Layout of the model.
         draws: Makes models that draw random numbers reproducible.
         replaced: Layers that differential privacy has replaced, for people to read.
+        trained_spans: Places ``[start, stop)`` of these in the flat vector.
         num_trained: Values that training changes: those of parameters that require a
             gradient.
     """
@@ -72,7 +72,7 @@ class ModelPool:
         self._factory = import_factory(job.model.factory, key="model.factory")
         self._options = job.model.options
         self._seed = torch_seed(job.seed, "initial weights")
-        self._is_private = takes_private_steps(job)
+        self._unit = job.privacy.differential_privacy.unit
         self._lock = threading.Lock()
         self._memory: WeakKeyDictionary[torch.nn.Module, set[int]]
         self._memory = WeakKeyDictionary()
@@ -82,6 +82,7 @@ class ModelPool:
         first = self._build()
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
         self.layout: Layout = weights.layout_of(first, job.model.integer_buffers)
+        self.trained_spans = weights.trained_spans(first, self.layout)
         self._initial = weights.read(first, self.layout)
         _check_finite(self.layout, self._initial[0])
         self._idle = [self._instance(first)]
@@ -137,9 +138,10 @@ class ModelPool:
                     f"returned a {type(module).__name__}, not a torch.nn.Module",
                     key="model.factory",
                 )
-            if self._is_private:
+            if self._unit != "none":
                 # Before any layout is taken. What takes a layer's place may draw.
-                module, replaced = fit_for_privacy(module)
+                fit = without_batch_norm if self._unit == "site" else fit_for_privacy
+                module, replaced = fit(module)
                 self.replaced = tuple(replaced)
         return module
 

@@ -24,6 +24,7 @@ import torch
 from clients.datasets import Indices
 from federation.errors import SiteError
 from federation.job import JobSpec
+from federation.vectors import Layout, Vector
 from privacy.dp.events import Event
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
@@ -45,6 +46,8 @@ class PrivateTraining:
         noise_multiplier: Standard deviation of the noise over the sensitivity,
             calibrated to the budget.
         clipping: ``auto``, ``hooks`` or ``ghost``, see ``privacy.dp_sgd.clipping``.
+        in_sum: Noise is added inside the secure sum. What a step gives is then not
+            private by itself, and must leave the site masked or not at all.
         random_bytes: Where keys come from; never the job's seed, which others know.
 
     Raises:
@@ -54,6 +57,7 @@ class PrivateTraining:
     clip_norm: float
     noise_multiplier: float
     clipping: str = "auto"
+    in_sum: bool = False
     random_bytes: RandomBytes = field(default=os.urandom, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +77,15 @@ class PrivateTraining:
 def takes_private_steps(job: JobSpec) -> bool:
     """Whether the job's unit of privacy asks for clipped gradients of records."""
     return job.privacy.differential_privacy.unit in _UNITS
+
+
+def sensitivity_of_sum(job: JobSpec) -> float:
+    """Most that one record changes of an update of one step, in weight units.
+
+    The step of plain SGD, ``lr * sum / expected batch`` over gradients clipped to C.
+    """
+    clip_norm = job.privacy.differential_privacy.clip_norm
+    return job.training.optimizer.lr * clip_norm / expected_batch(job)
 
 
 def expected_batch(job: JobSpec) -> int:
@@ -175,6 +188,30 @@ class PrivateGradient:
         """Add the clipped gradients of a batch; see ``ClippedSum.add_``."""
         self._sum.add_(loss, num_records)
         self._put_back()
+
+    def write_update(
+        self, model: torch.nn.Module, layout: Layout, *, lr: float, out_d: Vector
+    ) -> None:
+        """Write what a step of plain SGD would change, without noise.
+
+        Straight from the sum: through the weights, whose last digits are coarser,
+        rounding would move neighbouring updates further apart.
+
+        Args:
+            model: The one that this is the gradient of.
+            layout: Its layout.
+            lr: Learning rate.
+            out_d: Shape ``(d,)``; zero where nothing is trained.
+        """
+        factor = -lr / self._expected
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for spec, view in layout.float_views(out_d):
+            parameter = parameters.get(spec.name)
+            if parameter is None or not parameter.requires_grad:
+                view[...] = 0.0
+                continue
+            part = self._sum.part_of(parameter).view(parameter.shape)
+            view[...] = (part * factor).cpu().numpy()
 
     def release_(self) -> None:
         """Add noise and make the result the gradient of the model's parameters."""

@@ -29,8 +29,10 @@ from federation.messages import (
     Task,
     TaskKind,
 )
-from federation.protocols import Trainer
+from federation.protocols import LocalResult, Trainer
 from federation.vectors import ByteVector, HeaderVector, Layout, Vector
+from privacy.dp.adaptive_clip import noisy_bit
+from privacy.dp.ring_noise import RingNoise
 from privacy.secagg import train
 from privacy.secagg.client import SiteSession
 from privacy.secagg.contract import Contract
@@ -39,16 +41,30 @@ from privacy.secagg.floor import LocalFloor
 from privacy.secagg.header import encode_header
 from privacy.secagg.identity import Identity, RandomBytes
 from privacy.secagg.keys import RoundFacts, RoundMasks
-from privacy.secagg.measure import subtract_
+from privacy.secagg.measure import Measured, measure, measure_exactly, subtract_
 from privacy.secagg.prg import KEY_BYTES, apply_masks_
 from privacy.secagg.ring_errors import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.round_memory import RoundMemory
-from privacy.secagg.seal import seal_
+from privacy.secagg.seal import Encoded, seal_
 from privacy.secagg.setup import SiteSetup
 
 _LOG = logging.getLogger(__name__)
 
 _RESTARTED = "has no keys for this run: it was restarted, and needs a new setup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumNoise:
+    """Where a site's share of the noise goes; how much there is, the contract says.
+
+    Attributes:
+        spans: Places ``[start, stop)`` of the update that training changes.
+        bit_std: Standard deviation of the share on the sum of bits that the clip
+            norm follows; None if it is fixed.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    bit_std: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +77,8 @@ class Protection:
             site's own model.
         memory: Remembers the rounds that were answered, beyond a restart.
         random_bytes: The system's source of randomness.
+        noise: What this site adds to its words, where privacy is made inside the
+            sum.
         threads: Threads of the arithmetic.
     """
 
@@ -68,6 +86,7 @@ class Protection:
     floor_of: Callable[[Layout], LocalFloor]
     memory: RoundMemory
     random_bytes: RandomBytes
+    noise: SumNoise | None = None
     threads: int = 1
 
 
@@ -211,6 +230,7 @@ class SecureSite:
         body = train.read_train(task.secure)
         session = self._session_of(body)
         contract = session.contract
+        _check_clip(contract, body.update_clip)
         trainer = self._current_trainer()
         if task.layout_digest != trainer.layout().digest:
             raise ProtocolError("holds a model of another layout than this run's")
@@ -223,11 +243,13 @@ class SecureSite:
             RoundFacts(
                 round_index=task.round_index,
                 cohort=contract.cohort,
-                model_digest=train.task_digest(task, model),
+                model_digest=train.task_digest(task, model, body.update_clip),
             )
         )
         try:
-            words, header_h = self._work(task, trainer, contract, masks)
+            words, header_h = self._work(
+                task, trainer, contract, masks, body.update_clip
+            )
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
             _LOG.warning("round %s declined", task.round_index, exc_info=error)
             return _step(task, SecureStep.DECLINE, session.decline())
@@ -250,12 +272,17 @@ class SecureSite:
         )
 
     def _work(
-        self, task: RoundTask, trainer: Trainer, contract: Contract, masks: RoundMasks
+        self,
+        task: RoundTask,
+        trainer: Trainer,
+        contract: Contract,
+        masks: RoundMasks,
+        update_clip: float,
     ) -> tuple[ByteVector, HeaderVector]:
         """Evaluate and train as asked; mask the update and what is reported of it."""
         integers_m = self._kept.restore(task.integers_m, task.round_index)
         evaluation = training = None
-        num_examples, weight = 0, 0.0
+        num_examples, weight, is_within = 0, 0.0, True
         words: ByteVector = np.empty(0, dtype=np.uint8)
         if task.evaluate or task.kind is TaskKind.EVALUATE:
             evaluation = trainer.evaluate(task.weights_d, integers_m)
@@ -265,39 +292,104 @@ class SecureSite:
             )
             training, num_examples = result.training, result.num_examples
             weight = _weight(contract, num_examples)
-            words = self._seal(
-                task.weights_d, result.weights_d, contract, weight, masks
+            measured = self._measure(task.weights_d, result, contract, update_clip)
+            sealed = self._seal(
+                result.weights_d,
+                contract,
+                weight=weight,
+                masks=masks,
+                measured=measured,
             )
+            words, is_within = sealed.words_w.view(np.uint8), sealed.clip_factor == 1
             self._kept.keep(result.integers_m, task.round_index)
+        values = _header(weight, num_examples, training, evaluation)
+        if train.WITHIN_CLIP in contract.header_slots:
+            is_trained = task.kind is TaskKind.TRAIN
+            values[train.WITHIN_CLIP] = (
+                self._within_clip(is_within=is_within) if is_trained else 0.0
+            )
         header_h = encode_header(
-            train.header_spec(contract.num_sites),
-            _header(weight, num_examples, training, evaluation),
+            train.header_spec(contract.num_sites, contract.header_slots), values
         )
         apply_masks_(header_h, train.masks(masks.header))
         return words, header_h
 
-    def _seal(
+    def _within_clip(self, *, is_within: bool) -> float:
+        """What the header says of the clip norm, with this site's noise."""
+        noise = self._protection.noise
+        if noise is None or noise.bit_std is None:
+            raise ProtocolError("has no noise for what the contract asks of clipping")
+        key = self._protection.random_bytes(KEY_BYTES)
+        return noisy_bit(is_within=is_within, std=noise.bit_std, key=key)
+
+    def _measure(
         self,
         weights_d: Vector,
-        local_d: Vector,
+        result: LocalResult,
         contract: Contract,
+        update_clip: float,
+    ) -> Measured:
+        """Turn local weights into the update, in their own memory, and measure it."""
+        update_d, threads = result.weights_d, self._protection.threads
+        if result.is_update:
+            measured = measure_exactly(update_d)
+        else:
+            measured = subtract_(update_d, weights_d, threads=threads)
+        if update_clip != contract.clip_norm:
+            # The ring, and its noise, are made for the contract's clip norm.
+            np.multiply(update_d, contract.clip_norm / update_clip, out=update_d)
+            measured = measure(update_d, threads=threads)
+        return measured
+
+    def _seal(
+        self,
+        update_d: Vector,
+        contract: Contract,
+        *,
         weight: float,
         masks: RoundMasks,
-    ) -> ByteVector:
-        """Turn local weights into masked words, in their own memory."""
-        protection = self._protection
-        measured = subtract_(local_d, weights_d, threads=protection.threads)
-        ring = contract.ring()
-        sealed = seal_(
-            local_d,
+        measured: Measured,
+    ) -> Encoded:
+        """Turn an update into masked words, in its own memory."""
+        protection, ring = self._protection, contract.ring()
+        return seal_(
+            update_d,
             ring,
             weight=weight,
             masks=train.masks(masks.vector),
             rounding_key=protection.random_bytes(KEY_BYTES),
             measured=measured,
+            noise=self._ring_noise(ring.noise_std),
             threads=protection.threads,
         )
-        return sealed.words_w.view(np.uint8)
+
+    def _ring_noise(self, noise_std: float) -> RingNoise | None:
+        """This site's share of the noise inside the sum; None if there is none."""
+        protection = self._protection
+        if not noise_std:
+            return None
+        if protection.noise is None:
+            raise ProtocolError("has no noise for what the contract asks for")
+        return RingNoise(
+            noise_std=noise_std,
+            spans=protection.noise.spans,
+            random_bytes=protection.random_bytes,
+        )
+
+
+def _check_clip(contract: Contract, update_clip: float) -> None:
+    """Check that a round's clip norm is the contract's, unless it may adapt.
+
+    Where it adapts, any value is as private: noise is in proportion to it.
+    """
+    if (
+        train.WITHIN_CLIP not in contract.header_slots
+        and update_clip != contract.clip_norm
+    ):
+        raise ProtocolError(
+            f"was asked to clip to {update_clip}, and the contract says "
+            f"{contract.clip_norm}"
+        )
 
 
 def _weight(contract: Contract, num_examples: int) -> float:

@@ -77,6 +77,7 @@ class TorchTrainer:
         if private is not None:
             sampling_rate(job, len(train))
         self._private = private
+        self._is_protected = job.privacy.differential_privacy.unit != "none"
         self._job = job
         self._site = site
         self._pool = pool
@@ -97,6 +98,8 @@ class TorchTrainer:
 
             def train() -> LocalResult:
                 model.load(weights_d, integers_m)
+                if self._private is not None and self._private.in_sum:
+                    return self._one_step(model.module, self._private, integers_m)
                 return self._train(model.module, round_index, weights_d)
 
             return self._pool.draws.run(train, kind="train", seed=seed)
@@ -139,8 +142,8 @@ class TorchTrainer:
         if lost_d is not None:
             # What the model could not hold is not what training changed.
             local_d += lost_d
-        if self._private is not None:
-            # Nothing leaves but what the noise went into.
+        if self._is_protected:
+            # Nothing leaves but what noise goes into.
             weights.copy_untrained(model, layout, source_d=weights_d, out_d=local_d)
             local_m = before_m
         return LocalResult(
@@ -213,6 +216,35 @@ class TorchTrainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return num_steps
+
+    def _one_step(
+        self,
+        model: torch.nn.Module,
+        private: PrivateTraining,
+        integers_m: IntegerVector,
+    ) -> LocalResult:
+        """Take one step of plain SGD whose noise is added inside the secure sum."""
+        model.train()
+        gradient = PrivateGradient(
+            model, self._job, private, num_records=len(self._train_data)
+        )
+        for chosen in gradient.draw():
+            gradient.add_(partial(self._sum_of_means, model, chosen), len(chosen))
+        update_d = np.empty(self._pool.layout.size, dtype=np.float32)
+        gradient.write_update(
+            model,
+            self._pool.layout,
+            lr=self._job.training.optimizer.lr,
+            out_d=update_d,
+        )
+        return LocalResult(
+            weights_d=update_d,
+            integers_m=integers_m.copy(),
+            num_examples=len(self._train_data),
+            num_steps=1,
+            training=None,
+            is_update=True,
+        )
 
     def _sum_of_means(self, model: torch.nn.Module, chosen: Indices) -> torch.Tensor:
         """Sum over records of each record's mean loss over its predictions."""

@@ -155,6 +155,25 @@ def read(module: torch.nn.Module, layout: Layout) -> tuple[Vector, IntegerVector
     return weights_d, integers_m
 
 
+def trained_spans(
+    module: torch.nn.Module, layout: Layout
+) -> tuple[tuple[int, int], ...]:
+    """Places ``[start, stop)`` in the flat vector that training with gradients changes.
+
+    Spans that touch are joined, so that large models have few of them.
+    """
+    trained = _trained(module)
+    spans: list[tuple[int, int]] = []
+    for spec, _ in layout.float_views(np.empty(layout.size, dtype=np.float32)):
+        start, stop = spec.offset, spec.offset + spec.size
+        if spec.name not in trained or start == stop:
+            continue
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, stop))
+    return tuple(spans)
+
+
 def copy_untrained(
     module: torch.nn.Module, layout: Layout, *, source_d: Vector, out_d: Vector
 ) -> None:
@@ -166,12 +185,16 @@ def copy_untrained(
         source_d: Shape ``(d,)``.
         out_d: Shape ``(d,)``; written to.
     """
-    trained = {
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    }
+    trained = _trained(module)
     pairs = zip(layout.float_views(source_d), layout.float_views(out_d), strict=True)
     for (spec, source), (_, out) in pairs:
         if spec.name not in trained:
             out[...] = source
+
+
+def _trained(module: torch.nn.Module) -> set[str]:
+    return {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }

@@ -24,6 +24,8 @@ from clients.private_steps import (
     sampling_rate,
 )
 from clients.trainer import TorchTrainer
+from deploy import sum_privacy
+from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
 from federation import job_file
 from federation.errors import JobError
@@ -40,6 +42,16 @@ from privacy.dp.ledger import FileLedger, InMemoryLedger
 from privacy.dp.ledger_format import Terms
 from privacy.dp.mechanism import SLACK
 
+_RELATIONS = {
+    "record": accountant.NEIGHBOURING_RELATION,
+    "joint": accountant.NEIGHBOURING_RELATION,
+    "site": accountant.SITE_RELATION,
+}
+_SAMPLINGS = {
+    "record": accountant.SAMPLING_ASSUMPTION,
+    "joint": accountant.SAMPLING_ASSUMPTION,
+    "site": accountant.NO_SAMPLING,
+}
 _WITHHELD = (
     "losses of training and numbers of examples leave no site",
     "held-out results leave with noise, charged to the held-out records alone",
@@ -57,14 +69,14 @@ class SitePlan:
     Attributes:
         epsilon_cap: What it may spend, on training and on held-out records each.
         delta: The probability that goes with it.
-        training: Noise and clipping of a step.
+        training: Noise and clipping of a step; None where whole sites are the unit.
         round_event: The steps of a round, for the accountant.
         held_out: Noise of held-out results; None if these are public.
     """
 
     epsilon_cap: float
     delta: float
-    training: PrivateTraining
+    training: PrivateTraining | None
     round_event: Event
     held_out: HeldOutMechanism | None
 
@@ -97,9 +109,15 @@ class PrivateSites:
         self._folder = folder
         self._clock = clock
         self._ledgers: dict[SiteId, FileLedger | InMemoryLedger] = {}
-        self.plans: Mapping[SiteId, SitePlan] = {
-            name: _named(name, federation) for name in federation.site_data
-        }
+        self.in_sum: SumPrivacy | None = None
+        self.plans: Mapping[SiteId, SitePlan]
+        if federation.job.privacy.differential_privacy.unit == "record":
+            self.plans = {
+                name: _named(name, federation) for name in federation.site_data
+            }
+        else:
+            self.in_sum = sum_privacy.plan(federation)
+            self.plans = _plans_in_sum(federation, self.in_sum)
 
     def __enter__(self) -> Self:
         """Return itself; ledgers are opened one by one, by ``trainer``."""
@@ -140,9 +158,13 @@ class PrivateSites:
         return PrivacyPlanned(
             at=at,
             unit=job.privacy.differential_privacy.unit,
-            relation=accountant.NEIGHBOURING_RELATION,
+            relation=_RELATIONS[job.privacy.differential_privacy.unit],
             accountant="pld",
-            sampling=accountant.SAMPLING_ASSUMPTION,
+            sampling=_SAMPLINGS[job.privacy.differential_privacy.unit],
+            holds_against=_holds_against(job),
+            signal_to_noise=(
+                None if self.in_sum is None else self.in_sum.signal_to_noise
+            ),
             sites=tuple(_promise(name, plan) for name, plan in self.plans.items()),
             replaced=self._federation.pool.replaced,
             withheld=_PUBLIC if is_public else _WITHHELD,
@@ -210,6 +232,44 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         training=training,
         round_event=event_of(job, num_records, mechanism),
         held_out=_held_out(job, held_out, delta),
+    )
+
+
+def _plans_in_sum(federation: Federation, shared: SumPrivacy) -> dict[SiteId, SitePlan]:
+    """What each site promises where noise adds up inside the secure sum."""
+    job = federation.job
+    private = job.privacy.differential_privacy
+    if private.target_epsilon is None:
+        raise ValueError("a checked job with differential privacy has a target")
+    training = None
+    if private.unit == "joint":
+        training = PrivateTraining(
+            clip_norm=private.clip_norm,
+            noise_multiplier=shared.share.multiplier,
+            clipping=private.clipping,
+            in_sum=True,
+        )
+    return {
+        name: SitePlan(
+            epsilon_cap=private.target_epsilon,
+            delta=shared.deltas[name],
+            training=training,
+            round_event=event,
+            held_out=_held_out(job, federation.site_data[name][1], shared.deltas[name]),
+        )
+        for name, event in shared.events.items()
+    }
+
+
+def _holds_against(job: JobSpec) -> str:
+    private = job.privacy.differential_privacy
+    if private.unit == "record":
+        return "the aggregator, all other sites and the public, whatever they do"
+    colluding = private.colluding_sites
+    sites = "one of the sites" if colluding == 1 else f"{colluding} of the sites"
+    return (
+        f"the aggregator and the public together with {sites}, as long as the other "
+        "sites in a sum bring their noise"
     )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from aggregator.secure_sum import SecureGather
 from clients.kept_integers import KeptIntegers
 from clients.secure_site import Protection, SecureSite
-from deploy.private_sites import SitePlan
+from deploy.private_sites import PrivateSites
+from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
@@ -31,9 +32,10 @@ from privacy.secagg.roster import Roster, RosterEntry
 from privacy.secagg.round_memory import FileRounds, InMemoryRounds, RoundMemory
 from privacy.secagg.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.thresholds import colluding_tolerated
-from privacy.secagg.train import HEADER_SLOTS
+from privacy.secagg.train import ADAPTIVE_SLOTS, HEADER_SLOTS
 
 # What decides what a site does with its data.
+_MECHANISMS = {"record": "dp-sgd", "joint": "dp-sgd", "site": "gaussian-sum"}
 _CODE = ("federation", "privacy", "clients")
 
 
@@ -47,6 +49,7 @@ class Rehearsal:
         aggregator: The aggregator's identity.
         identities: The sites' identities.
         roster: What pins them.
+        in_sum: Noise that adds up inside the secure sum; None if there is none.
         memories: What sites without a folder remember of rounds, here and not in the
             sites, so that it outlives their restarts.
     """
@@ -56,6 +59,7 @@ class Rehearsal:
     aggregator: Identity
     identities: Mapping[SiteId, Identity]
     roster: Roster
+    in_sum: SumPrivacy | None
     memories: dict[SiteId, RoundMemory] = field(default_factory=dict)
 
     def gather(self, grid: Grid) -> SecureGather:
@@ -91,6 +95,7 @@ class Rehearsal:
                 floor_of=self._floor,
                 memory=memory,
                 random_bytes=os.urandom,
+                noise=None if self.in_sum is None else self.in_sum.noise,
                 threads=federation.job.training.threads,
             ),
         )
@@ -113,22 +118,22 @@ class Rehearsal:
             max_epsilon=contract.differential_privacy.largest_epsilon,
             max_delta=contract.differential_privacy.largest_delta,
             max_rounds=contract.max_rounds,
-            header_slots=HEADER_SLOTS,
+            header_slots=_header_slots(self.federation.job),
+            noise_share=None if self.in_sum is None else self.in_sum.share,
             require_hybrid=contract.hybrid,
             accept_two_sites=contract.two_site_waiver,
         )
 
 
 def rehearse(
-    federation: Federation, run_id: RunId, plans: Mapping[SiteId, SitePlan]
+    federation: Federation, run_id: RunId, private: PrivateSites | None
 ) -> Rehearsal:
     """Make all parties of a run.
 
     Args:
         federation: Model and data.
         run_id: The run.
-        plans: What each site promises of its records; of no account without
-            differential privacy.
+        private: What the sites promise; None without differential privacy.
 
     Raises:
         JobError: The model has what cannot be summed in secret.
@@ -148,10 +153,11 @@ def rehearse(
     )
     return Rehearsal(
         federation=federation,
-        contract=_contract(federation, run_id, roster, plans),
+        contract=_contract(federation, run_id, roster, private),
         aggregator=aggregator,
         identities=identities,
         roster=roster,
+        in_sum=None if private is None else private.in_sum,
     )
 
 
@@ -159,11 +165,11 @@ def _contract(
     federation: Federation,
     run_id: RunId,
     roster: Roster,
-    plans: Mapping[SiteId, SitePlan],
+    private: PrivateSites | None,
 ) -> Contract:
     job, layout = federation.job, federation.pool.layout
     secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
-    terms = _privacy_terms(federation, plans)
+    terms = NO_PRIVACY if private is None else _privacy_terms(job, private)
     ring = _ring(job, terms)
     uniform = job.aggregation.weights == "uniform"
     return Contract(
@@ -178,7 +184,7 @@ def _contract(
         threshold=job.minimum_sites,
         min_sites=min(3, num_sites),
         ring_bits=secure.ring_bits,
-        clip_norm=secure.clip_norm,
+        clip_norm=job.update_clip_norm,
         element_bound=secure.element_bound,
         clip_elements=secure.clip_elements,
         scale=ring.scale,
@@ -186,7 +192,7 @@ def _contract(
         weight_rule=job.aggregation.weights,
         max_examples=1 if uniform else _max_examples(job, federation),
         max_rounds=job.rounds + 1,  # The last is for evaluation alone.
-        header_slots=HEADER_SLOTS,
+        header_slots=_header_slots(job),
         differential_privacy=terms,
         hybrid=secure.hybrid,
         two_site_waiver=secure.two_sites_waiver,
@@ -199,7 +205,7 @@ def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
         return RingSpec(
             bits=secure.ring_bits,
             num_sites=len(job.sites),
-            clip_norm=secure.clip_norm,
+            clip_norm=job.update_clip_norm,
             element_bound=secure.element_bound,
             clip_elements=secure.clip_elements,
             noise_std=terms.ring_noise_std,
@@ -208,23 +214,25 @@ def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
         raise JobError(str(error), key="privacy.secure_aggregation") from None
 
 
-def _privacy_terms(
-    federation: Federation, plans: Mapping[SiteId, SitePlan]
-) -> PrivacyTerms:
+def _header_slots(job: JobSpec) -> tuple[str, ...]:
+    adapts = job.privacy.differential_privacy.adaptive_clip
+    return ADAPTIVE_SLOTS if adapts else HEADER_SLOTS
+
+
+def _privacy_terms(job: JobSpec, private: PrivateSites) -> PrivacyTerms:
     """What the contract claims of differential privacy: what holds for every site."""
-    unit = federation.job.privacy.differential_privacy.unit
-    if unit == "none":
-        return NO_PRIVACY
+    asked, plans = job.privacy.differential_privacy, private.plans
     events = [plan.round_event for plan in plans.values()]
     return PrivacyTerms(
-        profile=unit,
-        mechanism="dp-sgd",
+        profile=asked.unit,
+        mechanism=_MECHANISMS[asked.unit],
         noise_multiplier=min(event.noise_multiplier for event in events),
         sampling_rate=max(event.sampling_rate for event in events),
         steps_per_round=max(event.steps for event in events),
         delta=max(plan.delta for plan in plans.values()),
         epsilon_cap=max(plan.epsilon_cap for plan in plans.values()),
-        clip_norm=federation.job.privacy.differential_privacy.clip_norm,
+        clip_norm=asked.clip_norm,
+        ring_noise_std=0.0 if private.in_sum is None else private.in_sum.ring.noise_std,
     )
 
 

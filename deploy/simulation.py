@@ -234,8 +234,7 @@ class _Simulation:
             )
         self._rehearsal: Rehearsal | None = None
         if self._job.privacy.secure_aggregation.enabled:
-            plans = {} if self._private is None else self._private.plans
-            self._rehearsal = rehearse(federation, self._run_id, plans)
+            self._rehearsal = rehearse(federation, self._run_id, self._private)
         self._store: ObjectStore = (
             MemoryStore() if run is None else LocalStore(run.path)
         )

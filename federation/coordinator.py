@@ -208,6 +208,7 @@ def _step(
         optimizer=optimizer,
         rounds_completed=state.rounds_completed + 1,
         lost_in_a_row=0,
+        update_clip=record.next_clip,
     ), "completed"
 
 

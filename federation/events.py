@@ -113,6 +113,9 @@ class PrivacyPlanned:
         relation: Neighbouring relation.
         accountant: What computes epsilon.
         sampling: What the accountant assumes of the batches.
+        holds_against: Who learns no more than that, in words.
+        signal_to_noise: Largest norm of the mean update over that of its noise, where
+            whole sites are the unit; otherwise None.
         sites: What each site promises.
         replaced: What of the model was replaced, since it mixes records: for example
             ``bn1: BatchNorm2d by GroupNorm``.
@@ -124,6 +127,8 @@ class PrivacyPlanned:
     relation: str
     accountant: str
     sampling: str
+    holds_against: str = ""
+    signal_to_noise: float | None = None
     sites: tuple[SitePrivacy, ...]
     replaced: tuple[str, ...]
     withheld: tuple[str, ...]
@@ -287,6 +292,8 @@ class RoundFinished:
         phases: Where the aggregator's time went.
         training: Pooled over the sites, taken while they trained.
         update_norm: Euclidean norm of the combined update; None if there is none.
+        update_clip: What each site's update was clipped to, in weight units; None if
+            nothing is clipped or the round has no result.
         epsilon: Largest epsilon that a site which answered has spent by now; None
             without differential privacy.
     """
@@ -303,6 +310,7 @@ class RoundFinished:
     phases: tuple[Phase, ...]
     training: MetricSums | None
     update_norm: float | None
+    update_clip: float | None = None
     epsilon: float | None = None
 
 

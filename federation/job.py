@@ -21,6 +21,7 @@ PLANNED_KEYS: Mapping[str, str] = {
 }
 
 MAX_ROUNDS = 10**9
+DEFAULT_CLIP_NORM = 10.0  # of an update under secure aggregation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,6 +412,19 @@ class JobSpec:
         if secure.enabled:
             return secure.threshold or len(self.sites)
         return self.schedule.minimum_sites or self.cohort_size
+
+    @property
+    def update_clip_norm(self) -> float:
+        """Largest norm of an update under secure aggregation, in weight units."""
+        given = self.privacy.secure_aggregation.clip_norm
+        private, training = self.privacy.differential_privacy, self.training
+        if private.unit == "site":
+            return private.clip_norm
+        if given is None and private.unit == "joint":
+            # A sample is rarely twice as large as expected, nor are all its
+            # gradients parallel; a larger sum is scaled down, which costs no privacy.
+            return 2 * training.optimizer.lr * private.clip_norm
+        return DEFAULT_CLIP_NORM if given is None else given
 
     @property
     def cohort_size(self) -> int:

@@ -53,9 +53,12 @@ def check_secure_aggregation(job: JobSpec) -> None:
         ),
         (
             secure.element_bound is not None
-            and secure.element_bound > secure.clip_norm,
+            and secure.element_bound > job.update_clip_norm,
             f"{table}.element_bound",
-            f"no element exceeds clip_norm = {secure.clip_norm}: choose less, or none",
+            (
+                f"no element exceeds clip_norm = {job.update_clip_norm}: choose less, "
+                "or none"
+            ),
         ),
         (
             secure.clip_elements and secure.element_bound is None,
@@ -109,6 +112,19 @@ def check_differential_privacy(job: JobSpec) -> None:
                 key=f"{table}.{given[0]}",
             )
         return
+    for name in ("adaptive_clip", "accept_low_signal"):
+        if getattr(private, name) and private.unit != "site":
+            raise JobError(
+                f'{name} is for unit = "site", and this is "{private.unit}": leave '
+                "it out",
+                key=f"{table}.{name}",
+            )
+    if private.unit != "record":
+        _check_noise_in_sum(job)
+    if private.unit == "joint":
+        _check_joint(job)
+    if private.unit == "site":
+        _check_site(job)
     refused = (
         (
             private.target_epsilon is None,
@@ -127,11 +143,108 @@ def check_differential_privacy(job: JobSpec) -> None:
             ),
         ),
         (
-            job.training.clip_grad_norm is not None,
+            job.training.clip_grad_norm is not None and private.unit != "site",
             "training.clip_grad_norm",
             (
                 "the gradient of a whole batch is not what bounds one record's part; "
                 f"{table}.clip_norm bounds each record's: leave it out"
+            ),
+        ),
+    )
+    _refuse(refused)
+
+
+def _check_noise_in_sum(job: JobSpec) -> None:
+    """Refuse what noise that adds up inside a secure sum cannot hold together with."""
+    private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
+    secure = job.privacy.secure_aggregation
+    refused = (
+        (
+            not secure.enabled,
+            "privacy.secure_aggregation.enabled",
+            (
+                f'with unit = "{private.unit}" one site\'s noise alone does not '
+                "protect it: nobody may see its update, so set it to true"
+            ),
+        ),
+        (
+            private.colluding_sites >= job.minimum_sites,
+            f"{table}.colluding_sites",
+            (
+                f"a sum may hold {job.minimum_sites} updates: if "
+                f"{private.colluding_sites} are the adversary's, nobody's noise is left"
+            ),
+        ),
+        (
+            secure.ring_bits == 16,  # noqa: PLR2004
+            "privacy.secure_aggregation.ring_bits",
+            "16 bits have no room for noise: use 24 or 32",
+        ),
+        (
+            secure.element_bound is not None,
+            "privacy.secure_aggregation.element_bound",
+            "the noise is made for a grid that clip_norm sets: leave it out",
+        ),
+    )
+    _refuse(refused)
+
+
+def _check_joint(job: JobSpec) -> None:
+    training, optimizer = job.training, job.training.optimizer
+    refused = (
+        (
+            training.local_steps != 1,
+            "training.local_steps",
+            (
+                "noise that is shared protects one step a round: after it a site's own "
+                'weights hold its own share alone. Set it to 1, or unit = "record"'
+            ),
+        ),
+        (
+            optimizer.name != "sgd" or bool(optimizer.momentum),
+            "training.optimizer",
+            (
+                "joint noise is calibrated to one plain step, which adam and momentum "
+                "are not: use sgd here, and aggregation.server_optimizer for the rest"
+            ),
+        ),
+        (
+            bool(optimizer.weight_decay),
+            "training.optimizer.weight_decay",
+            "the sum holds clipped gradients and nothing else: set it to 0",
+        ),
+        (
+            bool(training.proximal_mu),
+            "training.proximal_mu",
+            "one step from the global weights is not pulled back to them: set it to 0",
+        ),
+        (
+            training.learning_rate.name != "constant"
+            or training.learning_rate.warmup_steps > 0,
+            "training.learning_rate",
+            (
+                "the noise is calibrated to one learning rate: leave it constant, "
+                "without warm-up"
+            ),
+        ),
+    )
+    _refuse(refused)
+
+
+def _check_site(job: JobSpec) -> None:
+    private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
+    refused = (
+        (
+            job.privacy.secure_aggregation.clip_norm is not None,
+            "privacy.secure_aggregation.clip_norm",
+            f"updates are clipped once, to {table}.clip_norm: leave it out",
+        ),
+        (
+            private.held_out == "noise" and job.evaluation.every > 0,
+            f"{table}.held_out",
+            (
+                "its noise hides a held-out record and not a site, which is the unit: "
+                'declare the held-out data "public", or set evaluation.every = 0'
             ),
         ),
     )

@@ -30,10 +30,12 @@ class SecureAggregationSpec:
         low=16,
         high=32,
     )
-    clip_norm: float = key(
+    clip_norm: float | None = key(
         "Largest Euclidean norm of an update, in weight units; larger ones are scaled "
-        "down. It sets the grid of the encoding: a tight bound is a fine grid.",
-        default=10.0,
+        "down. It sets the grid of the encoding: a tight bound is a fine grid. 10 by "
+        "default; under joint differential privacy twice what a step can change, and "
+        "under that of sites it is `privacy.differential_privacy.clip_norm`.",
+        default=None,
         above=0.0,
     )
     element_bound: float | None = key(
@@ -72,10 +74,11 @@ class DifferentialPrivacySpec:
 
     unit: str = key(
         "Unit of privacy: `none`; `record`, one training record, where each site makes "
-        "its own training private with noise of its own.",
+        "its own training private with noise of its own; `joint`, one record too, "
+        "where every round is one step and the noise of all sites adds up inside the "
+        "secure sum; `site`, all that a site holds, with noise inside the secure sum.",
         default="none",
-        choices=("none", "record"),
-        planned=("joint", "site"),
+        choices=("none", "record", "joint", "site"),
     )
     target_epsilon: float | None = key(
         "What no site's epsilon may exceed over the run. Without `noise_multiplier` "
@@ -85,19 +88,21 @@ class DifferentialPrivacySpec:
     )
     delta: float | None = key(
         "The delta that goes with epsilon; at most 1 / (10 n) for the n records of a "
-        "site. By default each site takes that bound, rounded down to one digit.",
+        "site, or for n sites where these are the unit. By default it is that bound, "
+        "rounded down to one digit.",
         default=None,
         above=0.0,
         below=1.0,
     )
     clip_norm: float = key(
-        "Largest Euclidean norm of one record's gradient; larger ones are scaled down.",
+        "Largest Euclidean norm of one record's gradient, or of a site's update where "
+        "sites are the unit; larger ones are scaled down.",
         default=1.0,
         above=0.0,
     )
     noise_multiplier: float | None = key(
-        "Standard deviation of the noise of a step over `clip_norm`; calibrated to "
-        "`target_epsilon` by default.",
+        "Standard deviation of the noise of a step, or of a sum, over `clip_norm`; "
+        "calibrated to `target_epsilon` by default.",
         default=None,
         above=0.0,
     )
@@ -107,6 +112,35 @@ class DifferentialPrivacySpec:
         "ends as many rounds early.",
         default=1,
         low=0,
+    )
+    colluding_sites: int = key(
+        "`joint` and `site`: how many of the sites whose noise is in a sum may be the "
+        "adversary's. The others bring enough by themselves; at least 1, since each "
+        "site knows its own.",
+        default=1,
+        low=1,
+    )
+    adaptive_clip: bool = key(
+        "`site`: let the clip norm follow the updates, beginning at `clip_norm`. A "
+        "tenth of the noise's worth goes into telling how many were within it.",
+        default=False,
+    )
+    clip_quantile: float = key(
+        "Share of the updates that an adaptive clip norm leaves as they are.",
+        default=0.5,
+        above=0.0,
+        below=1.0,
+    )
+    clip_rate: float = key(
+        "Learning rate of an adaptive clip norm: per round it moves by a factor of at "
+        "most `exp(clip_rate)`.",
+        default=0.2,
+        above=0.0,
+    )
+    accept_low_signal: bool = key(
+        "`site`: run although the mean of the updates drowns in the noise, with a "
+        "ratio below 0.5.",
+        default=False,
     )
     clipping: str = key(
         "How gradients of single records are found: `hooks` (each in memory), `ghost` "

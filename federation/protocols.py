@@ -71,13 +71,16 @@ class LocalResult:
     """What training at a site produced.
 
     Attributes:
-        weights_d: The trained weights, shape ``(d,)``, in an array of its own.
+        weights_d: The trained weights, shape ``(d,)``, in an array of its own; their
+            difference from the given ones if ``is_update``.
         integers_m: The model's integer values after training, shape ``(m,)``.
         num_examples: Training examples that the site holds; 0 if that is not to
             leave it.
         num_steps: Optimiser steps taken.
         training: Sums over the training batches; None if they are not to leave the
             site.
+        is_update: Whether ``weights_d`` is the update itself, as where rounding to
+            the weights' digits would cost privacy.
     """
 
     weights_d: Vector
@@ -85,6 +88,7 @@ class LocalResult:
     num_examples: int
     num_steps: int
     training: MetricSums | None
+    is_update: bool = False
 
 
 class Trainer(Protocol):
@@ -230,6 +234,8 @@ class RunState:
         optimizer: State of the server optimiser.
         rounds_completed: Rounds after which the weights changed.
         lost_in_a_row: Rounds without result since the last completed one.
+        update_clip: What updates are clipped to in the next round, where that
+            adapts to them; otherwise None.
     """
 
     round_index: int
@@ -238,6 +244,7 @@ class RunState:
     optimizer: OptimizerState
     rounds_completed: int
     lost_in_a_row: int
+    update_clip: float | None = None
 
 
 class Checkpoints(Protocol):

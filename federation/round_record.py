@@ -37,6 +37,9 @@ class RoundRecord:
         round_index: The round.
         cohort: The sites that are asked.
         update_norm: Euclidean norm of the combined update, once it is known.
+        update_clip: What each site's update was clipped to, in weight units, where
+            that is agreed upon.
+        next_clip: What they are clipped to in the next round, where that adapts.
         out_of_budget: What sites said whose privacy budget does not allow the round.
     """
 
@@ -64,6 +67,8 @@ class RoundRecord:
         self._kind = kind
         self.cohort = cohort
         self.update_norm: float | None = None
+        self.update_clip: float | None = None
+        self.next_clip: float | None = None
         self.out_of_budget: list[str] = []
         self._layout = layout
         self._clock = clock
@@ -302,6 +307,7 @@ class RoundRecord:
                 phases=tuple(self._phases),
                 training=self._training,
                 update_norm=self.update_norm if status == "completed" else None,
+                update_clip=self.update_clip if status == "completed" else None,
                 epsilon=self._epsilon,
             )
         )

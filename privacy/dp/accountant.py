@@ -19,6 +19,8 @@ from privacy.dp import composition
 from privacy.dp.events import Event, total_slack
 
 NEIGHBOURING_RELATION = "add or remove one record"
+SITE_RELATION = "one site's data present or absent"
+NO_SAMPLING = "no sampling: every site is in every round"
 SAMPLING_ASSUMPTION = "Poisson sampling: each record is in each step independently"
 
 # Numerical error of the transforms, as a probability; see MIN_DELTA.
@@ -53,6 +55,8 @@ class EpsilonCurve:
             raise ValueError(f"delta is {delta}, not from {MIN_DELTA} up to 1")
         self._delta = delta
         self._events: tuple[Event, ...] = ()
+        # What was asked for last: a charge is looked at, counted, and told.
+        self._known: tuple[tuple[Event, ...], float] = ((), 0.0)
 
     def add(self, event: Event) -> None:
         """Count an event."""
@@ -66,8 +70,11 @@ class EpsilonCurve:
             slack of the events is not below delta.
         """
         events = _merge((*self._events, *more))
-        if not events:
-            return 0.0
+        if events != self._known[0]:
+            self._known = events, self._compose(events)
+        return self._known[1]
+
+    def _compose(self, events: tuple[Event, ...]) -> float:
         left = self._delta - total_slack(events) - _ROUNDING
         if left <= 0:
             return float("inf")

@@ -33,8 +33,15 @@ def default_delta(num_records: int) -> float:
     return float(f"9e{exponent - 1}")
 
 
-def check_delta(delta: float, num_records: int) -> None:
+def check_delta(
+    delta: float, num_records: int, *, what: str = "training records"
+) -> None:
     """Refuse a delta that says too little for so many records.
+
+    Args:
+        delta: The probability.
+        num_records: n; how many of what is protected there are.
+        what: What these are, in the plural.
 
     Raises:
         JobError: It is larger than 1 / (10 n), or too small for the accountant.
@@ -43,14 +50,14 @@ def check_delta(delta: float, num_records: int) -> None:
     if not delta >= MIN_DELTA:
         raise JobError(
             f"{delta:g} is below {MIN_DELTA:g}, which is the least that the accountant "
-            f"can resolve; the rule for {num_records} records gives "
+            f"can resolve; the rule for {num_records} {what} gives "
             f"{max(default_delta(num_records), MIN_DELTA):g}",
             key=_DELTA_KEY,
         )
     if delta > largest:
         raise JobError(
-            f"{delta:g} is too large for a site with {num_records} training records: "
-            f"at most 1 / (10 * records) = {largest:.3g}; leave it out for "
+            f"{delta:g} is too large for {num_records} {what}: "
+            f"at most 1 / (10 n) = {largest:.3g}; leave it out for "
             f"{default_delta(num_records):g}",
             key=_DELTA_KEY,
         )

@@ -122,6 +122,12 @@ class RoundedGaussian:
         """Bytes of the keystream that a draw takes, but for ties."""
         return _WORD_BYTES * len(_levels(self.sigma))
 
+    def draw(self, keystream: Keystream) -> int:
+        """Draw one value."""
+        one = np.zeros(1, np.int32)
+        self.add_(one, keystream)
+        return int(one[0])
+
     def add_(self, values_d: IntegerArray, keystream: Keystream) -> None:
         """Add a fresh draw to every value, in place, modulo 2^32.
 

@@ -115,6 +115,10 @@ class ClippedSum:
         with torch.no_grad():
             self._add_calls_(calls)
 
+    def part_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The sum's values that belong to one parameter, flat; not a copy."""
+        return self._parts[parameter]
+
     def write_gradients(self, divisor: float) -> None:
         """Make ``sum_d / divisor`` the parameters' gradients; the sum is used up."""
         self.sum_d.div_(divisor)

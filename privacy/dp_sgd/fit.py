@@ -55,6 +55,27 @@ def fit_for_privacy(module: nn.Module) -> tuple[nn.Module, list[str]]:
     return module, replaced
 
 
+def without_batch_norm(module: nn.Module) -> tuple[nn.Module, list[str]]:
+    """Replace batch normalisation alone, whose statistics would need noise too.
+
+    Args:
+        module: A model; changed in place.
+
+    Returns:
+        As ``fit_for_privacy``.
+    """
+    replaced = []
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, _BatchNorm):
+            fixed = _fixed(layer)
+            _keep_frozen(layer, fixed)
+            module = _put(module, name, fixed)
+            _check_layer(name, fixed)
+            kinds = f"{type(layer).__name__} by {type(fixed).__name__}"
+            replaced.append(f"{name or 'the model'}: {kinds}")
+    return module, replaced
+
+
 def _fixed(layer: nn.Module) -> nn.Module:
     """Return what takes a layer's place, or the layer itself."""
     if type(layer) is nn.MultiheadAttention:

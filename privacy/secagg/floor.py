@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from privacy.secagg.contract import WEIGHT_RULES, Contract, members_of
 from privacy.secagg.errors import ContractRefused
+from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.ring import RING_BITS
 from privacy.secagg.roster import Roster
 from privacy.secagg.terms import PROFILES
@@ -42,6 +43,8 @@ class LocalFloor:
             without differential privacy.
         max_delta: Largest delta; below 1 it refuses such a run too.
         require_hybrid: Whether pair secrets must rest on ML-KEM-768 too.
+        noise_share: What this site counts on where noise adds up inside the sum;
+            None if it has planned none, and then no such run is accepted.
         accept_two_sites: Whether a run of two sites without record-level
             differential privacy is accepted: the other site learns this one's
             update.
@@ -63,6 +66,7 @@ class LocalFloor:
     privacy_profiles: frozenset[str] = frozenset(PROFILES)
     max_epsilon: float = math.inf
     max_delta: float = 1.0
+    noise_share: NoiseShare | None = None
     require_hybrid: bool = True
     accept_two_sites: bool = False
 
@@ -170,6 +174,34 @@ def _privacy_faults(q: Contract, floor: LocalFloor) -> _Faults:
         yield (
             f"{table}.delta",
             f"{terms.largest_delta} is above this site's {floor.max_delta}",
+        )
+    yield from _noise_faults(q, floor)
+
+
+def _noise_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """Whether the noise inside the sum is what this site's accountant is told."""
+    key = "differential_privacy.ring_noise_std"
+    share, ring = floor.noise_share, q.ring()
+    if q.differential_privacy.profile not in {"joint", "site"}:
+        return
+    if share is None:
+        yield key, "this site has planned no noise inside the sum"
+    elif share.effective_multiplier(ring) < share.multiplier:
+        yield (
+            key,
+            (
+                f"{ring.noise_std} steps are worth a noise multiplier of "
+                f"{share.effective_multiplier(ring)}, and this site counts on "
+                f"{share.multiplier}"
+            ),
+        )
+    elif q.threshold <= share.honest:
+        yield (
+            "threshold",
+            (
+                f"{q.threshold} updates in a sum do not hold {share.honest} shares of "
+                "noise of other sites"
+            ),
         )
 
 

@@ -84,6 +84,8 @@ class RingSpec:
                 raise ValueError(f"{name} must be positive and finite")
         if not 0 <= self.noise_std < math.inf:
             raise ValueError("noise_std must be finite and at least 0")
+        if self.bits == 16 and self.noise_std:  # noqa: PLR2004
+            raise ValueError("16 bits have no room for noise: take 24 or 32")
         if self.amplitude < MIN_AMPLITUDE:
             raise ValueError(
                 f"{self.bits} bits leave {self.num_sites} sites an amplitude of "
@@ -153,7 +155,11 @@ class RingSpec:
 
     @property
     def _noise_tail(self) -> float:
-        return NOISE_TAIL * self.noise_std * math.sqrt(self.num_sites)
+        return self.noise_tail_of(self.noise_std)
+
+    def noise_tail_of(self, noise_std: float) -> float:
+        """Room that noise of so many steps at every site needs in the sum, in steps."""
+        return NOISE_TAIL * noise_std * math.sqrt(self.num_sites)
 
 
 def num_values(words_w: Words, spec: RingSpec) -> int:

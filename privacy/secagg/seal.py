@@ -8,8 +8,9 @@ Shape suffixes: d values of the update, c values of one chunk, w words of the ri
 (one element per value, but three bytes per value at 24 bits).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,27 @@ from privacy.secagg.ring_errors import UpdateOutOfRange
 _TINY = 1e-17  # more than the square root of what underflows in a row of squares
 _DITHER_BITS = 8
 _ODD = np.uint64(0x0101010101010101)
+
+
+class Noise(Protocol):
+    """Noise for words. Implementation: ``privacy.dp.ring_noise.RingNoise``."""
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation, in steps of the ring's grid."""
+        ...
+
+    def open(self, num_words: int) -> Callable[[NDArray[np.int32], int], None]:
+        """Begin a stream for one range of the update.
+
+        Args:
+            num_words: Length of the range.
+
+        Returns:
+            ``add_(words_c, begin)``: adds fresh noise to the words ``[begin, begin +
+            c)``, in place; called for chunk after chunk.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +90,17 @@ def seal_(
     masks: Sequence[Mask],
     rounding_key: bytes,
     measured: Measured | None = None,
+    noise: Noise | None = None,
     threads: int = 1,
 ) -> Encoded:
-    """Clip, weight, scale, round and mask an update, in place.
+    """Clip, weight, scale, round and mask an update, in place; add noise if there is.
 
     1. One pass finds the norm and whether all is finite, unless ``subtract_`` did.
     2. ``factor = weight * min(1, C / norm) * scale``, as float32.
     3. Chunk by chunk: ``q = rint(u * factor + v)`` with ``v`` uniform on the odd
        multiples of 1/256 in (-1/2, 1/2), drawn from the stream of ``rounding_key``.
-    4. While the chunk is in the cache, every mask is added or subtracted.
+    4. While the chunk is in the cache, noise is added, and then every mask is added
+       or subtracted.
 
     In place because a model may fill the machine: beyond the update, under 2 MiB
     per thread are used, whatever the size.
@@ -89,14 +113,18 @@ def seal_(
         masks: Streams to apply; empty to encode only.
         rounding_key: 32 fresh bytes of the system's entropy, used once.
         measured: Of this very update, if it is known already.
-        threads: Ranges to work on at the same time; the result is the same.
+        noise: This site's share of the noise, of the standard deviation that the
+            spec has room for; None where the spec has none.
+        threads: Ranges to work on at the same time; the result is the same, but for
+            the noise.
 
     Returns:
         The words, the norm and the clip factor.
 
     Guarantee:
         The clipped update's norm is at most C: the factor allows for the norm's own
-        error of 2^-16. Every ``|q|`` is at most ``spec.amplitude``. Rounding is
+        error of 2^-16. Every ``|q|`` is at most ``spec.amplitude``, and noise comes
+        on top. Rounding is
         unbiased up to the dither's grid: the expectation of ``q`` differs from
         ``u * factor`` by at most ``max(2^-8, |u * factor| * 2^-23)``, with either
         sign alike. The variance of rounding is at most 1/4.
@@ -105,9 +133,11 @@ def seal_(
         UpdateNotFinite: A value is NaN or infinite; nothing was written.
         UpdateOutOfRange: An element exceeds ``element_bound`` and the spec does
             not clip; nothing was written.
-        ValueError: ``weight``, a key or the array's form is wrong.
+        ValueError: ``weight``, a key or the array's form is wrong, or the noise is
+            not the spec's.
     """
     _check_update(update_d, weight)
+    _check_noise(noise, spec)
     # 1.
     measured = measured or measure(update_d, threads=threads)
     clip_factor = _clip_factor(measured.norm, spec.clip_norm)
@@ -118,6 +148,8 @@ def seal_(
 
     def seal_range(start: int, stop: int) -> None:
         worker = _Sealer(spec, plan, masks, rounding_key, (start, stop))
+        if noise is not None:
+            worker.add_noise_ = noise.open(stop - start)
         with np.errstate(under="ignore"):
             for begin in range(start, stop, CHUNK_WORDS):
                 worker.seal_chunk_(update_d, begin, min(begin + CHUNK_WORDS, stop))
@@ -161,6 +193,7 @@ class _Sealer:
         range_: tuple[int, int],
     ) -> None:
         start, stop = range_
+        self.add_noise_: Callable[[NDArray[np.int32], int], None] | None = None
         self._spec, self._plan, self._start = spec, plan, start
         self._streams = MaskStreams(
             masks, bits=spec.bits, first_word=start, num_words=stop - start
@@ -178,10 +211,14 @@ class _Sealer:
         rounded_c = self._round(chunk_c, over=self._plan.over[begin // CHUNK_WORDS])
         if self._spec.bits == 32:  # noqa: PLR2004
             np.copyto(chunk_c.view(np.int32), rounded_c, casting="unsafe")
+            if self.add_noise_ is not None:
+                self.add_noise_(chunk_c.view(np.int32), begin)
             self._streams.apply_(chunk_c.view(np.uint32))
             return
         q_c = self._narrow_c[: end - begin]
         np.copyto(q_c, rounded_c, casting="unsafe")
+        if self.add_noise_ is not None:
+            self.add_noise_(q_c, begin)
         out = _words_of_range(update_d, self._start, begin, end, spec=self._spec)
         if self._spec.bits == 16:  # noqa: PLR2004
             np.copyto(out, q_c, casting="unsafe")
@@ -216,6 +253,14 @@ def _check_update(update_d: Vector, weight: float) -> None:
         )
     if not update_d.flags.c_contiguous or not update_d.flags.writeable:
         raise ValueError("an update that is sealed in place must own its memory")
+
+
+def _check_noise(noise: Noise | None, spec: RingSpec) -> None:
+    given = 0.0 if noise is None else noise.noise_std
+    if given != spec.noise_std:
+        raise ValueError(
+            f"the ring is made for noise of {spec.noise_std} steps, not of {given}"
+        )
 
 
 def _clip_factor(norm: float, clip_norm: float) -> float:

@@ -5,16 +5,17 @@ that sums over sites are exact and no slot can wrap.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Vector
-from privacy.secagg.canonical import Reader, fields
+from privacy.secagg.canonical import Reader, fields, float64
 from privacy.secagg.certificate import MAX_CERTIFICATE_BYTES
 from privacy.secagg.contract import DIGEST_BYTES
+from privacy.secagg.errors import MalformedMessage
 from privacy.secagg.header import HeaderSpec, Slot, SlotKind
 from privacy.secagg.keys import Stream
 from privacy.secagg.prg import Mask
@@ -23,6 +24,7 @@ from privacy.secagg.ring_errors import UpdateOutOfRange
 MAX_CONFIRMS_BYTES = 16 << 20
 _TAG = b"xsa-v1/train"
 _LARGEST_COUNT = 1 << 56
+_LARGEST_NOISE = 1 << 16
 _MICRO = 1e6
 
 WEIGHT, EXAMPLES = "weight", "examples"
@@ -34,6 +36,9 @@ HEADER_SLOTS = (
     EXAMPLES,
     *(f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _SUMS),
 )
+# Where the clip norm follows the updates: +-1/2, with noise.
+WITHIN_CLIP = "within_clip"
+ADAPTIVE_SLOTS = (*HEADER_SLOTS, WITHIN_CLIP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +50,14 @@ class TrainBody:
         confirms: ``SetupRecord.confirms`` for a site that has not seen them yet,
             otherwise empty.
         certificate: Of the newest round with a sum.
+        update_clip: What updates are clipped to in this round, in weight units: the
+            contract's clip norm, unless clipping adapts.
     """
 
     setup_hash: bytes
     confirms: bytes
     certificate: bytes
+    update_clip: float
 
 
 def model_digest(weights_d: Vector, integers_m: IntegerVector) -> bytes:
@@ -60,14 +68,17 @@ def model_digest(weights_d: Vector, integers_m: IntegerVector) -> bytes:
     return digest.digest()
 
 
-def task_digest(task: RoundTask, model: bytes) -> bytes:
+def task_digest(task: RoundTask, model: bytes, update_clip: float) -> bytes:
     """``model_digest`` with what is asked of the model: it is part of ctx_r.
 
     Were the kind of work not in it, an aggregator could have one site train and the
-    others evaluate, and read that site's numbers off the sum of the headers.
+    others evaluate, and read that site's numbers off the sum of the headers. Were
+    the clip norm not in it, sites could be made to bring too little noise for each
+    other's updates.
     """
     asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
-    return hashlib.sha256(fields(b"xsa-v1/task", asked.encode(), model)).digest()
+    parts = fields(b"xsa-v1/task", asked.encode(), model)
+    return hashlib.sha256(parts + float64(update_clip)).digest()
 
 
 def masks(streams: Iterable[Stream]) -> list[Mask]:
@@ -75,15 +86,21 @@ def masks(streams: Iterable[Stream]) -> list[Mask]:
     return [Mask(key=stream.key, sign=stream.sign) for stream in streams]
 
 
-def header_spec(num_sites: int) -> HeaderSpec:
-    """The slots that every contract names today, in their order."""
-    counts = [
-        Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
-        for name in HEADER_SLOTS
-        if name != WEIGHT
+def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSpec:
+    """The slots that a contract names, in their order.
+
+    Args:
+        num_sites: N.
+        names: ``HEADER_SLOTS`` or ``ADAPTIVE_SLOTS``.
+    """
+    fractions = {WEIGHT: 1, WITHIN_CLIP: _LARGEST_NOISE}
+    slots = [
+        Slot(name=name, kind=SlotKind.FRACTION, bound=fractions[name])
+        if name in fractions
+        else Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
+        for name in names
     ]
-    weight = Slot(name=WEIGHT, kind=SlotKind.FRACTION, bound=1)
-    return HeaderSpec(slots=(weight, *counts), num_sites=num_sites)
+    return HeaderSpec(slots=tuple(slots), num_sites=num_sites)
 
 
 def write_sums(kind: str, sums: MetricSums | None) -> dict[str, float]:
@@ -113,7 +130,8 @@ def read_sums(kind: str, totals: Mapping[str, float]) -> MetricSums | None:
 
 def write_train(body: TrainBody) -> bytes:
     """Encode what goes with a round's task."""
-    return fields(_TAG, body.setup_hash, body.confirms, body.certificate)
+    head = fields(_TAG, body.setup_hash, body.confirms, body.certificate)
+    return head + float64(body.update_clip)
 
 
 def read_train(data: bytes) -> TrainBody:
@@ -127,6 +145,9 @@ def read_train(data: bytes) -> TrainBody:
         setup_hash=reader.field("setup_hash", size=DIGEST_BYTES),
         confirms=reader.field("confirms", limit=MAX_CONFIRMS_BYTES),
         certificate=reader.field("certificate", limit=MAX_CERTIFICATE_BYTES),
+        update_clip=reader.float64("update_clip"),
     )
     reader.end()
+    if body.update_clip <= 0:
+        raise MalformedMessage(f"a clip norm of {body.update_clip} is not positive")
     return body

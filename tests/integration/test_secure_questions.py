@@ -54,7 +54,7 @@ def test_site_that_is_asked_for_other_work_is_not_opened():
     told: list[object] = []
     with wiring.torch_threads(job):
         federation = wiring.build_federation(job)
-        parties, store = rehearse(federation, RunId("run-1"), {}), MemoryStore()
+        parties, store = rehearse(federation, RunId("run-1"), None), MemoryStore()
         names = [SiteId(site.name) for site in job.sites]
         sites = {
             n: parties.site(

@@ -107,7 +107,7 @@ def run(
     run_id, clock, store = RunId("run-1"), SystemClock(), MemoryStore()
     names = [SiteId(site.name) for site in job.sites]
     secure = job.privacy.secure_aggregation.enabled
-    rehearsal = rehearse(federation, run_id, {}) if secure else None
+    rehearsal = rehearse(federation, run_id, None) if secure else None
     sites: dict[SiteId, Any] = {}
     for name in names:
         train = partial(federation.trainer, name)

@@ -350,14 +350,14 @@ def test_other_format_is_refused():
     key = "checkpoints/round-000001.json"
     document = json.loads(run.store.read(key))
     del document["sha256"]
-    document["format"] = 2
+    document["format"] = 1
 
     def canonical(value: Any) -> bytes:
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
     document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
     run.store.put(key, [canonical(document)])
-    with pytest.raises(CheckpointMismatch, match="format 2"):
+    with pytest.raises(CheckpointMismatch, match="format 1"):
         run.open().load_latest()
     assert key.removeprefix("checkpoints/") in run.names()
 

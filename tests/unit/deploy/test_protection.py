@@ -15,7 +15,7 @@ from privacy.secagg.terms import NO_PRIVACY
 
 def _rehearsal(**secure: Any) -> Rehearsal:
     job = secure_job(**secure)
-    return rehearse(wiring.build_federation(job), RunId("run-1"), {})
+    return rehearse(wiring.build_federation(job), RunId("run-1"), None)
 
 
 def test_contract_says_what_the_job_says():

@@ -199,10 +199,6 @@ def test_planned_key(name: str):
             "schedule.mode: 'buffered' is not built yet; choose synchronous",
         ),
         (
-            {"privacy": {"differential_privacy": {"unit": "site"}}},
-            "privacy.differential_privacy.unit: 'site' is not built yet; choose none",
-        ),
-        (
             {"aggregation": {"combine": "medain"}},
             "aggregation.combine: 'medain' is not a choice; did you mean 'median'?",
         ),

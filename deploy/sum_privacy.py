@@ -1,0 +1,184 @@
+"""How noise inside the secure sum is planned: joint privacy, and that of whole sites.
+
+Noise that adds up is the same at every site, and the least of what any of them needs
+is not enough: sites are planned together here, and each one's promise follows.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clients.private_steps import (
+    expected_batch,
+    sampling_rate,
+    sensitivity_of_sum,
+)
+from clients.secure_site import SumNoise
+from deploy.wiring import Federation
+from federation.errors import JobError
+from federation.ids import SiteId
+from privacy.dp import adaptive_clip
+from privacy.dp.budget import check_delta, check_records, default_delta
+from privacy.dp.calibration import noise_multiplier
+from privacy.dp.events import Event
+from privacy.dp.mechanism import SLACK
+from privacy.secagg.noise_shares import NoiseShare, honest_shares
+from privacy.secagg.ring import RingSpec
+
+MIN_SIGNAL_TO_NOISE = 0.5
+
+_TABLE = "privacy.differential_privacy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumPrivacy:
+    """Noise of all sites together, and what each of them promises.
+
+    Attributes:
+        share: What each site adds.
+        ring: The ring that has room for it.
+        noise: Where it goes.
+        deltas: By site.
+        events: What a round costs a site, for its accountant.
+        signal_to_noise: Of the mean update: its largest norm over the norm of the
+            noise on it, ``N / (z sqrt(d))`` but for shares beyond those counted on;
+            None where records are the unit.
+    """
+
+    share: NoiseShare
+    ring: RingSpec
+    noise: SumNoise
+    deltas: Mapping[SiteId, float]
+    events: Mapping[SiteId, Event]
+    signal_to_noise: float | None
+
+
+def plan(federation: Federation) -> SumPrivacy:
+    """Plan the noise of a job whose unit is ``joint`` or ``site``.
+
+    Raises:
+        JobError: The promise cannot be kept with these sites, data, rounds and
+            batches, or would leave nothing of the updates; the message says what
+            would do.
+    """
+    unit = federation.job.privacy.differential_privacy.unit
+    return _plan_joint(federation) if unit == "joint" else _plan_sites(federation)
+
+
+def _plan_joint(federation: Federation) -> SumPrivacy:
+    job = federation.job
+    private = job.privacy.differential_privacy
+    deltas, rates, multipliers = {}, {}, []
+    for name, (train, _) in federation.site_data.items():
+        try:
+            check_records(len(train), expected_batch(job))
+            deltas[name] = _delta(private.delta, len(train))
+        except JobError as error:
+            raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
+        rates[name] = sampling_rate(job, len(train))
+        multipliers.append(_multiplier(federation, deltas[name], rates[name]))
+    share, ring = _share(federation, max(multipliers), sensitivity_of_sum(job))
+    return SumPrivacy(
+        share=share,
+        ring=ring,
+        noise=SumNoise(spans=federation.pool.trained_spans),
+        deltas=deltas,
+        events={
+            name: Event(
+                noise_multiplier=share.effective_multiplier(ring),
+                sampling_rate=rate,
+                steps=1,
+                slack=SLACK,
+            )
+            for name, rate in rates.items()
+        },
+        signal_to_noise=None,
+    )
+
+
+def _plan_sites(federation: Federation) -> SumPrivacy:
+    job = federation.job
+    private, num_sites = job.privacy.differential_privacy, len(job.sites)
+    delta = _delta(private.delta, num_sites, what="sites")
+    wanted = _multiplier(federation, delta, 1.0)
+    bit_std = None
+    if private.adaptive_clip:
+        wanted, bit_std = adaptive_clip.split(wanted)
+    share, ring = _share(federation, wanted, private.clip_norm)
+    multiplier = share.effective_multiplier(ring)
+    if bit_std is not None:
+        multiplier = adaptive_clip.together(multiplier, bit_std)
+        bit_std /= math.sqrt(share.honest)
+    event = Event(noise_multiplier=multiplier, sampling_rate=1.0, steps=1, slack=SLACK)
+    names = list(federation.site_data)
+    found = SumPrivacy(
+        share=share,
+        ring=ring,
+        noise=SumNoise(spans=federation.pool.trained_spans, bit_std=bit_std),
+        deltas=dict.fromkeys(names, delta),
+        events=dict.fromkeys(names, event),
+        signal_to_noise=_signal_to_noise(share, ring, num_sites),
+    )
+    _check_signal(found, federation)
+    return found
+
+
+def _delta(given: float | None, count: int, what: str = "training records") -> float:
+    delta = default_delta(count) if given is None else given
+    check_delta(delta, count, what=what)
+    return delta
+
+
+def _multiplier(federation: Federation, delta: float, rate: float) -> float:
+    """What reaches the target with one release a round."""
+    private = federation.job.privacy.differential_privacy
+    if private.noise_multiplier is not None:
+        return private.noise_multiplier
+    if private.target_epsilon is None:
+        raise ValueError("a checked job with differential privacy has a target")
+    rounds = federation.job.rounds + private.reserve_rounds
+    return noise_multiplier(private.target_epsilon, delta, rate, rounds, slack=SLACK)
+
+
+def _share(
+    federation: Federation, multiplier: float, sensitivity: float
+) -> tuple[NoiseShare, RingSpec]:
+    job = federation.job
+    private = job.privacy.differential_privacy
+    share = NoiseShare(
+        multiplier=multiplier,
+        sensitivity=sensitivity,
+        size=federation.pool.num_trained,
+        honest=honest_shares(job.minimum_sites, private.colluding_sites),
+    )
+    try:
+        ring = share.ring_spec(
+            bits=job.privacy.secure_aggregation.ring_bits,
+            num_sites=len(job.sites),
+            clip_norm=job.update_clip_norm,
+        )
+    except ValueError as error:
+        raise JobError(str(error), key="privacy.secure_aggregation") from None
+    return share, ring
+
+
+def _signal_to_noise(share: NoiseShare, ring: RingSpec, num_sites: int) -> float:
+    noise = ring.noise_std * math.sqrt(num_sites * share.size)
+    return num_sites * share.sensitivity * ring.scale / noise
+
+
+def _check_signal(found: SumPrivacy, federation: Federation) -> None:
+    job, ratio = federation.job, found.signal_to_noise or 0.0
+    accepted = job.privacy.differential_privacy.accept_low_signal
+    if ratio >= MIN_SIGNAL_TO_NOISE or accepted:
+        return
+    most = found.share.size * (ratio / MIN_SIGNAL_TO_NOISE) ** 2
+    sites = math.ceil(len(job.sites) * MIN_SIGNAL_TO_NOISE / ratio)
+    raise JobError(
+        f"the mean of {len(job.sites)} updates of {found.share.size} values would have "
+        f"a signal-to-noise ratio of {ratio:.2g}, below {MIN_SIGNAL_TO_NOISE}: almost "
+        f"nothing but noise. About {sites} sites would do, or a model that trains "
+        f"{most:.0f} values, or fewer rounds, or a larger target_epsilon; or protect "
+        'records (unit = "record"); true runs it all the same',
+        key=f"{_TABLE}.accept_low_signal",
+    )

@@ -1,0 +1,51 @@
+"""A site's share of the noise inside a secure sum, drawn onto words chunk by chunk.
+
+How large it must be is in ``privacy.secagg.noise_shares``; masking comes after it.
+
+Shape suffix: c words of one chunk.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from privacy.dp.noise import RoundedGaussian
+from privacy.secagg.prg import KEY_BYTES, open_keystream
+
+_Words = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingNoise:
+    """Rounded Gaussians for some spans of an update's words.
+
+    A ``privacy.secagg.seal.Noise``. Values outside the spans carry nothing of
+    anybody's records and stay as they are.
+
+    Attributes:
+        noise_std: Standard deviation, in steps of the ring's grid.
+        spans: Places ``[start, stop)`` that noise is added to, in order.
+        random_bytes: Source of fresh keys, one for each range that is worked on.
+    """
+
+    noise_std: float
+    spans: Sequence[tuple[int, int]]
+    random_bytes: Callable[[int], bytes] = field(repr=False)
+
+    def open(self, num_words: int) -> Callable[[_Words, int], None]:
+        """Begin a stream under a key of its own; see ``Noise.open``."""
+        gaussian = RoundedGaussian(sigma=self.noise_std)
+        keystream = open_keystream(
+            self.random_bytes(KEY_BYTES),
+            num_bytes=gaussian.bytes_per_draw * num_words,
+        )
+
+        def add_(words_c: _Words, begin: int) -> None:
+            for start, stop in self.spans:
+                first, last = max(start - begin, 0), min(stop - begin, words_c.size)
+                if first < last:
+                    gaussian.add_(words_c[first:last], keystream)
+
+        return add_
