@@ -78,7 +78,7 @@ class OrientedGradients(nn.Module):
         down = F.pad(images[..., 2:, :] - images[..., :-2, :], (0, 0, 1, 1))
         gradient = torch.cat((across, down), dim=1)
         along = torch.einsum("bghw,og->bohw", gradient, self._directions)
-        size = gradient.norm(dim=1, keepdim=True)
+        size = torch.hypot(across, down)  # Far quicker than a norm of two values.
         # The squared cosine of the angle between gradient and direction, times size.
         shares = along.clamp(min=0).square() / (size + _TINY)
         cells = F.avg_pool2d(shares, self._cell) * self._cell**2

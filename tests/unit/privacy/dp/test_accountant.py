@@ -77,6 +77,23 @@ def test_gaussian_has_its_closed_form(mu: float, delta: float):
     assert found == 0 or gaussian_delta(found * 0.999, mu) > delta
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.5, 2.0, 20.0])
+@pytest.mark.parametrize("delta", [1e-9, 1e-4])
+def test_no_sampling_is_the_limit_of_sampling(noise: float, delta: float):
+    """One is in closed form, the other on a grid, which is never below."""
+    found = accountant.epsilon([event(1.0, noise, 1)], delta)
+    on_grid = accountant.epsilon([event(1 - 1e-9, noise, 1)], delta)
+    assert found <= on_grid * (1 + 1e-7)
+    assert on_grid == pytest.approx(found, rel=1e-3)
+
+
+def test_a_gaussian_beyond_all_epsilons():
+    """Tails that underflow tell of no privacy, not of a perfect one."""
+    assert accountant.epsilon([event(1.0, 0.025, 1)], 1e-5) == math.inf
+    assert accountant.epsilon([event(1.0, 0.034, 1)], 1e-5) == math.inf
+    assert accountant.epsilon([event(1.0, 1e5, 1)], 1e-5) == 0
+
+
 def test_kinds_of_events_add_up():
     """Many Gaussians are one; their order and their grouping do not matter."""
     parts = [event(1.0, 4.0, 3), event(1.0, 8.0, 4), event(1.0, 4.0, 1)]
