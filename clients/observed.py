@@ -1,0 +1,44 @@
+"""A trainer with a witness: what leaves a site, seen as it leaves.
+
+For audits: the adversary of record-level privacy sees every update of a site.
+"""
+
+from collections.abc import Callable
+
+from federation.messages import MetricSums, PrivacySpent
+from federation.protocols import LocalResult, Trainer
+from federation.vectors import IntegerVector, Layout, Vector
+
+Witness = Callable[[Vector, LocalResult], None]
+
+
+class ObservedTrainer:
+    """A ``federation.protocols.Trainer`` around another one."""
+
+    def __init__(self, trainer: Trainer, witness: Witness) -> None:
+        """Show the witness the weights before each round, and what came of them.
+
+        The arrays are the trainer's own and change after the call.
+        """
+        self._trainer = trainer
+        self._witness = witness
+
+    def layout(self) -> Layout:
+        """Layout of the model."""
+        return self._trainer.layout()
+
+    def fit(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> LocalResult:
+        """Train and tell."""
+        result = self._trainer.fit(weights_d, integers_m, round_index=round_index)
+        self._witness(weights_d, result)
+        return result
+
+    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+        """Evaluate; the witness does not hear of it."""
+        return self._trainer.evaluate(weights_d, integers_m)
+
+    def spent(self) -> PrivacySpent | None:
+        """What the trainer says."""
+        return self._trainer.spent()

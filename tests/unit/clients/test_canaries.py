@@ -1,0 +1,207 @@
+"""Canaries: what they add to a model, to data and to a clipped sum."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support.small_jobs import blobs
+from torch import nn
+
+from clients.canaries import (
+    CanariedData,
+    CanaryScores,
+    draw_canaries,
+    record_shape,
+    with_canaries,
+)
+from clients.datasets import Dataset, Examples, as_dataset
+from clients.models import gpt
+from clients.objectives import OBJECTIVES
+from clients.weights import layout_of
+from federation.errors import JobError, SiteError
+from privacy.dp_sgd.clipping import ClippedSum
+from privacy.dp_sgd.fit import fit_for_privacy
+
+MakeData = Callable[[], Dataset]
+MakeModel = Callable[[], nn.Module]
+
+IS_IN = np.array([True, False, True, True])
+CLIP = 0.5
+GPT = {"vocabulary": 7, "context": 5, "layers": 1, "heads": 1, "width": 8}
+
+
+def points() -> Dataset:
+    """Sixty examples of three classes."""
+    return as_dataset(blobs()[0], name="train")
+
+
+def windows() -> Dataset:
+    """Six windows of six tokens."""
+    tokens = np.arange(36).reshape(6, 6) % 7
+    return as_dataset(Examples(inputs=tokens), name="train")
+
+
+def linear_model() -> nn.Module:
+    options = {"inputs": 4, "classes": 3}
+    return with_canaries(
+        "clients.models:logistic_regression",
+        options,
+        num_canaries=len(IS_IN),
+        gradient_norm=2 * CLIP,
+        shape=(4,),
+        task="classification",
+    )
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(3)
+    return with_canaries(
+        "clients.models:gpt",
+        GPT,
+        num_canaries=len(IS_IN),
+        gradient_norm=2 * CLIP,
+        shape=(6,),
+        task="causal_lm",
+    )
+
+
+both = pytest.mark.parametrize(
+    ("task", "data", "make"),
+    [("classification", points, linear_model), ("causal_lm", windows, language_model)],
+)
+
+
+def clipped_sum(
+    model: nn.Module, data: CanariedData, chosen: NDArray[np.int64], task: str, how: str
+) -> dict[str, torch.Tensor]:
+    """Clipped sum over records as a private step takes it, by parameter."""
+    total = ClippedSum(model, clip_norm=CLIP, clipping=how, batch_size=64)
+    inputs, targets = data.batch(chosen)
+
+    def loss() -> torch.Tensor:
+        found = OBJECTIVES[task](model, inputs, targets)
+        return found.total / (found.count / len(chosen))
+
+    total.add_(loss, len(chosen))
+    sizes = [p.numel() for p in total.parameters.values()]
+    return dict(zip(total.parameters, torch.split(total.sum_d, sizes), strict=True))
+
+
+@both
+@pytest.mark.parametrize("how", ["hooks", "ghost"])
+def test_canary_that_is_in_adds_the_clip_norm_to_its_coordinate(
+    task: str, data: MakeData, make: MakeModel, how: str
+):
+    """And nothing anywhere else, whatever the values have become; one out adds none."""
+    model, _ = fit_for_privacy(make())
+    with torch.no_grad():
+        model.get_parameter("canaries.weight")[1:] = torch.tensor(
+            [[9.0], [-4], [7], [0]]
+        )
+    base = data()
+    canaried = CanariedData(base, IS_IN, task=task)
+    extra = np.arange(len(base), len(canaried))
+    found = clipped_sum(model, canaried, extra, task, how)
+    moved = found.pop("canaries.weight")
+    assert moved.tolist() == pytest.approx([0, -CLIP, 0, -CLIP, -CLIP], rel=1e-3)
+    assert not any(part.any() for part in found.values())
+
+
+@both
+def test_ordinary_records_train_as_without_canaries(
+    task: str, data: MakeData, make: MakeModel
+):
+    """Same logits, same clipped sum, and no trace on any canary's coordinate."""
+    model, _ = fit_for_privacy(make())
+    base = data()
+    canaried = CanariedData(base, IS_IN, task=task)
+    chosen = np.arange(len(base))
+    inputs, targets = base.batch(chosen)
+    plain = OBJECTIVES[task](model.get_submodule("model"), inputs, targets)
+    coded = OBJECTIVES[task](model, *canaried.batch(chosen))
+    assert torch.equal(plain.total, coded.total)
+    found = clipped_sum(model, canaried, chosen, task, "hooks")
+    assert not found.pop("canaries.weight").any()
+    assert any(part.any() for part in found.values())
+
+
+def test_canaried_data_keeps_records_and_its_length():
+    """Canaries that are out take their places too: the length tells nothing."""
+    base = points()
+    for truth in (IS_IN, ~IS_IN, np.zeros(4, bool)):
+        assert len(CanariedData(base, truth, task="classification")) == len(base) + 4
+    canaried = CanariedData(base, IS_IN, task="classification")
+    inputs, targets = canaried.batch(np.array([5, 61, 60]))
+    assert inputs[:, -1].tolist() == [0, 1, 2]
+    assert torch.equal(inputs[0, :-1], base.batch(np.array([5]))[0][0])
+    assert targets is not None
+    assert targets.tolist()[1:] == [0, 0]
+
+
+def test_windows_keep_their_length():
+    """A code is in the first token, which is no target."""
+    inputs, _ = CanariedData(windows(), IS_IN, task="causal_lm").batch(np.array([0, 9]))
+    assert inputs.tolist() == [[0, 1, 2, 3, 4, 5], [-5, 0, 0, 0, 0, 0]]
+
+
+def test_scores_add_up_updates_along_the_coordinates():
+    """Over two rounds, whatever else of the model moves."""
+    layout = layout_of(linear_model(), {})
+    scores = CanaryScores(layout, 4)
+    before = np.arange(layout.size, dtype=np.float32)
+    place = next(t.offset for t in layout.tensors if t.name == "canaries.weight")
+    for _ in range(2):
+        after = before + 1
+        after[place + 1 : place + 5] += np.array([2, -1, -2, 1])
+        scores.see(before, after)
+    assert scores.scores_m.tolist() == [6, 0, -2, 4]
+
+
+def test_who_is_in_comes_from_the_bytes():
+    """One bit for each canary."""
+    drawn = draw_canaries(11, bytes([0b10100000, 0b01100000]))
+    assert drawn.nonzero()[0].tolist() == [0, 2, 9, 10]
+
+
+def test_start_of_the_model_is_the_jobs_own():
+    """The job's factory draws first, so a seed gives it the same weights."""
+    torch.manual_seed(3)
+    plain = gpt(**GPT).state_dict()
+    wrapped = language_model().state_dict()
+    assert all(torch.equal(wrapped[f"model.{n}"], t) for n, t in plain.items())
+
+
+def test_factory_that_makes_no_model_is_refused():
+    """As without canaries."""
+    with pytest.raises(JobError, match="Examples"):
+        with_canaries(
+            "clients.datasets:Examples",
+            {"inputs": np.zeros(2)},
+            num_canaries=1,
+            gradient_norm=1.0,
+            shape=(4,),
+            task="classification",
+        )
+
+
+def test_data_that_cannot_carry_canaries_is_refused():
+    """Language models on images, classifiers without classes, tokens below 0."""
+    unlabelled = as_dataset(Examples(inputs=np.zeros((3, 4))), name="train")
+    negative = as_dataset(Examples(inputs=np.full((3, 4), -1)), name="train")
+    with pytest.raises(SiteError, match="windows of integer tokens"):
+        CanariedData(unlabelled, IS_IN, task="causal_lm")
+    with pytest.raises(SiteError, match="needs targets"):
+        CanariedData(unlabelled, IS_IN, task="classification")
+    with pytest.raises(SiteError, match="below 0"):
+        CanariedData(negative, IS_IN, task="causal_lm").batch(np.array([0]))
+
+
+def test_canaried_data_is_whole():
+    """It is dealt out already."""
+    data = CanariedData(points(), IS_IN, task="classification")
+    assert (data.labels(), data.groups, data.group_names) == (None, None, ())
+    with pytest.raises(NotImplementedError):
+        data.subset(np.array([0]))
+    assert record_shape(points()) == (4,)
