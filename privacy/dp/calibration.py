@@ -113,6 +113,7 @@ def _search(spent: Callable[[float], float], goal: float, least: float) -> float
         low = max(low / 2, MIN_NOISE_MULTIPLIER)
         at_low = spent(low)
     over, under = _excess(at_low, goal), _excess(at_high, goal)
+    moved = ""
     for _ in range(_MAX_TRIES):
         if at_high >= least:
             return high
@@ -122,12 +123,13 @@ def _search(spent: Callable[[float], float], goal: float, least: float) -> float
             share = 0.5
         middle = low * (high / low) ** share
         found = spent(middle)
+        # An end that stays for a second time counts half, or it would stay for long.
         if found <= goal:
             high, at_high, under = middle, found, _excess(found, goal)
-            over /= 2
+            over, moved = over / 2 if moved == "high" else over, "high"
         else:
             low, over = middle, _excess(found, goal)
-            under /= 2
+            under, moved = under / 2 if moved == "low" else under, "low"
     return high
 
 

@@ -41,6 +41,10 @@ _GROWTH = 4
 # A single Gaussian is cheap to resolve as finely as so many steps would be.
 _FEWEST = 64
 
+# Rounding of a step's divergence, some units in the last place of a probability near
+# 1. Divergences of compositions are means of such ones, so that errors add up.
+_STEP_ROUNDING = 2.0**-51
+
 # Part of delta that a window may cost on its upper side.
 _WINDOW_SHARE = 1e-6
 
@@ -97,6 +101,9 @@ def epsilon(steps: Mapping[Mechanism, int], delta: float) -> float:
     if len(merged) == 1 and (only := next(iter(merged))).sampling_rate == 1:
         # Exact, and a grid of its own would be made for every number of releases.
         return gaussian.epsilon(only.noise_multiplier, delta, limit=MAX_EPSILON)
+    delta -= _STEP_ROUNDING * sum(steps.values())
+    if delta <= 0:
+        return math.inf
     # The window for a delta a little smaller: delta may shrink by slack every round.
     coarse = 2.0 ** math.floor(math.log2(delta))
     capacities = tuple(sorted((m, _capacity(m, n)) for m, n in merged.items()))

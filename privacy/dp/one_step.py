@@ -83,15 +83,23 @@ def _deltas(loss: Any, epsilons: _Cells, sign: float) -> _Cells:
     losses are above epsilon, or none. Where c is a little off, the difference hardly
     is: it is largest at c.
     """
-    inside = np.maximum(np.expm1(sign * epsilons) / loss.sampling_prob, -1.0)
+    rate, turned = loss.sampling_prob, sign * epsilons
+    near = np.maximum(np.expm1(np.minimum(turned, 1.0)) / rate, -1.0)
+    far = np.maximum(turned, 1.0)
     with np.errstate(divide="ignore"):
-        whole = sign * np.log1p(inside)
+        whole = np.where(
+            turned < 1.0,
+            np.log1p(near),
+            # The same, for what is too large for an exponential.
+            far - math.log(rate) + np.log1p((rate - 1) * np.exp(-far)),
+        )
     # Inverse of the loss (-sign / 2 - x) / noise^2 of a Gaussian of sensitivity 1.
-    cutoffs = -sign / 2 - whole * loss.standard_deviation**2
+    cutoffs = -sign / 2 - sign * whole * loss.standard_deviation**2
     deltas = loss.mu_upper_cdf(cutoffs) - np.exp(
         epsilons + loss.mu_lower_log_cdf(cutoffs)
     )
     # Where all of Q is below the cutoff the difference loses its digits.
-    np.copyto(deltas, -np.expm1(epsilons), where=np.isposinf(cutoffs))
+    all_below = -np.expm1(np.minimum(epsilons, 0.0))
+    np.copyto(deltas, all_below, where=np.isposinf(cutoffs))
     found: _Cells = np.clip(deltas, 0, 1)
     return found
