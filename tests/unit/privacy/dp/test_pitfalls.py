@@ -197,13 +197,14 @@ def test_epsilon_of_joint_noise():
 
 
 def test_signal_to_noise_of_whole_sites():
-    """N / (z sqrt d) for the z of 100 rounds."""
+    """sqrt(N (N - 1)) / (z sqrt d) for the z of 100 rounds."""
     noise = noise_multiplier(8, 1e-3, 1, 100)
     assert f"{noise:.2f}" == "4.80"
     sizes = [10, 330, 1000, 10**6]
     for num in (2, 16, 64):
         row = [float(cell) for cell in _cells(f"{num} | ")[1:]]
-        found = [num / (noise * math.sqrt(size)) for size in sizes]
+        counted = math.sqrt(num * (num - 1))
+        found = [counted / (noise * math.sqrt(size)) for size in sizes]
         assert row == pytest.approx(found, rel=0.3, abs=5e-5)
         assert row[0] == pytest.approx(found[0], abs=1e-2)
 
