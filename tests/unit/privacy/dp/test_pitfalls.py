@@ -86,6 +86,7 @@ def test_cost_of_a_mistake(row: str, want: Callable[[], float]):
         ("Joint noise of two", 0, lambda: _epsilon(0.8 * math.sqrt(2))),
         ("A tenth of the steps", 1, lambda: _epsilon(NOISE, steps=11 * STEPS // 10)),
         ("Sums in float32", 1, lambda: _epsilon(NOISE / 1.008)),
+        ("Clipping in float32", 1, lambda: _epsilon(NOISE / 1.001)),
         ("Delta 1e-3", 1, lambda: _epsilon(NOISE, delta=1e-3)),
     ],
 )
