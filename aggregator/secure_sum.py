@@ -271,6 +271,7 @@ class SecureGather:
             return None
         return next_clip(
             self._clip(state),
+            first=self._contract.clip_norm,
             within=0.5 + totals[train.WITHIN_CLIP] / totals[train.WEIGHT],
             quantile=private.clip_quantile,
             rate=private.clip_rate,

@@ -31,7 +31,7 @@ from federation.messages import (
 )
 from federation.protocols import LocalResult, Trainer
 from federation.vectors import ByteVector, HeaderVector, Layout, Vector
-from privacy.dp.adaptive_clip import noisy_bit
+from privacy.dp.adaptive_clip import CLIP_RANGE, noisy_bit
 from privacy.dp.ring_noise import RingNoise
 from privacy.secagg import train
 from privacy.secagg.client import SiteSession
@@ -380,15 +380,17 @@ class SecureSite:
 def _check_clip(contract: Contract, update_clip: float) -> None:
     """Check that a round's clip norm is the contract's, unless it may adapt.
 
-    Where it adapts, any value is as private: noise is in proportion to it.
+    Where it adapts, any value is as private, for noise is in proportion to it; but
+    scaled beyond float32 an update would be declined, and that would tell of it.
     """
-    if (
-        train.WITHIN_CLIP not in contract.header_slots
-        and update_clip != contract.clip_norm
-    ):
+    first = contract.clip_norm
+    adapts = train.WITHIN_CLIP in contract.header_slots
+    reach = CLIP_RANGE if adapts else 1.0
+    if not first / reach <= update_clip <= first * reach:
+        far = f" by more than a factor of {reach:.0f}" if adapts else ""
         raise ProtocolError(
-            f"was asked to clip to {update_clip}, and the contract says "
-            f"{contract.clip_norm}"
+            f"was asked to clip to {update_clip}, and the contract says {first}: they "
+            f"differ{far}"
         )
 
 

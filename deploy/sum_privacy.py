@@ -22,7 +22,7 @@ from privacy.dp.budget import check_delta, check_records, default_delta
 from privacy.dp.calibration import noise_multiplier
 from privacy.dp.events import Event
 from privacy.dp.mechanism import SLACK
-from privacy.secagg.noise_shares import NoiseShare, honest_shares
+from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.ring import RingSpec
 
 MIN_SIGNAL_TO_NOISE = 0.5
@@ -85,7 +85,7 @@ def _plan_joint(federation: Federation) -> SumPrivacy:
         deltas=deltas,
         events={
             name: Event(
-                noise_multiplier=share.effective_multiplier(ring),
+                noise_multiplier=share.multiplier,
                 sampling_rate=rate,
                 steps=1,
                 slack=SLACK,
@@ -105,7 +105,7 @@ def _plan_sites(federation: Federation) -> SumPrivacy:
     if private.adaptive_clip:
         wanted, bit_std = adaptive_clip.split(wanted)
     share, ring = _share(federation, wanted, private.clip_norm)
-    multiplier = share.effective_multiplier(ring)
+    multiplier = share.multiplier
     if bit_std is not None:
         multiplier = adaptive_clip.together(multiplier, bit_std)
         bit_std /= math.sqrt(share.honest)
@@ -149,7 +149,8 @@ def _share(
         multiplier=multiplier,
         sensitivity=sensitivity,
         size=federation.pool.num_trained,
-        honest=honest_shares(job.minimum_sites, private.colluding_sites),
+        threshold=job.minimum_sites,
+        colluding=private.colluding_sites,
     )
     try:
         ring = share.ring_spec(
@@ -176,7 +177,7 @@ def _check_signal(found: SumPrivacy, federation: Federation) -> None:
     sites = math.ceil(len(job.sites) * MIN_SIGNAL_TO_NOISE / ratio)
     raise JobError(
         f"the mean of {len(job.sites)} updates of {found.share.size} values would have "
-        f"a signal-to-noise ratio of {ratio:.2g}, below {MIN_SIGNAL_TO_NOISE}: almost "
+        f"a signal-to-noise ratio of {ratio:.3g}, below {MIN_SIGNAL_TO_NOISE}: almost "
         f"nothing but noise. About {sites} sites would do, or a model that trains "
         f"{most:.0f} values, or fewer rounds, or a larger target_epsilon; or protect "
         'records (unit = "record"); true runs it all the same',

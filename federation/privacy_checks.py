@@ -157,7 +157,8 @@ def check_differential_privacy(job: JobSpec) -> None:
 def _check_noise_in_sum(job: JobSpec) -> None:
     """Refuse what noise that adds up inside a secure sum cannot hold together with."""
     private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
-    secure = job.privacy.secure_aggregation
+    secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
+    opened_once = 2 * job.minimum_sites - num_sites - 1
     refused = (
         (
             not secure.enabled,
@@ -173,6 +174,18 @@ def _check_noise_in_sum(job: JobSpec) -> None:
             (
                 f"a sum may hold {job.minimum_sites} updates: if "
                 f"{private.colluding_sites} are the adversary's, nobody's noise is left"
+            ),
+        ),
+        (
+            # Of all sites there is but one sum. Else 2 t > N + n_C, as in
+            # privacy.secagg.thresholds.
+            opened_once < private.colluding_sites and job.minimum_sites < num_sites,
+            f"{table}.colluding_sites",
+            (
+                f"with {private.colluding_sites} of them a lying aggregator could "
+                f"open two sums of {job.minimum_sites} of {num_sites} sites, whose "
+                "difference holds too little noise: raise "
+                "privacy.secure_aggregation.threshold"
             ),
         ),
         (

@@ -11,7 +11,11 @@ import math
 from privacy.dp.noise import RoundedGaussian
 from privacy.secagg.prg import KEY_BYTES, Keystream
 
+# The clip norm stays within this factor of the first: scaled by it, updates are far
+# from the largest float32, and whether one is beyond that is told by no site.
+CLIP_RANGE = 2.0**20
 BIT_SHARE = 0.1  # of 1 / z^2 that the bits may use up
+_MAX_STEP = 2 * math.log(CLIP_RANGE)
 _BIT_STEPS = 1024  # of the grid on which a bit gets its noise
 _BIT_SENSITIVITY = 0.5  # bits are sent as +-1/2: equation after Theorem 1
 
@@ -52,15 +56,20 @@ def noisy_bit(*, is_within: bool, std: float, key: bytes) -> float:
     return (_BIT_STEPS // 2 * (1 if is_within else -1) + noise) / _BIT_STEPS
 
 
-def next_clip(clip: float, *, within: float, quantile: float, rate: float) -> float:
+def next_clip(
+    clip: float, *, first: float, within: float, quantile: float, rate: float
+) -> float:
     """Clip norm of the next round: ``C exp(-rate (within - quantile))``.
 
     Args:
         clip: C of this round.
+        first: C of the first round; the result is within ``CLIP_RANGE`` of it.
         within: Share of the updates within it; with noise, so not always in [0, 1].
         quantile: gamma, the share that is wanted.
         rate: eta, learning rate.
     """
     # One round's noise must not throw it away: nothing real is outside of [0, 1].
     error = min(1.0, max(0.0, within)) - quantile
-    return clip * math.exp(-rate * error)
+    # Nor a rate: exp has a largest argument.
+    factor = math.exp(max(-_MAX_STEP, min(_MAX_STEP, -rate * error)))
+    return min(max(clip * factor, first / CLIP_RANGE), first * CLIP_RANGE)

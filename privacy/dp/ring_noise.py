@@ -5,14 +5,17 @@ How large it must be is in ``privacy.secagg.noise_shares``; masking comes after 
 Shape suffix: c words of one chunk.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.dp.noise import RoundedGaussian
+from privacy.dp.noise import MAX_SIGMA, RoundedGaussian
 from privacy.secagg.prg import KEY_BYTES, open_keystream
+
+_ROUND_UP = 1 + 2.0**-50
 
 _Words = NDArray[np.int32]
 
@@ -22,7 +25,8 @@ class RingNoise:
     """Rounded Gaussians for some spans of an update's words.
 
     A ``privacy.secagg.seal.Noise``. Values outside the spans carry nothing of
-    anybody's records and stay as they are.
+    anybody's records and stay as they are. Noise too large for one draw is the sum of
+    up to four: of independent draws, as the sum over sites is.
 
     Attributes:
         noise_std: Standard deviation, in steps of the ring's grid.
@@ -36,16 +40,18 @@ class RingNoise:
 
     def open(self, num_words: int) -> Callable[[_Words, int], None]:
         """Begin a stream under a key of its own; see ``Noise.open``."""
-        gaussian = RoundedGaussian(sigma=self.noise_std)
+        num_draws = max(1, math.ceil((self.noise_std / MAX_SIGMA) ** 2))
+        part = self.noise_std / math.sqrt(num_draws) * _ROUND_UP
+        gaussian = RoundedGaussian(sigma=min(MAX_SIGMA, part))
         keystream = open_keystream(
             self.random_bytes(KEY_BYTES),
-            num_bytes=gaussian.bytes_per_draw * num_words,
+            num_bytes=gaussian.bytes_per_draw * num_words * num_draws,
         )
 
         def add_(words_c: _Words, begin: int) -> None:
             for start, stop in self.spans:
                 first, last = max(start - begin, 0), min(stop - begin, words_c.size)
-                if first < last:
+                for _ in range(num_draws if first < last else 0):
                     gaussian.add_(words_c[first:last], keystream)
 
         return add_

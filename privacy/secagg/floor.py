@@ -181,28 +181,32 @@ def _privacy_faults(q: Contract, floor: LocalFloor) -> _Faults:
 def _noise_faults(q: Contract, floor: LocalFloor) -> _Faults:
     """Whether the noise inside the sum is what this site's accountant is told."""
     key = "differential_privacy.ring_noise_std"
-    share, ring = floor.noise_share, q.ring()
-    if q.differential_privacy.profile not in {"joint", "site"}:
+    profile, share = q.differential_privacy.profile, floor.noise_share
+    if profile not in {"joint", "site"}:
         return
     if share is None:
         yield key, "this site has planned no noise inside the sum"
-    elif share.effective_multiplier(ring) < share.multiplier:
-        yield (
-            key,
-            (
-                f"{ring.noise_std} steps are worth a noise multiplier of "
-                f"{share.effective_multiplier(ring)}, and this site counts on "
-                f"{share.multiplier}"
-            ),
-        )
-    elif q.threshold <= share.honest:
+        return
+    for fault in share.faults(q.ring()):
+        yield key, fault
+    if q.threshold < share.threshold:
         yield (
             "threshold",
             (
-                f"{q.threshold} updates in a sum do not hold {share.honest} shares of "
-                "noise of other sites"
+                f"{q.threshold} updates in a sum do not hold the noise of "
+                f"{share.threshold} that this site counts on"
             ),
         )
+    if profile == "site" and q.clip_norm > share.sensitivity:
+        yield (
+            "clip_norm",
+            f"{q.clip_norm} is above the {share.sensitivity} that noise is made for",
+        )
+    if q.weight_rule != "uniform":
+        yield "weight_rule", "this site's weight would tell what noise is to hide"
+    if q.element_bound is not None:
+        # Whether a site declines, or how it clips, is not what was accounted for.
+        yield "element_bound", "the noise is made for a grid that clip_norm sets"
 
 
 def _exposure_faults(q: Contract, floor: LocalFloor) -> _Faults:

@@ -9,15 +9,19 @@ The noise is drawn in ``privacy.dp.ring_noise``; what it costs is for an account
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from privacy.secagg.ring import RingSpec
 
+# A sum of rounded Gaussians this wide is one Gaussian, rounded, but for 2^-226.
+MIN_NOISE_STD = 4.0  # of a share, in steps: section 4.2
 MAX_INFLATION = 1.02  # of the sensitivity by rounding: section 4.3
 _FLOAT_ERROR = 2.0**-20  # of the clip norm: eight roundings of float32 in ``seal_``
 _PER_VALUE = 1 + 2.0**-20  # steps that rounding may move two values apart
 _ROUND_UP = 1 + 2.0**-40
-_ATTEMPTS = 60
+_ROUND_DOWN = 1 + 2.0**-45  # less, or a plan would not reach what it was made for
+_HALVINGS = 80
 
 
 def honest_shares(threshold: int, colluding: int) -> int:
@@ -56,20 +60,34 @@ class NoiseShare:
         Gaussians of standard deviation ``noise_std`` that the adversary does not
         know; as a post-processing of one Gaussian (docs/explanation/
         differential-privacy.md) they are the Gaussian mechanism with
-        ``effective_multiplier``.
+        ``effective_multiplier``, in every ring without ``faults``.
 
     Attributes:
         multiplier: z, standard deviation of the honest noise together, over the
             sensitivity.
         sensitivity: Delta, in weight units.
         size: Values that noise is added to.
-        honest: h, shares that the adversary does not know: ``honest_shares``.
+        threshold: t, updates without which no sum is opened.
+        colluding: n_C, sites whose noise the adversary may know; at least 1.
+
+    Raises:
+        ValueError: No share is left that the adversary does not know.
     """
 
     multiplier: float
     sensitivity: float
     size: int
-    honest: int
+    threshold: int
+    colluding: int
+
+    def __post_init__(self) -> None:
+        """Refuse shares that all are known."""
+        honest_shares(self.threshold, self.colluding)
+
+    @property
+    def honest(self) -> int:
+        """h, shares that the adversary does not know: ``honest_shares``."""
+        return honest_shares(self.threshold, self.colluding)
 
     def ring_sensitivity(self, spec: RingSpec) -> float:
         """Largest distance of neighbours on the ring's grid, in steps."""
@@ -82,15 +100,18 @@ class NoiseShare:
         return share * _ROUND_UP
 
     def effective_multiplier(self, spec: RingSpec) -> float:
-        """What the accountant is to be told of a ring with its ``noise_std``."""
+        """What the noise in a ring is worth; in that of ``ring_spec`` ``multiplier``.
+
+        Accountants are told ``multiplier``, below which no site's floor lets a ring.
+        """
         honest = spec.noise_std * math.sqrt(self.honest)
-        return honest / (self.ring_sensitivity(spec) * _ROUND_UP)
+        return honest / (self.ring_sensitivity(spec) * _ROUND_DOWN)
 
     def ring_spec(self, *, bits: int, num_sites: int, clip_norm: float) -> RingSpec:
         """Make the ring that has room for the noise.
 
         Noise takes room, which makes the grid coarser, which makes the noise smaller
-        in its steps: the two are brought into line from above.
+        in its steps: the least that is enough is found by bisection.
 
         Args:
             bits: Width of the ring, 24 or 32.
@@ -98,8 +119,9 @@ class NoiseShare:
             clip_norm: Largest norm of an update, in weight units.
 
         Raises:
-            ValueError: There is no room, or rounding would add more than 2 % to the
-                sensitivity; the message says what to change.
+            ValueError: There is no room, rounding would add more than 2 % to the
+                sensitivity, or the grid is too coarse for the noise; the message says
+                what to change.
         """
 
         def ring(noise_std: float) -> RingSpec:
@@ -110,23 +132,43 @@ class NoiseShare:
                 noise_std=noise_std,
             )
 
-        quiet = ring(0.0)
-        # With noise sigma the scale is at most (1 - c sigma) times the quiet one.
-        per_std = (quiet.noise_tail_of(1.0)) / ((1 << (bits - 1)) - 1)
-        wanted = self.noise_std(quiet)
-        noise_std = wanted / (1 + per_std * wanted)
-        for _ in range(_ATTEMPTS):
-            spec = ring(noise_std)
-            if self.noise_std(spec) <= noise_std:
-                self._check_inflation(spec)
-                return spec
-            noise_std *= 1 + 2.0**-20
-            noise_std = max(noise_std, min(wanted, self.noise_std(spec)))
-        spec = ring(wanted)
-        self._check_inflation(spec)
+        low, high = 0.0, self.noise_std(ring(0.0))
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if self._is_enough(ring, middle):
+                high = middle
+            else:
+                low = middle
+        spec = ring(high)
+        self._check(spec)
         return spec
 
-    def _check_inflation(self, spec: RingSpec) -> None:
+    def _is_enough(self, ring: Callable[[float], RingSpec], noise_std: float) -> bool:
+        """Whether shares of so many steps are enough, or more than there is room for.
+
+        More noise makes a coarser grid, which asks for less noise: from some share
+        on all are enough.
+        """
+        try:
+            return self.noise_std(ring(noise_std)) <= noise_std
+        except ValueError:
+            return True
+
+    def faults(self, spec: RingSpec) -> Iterator[str]:
+        """Say why a ring does not keep what the share counts on, if it does not."""
+        if spec.noise_std < MIN_NOISE_STD:
+            yield (
+                f"shares of {spec.noise_std:.3g} steps are fewer than "
+                f"{MIN_NOISE_STD:.0f}, and the sum of so little is no Gaussian"
+            )
+        elif self.effective_multiplier(spec) < self.multiplier:
+            yield (
+                f"{spec.noise_std} steps are worth a noise multiplier of "
+                f"{self.effective_multiplier(spec)}, and this site counts on "
+                f"{self.multiplier}"
+            )
+
+    def _check(self, spec: RingSpec) -> None:
         inflation = self.ring_sensitivity(spec) / (spec.scale * self.sensitivity)
         if inflation > MAX_INFLATION:
             raise ValueError(
@@ -135,4 +177,11 @@ class NoiseShare:
                 f"change, more than {100 * (MAX_INFLATION - 1):.0f} %: take more "
                 "bits, a smaller clip_norm of secure aggregation, or a larger one of "
                 "differential privacy"
+            )
+        if spec.noise_std < MIN_NOISE_STD:
+            raise ValueError(
+                f"each site's share of the noise would be {spec.noise_std:.3g} steps "
+                f"of the grid, fewer than {MIN_NOISE_STD:.0f}, and the sum of so "
+                "little is no Gaussian: take more noise, more bits, or a smaller "
+                "clip_norm of secure aggregation"
             )

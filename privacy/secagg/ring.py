@@ -155,11 +155,7 @@ class RingSpec:
 
     @property
     def _noise_tail(self) -> float:
-        return self.noise_tail_of(self.noise_std)
-
-    def noise_tail_of(self, noise_std: float) -> float:
-        """Room that noise of so many steps at every site needs in the sum, in steps."""
-        return NOISE_TAIL * noise_std * math.sqrt(self.num_sites)
+        return NOISE_TAIL * self.noise_std * math.sqrt(self.num_sites)
 
 
 def num_values(words_w: Words, spec: RingSpec) -> int:
