@@ -9,6 +9,8 @@ import mpmath
 import pytest
 from support.noise_oracles import rounded_pmf
 
+from privacy.dp.mechanism import SLACK
+
 DIGITS = 120
 
 
@@ -113,3 +115,10 @@ def test_four_steps_of_noise_are_enough(num_sites: int):
         if num_sites == 2:
             bound = _bound(2, 4.0)
         assert bound < mpmath.mpf(2) ** -226
+
+
+@pytest.mark.parametrize(("draws", "most"), [(1, 2**32), (4, 2**30)])
+def test_slack_covers_the_shares_of_a_sum(draws: int, most: int):
+    """Shares times values, each off by at most 2^-110, for an epsilon of 12."""
+    distance = draws * most * mpmath.mpf(2) ** -110
+    assert distance * (1 + mpmath.exp(12)) < SLACK
