@@ -85,6 +85,7 @@ def test_default_deltas():
         assert float(delta) == default_delta(int(records.replace(",", "")))
 
 
+@pytest.mark.slow
 def test_noise_by_records():
     """Batches of 256, 1,000 steps."""
     for cell, *cells in _table("Records of the site", "z for epsilon 1"):
@@ -95,6 +96,7 @@ def test_noise_by_records():
         )
 
 
+@pytest.mark.slow
 def test_noise_by_batch_and_steps():
     """10,000 records, epsilon 3: the multiplier, and in brackets over the batch."""
     for cell, *cells in _table("Batch"):
