@@ -16,8 +16,13 @@ FederationError
 `-- StoreError                an object store did not do what it was asked
     |-- ObjectNotFound
     |-- ObjectExists          a create-only write found an object in its place
+    |-- ObjectChanged         another version than the one that was named
     |-- CorruptObject         bytes whose digest or form is wrong
     `-- StoreUnavailable      full disk, missing permission, unreachable
+        |-- StoreThrottled    too many requests, after all attempts
+        |-- StoreForbidden    these credentials may not do this
+        |-- NotAuthenticated  no credentials, or none that the service accepts
+        `-- BucketNotFound    the bucket, not the object
 
 A message says what happened, where, and what to do about it. ``ValueError`` is
 for a caller's bad argument and is not listed here.
@@ -113,9 +118,29 @@ class ObjectExists(StoreError):
     """A create-only write found an object in its place."""
 
 
+class ObjectChanged(StoreError):
+    """The object is not, or no longer, of the version that was named."""
+
+
 class CorruptObject(StoreError):
     """Stored bytes do not match their digest or their format."""
 
 
 class StoreUnavailable(StoreError):
     """The store cannot be read or written: full, forbidden or unreachable."""
+
+
+class StoreThrottled(StoreUnavailable):
+    """The service wants fewer requests, and went on saying so."""
+
+
+class StoreForbidden(StoreUnavailable):
+    """These credentials may not do this: a person must grant it."""
+
+
+class NotAuthenticated(StoreUnavailable):
+    """There are no credentials, or the service does not accept them."""
+
+
+class BucketNotFound(StoreUnavailable):
+    """The bucket does not exist, or lies in another region or project."""

@@ -9,7 +9,7 @@ Shape suffixes: d float values of the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from federation.ids import SiteId
@@ -171,18 +171,43 @@ class ObjectInfo:
         key: Its key.
         size: Bytes.
         version: Opaque; changes whenever the content changes.
+        crc32c: Checksum of the content, as 8 hexadecimal digits; None if unknown.
+        sha256: Digest of the content, as 64 hexadecimal digits; None if unknown.
+        metadata: What the writer said of it: lower-case names of letters, digits and
+            ``-``, and ASCII values.
+        updated: When it was written, in seconds since 1970; None if unknown.
     """
 
     key: str
     size: int
     version: str
+    crc32c: str | None = None
+    sha256: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    updated: float | None = None
 
 
 class ObjectStore(Protocol):
-    """Named bytes. Implementations: ``cloud_adapters.storage``."""
+    """Named bytes. Implementations: ``cloud_adapters.storage``.
+
+    Every call gives up by itself: it tries again what may pass, a few times and
+    within a deadline. Streams, downloads by parts and the like are functions over
+    this seam: ``cloud_adapters.storage.transfer``.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where it is, for messages: ``s3://bucket/prefix``; no secrets."""
+        ...
 
     def put(
-        self, key: str, data: Iterable[Buffer], *, if_absent: bool = False
+        self,
+        key: str,
+        data: Iterable[Buffer],
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
         """Write an object whole or not at all, durably.
 
@@ -190,36 +215,95 @@ class ObjectStore(Protocol):
             key: ``/``-separated; see ``cloud_adapters.storage.keys``.
             data: The content in pieces, so that it need not be in one buffer.
             if_absent: Fail if the key is taken: of many writers one wins.
+            if_version: Fail unless the object is of this version.
+            metadata: Kept with it; see ``ObjectInfo``.
+
+        Returns:
+            What is known of it now, with both checksums.
 
         Raises:
             ObjectExists: ``if_absent`` and the key is taken.
+            ObjectChanged: ``if_version``, and the object is of another or is gone.
+            CorruptObject: Other bytes arrived than were sent; nothing is there.
             StoreUnavailable: The store is full, read-only or out of reach.
+            ValueError: Key or metadata are not of the permitted form, or both
+                conditions are given.
         """
         ...
 
-    def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+    def read(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        if_version: str | None = None,
+    ) -> bytes:
         """Bytes ``[start, start + length)`` of an object; to its end by default.
+
+        Whole objects are checked against their checksum where one is known.
 
         Raises:
             ObjectNotFound: There is no such object.
+            ObjectChanged: ``if_version``, and the object is of another.
+            CorruptObject: What arrived does not have the object's checksum.
             StoreUnavailable: The store is out of reach.
         """
         ...
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size and version of an object.
+        """All that the store knows of an object.
 
         Raises:
             ObjectNotFound: There is no such object.
         """
         ...
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose key starts with ``prefix``, in the order of their keys."""
+    def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose key starts with ``prefix``, in the order of their keys.
+
+        By code points. Checksums and metadata are not promised; ``stat`` has them.
+
+        Args:
+            prefix: Of the keys.
+            start_after: Only keys behind this one.
+        """
         ...
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
+        ...
+
+    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
+        """Copy an object inside the store, with its metadata.
+
+        Raises:
+            ObjectNotFound: There is no ``source``.
+            ObjectExists: ``if_absent`` and ``target`` is taken.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of connections; the store is not used afterwards."""
+        ...
+
+
+class SignsUrls(Protocol):
+    """A store that can let others in for a while. Implementations: S3, GCS."""
+
+    def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
+        """Make a URL that reads or writes one object without credentials.
+
+        It is a secret as long as it lives: never log it.
+
+        Args:
+            key: The object.
+            method: ``GET`` or ``PUT``.
+            expires_seconds: How long it works, at most seven days.
+
+        Raises:
+            NotAuthenticated: These credentials cannot sign.
+        """
         ...
 
 

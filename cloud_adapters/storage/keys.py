@@ -4,9 +4,16 @@ The rules are the narrowest of the stores that we know, so that a run can be
 copied from one to another; a key that passes is also a safe relative path.
 """
 
+import re
 import unicodedata
+from collections.abc import Mapping
 
 MAX_KEY_BYTES = 1024  # of S3 and of Google Cloud Storage
+MAX_METADATA_BYTES = 1500  # S3 allows 2,048, and stores add some of their own
+
+_METADATA_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+# Neither end is a space: servers cut those off.
+_METADATA_VALUE = re.compile(r"([!-~]([ -~]*[!-~])?)?")
 
 
 def check_key(key: str) -> str:
@@ -49,3 +56,32 @@ def check_range(start: int, length: int | None) -> None:
     """
     if start < 0 or (length is not None and length < 0):
         raise ValueError(f"cannot read {length} bytes from {start}: negative")
+
+
+def check_conditions(*, if_absent: bool, if_version: str | None) -> None:
+    """Check the conditions of a write.
+
+    Raises:
+        ValueError: Both are given.
+    """
+    if if_absent and if_version is not None:
+        raise ValueError("an object cannot be both absent and of a version")
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return a copy of an object's metadata if every store can keep it.
+
+    Raises:
+        ValueError: A name is not of lower-case letters, digits and ``-``, a value is
+            not of printable ASCII characters, or all together have more than
+            ``MAX_METADATA_BYTES``.
+    """
+    kept = dict(metadata or {})
+    for name, value in kept.items():
+        if not _METADATA_NAME.fullmatch(name):
+            raise ValueError(f"{name[:80]!r} cannot be a name of metadata")
+        if not _METADATA_VALUE.fullmatch(value):
+            raise ValueError(f"the metadata {name!r} must be of printable ASCII")
+    if sum(len(name) + len(value) for name, value in kept.items()) > MAX_METADATA_BYTES:
+        raise ValueError(f"metadata has more than {MAX_METADATA_BYTES} bytes")
+    return kept

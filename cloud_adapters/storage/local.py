@@ -16,10 +16,18 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from cloud_adapters.storage.keys import check_key, check_range
+from cloud_adapters.storage.checksums import Checksums
+from cloud_adapters.storage.keys import (
+    check_conditions,
+    check_key,
+    check_metadata,
+    check_range,
+)
 from federation.errors import (
+    ObjectChanged,
     ObjectExists,
     ObjectNotFound,
     StoreError,
@@ -79,8 +87,19 @@ class LocalStore:
         self._root = Path(root)
         self._swept = False
 
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"file://{self._root}"
+
     def put(
-        self, key: str, data: Iterable[Buffer], *, if_absent: bool = False
+        self,
+        key: str,
+        data: Iterable[Buffer],
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
         """Write an object whole or not at all; see ``ObjectStore.put``.
 
@@ -90,6 +109,9 @@ class LocalStore:
         3. Flush the folder, so that the name survives a power cut.
         """
         *folders, name = self._segments(key)
+        check_conditions(if_absent=if_absent, if_version=if_version)
+        kept = check_metadata(metadata)
+        checksums = Checksums()
         with (
             self._errors("write", key),
             self._folder([PARTIAL_FOLDER], create=True) as partial_folder,
@@ -97,9 +119,18 @@ class LocalStore:
         ):
             self._sweep_once(partial_folder)
             with _partial_file(partial_folder) as (partial, file):
-                _write(file, data)  # 1.
+                _write(file, checksums.watch(data))  # 1.
                 os.fsync(file)
-                info = _info(key, os.fstat(file))
+                info = replace(
+                    _info(key, os.fstat(file)),
+                    crc32c=checksums.crc32c,
+                    sha256=checksums.sha256,
+                    metadata=kept,
+                )
+                if if_version is not None and not self._is(key, if_version):
+                    raise ObjectChanged(
+                        f"{key!r} in the folder {str(self._root)!r} has changed"
+                    )
                 if if_absent:  # 2.
                     self._link(key, partial, partial_folder, folder)
                 else:
@@ -109,11 +140,23 @@ class LocalStore:
             os.fsync(folder)  # 3.
         return info
 
-    def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
+    def read(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        if_version: str | None = None,
+    ) -> bytes:
         """Bytes of an object; see ``ObjectStore.read``."""
         check_range(start, length)
         with self._errors("read", key), self._open(key) as file:
-            left = max(0, os.fstat(file).st_size - start)
+            info = _info(key, os.fstat(file))
+            if if_version not in {None, info.version}:
+                raise ObjectChanged(
+                    f"{key!r} in the folder {str(self._root)!r} has changed"
+                )
+            left = max(0, info.size - start)
             if length is not None:
                 left = min(left, length)
             parts = []
@@ -128,10 +171,10 @@ class LocalStore:
         with self._errors("read", key), self._open(key) as file:
             return _info(key, os.fstat(file))
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:
         """Objects whose key starts with ``prefix``, in the order of their keys."""
         with self._errors("list", prefix):
-            yield from self._walk([], prefix)
+            yield from (i for i in self._walk([], prefix) if i.key > start_after)
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
@@ -143,6 +186,19 @@ class LocalStore:
         ):
             os.unlink(name, dir_fd=folder)
             os.fsync(folder)
+
+    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
+        """Copy an object; see ``ObjectStore.copy``."""
+        return self.put(target, [self.read(source)], if_absent=if_absent)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between calls."""
+
+    def _is(self, key: str, version: str) -> bool:
+        try:
+            return self.stat(key).version == version
+        except ObjectNotFound:
+            return False
 
     def _segments(self, key: str) -> Sequence[str]:
         segments = check_key(key).split("/")
@@ -334,4 +390,6 @@ def _make_root(root: Path) -> None:
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
     # Every write makes a new inode, which stays taken as long as its object does.
     version = f"{found.st_mtime_ns}-{found.st_ino}-{found.st_size}"
-    return ObjectInfo(key=key, size=found.st_size, version=version)
+    return ObjectInfo(
+        key=key, size=found.st_size, version=version, updated=found.st_mtime
+    )

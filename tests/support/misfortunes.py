@@ -106,9 +106,7 @@ class _KillingStore(LocalStore):
     blobs_before = 0
     due = False
 
-    def put(
-        self, key: str, data: Iterable[Buffer], *, if_absent: bool = False
-    ) -> ObjectInfo:
+    def put(self, key: str, data: Iterable[Buffer], **conditions: Any) -> ObjectInfo:
         if key.endswith(MANIFEST) and self.kind == "between blobs and manifest":
             die()
         if "/blobs/" in key and self.due:
@@ -116,7 +114,7 @@ class _KillingStore(LocalStore):
                 die()
             if self.kind == "first blob is written":
                 data = _first(data)
-        info = super().put(key, data, if_absent=if_absent)
+        info = super().put(key, data, **conditions)
         if "/blobs/" in key and self.due and self.kind == "between two blobs":
             die()
         if key.endswith(MANIFEST):

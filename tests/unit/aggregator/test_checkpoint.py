@@ -525,11 +525,9 @@ class CrashingStore(MemoryStore):
         if self.changes_left < 0:
             raise StoreUnavailable("the network is gone")
 
-    def put(
-        self, key: str, data: Iterable[Buffer], *, if_absent: bool = False
-    ) -> ObjectInfo:
+    def put(self, key: str, data: Iterable[Buffer], **conditions: Any) -> ObjectInfo:
         self._count()
-        return super().put(key, data, if_absent=if_absent)
+        return super().put(key, data, **conditions)
 
     def delete(self, key: str) -> None:
         self._count()
