@@ -46,6 +46,7 @@ def test_verbs_and_options_are_frozen() -> None:
     assert verbs_of(_parser()) == {
         "simulate": common | job | run,
         "check-job": common | job,
+        "audit": common | job | {"--site", "--canaries", "--confidence", "--out"},
         "report": common | {"run", "--out", "--root"},
         "runs": common | {"--root"},
         "keys": {"-h", "--help"},

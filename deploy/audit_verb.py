@@ -1,0 +1,194 @@
+"""``crossfed audit``: arguments in, an audit's findings and its two files out."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from federation.errors import RunConflict, StoreUnavailable
+
+if TYPE_CHECKING:
+    from federation.events import Event
+    from federation.job import JobSpec
+    from monitoring.audit_findings import Findings
+
+DONE, FAILED = 0, 1
+ROOT = Path("audits")
+
+# The `verbs.add_parser` of argparse's own type, which is not public.
+_Verbs = Any
+_Load = Callable[[argparse.Namespace], "JobSpec"]
+_Number = TypeVar("_Number", int, float)
+_Guard = Callable[[], AbstractContextManager[None]]
+
+
+def add_verb(
+    verbs: _Verbs,
+    parents: Sequence[argparse.ArgumentParser],
+    *,
+    load: _Load,
+    guard: _Guard,
+) -> None:
+    """Add the verb to those of the command line.
+
+    Args:
+        verbs: Of the command line.
+        parents: With the arguments of a job.
+        load: Reads the job that the arguments name.
+        guard: Refuses a user's module that ends the program.
+    """
+    audit = verbs.add_parser(
+        "audit",
+        parents=parents,
+        allow_abbrev=False,
+        help="attack a job's training and hold the result against its epsilon",
+    )
+    audit.add_argument(
+        "--site",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="audit this site alone; several times for several (default: all)",
+    )
+    audit.add_argument(
+        "--canaries",
+        type=int,
+        metavar="M",
+        help="records made to be found, at each site (default: 5000)",
+    )
+    audit.add_argument(
+        "--confidence",
+        type=float,
+        metavar="P",
+        help="of the lower bound on epsilon (default: 0.95)",
+    )
+    audit.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="new folder for audit.json and audit.html (default: audits/NAME/TIME)",
+    )
+    audit.set_defaults(verb=partial(_audit, load=load, guard=guard))
+
+
+def _audit(options: argparse.Namespace, *, load: _Load, guard: _Guard) -> int:
+    job = load(options)
+    from deploy import audit  # noqa: PLC0415 -- imports torch
+
+    attack = audit.Attack(
+        sites=tuple(dict.fromkeys(options.site)),
+        canaries=_given(options.canaries, audit.DEFAULT_CANARIES),
+        confidence=_given(options.confidence, audit.DEFAULT_CONFIDENCE),
+    )
+    folder = _folder(job, options.out)
+    with guard(), _progress() as listen:
+        findings = audit.audit(job, attack, listeners=[listen])
+    leave(findings, folder)
+    return tell(findings, folder, as_json=options.json)
+
+
+def tell(findings: "Findings", folder: Path, *, as_json: bool) -> int:
+    """Print what an audit found, and return the exit code.
+
+    Args:
+        findings: What was found.
+        folder: Where it was left.
+        as_json: Print the content of ``audit.json``.
+    """
+    from monitoring.audit_findings import document, lines  # noqa: PLC0415
+
+    if as_json:
+        _say(json.dumps({**document(findings), "folder": str(folder)}, indent=2))
+    else:
+        for line in lines(findings):
+            _say(line)
+        _say(f"\nreport       {folder / 'audit.html'}")
+    sys.stdout.flush()
+    for site in findings.broken:
+        _tell(
+            f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, and the "
+            f"attack proves at least {site.bound:.2f} at confidence "
+            f"{site.confidence:.0%}: what it promises does not hold. Stop releasing "
+            "its models, and look for what takes away from noise or clipping"
+        )
+    return FAILED if findings.broken else DONE
+
+
+def _given(value: _Number | None, default: _Number) -> _Number:
+    return default if value is None else value
+
+
+def _folder(job: "JobSpec", out: Path | None) -> Path:
+    """Choose the audit's folder, which must be new or empty: nothing is mixed up."""
+    from federation.clock import SystemClock  # noqa: PLC0415
+    from federation.ids import new_run_id  # noqa: PLC0415
+
+    name = new_run_id(SystemClock().now(), os.urandom(3))
+    folder = ROOT / job.name / name if out is None else out
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise StoreUnavailable(f"cannot read {folder}: {error.strerror}") from error
+    if taken:
+        raise RunConflict(
+            f"{folder} is not empty: an audit takes a folder of its own; choose "
+            "another with --out"
+        )
+    return folder
+
+
+def leave(findings: "Findings", folder: Path) -> None:
+    """Write ``audit.json`` and ``audit.html`` into a folder, which is made.
+
+    Raises:
+        StoreUnavailable: They cannot be written.
+    """
+    from monitoring.audit_findings import document  # noqa: PLC0415
+    from monitoring.audit_page import write_audit  # noqa: PLC0415 -- slow to import
+
+    text = json.dumps(document(findings), indent=2, allow_nan=False) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "audit.json").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreUnavailable(
+            f"cannot write the audit into {folder}: {error.strerror}"
+        ) from error
+    write_audit(findings, folder / "audit.html")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[["Event"], None]]:
+    """Say on standard error how far both runs are."""
+    from federation.events import RoundFinished, RunStarted  # noqa: PLC0415
+
+    runs = iter(("with canaries", "without canaries"))
+    total = 0
+
+    def listen(event: "Event") -> None:
+        nonlocal total
+        if isinstance(event, RunStarted):
+            total = event.rounds
+            _tell(f"run {next(runs, '')}, {total} rounds")
+        elif isinstance(event, RoundFinished) and event.round_index % _step(total) == 0:
+            _tell(f"  round {event.round_index} of {total}")
+
+    yield listen
+
+
+def _step(rounds: int) -> int:
+    """About ten lines for a run."""
+    return max(1, rounds // 10)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"crossfed: {text}\n")

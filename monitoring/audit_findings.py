@@ -1,0 +1,206 @@
+"""What an audit found, as values, as JSON and in a few lines.
+
+Shape suffixes: m canaries.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitoring.units import format_delta, format_epsilon
+from privacy.dp.auditing import Guesses, Roc
+
+FALSE_POSITIVES = (0.001, 0.01)  # At which membership inference is reported.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a site's ledger says about the run that was audited.
+
+    Attributes:
+        epsilon: Spent on training records; infinite without differential privacy.
+        delta: The probability that goes with it, or that the audit assumes.
+        terms: Unit, neighbouring relation, accountant and sampling, for people.
+    """
+
+    epsilon: float
+    delta: float
+    terms: str
+
+    @property
+    def is_private(self) -> bool:
+        """Whether anything is promised."""
+        return math.isfinite(self.epsilon)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Membership inference by loss against two models.
+
+    Attributes:
+        final: Against the global model after the last round.
+        local: Against what the site itself sent last.
+    """
+
+    final: Roc
+    local: Roc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFindings:
+    """What the audit found of one site.
+
+    Attributes:
+        site: Its name.
+        promise: What the guarantee says.
+        guesses: How canaries were told apart.
+        confidence: Of the bounds.
+        scores_m: Score of each canary, shape ``(m,)``.
+        is_in_m: Whether it was in the data, shape ``(m,)``.
+        canaries: How well canaries' scores tell who was in.
+        independent_bound: Bound on epsilon that holds if canaries do not influence
+            each other; see ``privacy.dp.auditing.epsilon_of_independent``.
+        membership: Attacks on the site's real records.
+    """
+
+    site: str
+    promise: Promise
+    guesses: Guesses
+    confidence: float
+    scores_m: NDArray[np.float64]
+    is_in_m: NDArray[np.bool_]
+    canaries: Roc
+    independent_bound: float
+    membership: Membership
+
+    @property
+    def bound(self) -> float:
+        """Lower bound on epsilon."""
+        return self.guesses.epsilon(
+            delta=self.promise.delta, confidence=self.confidence
+        )
+
+    @property
+    def largest_bound(self) -> float:
+        """What the bound would be if every guess were right."""
+        return self.guesses.largest_epsilon(
+            delta=self.promise.delta, confidence=self.confidence
+        )
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the attack learned more than the promise allows."""
+        return self.bound > self.promise.epsilon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What an audit found.
+
+    Attributes:
+        job_name: Name of the job.
+        unit: Its unit of privacy.
+        rounds: Rounds of each of the two runs.
+        seconds: How long the audit took.
+        sites: One entry for each audited site.
+    """
+
+    job_name: str
+    unit: str
+    rounds: int
+    seconds: float
+    sites: Sequence[SiteFindings]
+
+    @property
+    def broken(self) -> Sequence[SiteFindings]:
+        """Sites whose promise was broken."""
+        return [site for site in self.sites if site.is_broken]
+
+
+def document(findings: Findings) -> dict[str, Any]:
+    """The content of ``audit.json``; an epsilon that is infinite is null."""
+    return {
+        "job": findings.job_name,
+        "unit": findings.unit,
+        "rounds": findings.rounds,
+        "seconds": round(findings.seconds, 3),
+        "broken": [site.site for site in findings.broken],
+        "sites": [_site_document(site) for site in findings.sites],
+    }
+
+
+def _site_document(site: SiteFindings) -> dict[str, Any]:
+    promise, guesses = site.promise, site.guesses
+    return {
+        "site": site.site,
+        "epsilon": promise.epsilon if promise.is_private else None,
+        "delta": promise.delta,
+        "terms": promise.terms,
+        "confidence": site.confidence,
+        "lower_bound": site.bound,
+        "largest_lower_bound": site.largest_bound,
+        "lower_bound_if_independent": site.independent_bound,
+        "canaries": guesses.canaries,
+        "canaries_in": int(site.is_in_m.sum()),
+        "guesses": guesses.guesses,
+        "correct": guesses.correct,
+        "canary_auc": site.canaries.auc,
+        "membership_final_model": _roc_document(site.membership.final),
+        "membership_local_model": _roc_document(site.membership.local),
+    }
+
+
+def _roc_document(roc: Roc) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "members": roc.num_in,
+        "non_members": roc.num_out,
+        "auc": roc.auc,
+        "auc_standard_error": roc.auc_error,
+    }
+    for rate in FALSE_POSITIVES:
+        value, low, high = roc.true_positives_at(rate)
+        found[f"tpr_at_fpr_{rate:g}"] = {"value": value, "low": low, "high": high}
+    return found
+
+
+def lines(findings: Findings) -> Iterator[str]:
+    """Say what was found, site by site."""
+    for number, site in enumerate(findings.sites):
+        if number:
+            yield ""
+        yield from _site_lines(site)
+
+
+def _site_lines(site: SiteFindings) -> Iterator[str]:
+    promise, guesses = site.promise, site.guesses
+    delta = format_delta(promise.delta)
+    yield f"site         {site.site}"
+    if promise.is_private:
+        yield f"epsilon      {format_epsilon(promise.epsilon)} at delta {delta}"
+        yield f"             {promise.terms}"
+    else:
+        yield "epsilon      infinite: the job has no differential privacy"
+    yield (
+        f"lower bound  {site.bound:.2f} at delta {delta}, confidence "
+        f"{site.confidence:.0%}; at most {site.largest_bound:.2f} could show"
+    )
+    yield (
+        f"canaries     {guesses.canaries}, {guesses.guesses} guesses, "
+        f"{guesses.correct} correct"
+    )
+    yield f"membership   {roc_line(site.membership.final)}"
+    verdict = "BROKEN: the bound exceeds epsilon" if site.is_broken else "not broken"
+    yield f"promise      {verdict if promise.is_private else 'none was made'}"
+
+
+def roc_line(roc: Roc) -> str:
+    """Area and rates of membership inference in one line."""
+    rates = ", ".join(
+        f"{roc.true_positives_at(rate)[0]:.1%} found at {rate:.1%} false alarms"
+        for rate in FALSE_POSITIVES
+    )
+    return f"AUC {roc.auc:.3f} +-{roc.auc_error:.3f}; {rates}"

@@ -1,0 +1,323 @@
+"""Audits of whole jobs: what is right stays below its epsilon, what is wrong does not.
+
+Noise, sampling and canaries are drawn from fixed seeds, so every figure is that of
+these very draws.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.commands import JOB, crossfed, workplace
+from support.small_jobs import small_job
+
+from deploy import audit_verb, cli, wiring
+from deploy.audit import Attack, Findings, audit, guesses_for, with_more_records
+from deploy.private_sites import PrivateSites, SitePlan
+from federation.clock import SystemClock
+from federation.errors import JobError, SiteError
+from federation.events import RunFinished
+from federation.ids import RunId, SiteId
+from federation.job import JobSpec
+from monitoring.audit_findings import document
+
+RECORDS = 400
+GPT = {
+    "factory": "clients.models:gpt",
+    "options": {"vocabulary": 256, "context": 8, "layers": 1, "heads": 1, "width": 8},
+}
+
+
+def private_job(noise: float, *, num_sites: int = 1, **training: Any) -> JobSpec:
+    """One release of all records, unless told otherwise."""
+    return small_job(
+        num_sites=num_sites,
+        data={
+            "source": "support.small_jobs:blobs",
+            "options": {"num_train": RECORDS * num_sites},
+            "partition": {"kind": "iid"},
+        },
+        training={"batch_size": RECORDS, "optimizer": {"lr": 0.5}}
+        | (training if "local_epochs" in training else {"local_steps": 1} | training),
+        aggregation={"weights": "uniform"},
+        evaluation={"every": 0},
+        privacy={
+            "differential_privacy": {
+                "unit": "record",
+                "target_epsilon": 60.0,
+                "noise_multiplier": noise,
+                "delta": 1e-5,
+                "clipping": "ghost",
+            }
+        },
+    )
+
+
+def audited(
+    job: JobSpec, *, canaries: int, noise_times: float = 1.0, seed: int = 0
+) -> Findings:
+    """Audit sites whose noise is not what they tell their ledgers."""
+    random_bytes = np.random.default_rng(seed).bytes
+    sites = PrivateSites(
+        wiring.build_federation(job),
+        run_id=RunId("20260101-000000-000000"),
+        folder=None,
+        clock=SystemClock(),
+    )
+    plans = {
+        name: with_noise(plan, noise_times, random_bytes)
+        for name, plan in sites.plans.items()
+    }
+    attack = Attack(canaries=canaries, random_bytes=random_bytes)
+    return audit(job, attack, plans=plans)
+
+
+def with_noise(
+    plan: SitePlan, times: float, random_bytes: Callable[[int], bytes]
+) -> SitePlan:
+    assert plan.training is not None
+    noise = times * plan.training.noise_multiplier
+    training = replace(plan.training, noise_multiplier=noise, random_bytes=random_bytes)
+    return replace(plan, training=training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [1.0, 2.0, 3.0])
+def test_audit_separates_the_pipeline_from_one_with_half_the_noise(noise: float):
+    """A hundred thousand canaries through data, model, clipping and trainer."""
+    job = private_job(noise)
+    kept = audited(job, canaries=100_000)
+    broken = audited(job, canaries=100_000, noise_times=0.5)
+    assert kept.broken == []
+    assert broken.broken == broken.sites
+    assert broken.sites[0].promise == kept.sites[0].promise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"local_steps": 5, "batch_size": 100},
+        {"local_epochs": 2, "batch_size": 130, "accumulate": 2},
+        {"local_steps": 4, "batch_size": 60, "optimizer": {"name": "adam", "lr": 0.1}},
+        {"local_steps": 3, "batch_size": 80, "proximal_mu": 0.1},
+    ],
+    ids=["steps", "epochs", "adam", "proximal"],
+)
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+def test_right_pipelines_stay_below_their_epsilon(training: Any, clipping: str):
+    """With sampling, several steps and rounds, and both ways to clip."""
+    job = private_job(1.0, num_sites=2, **training)
+    private = replace(job.privacy.differential_privacy, clipping=clipping)
+    job = replace(
+        job, rounds=2, privacy=replace(job.privacy, differential_privacy=private)
+    )
+    found = audited(job, canaries=2000)
+    assert found.broken == []
+    assert all(site.canaries.auc > 0.55 for site in found.sites)
+
+
+def test_too_little_noise_is_found():
+    """A quarter of what the ledger is told; and the page and the files say so."""
+    found = audited(private_job(3.0), canaries=20_000, noise_times=0.25)
+    assert found.broken == found.sites
+    assert found.sites[0].bound > found.sites[0].promise.epsilon > 0
+
+
+def test_without_privacy_canaries_are_read_off():
+    """Every guess is right, and nothing is broken: nothing was promised."""
+    job = small_job(num_sites=2, rounds=2, training={"local_epochs": 1})
+    attack = Attack(canaries=300, random_bytes=np.random.default_rng(1).bytes)
+    found = audit(job, attack)
+    for site in found.sites:
+        assert site.guesses.correct == site.guesses.guesses
+        assert site.bound == site.largest_bound > 2
+        assert site.promise.epsilon == math.inf
+    assert found.broken == []
+    assert document(found)["sites"][0]["epsilon"] is None
+
+
+@pytest.mark.parametrize("unit", ["none", "record"])
+def test_language_models_are_audited(unit: str, request: pytest.FixtureRequest):
+    """Windows of tokens carry canaries in their first token."""
+    private = {"unit": "record", "target_epsilon": 200.0, "noise_multiplier": 0.6}
+    job = small_job(
+        model=GPT,
+        data={
+            "source": "clients.data:text_folder",
+            "options": {
+                "context": 8,
+                "path": str(request.config.rootpath / "docs" / "adr"),
+                "pattern": "000*.md",
+            },
+        },
+        training={"task": "causal_lm", "local_steps": 2, "batch_size": 64},
+        aggregation={"weights": "uniform"},
+        evaluation={"every": 0},
+        privacy={
+            "differential_privacy": {"unit": "none"} if unit == "none" else private
+        },
+    )
+    found = audit(job, Attack(canaries=100))
+    (site,) = found.sites
+    assert site.membership.final.num_in > 100
+    assert site.promise.is_private == (unit == "record")
+
+
+def test_sites_that_are_not_audited_have_no_canaries():
+    """They train as ever; only the named one is reported."""
+    job = private_job(2.0, num_sites=2)
+    found = audit(job, Attack(canaries=100, sites=("site-1",)))
+    assert [site.site for site in found.sites] == ["site-1"]
+
+
+def test_both_runs_are_seen_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Listeners hear of two runs that end; no folder appears."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[object] = []
+    audit(private_job(2.0), Attack(canaries=100), listeners=[seen.append])
+    assert sum(isinstance(event, RunFinished) for event in seen) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("records", [256, 653, 50_000])
+@pytest.mark.parametrize("extra", [100, 5000, 100_000])
+@pytest.mark.parametrize("batch", [(1, 1), (8, 1), (32, 4), (256, 1)])
+def test_more_records_keep_sampling_rate_and_steps(
+    records: int, extra: int, batch: tuple[int, int]
+):
+    """Never a higher rate than the ledger is charged for, nor a lower one."""
+    size, accumulate = batch
+    job = private_job(1.0, batch_size=size, accumulate=accumulate, local_steps=3)
+    new, num_empty = with_more_records(job, records, extra)
+    total = records + extra + num_empty
+    expected = new.training.batch_size * new.training.accumulate
+    assert expected * records <= size * accumulate * total
+    assert expected * records > size * accumulate * (total - 1)
+    assert 0 <= num_empty <= max(0.3 * (records + extra), records / (size * accumulate))
+    assert new.training.batch_size <= size
+    assert new.training.local_steps == 3
+
+
+def test_number_of_guesses_depends_on_the_number_of_canaries_alone():
+    """A tenth of few canaries, a twentieth of many."""
+    assert [guesses_for(n) for n in (100, 5000, 10_000, 100_000)] == [
+        10,
+        500,
+        500,
+        5000,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attack", "message"),
+    [
+        (Attack(sites=("nowhere",)), "no site 'nowhere'; it has site-0"),
+        (Attack(canaries=99), "100 to 1000000 canaries, not 99"),
+        (Attack(confidence=1.0), "between 0 and 1, which 1.0 does not"),
+    ],
+)
+def test_attacks_that_make_no_sense_are_refused(attack: Attack, message: str):
+    """Before anything is trained."""
+    with pytest.raises(JobError, match=message):
+        audit(small_job(), attack)
+
+
+@pytest.mark.parametrize("unit", ["joint", "site"])
+def test_other_units_are_refused(unit: str):
+    """Their noise is complete in the sum of all sites alone."""
+    job = private_job(2.0)
+    private = replace(job.privacy.differential_privacy, unit=unit)
+    job = replace(job, privacy=replace(job.privacy, differential_privacy=private))
+    with pytest.raises(JobError, match="can be audited"):
+        audit(job, Attack())
+
+
+def test_site_that_fails_ends_the_audit():
+    """Its scores would say that it is safe."""
+    model = {"factory": "clients.models:mlp", "options": {"inputs": 4, "classes": 3}}
+    training = {"local_steps": 3, "optimizer": {"lr": 1e38}}
+    job = small_job(model=model, training=training)
+    with pytest.raises(SiteError, match=r"site-0.*did not take part.*NaN"):
+        audit(replace(job, rounds=4), Attack(canaries=100))
+
+
+def test_exit_code_of_a_broken_promise_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It says which site, and by how much."""
+    found = audited(private_job(3.0), canaries=20_000, noise_times=0.25)
+    audit_verb.leave(found, tmp_path / "new")
+    assert audit_verb.tell(found, tmp_path / "new", as_json=False) == 1
+    streams = capsys.readouterr()
+    assert "BROKEN" in streams.out
+    assert "site 'site-0' reports epsilon 1.27" in streams.err
+    assert "does not hold" in (tmp_path / "new" / "audit.html").read_text()
+    assert json.loads((tmp_path / "new" / "audit.json").read_text())["broken"] == [
+        "site-0"
+    ]
+
+
+@pytest.mark.slow
+def test_command_leaves_its_own_folder_and_no_run(tmp_path: Path):
+    """As a person calls it."""
+    place = workplace(tmp_path, JOB.replace("rounds = 6", "rounds = 2"))
+    done = crossfed(
+        *("audit", "job.toml", "--site", "left", "--canaries", "200", "--json"),
+        folder=place,
+    )
+    assert done.code == 0, done.stderr
+    assert "round 2 of 2" in done.stderr
+    told = json.loads(done.stdout)
+    assert [site["site"] for site in told["sites"]] == ["left"]
+    folder = place / told.pop("folder")
+    assert folder.parent == place / "audits" / "small"
+    assert json.loads((folder / "audit.json").read_text()) == told
+    assert (folder / "audit.html").exists()
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--out", "taken"), 1, "taken is not empty: an audit takes a folder of its"),
+        (("--site", "middle"), 2, "no site 'middle'; it has left, right"),
+        (("--canaries", "0"), 2, "100 to 1000000 canaries, not 0"),
+        (("--set", "rounds=0"), 2, "rounds"),
+    ],
+)
+def test_command_explains_what_is_wrong(
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Before anything is trained, and without a folder."""
+    place = workplace(tmp_path)
+    (place / "taken").mkdir()
+    (place / "taken" / "note").touch()
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    assert cli.main(["audit", "job.toml", *arguments]) == code
+    streams = capsys.readouterr()
+    assert message in streams.err
+    assert streams.out == ""
+    assert not (place / "audits").exists()
+
+
+def test_ledger_epsilon_is_what_the_plan_says():
+    """One release of noise 2: the closed form at this delta."""
+    found = audited(private_job(2.0), canaries=100)
+    assert found.sites[0].promise.epsilon == pytest.approx(1.993, abs=1e-3)
+    assert found.sites[0].site == SiteId("site-0")

@@ -1,0 +1,117 @@
+"""What an audit says: lines, JSON, page and figures."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from federation.errors import StoreUnavailable
+from monitoring import audit_page
+from monitoring.audit_findings import (
+    Findings,
+    Membership,
+    Promise,
+    SiteFindings,
+    document,
+    lines,
+)
+from monitoring.audit_page import render, write_audit
+from privacy.dp.auditing import guess, roc
+
+RNG = np.random.default_rng(4)
+TERMS = "unit record, neighbours: add or remove one record"
+
+
+def site(
+    name: str = "left", *, epsilon: float = 8.0, shift: float = 2.0, num: int = 1000
+) -> SiteFindings:
+    """Findings of normal scores, so far apart."""
+    is_in = RNG.random(num) < 0.5
+    scores = RNG.normal(size=num) + shift * is_in
+    attack = roc(RNG.normal(size=90), RNG.normal(size=40))
+    return SiteFindings(
+        site=name,
+        promise=Promise(epsilon=epsilon, delta=1e-5, terms=TERMS),
+        guesses=guess(scores, is_in, num_guesses=100),
+        confidence=0.95,
+        scores_m=scores,
+        is_in_m=is_in,
+        canaries=roc(scores[is_in], scores[~is_in]),
+        independent_bound=1.25,
+        membership=Membership(final=attack, local=attack),
+    )
+
+
+def findings(*sites: SiteFindings) -> Findings:
+    return Findings(
+        job_name="<b>job</b>", unit="record", rounds=3, seconds=12.5, sites=sites
+    )
+
+
+KEPT, FREE = site(), site("right", epsilon=float("inf"))
+BROKEN = site("<i>bad</i>", epsilon=0.5, shift=4.0)
+
+
+def test_bound_beyond_epsilon_is_broken():
+    """An infinite epsilon cannot be."""
+    assert findings(KEPT, BROKEN, FREE).broken == [BROKEN]
+    assert 0 < KEPT.bound <= KEPT.largest_bound
+
+
+def test_lines_say_what_was_promised_and_what_was_proved():
+    """Epsilon never without delta, and its terms beside it."""
+    text = "\n".join(lines(findings(KEPT, BROKEN, FREE)))
+    assert f"epsilon      8.00 at delta 1e-05\n             {TERMS}" in text
+    assert f"lower bound  {KEPT.bound:.2f} at delta 1e-05, confidence 95%" in text
+    assert f"canaries     1000, 100 guesses, {KEPT.guesses.correct} correct" in text
+    assert text.count("not broken") == 1
+    assert text.count("BROKEN: the bound exceeds epsilon") == 1
+    assert "infinite: the job has no differential privacy" in text
+
+
+def test_document_is_plain_json():
+    """No infinity and no array; every number of the lines."""
+    found = json.loads(json.dumps(document(findings(KEPT, FREE)), allow_nan=False))
+    first, second = found["sites"]
+    assert (first["epsilon"], second["epsilon"]) == (8.0, None)
+    assert first["lower_bound"] == KEPT.bound
+    assert first["canaries_in"] == KEPT.is_in_m.sum()
+    rate = first["membership_final_model"]["tpr_at_fpr_0.01"]
+    assert rate["low"] <= rate["value"] <= rate["high"]
+
+
+def test_page_shows_every_site_and_escapes_names():
+    """Two figures each, a verdict, and nothing from the network."""
+    page = render(findings(BROKEN, FREE))
+    assert page.count('<svg class="plot"') == 4
+    assert "What it promises does not hold" in page
+    assert "<b>job</b>" not in page
+    assert "<i>bad</i>" not in page
+    assert "<script" not in page
+    assert not re.search(r'(?:src|href)="(?!#)', page)
+    numbers = re.findall(r'\bid="([^"]+)"', page)
+    assert len(numbers) == len(set(numbers))
+
+
+def test_page_without_a_broken_promise_does_not_promise_safety():
+    """Nor does it speak of epsilons that were never promised."""
+    assert "proves nothing about attacks that were not tried" in render(findings(KEPT))
+    free = render(findings(FREE))
+    assert "has no differential privacy" in free
+    assert "most that epsilon allows" not in free
+
+
+def test_page_of_many_sites_stays_small(monkeypatch: pytest.MonkeyPatch):
+    """All in the tables, the first few in figures."""
+    monkeypatch.setattr(audit_page, "MAX_SITES_DRAWN", 1)
+    page = render(findings(site("one"), site("two")))
+    assert page.count('<svg class="plot"') == 2
+    assert "Figures: the first 1 of 2 sites." in page
+
+
+def test_page_that_cannot_be_written_is_an_error(tmp_path: Path):
+    """With the path in it."""
+    with pytest.raises(StoreUnavailable, match="nowhere"):
+        write_audit(findings(KEPT), tmp_path / "nowhere" / "audit.html")
