@@ -165,6 +165,7 @@ class PrivateGradient:
             clip_norm=private.clip_norm,
             clipping=private.clipping,
             batch_size=self._batch_size,
+            expected_records=self._expected,
         )
         self._mechanism = private.mechanism(self._sum.sum_d.numel())
         self._sampling = Keystream(self._random_bytes(KEY_BYTES))
@@ -219,7 +220,7 @@ class PrivateGradient:
         if sum_d.device.type == "cpu":
             self._mechanism.release_(sum_d.numpy(), self._random_bytes)
         else:
-            host_d: np.ndarray[tuple[int], np.dtype[np.float32]] = sum_d.cpu().numpy()
+            host_d: np.ndarray[tuple[int], np.dtype[np.float64]] = sum_d.cpu().numpy()
             self._mechanism.release_(host_d, self._random_bytes)
             sum_d.copy_(torch.from_numpy(host_d))
         self._sum.write_gradients(self._expected)

@@ -27,6 +27,9 @@ from privacy.secagg.prg import (
 
 RandomBytes = Callable[[int], bytes]
 
+Sum = Vector | np.ndarray[tuple[int], np.dtype[np.float64]]
+_TYPES = (np.float32, np.float64)
+
 MAX_SIZE = 1 << 32
 
 _FINEST_EXPONENT, _LARGEST_EXPONENT = -60, 60  # of the clip norm; float32 has room
@@ -129,7 +132,7 @@ class GaussianMechanism:
         """Standard deviation over sensitivity: what the accountant is to be told."""
         return self.noise_std * self.step / self.sensitivity
 
-    def release_(self, sum_d: Vector, random_bytes: RandomBytes = os.urandom) -> None:
+    def release_(self, sum_d: Sum, random_bytes: RandomBytes = os.urandom) -> None:
         """Replace a sum by what may be released of it.
 
         Never fails because of the values: an error would tell something about them.
@@ -137,15 +140,16 @@ class GaussianMechanism:
         norms or more: for 100 million values at least 2^18.
 
         Args:
-            sum_d: Sum over records, shape ``(d,)``, float32, contiguous; written over.
+            sum_d: Sum over records, shape ``(d,)``, float32 or float64, contiguous;
+                written over.
             random_bytes: Source of two fresh keys of 32 bytes.
 
         Raises:
             ValueError: The array has another shape or type.
         """
-        if sum_d.dtype != np.float32 or sum_d.shape != (self.size,):
+        if sum_d.dtype not in _TYPES or sum_d.shape != (self.size,):
             raise ValueError(
-                f"the sum is a float32 array of shape ({self.size},), not "
+                f"the sum is a float32 or float64 array of shape ({self.size},), not "
                 f"{sum_d.dtype}{sum_d.shape}"
             )
         if not sum_d.flags.c_contiguous or not sum_d.flags.writeable:
@@ -186,7 +190,7 @@ class _Rounding:
         self._raw = aligned(2 * _CHUNK + SPARE_BYTES, np.uint8)
         self._exact_c = aligned(_CHUNK, np.float64)
 
-    def round(self, chunk_c: Vector) -> NDArray[np.float64]:
+    def round(self, chunk_c: Sum) -> NDArray[np.float64]:
         """Round values to whole steps; the next call writes over the result."""
         size = chunk_c.size
         exact_c = self._exact_c[:size]

@@ -8,30 +8,33 @@ linear layers and embeddings; other layers have few weights and go the way of
 ``hooks``. ``hooks`` needs memory for all weights times the records of a batch.
 
 Guarantee:
-    With ``hooks`` every record adds a float32 vector of norm at most ``clip_norm``.
-    A record whose gradient holds NaN or infinity, or whose norm is over 1.8e19, adds
-    zero. The proof: squares are added in float32 over at most 256 values, in whatever
-    order, and in float64 beyond that; the norm is then off by a factor of at most
-    1 + 128 * 2^-24 and the scaling by 2^-23. Both fit into the margin of 2^-12 by
-    which records are clipped below the bound, thirty times.
+    With ``hooks``, the sums of neighbouring samples differ by at most ``clip_norm``,
+    but with a probability below 2^-100, if every record's gradient is the same float32
+    vector in both. A record whose gradient holds NaN or infinity, or whose norm is over
+    1.8e19, adds zero. The proof: squares are added in float32 over at most 256
+    values, in whatever order, and in float64 beyond that; the norm is then off by a
+    factor of at most 1 + 128 * 2^-24 and the scaling by 2^-23. Both fit into the margin
+    of 2^-12 by which records are clipped below the bound, thirty times. What the sum
+    rounds has a margin of its own: ``sum_margin``.
     With ``ghost`` the norm comes from inner products that may cancel, so 2^-18 times
     the square of the sum of the terms' norms is added to its square: this bounds the
     error of inner products over up to 500 values that are added in 16 lanes, as BLAS
-    does, and is not a proof for every order of addition.
-    What the margin leaves is for the rounding of the sum over B records, which one
-    record more changes by B^2 * 2^-23 clip norms at the very worst and by about
-    B * 2^-24 as errors fall in practice. Not covered: that matrix products may round
-    the values of a record otherwise in a batch of another size.
+    does, and is not a proof for every order of addition. Its weighted sum is one
+    product of matrices for a batch; of its rounding there is no proof either.
+    Not covered: that matrix products may round the values of a record otherwise in a
+    batch of another size.
 
 Shape suffixes: B records, d trainable values, o rows and i columns of a matrix, p
 values of one parameter.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from federation.errors import JobError
 from privacy.dp_sgd.capture import backprops_of, check_every_use_seen, watched
 from privacy.dp_sgd.ghost import (
     Call,
@@ -43,10 +46,13 @@ from privacy.dp_sgd.ghost import (
 )
 from privacy.dp_sgd.layers import Gradients, record_gradients, trained_layers
 
-MARGIN = 2.0**-12
+MARGIN = 2.0**-12  # for the error of a record's norm, and of its scaling
 CLIPPINGS = ("auto", "hooks", "ghost")
 
 _SEGMENT = 256
+_CHUNK = 16
+_SMALL = 1 << 16
+_MOST_MARGIN = 0.5
 _MOST_GRADIENT_BYTES = 128 << 20
 
 
@@ -55,12 +61,18 @@ class ClippedSum:
 
     Attributes:
         parameters: What is trained, by name; frozen parameters are no part of it.
-        sum_d: The sum, shape ``(d,)``, float32, on the model's device.
+        sum_d: The sum, shape ``(d,)``, float64, on the model's device.
         clipping: ``hooks`` or ``ghost``.
     """
 
     def __init__(
-        self, module: nn.Module, *, clip_norm: float, clipping: str, batch_size: int
+        self,
+        module: nn.Module,
+        *,
+        clip_norm: float,
+        clipping: str,
+        batch_size: int,
+        expected_records: int | None = None,
     ) -> None:
         """Set the sum to zero.
 
@@ -69,6 +81,8 @@ class ClippedSum:
             clip_norm: Largest Euclidean norm of a record's gradient, above 0.
             clipping: ``hooks``, ``ghost``, or ``auto`` for the rule of ``choose``.
             batch_size: Most records that will be added at once.
+            expected_records: How many a sum is over on average, where they are drawn
+                at random; as many as a batch by default.
         """
         self.parameters = {
             name: parameter
@@ -77,11 +91,12 @@ class ClippedSum:
         }
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         first = next(iter(self.parameters.values()))
-        self.sum_d = torch.zeros(sum(sizes), dtype=torch.float32, device=first.device)
+        self.sum_d = torch.zeros(sum(sizes), dtype=torch.float64, device=first.device)
         parts = torch.split(self.sum_d, sizes)
         self._parts = dict(zip(self.parameters.values(), parts, strict=True))
         self._layers = trained_layers(module)
-        self._limit = clip_norm * (1 - MARGIN)
+        margin = MARGIN + sum_margin(expected_records or batch_size)
+        self._limit = clip_norm * (1 - margin)
         self.clipping = clipping
         if clipping == "auto":
             self.clipping = choose(self.sum_d.numel(), batch_size=batch_size)
@@ -139,11 +154,39 @@ class ClippedSum:
             rows_bp = gradient.reshape(len(gradient), -1)
             if bad is not None:
                 rows_bp[bad] = 0.0
-            self._parts[parameter].addmv_(rows_bp.t(), factors)
+            _add_rows_(self._parts[parameter], rows_bp, factors)
         for parameter, uses in matrices.items():
             matrix_oi = self._parts[parameter].view(parameter.shape)
             for use in uses:
                 add_weighted_(matrix_oi, use, factors, bad)
+
+
+def sum_margin(expected_records: int) -> float:
+    """What the clip norm is lowered by, as a part of it, for the rounding of a sum.
+
+    A Poisson sample has at most S = E + 12 sqrt(E) + 60 records, where E are expected,
+    but with a probability below 2^-100 (Bernstein's inequality). Up to 16 at a time
+    are added in float32, in whatever order: off by at most 2^-20 times the sum of
+    their norms, to first order (Higham 2002, Accuracy and Stability of Numerical
+    Algorithms, section 3.1). These sums are added in float64. Two sums are off by at
+    most 2^-19 S clip norms together; a further 2^-6 of that is for higher orders, and
+    for float64.
+
+    Args:
+        expected_records: E, at least 1.
+
+    Raises:
+        JobError: So many that half of the clip norm would be left, or less.
+    """
+    records = expected_records + 12 * math.sqrt(expected_records) + 60
+    margin = records * 2.0**-19 * (1 + 2.0**-6)
+    if margin >= _MOST_MARGIN:
+        raise JobError(
+            f"private steps of {expected_records} records are not to be summed "
+            "accurately enough: take less than 250,000",
+            key="training.batch_size",
+        )
+    return margin
 
 
 def choose(num_values: int, *, batch_size: int) -> str:
@@ -173,6 +216,18 @@ def _accumulate(total: Gradients, more: Gradients) -> None:
     for parameter, gradient in more.items():
         held = total.get(parameter)
         total[parameter] = gradient if held is None else held + gradient
+
+
+def _add_rows_(
+    sum_p: torch.Tensor, rows_bp: torch.Tensor, factors: torch.Tensor
+) -> None:
+    """Add each record's row times its factor, as ``sum_margin`` says."""
+    if rows_bp.numel() <= _SMALL:
+        sum_p.addmv_(rows_bp.double().t(), factors.double())
+        return
+    for start in range(0, len(rows_bp), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        sum_p.add_(torch.mv(rows_bp[chunk].t(), factors[chunk]))
 
 
 def _norms_square(gradient: torch.Tensor) -> torch.Tensor:

@@ -162,7 +162,7 @@ def add_weighted_(
     """Add the records' gradients of one use, each scaled.
 
     Args:
-        sum_oi: Shape of the matrix, float32; added to in place.
+        sum_oi: Shape of the matrix, float64; added to in place.
         use: The use.
         factors: Scale of each record, shape ``(B,)``.
         bad: Which records add nothing whatever their values; None for none.
@@ -174,10 +174,11 @@ def add_weighted_(
             rows = rows.masked_fill(bad.view(-1, 1, 1), 0.0)
     scale = factors.view(-1, 1, 1)
     if use.is_embedding:
-        sum_oi.index_add_(0, rows.flatten(), (columns_bti * scale).flatten(0, 1))
+        weighted = (columns_bti * scale).flatten(0, 1)
+        sum_oi.index_add_(0, rows.flatten(), weighted.double())
         return
     if rows.shape[2] < columns_bti.shape[2]:
         rows = rows * scale
     else:
         columns_bti = columns_bti * scale
-    sum_oi.addmm_(rows.flatten(0, 1).t(), columns_bti.flatten(0, 1))
+    sum_oi.add_(torch.mm(rows.flatten(0, 1).t(), columns_bti.flatten(0, 1)))

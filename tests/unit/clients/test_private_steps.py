@@ -25,7 +25,7 @@ from federation.ids import SiteId
 from federation.job import JobSpec
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
-from privacy.dp_sgd.clipping import MARGIN
+from privacy.dp_sgd.clipping import MARGIN, sum_margin
 from privacy.secagg.prg import Keystream
 
 SITE = SiteId("site-0")
@@ -119,16 +119,17 @@ def test_job_and_trainer_agree_on_privacy():
         fit(job, private(), TRAIN.subset(np.arange(5)))
 
 
-def clipped(model: nn.Module, rows: Indices):
+def clipped(model: nn.Module, rows: Indices, expected_size: int):
     """Sum of the clipped gradients of rows, one after another."""
     total = np.zeros(15, np.float64)
+    limit = CLIP_NORM * (1 - MARGIN - sum_margin(expected_size))
     inputs, labels = TRAIN.batch(rows)
     assert labels is not None
     for x, y in zip(inputs.split(1), labels.split(1), strict=True):
         loss = functional.cross_entropy(model(x), y)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         g = torch.cat([g.flatten() for g in gradients]).double().numpy()
-        total += g * min(1.0, CLIP_NORM * (1 - MARGIN) / np.linalg.norm(g))
+        total += g * min(1.0, limit / np.linalg.norm(g))
     return total
 
 
@@ -157,9 +158,9 @@ def test_steps_are_those_of_the_algorithm(
     )
     for _ in range(5):
         rows = poisson_indices(60, expected_size / 60, sampling)
-        sum_d = clipped(model, rows).astype(np.float32)
+        sum_d = clipped(model, rows, expected_size)
         mechanism.release_(sum_d, random_bytes)
-        gradient = torch.from_numpy(sum_d / expected_size)
+        gradient = torch.from_numpy(sum_d / expected_size).float()
         for parameter, part in zip(
             model.parameters(), gradient.split([12, 3]), strict=True
         ):

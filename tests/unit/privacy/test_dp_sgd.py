@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from clients import models
 from federation.errors import JobError
-from privacy.dp_sgd.clipping import MARGIN, ClippedSum, choose
+from privacy.dp_sgd.clipping import MARGIN, ClippedSum, choose, sum_margin
 from privacy.dp_sgd.fit import fit_for_privacy
 
 # The first of them imports Opacus, which takes seconds.
@@ -178,7 +178,9 @@ def test_sum_is_that_of_records_one_by_one(kind: str, clipping: str):
     # Inner products over seven tokens are clipped a little further than they must.
     tolerance = 1e-5 if clipping == "hooks" else 5e-5
     for clip_norm in (0.5 * min(norms), float(np.median(norms)), 2 * max(norms)):
-        expected = one_by_one(model, loss, records, clip_norm * (1 - MARGIN))
+        expected = one_by_one(
+            model, loss, records, clip_norm * (1 - MARGIN - sum_margin(8))
+        )
         actual = clipped_sum(model, loss, records.split(5), clip_norm, clipping)
         assert ((actual - expected).norm() / expected.norm()).item() < tolerance
 
@@ -228,6 +230,40 @@ def test_gradients_that_cancel_stay_below_the_bound(clipping: str):
     record = torch.tensor([[[1.0], [1.0 + 1e-4]]])
     norm = clipped_sum(model, loss, (record,), 0.1, clipping).norm().item()
     assert norm <= 0.1
+
+
+def test_many_small_batches_add_up_within_their_margin():
+    """Records that are all alike, so that no rounding makes up for another."""
+    model = nn.Linear(1, 1, bias=False)
+    records = torch.full((10_000, 1), 1 / 3)
+    total = ClippedSum(
+        model, clip_norm=1.0, clipping="hooks", batch_size=8, expected_records=10_000
+    )
+    for batch in records.split(8):
+        total.add_(lambda batch=batch: model(batch).sum(), len(batch))
+    exact = 10_000 * records[0].double().item()
+    assert abs(total.sum_d.item() - exact) <= sum_margin(10_000) / 2
+
+
+def test_large_batches_add_up_within_their_margin():
+    """More values than are taken to float64 one by one; sums of many clip norms."""
+    model = nn.Linear(200, 1, bias=False)
+    records = (torch.rand(1003, 200) + 0.5) * 1e3
+    total = ClippedSum(model, clip_norm=1.0, clipping="hooks", batch_size=1003)
+    total.add_(lambda: model(records).sum(), len(records))
+    exact = records.double()
+    limit = 1 - MARGIN - sum_margin(1003)
+    exact = (exact * (limit / exact.norm(dim=1, keepdim=True))).sum(0)
+    # The norms' own error, which is a part of a record and not of its sum.
+    norms = 1003 * 2.0**-20
+    assert (total.sum_d - exact).norm().item() <= sum_margin(1003) / 2 + norms
+
+
+def test_sums_that_no_margin_is_enough_for_are_refused():
+    """Instead of a promise that rounding may break."""
+    assert sum_margin(4096) < 0.01
+    with pytest.raises(JobError, match="less than 250,000"):
+        sum_margin(260_000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -188,11 +188,22 @@ def test_attribute_out_of_range_is_refused(changes: dict[str, float], named: str
         _mechanism(**changes)
 
 
+def test_sums_in_float64_are_released_alike():
+    """What float32 can hold gives the same; what it cannot is not lost before noise."""
+    mechanism = GaussianMechanism(clip_norm=1.0, noise_multiplier=1.0, size=3)
+    keys = iter([bytes(32), b"n" * 32] * 2)
+    narrow = np.array([1.5, -2.25, 1e3], np.float32)
+    wide = narrow.astype(np.float64)
+    mechanism.release_(narrow, lambda _: next(keys))
+    mechanism.release_(wide, lambda _: next(keys))
+    np.testing.assert_array_equal(wide.astype(np.float32), narrow)
+
+
 @pytest.mark.parametrize(
     "values",
     [
         np.zeros(4, np.float32),
-        np.zeros(5, np.float64),
+        np.zeros(5, np.float16),
         np.zeros((5, 1), np.float32),
         np.zeros(10, np.float32)[::2],
     ],
