@@ -7,7 +7,7 @@ accountant is told and what the trainer does come from the same functions of
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,7 +25,7 @@ from clients.private_steps import (
 )
 from clients.trainer import TorchTrainer
 from deploy import sum_privacy
-from deploy.sum_privacy import SumPrivacy
+from deploy.sum_privacy import SumPrivacy, num_protected
 from deploy.wiring import Federation
 from federation import job_file
 from federation.errors import JobError
@@ -52,14 +52,6 @@ _SAMPLINGS = {
     "joint": accountant.SAMPLING_ASSUMPTION,
     "site": accountant.NO_SAMPLING,
 }
-_WITHHELD = (
-    "losses of training and numbers of examples leave no site",
-    "held-out results leave with noise, charged to the held-out records alone",
-)
-_PUBLIC = (
-    _WITHHELD[0],
-    "held-out results leave as they are: the job declares the held-out data public",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +146,6 @@ class PrivateSites:
     def planned(self, *, at: float) -> PrivacyPlanned:
         """Tell what every site promises."""
         job = self._federation.job
-        is_public = job.privacy.differential_privacy.held_out == "public"
         return PrivacyPlanned(
             at=at,
             unit=job.privacy.differential_privacy.unit,
@@ -167,7 +158,7 @@ class PrivateSites:
             ),
             sites=tuple(_promise(name, plan) for name, plan in self.plans.items()),
             replaced=self._federation.pool.replaced,
-            withheld=_PUBLIC if is_public else _WITHHELD,
+            withheld=tuple(_withheld(job)),
         )
 
     def _ledger(self, name: SiteId, plan: SitePlan) -> FileLedger | InMemoryLedger:
@@ -210,8 +201,9 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
     if cap is None:
         raise ValueError("a checked job with differential privacy has a target")
     check_records(num_records, expected_batch(job))
-    delta = default_delta(num_records) if private.delta is None else private.delta
-    check_delta(delta, num_records)
+    protected = num_protected(job, train, held_out)
+    delta = default_delta(protected) if private.delta is None else private.delta
+    check_delta(delta, protected)
     rounds = job.rounds + private.reserve_rounds
     multiplier = private.noise_multiplier or noise_multiplier(
         cap,
@@ -271,6 +263,26 @@ def _holds_against(job: JobSpec) -> str:
         f"the aggregator and the public together with {sites}, as long as the other "
         "sites in a sum bring their noise"
     )
+
+
+def _withheld(job: JobSpec) -> Iterator[str]:
+    """Say what leaves no site, and what leaves beside the updates."""
+    private = job.privacy.differential_privacy
+    yield "losses of training leave no site, and answers hold no number of records"
+    if job.evaluation.every == 0:
+        yield "held-out results leave no site"
+    elif private.held_out == "public":
+        yield (
+            "held-out results leave as they are: the job declares the held-out data "
+            "public"
+        )
+    else:
+        yield "held-out results leave with noise, charged to the held-out records alone"
+    if private.adaptive_clip:
+        yield (
+            "whether an update was within the clip norm leaves in a sum with noise, "
+            "which epsilon counts"
+        )
 
 
 def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clients.datasets import Dataset
 from clients.private_steps import (
     expected_batch,
     sampling_rate,
@@ -17,6 +18,7 @@ from clients.secure_site import SumNoise
 from deploy.wiring import Federation
 from federation.errors import JobError
 from federation.ids import SiteId
+from federation.job import JobSpec
 from privacy.dp import adaptive_clip
 from privacy.dp.budget import check_delta, check_records, default_delta
 from privacy.dp.calibration import noise_multiplier
@@ -69,10 +71,10 @@ def _plan_joint(federation: Federation) -> SumPrivacy:
     job = federation.job
     private = job.privacy.differential_privacy
     deltas, rates, multipliers = {}, {}, []
-    for name, (train, _) in federation.site_data.items():
+    for name, (train, held_out) in federation.site_data.items():
         try:
             check_records(len(train), expected_batch(job))
-            deltas[name] = _delta(private.delta, len(train))
+            deltas[name] = _delta(private.delta, num_protected(job, train, held_out))
         except JobError as error:
             raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
         rates[name] = sampling_rate(job, len(train))
@@ -121,6 +123,15 @@ def _plan_sites(federation: Federation) -> SumPrivacy:
     )
     _check_signal(found, federation)
     return found
+
+
+def num_protected(job: JobSpec, train: Dataset, held_out: Dataset) -> int:
+    """Records that a site's delta is for: of the larger set that noise protects."""
+    has_noise = (
+        job.evaluation.every > 0
+        and job.privacy.differential_privacy.held_out == "noise"
+    )
+    return max(len(train), len(held_out) if has_noise else 0)
 
 
 def _delta(given: float | None, count: int, what: str = "training records") -> float:
