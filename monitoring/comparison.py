@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from federation.events import PrivacyPlanned
 from monitoring import comparison_plots, privacy_words, units
 from monitoring.report import Panel, environment, write_page
 from monitoring.run_view import RunView, accuracy_of, loss_of, perplexity
@@ -166,8 +167,15 @@ def _row(name: str, colour: str, run: ComparedRun) -> _Row:
         quality=quality,
         epsilon=epsilon,
         delta=units.format_delta(total.delta) if total else "-",
-        terms=f"{planned.unit}; {privacy_words.terms(planned)}" if planned else "-",
+        terms=_terms(planned) if planned else "-",
     )
+
+
+def _terms(planned: PrivacyPlanned) -> str:
+    terms = f"{planned.unit}; {privacy_words.terms(planned)}"
+    if not planned.holds_against:
+        return terms
+    return f"{terms}; against {planned.holds_against}"
 
 
 def _panels(

@@ -24,7 +24,7 @@ from monitoring.figures import (
     label_axes,
     new_figure,
 )
-from monitoring.privacy_words import accuracy_noise, loss_noise
+from monitoring.privacy_words import accuracy_noise, is_of_sites, loss_noise
 from monitoring.run_view import RoundView, RunView, Series, SiteView, perplexity
 from monitoring.units import format_bytes, format_cap, format_duration
 
@@ -66,6 +66,7 @@ def draw_all(view: RunView) -> Mapping[str, str]:
         "timeline": _timeline,
         "answers": _answers,
         "update-norm": _update_norm,
+        "update-clip": _update_clip,
     }
     found = {}
     for name, make in drawings.items():
@@ -160,6 +161,8 @@ def _epsilon(view: RunView) -> Figure | None:
         return None
     figure, axes = new_figure()
     colours = site_colours(view)
+    if is_of_sites(view.privacy):  # One line hides all others.
+        colours = dict.fromkeys(colours, POOLED_COLOUR)
     for site in shown_sites(view):
         points = finite_points(site.epsilon)
         marker = "." if len(points) == 1 else ""
@@ -413,6 +416,19 @@ def _update_norm(view: RunView) -> Figure | None:
     )
     if not points:
         return None
+    return _norms(view, points)
+
+
+def _update_clip(view: RunView) -> Figure | None:
+    """Draw what updates were clipped to, if that follows them."""
+    if not view.clip_adapts:
+        return None
+    clips = ((row.index, row.update_clip) for row in view.rounds)
+    points = [(index, clip) for index, clip in clips if clip is not None]
+    return _norms(view, finite_points(points))
+
+
+def _norms(view: RunView, points: list[tuple[int, float]]) -> Figure:
     figure, axes = new_figure()
     axes.plot(*columns(points), color=POOLED_COLOUR, lw=2, marker="o", ms=3)
     axes.set_ylim(bottom=0)

@@ -22,6 +22,15 @@ NOISY = "~"  # before a number that carries noise
 
 _RELATIONS = {"add or remove one record": "one record added or removed"}
 
+LOW_SIGNAL = 0.5  # below this ratio a job is refused, unless it insists
+
+# Whose epsilon it is.
+_WHOSE = {
+    "record": "at each site",
+    "joint": "for the records of each site",
+    "site": "for each site",
+}
+
 
 def terms(planned: PrivacyPlanned) -> str:
     """What an epsilon is about: ``one record added or removed; PLD; ...``."""
@@ -63,48 +72,86 @@ def promise(planned: PrivacyPlanned) -> str:
     at_most = "no bound" if bound is None else f"epsilon at most {format_cap(bound)}"
     at_delta = f" at delta {format_delta(max(deltas))}" if deltas else ""
     relation = _RELATIONS.get(planned.relation, planned.relation)
+    whose = _WHOSE.get(planned.unit, "at each site")
     return (
-        f"unit {planned.unit}: {at_most}{at_delta} at each site "
+        f"unit {planned.unit}: {at_most}{at_delta} {whose} "
         f"({relation}; {planned.accountant.upper()}; {planned.sampling})"
     )
 
 
 _UNITS = {
     "record": "any one training record of a site",
-    "joint": "any one training record",
+    "joint": "any one training record of a site",
     "site": "all that any one site holds",
 }
 
 
+def is_in_sum(planned: PrivacyPlanned | None) -> bool:
+    """Whether the noise that counts is in the secure sum, and at no site alone."""
+    return planned is not None and planned.unit in {"joint", "site"}
+
+
+def is_of_sites(planned: PrivacyPlanned | None) -> bool:
+    """Whether a whole site is the unit, so that epsilon is the same for all."""
+    return planned is not None and planned.unit == "site"
+
+
+def unit(planned: PrivacyPlanned) -> str:
+    """What is hidden, in words: ``any one training record of a site``."""
+    return _UNITS.get(planned.unit, f"any one {planned.unit}")
+
+
 def meaning(planned: PrivacyPlanned, total: PrivacySpent | None) -> str:
     """The promise in plain words, with what of it was spent."""
-    whose = _UNITS.get(planned.unit, f"any one {planned.unit}")
+    whose = unit(planned)
+    seen = "the sums of the sites'" if is_in_sum(planned) else "the sites'"
     text = (
-        "Whatever is computed from the sites' updates and from the model comes out "
+        f"Whatever is computed from {seen} updates and from the model comes out "
         f"almost as it would with {whose} left out, or added"
     )
     if total is None:
         return f"{text}. No site has told yet what it has spent."
+    where = "At the site that has spent most"
+    if is_of_sites(planned):
+        where = "For every site"
     return (
         f"{text}: no outcome is more than e^epsilon times as likely, up to a "
-        f"probability of delta. At the site that has spent most, epsilon is "
+        f"probability of delta. {where}, epsilon is "
         f"{epsilon_of_cap(total.epsilon, planned)} at delta "
         f"{format_delta(total.delta)} ({terms(planned)})."
     )
 
 
-def means(sites: Iterable[SitePrivacy]) -> str:
+def signal(planned: PrivacyPlanned) -> str | None:
+    """How far updates stand out of the noise; None where that is not told."""
+    ratio = planned.signal_to_noise
+    if ratio is None:
+        return None
+    text = (
+        f"signal-to-noise ratio {ratio:.2g}: of the mean update, as large as clipping "
+        "leaves it, to the noise on it"
+    )
+    return text if ratio >= LOW_SIGNAL else f"{text}; little but noise"
+
+
+def means(planned: PrivacyPlanned, sites: Iterable[SitePrivacy]) -> str:
     """How sites keep their promise, in one line; a range where they differ."""
     found = tuple(sites)
     multiplier = _range((site.noise_multiplier for site in found), ".3f")
+    parts = [f"noise multiplier {multiplier}"]
+    if is_in_sum(planned):
+        parts = [f"noise multiplier {multiplier} in the sum"]
+    if is_of_sites(planned):  # They are not sampled, and a round is one release.
+        return parts[0]
     rate = _range((site.sampling_rate for site in found), ".4g")
-    steps = _range((site.steps_per_round for site in found), "d")
+    parts.append(f"sampling rate {rate}")
+    steps = {site.steps_per_round for site in found}
+    noun = "step" if steps == {1} else "steps"
+    parts.append(f"{_range(steps, 'd')} {noun} a round")
     noises = [s.held_out_noise for s in found if s.held_out_noise is not None]
-    held_out = f"  held-out counts +-{_range(noises, '.3g')}" if noises else ""
-    return (
-        f"noise multiplier {multiplier}  sampling rate {rate}  "
-        f"{steps} steps a round{held_out}"
-    )
+    if noises:
+        parts.append(f"held-out counts +-{_range(noises, '.3g')}")
+    return "  ".join(parts)
 
 
 def lines(planned: PrivacyPlanned, max_sites: int) -> Iterator[str]:
@@ -115,10 +162,16 @@ def lines(planned: PrivacyPlanned, max_sites: int) -> Iterator[str]:
         max_sites: With more sites than this they share a line.
     """
     yield promise(planned)
-    if len(planned.sites) <= max_sites:
-        yield from (f"{site.site}  {means([site])}" for site in planned.sites)
+    if planned.holds_against:
+        yield f"holds against {planned.holds_against}"
+    if len(planned.sites) <= max_sites and not is_of_sites(planned):
+        yield from (f"{s.site}  {means(planned, [s])}" for s in planned.sites)
     else:
-        yield f"{format_count(len(planned.sites), 'site')}  {means(planned.sites)}"
+        num_sites = format_count(len(planned.sites), "site")
+        yield f"{num_sites}  {means(planned, planned.sites)}"
+    found = signal(planned)
+    if found is not None:
+        yield found
     yield from planned.withheld
     if has_noise(planned):
         yield f"{NOISY} marks a result with noise, +- its standard deviation"

@@ -159,12 +159,16 @@ def environment() -> Environment:
     return found
 
 
-def _privacy(view: RunView) -> Mapping[str, str]:
+def _privacy(view: RunView) -> Mapping[str, str | bool]:
     """What the page says of differential privacy; empty texts without it."""
     planned = view.privacy
     loss_noise = privacy_words.loss_noise(planned, view.last_evaluated)
     noise = privacy_words.accuracy_noise(planned, view.last_evaluated)
     return {
+        "signal": (privacy_words.signal(planned) or "") if planned else "",
+        "is_in_sum": privacy_words.is_in_sum(planned),
+        "is_of_sites": privacy_words.is_of_sites(planned),
+        "unit": privacy_words.unit(planned) if planned else "",
         "noisy": privacy_words.NOISY if privacy_words.has_noise(planned) else "",
         "terms": privacy_words.terms(planned) if planned else "",
         "meaning": privacy_words.meaning(planned, view.total_spent) if planned else "",
@@ -181,6 +185,12 @@ def _privacy_tiles(view: RunView) -> Sequence[Tile]:
         return ()
     delta = f"at delta {units.format_delta(total.delta)}; " if total else ""
     held_out = Tile(label="Held-out epsilon", value="none", note="no noise on results")
+    if planned.signal_to_noise is not None:
+        held_out = Tile(
+            label="Signal to noise",
+            value=f"{planned.signal_to_noise:.2g}",
+            note="of the mean update, at most, to the noise on it",
+        )
     if privacy_words.has_noise(planned):
         spent = total.held_out_epsilon if total else None
         held_out = Tile(
@@ -258,8 +268,12 @@ def _panels(view: RunView) -> Sequence[Panel]:
     drawn = plots.draw_all(view)
     kind = view.data.label_kind if view.data else ""
     key = _key(view)
-    keys = dict.fromkeys(("loss", "accuracy", "perplexity"), key)
-    keys["epsilon"] = plots.site_colours(view)
+    keys: dict[str, Mapping[str, str] | None] = dict.fromkeys(
+        ("loss", "accuracy", "perplexity"), key
+    )
+    keys["epsilon"] = None
+    if not privacy_words.is_of_sites(view.privacy):
+        keys["epsilon"] = plots.site_colours(view)
     whose = "all sites together (thick), each site's own data (thin)"
     alone = ""
     if view.is_secret:
@@ -294,8 +308,8 @@ def _panels(view: RunView) -> Sequence[Panel]:
         "epsilon": (
             "Epsilon",
             (
-                "What each site has spent on its training records by the end of each "
-                f"round, and its cap ({_terms(view)}). Lower is more private."
+                f"{_spending(view)} by the end of each round, and its cap "
+                f"({_terms(view)}). Lower is more private."
             ),
         ),
         "data": (
@@ -315,6 +329,13 @@ def _panels(view: RunView) -> Sequence[Panel]:
             (
                 "Norm of the combined update. It shrinks as training settles; a "
                 "jump is worth a look."
+            ),
+        ),
+        "update-clip": (
+            "Clip norm of an update",
+            (
+                "What each site's update was clipped to. It follows the share of the "
+                "updates that are within it, as far as noise lets that be seen."
             ),
         ),
         "timeline": (
@@ -342,6 +363,12 @@ def _panels(view: RunView) -> Sequence[Panel]:
 
 def _terms(view: RunView) -> str:
     return privacy_words.terms(view.privacy) if view.privacy else ""
+
+
+def _spending(view: RunView) -> str:
+    if privacy_words.is_of_sites(view.privacy):
+        return "What every site has spent"
+    return "What each site has spent on its training records"
 
 
 def _key(view: RunView) -> Mapping[str, str]:

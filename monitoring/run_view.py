@@ -144,6 +144,11 @@ class RoundView:
         return self.finished.seconds + (self.saved.seconds if self.saved else 0.0)
 
     @property
+    def update_clip(self) -> float | None:
+        """What updates were clipped to, in weight units; None if nothing is."""
+        return None if self.finished is None else self.finished.update_clip
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """Where the aggregator's time went."""
         if self.finished is None or self.saved is None:
@@ -255,6 +260,12 @@ class RunView:
         for spent in self.spent.values():
             total = _larger(total, spent)
         return total
+
+    @property
+    def clip_adapts(self) -> bool:
+        """Whether rounds differ in what updates were clipped to."""
+        clips = {row.update_clip for row in self.rounds} - {None}
+        return len(clips) > 1
 
     @property
     def is_language(self) -> bool:
@@ -697,6 +708,8 @@ def _privacy_result(view: RunView) -> Mapping[str, Any]:
             "relation": planned.relation,
             "accountant": planned.accountant,
             "sampling": planned.sampling,
+            "holds_against": planned.holds_against or None,
+            "signal_to_noise": _finite(planned.signal_to_noise),
             "epsilon_cap": max((s.epsilon_cap for s in planned.sites), default=None),
             "held_out": held_out,
             "held_out_epsilon": total.held_out_epsilon if total else None,
@@ -722,6 +735,7 @@ def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
         "bytes_down": row.bytes_down,
         "seconds": row.seconds,
         "update_norm": _finite(row.finished.update_norm if row.finished else None),
+        "update_clip": _finite(row.update_clip),
         "epsilon": row.epsilon if is_private else None,
     }
 

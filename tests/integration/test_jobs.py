@@ -1,5 +1,6 @@
 """The example jobs do what their files say."""
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812 -- its usual name
 
 from clients import data, models
+from clients.factories import import_factory
 from deploy.simulation import RunResult, simulate
 from federation import job_file
+from federation.errors import JobError
 from federation.job import JobSpec
 
 pytestmark = [pytest.mark.slow]
@@ -56,6 +59,19 @@ def accuracy(outcome: RunResult) -> float:
     return outcome.accuracy
 
 
+def exact_accuracy(job: JobSpec, outcome: RunResult) -> float:
+    """On all held-out data."""
+    assert job.data is not None
+    _, held_out = data.load(job.data.source, job.data.options)
+    inputs, targets = held_out.batch(np.arange(len(held_out)))
+    assert targets is not None
+    make = import_factory(job.model.factory, key="model.factory")
+    model = make(**job.model.options)
+    model.load_state_dict(outcome.state_dict(), strict=False)
+    with torch.no_grad():
+        return float((model(inputs).argmax(1) == targets).float().mean())
+
+
 def test_quickstart_is_as_good_as_pooling_the_data() -> None:
     """At least 95 %, within 2 points of centralised training, in a minute."""
     job = load("quickstart")
@@ -87,3 +103,29 @@ def test_gpt_learns_more_than_byte_frequencies() -> None:
     assert outcome.status == "completed"
     assert outcome.loss is not None
     assert outcome.loss <= unigram - 0.5
+
+
+@pytest.mark.parametrize(("name", "least"), [("joint", 0.92), ("sites", 0.92)])
+def test_noise_in_the_sum_leaves_something_to_learn(name: str, least: float) -> None:
+    """At epsilon 8; exact, since the test and not the sites looks at held-out data."""
+    job = load(name, "evaluation.every=0")
+    outcome = simulate(job)
+    assert outcome.status == "completed"
+    assert exact_accuracy(job, outcome) >= least
+    planned, spent = outcome.view.privacy, outcome.view.total_spent
+    assert planned is not None
+    assert spent is not None
+    assert planned.unit == job.privacy.differential_privacy.unit
+    assert 6 < spent.epsilon <= 8
+    if name == "sites":
+        assert planned.signal_to_noise is not None
+        assert planned.signal_to_noise > 1
+
+
+def test_too_few_sites_to_hide_one_are_refused() -> None:
+    """As the file says: five clinics instead of sixteen."""
+    job = load("sites")
+    few = dataclasses.replace(job, sites=job.sites[:5])
+    with pytest.raises(JobError, match="almost nothing but noise") as caught:
+        simulate(few)
+    assert caught.value.key == "privacy.differential_privacy.accept_low_signal"

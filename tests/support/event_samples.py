@@ -25,12 +25,24 @@ from federation.events import (
     Warned,
 )
 from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent
+from privacy.dp.accountant import (
+    NEIGHBOURING_RELATION,
+    NO_SAMPLING,
+    SAMPLING_ASSUMPTION,
+    SITE_RELATION,
+)
 
 START = 1_790_000_000.0
 UPDATE_BYTES = 150_600
 STEP_DOWN_BYTES, STEP_UP_BYTES = 900, 400
 TWO_SITES = ("aws-us-east-1", "gcp-us-central1")
 EPSILON_CAP, DELTA, HELD_OUT_NOISE = 8.0, 1e-4, 3.2
+_IN_SUM = "the aggregator and the public together with one of the sites"
+HOLDS_AGAINST = {
+    "record": "the aggregator, all other sites and the public",
+    "joint": _IN_SUM,
+    "site": _IN_SUM,
+}
 CLOUDS = ("aws", "gcp", "azure", "on-prem")
 
 
@@ -54,6 +66,8 @@ class Script:
         public: Whether held-out results leave without noise, though there is privacy.
         budget_rounds: Rounds that the sites' budgets allow; all of them by default.
         replaced: Layers that privacy replaced.
+        unit: Unit of privacy.
+        adapts: Whether the clip norm of updates follows them.
         seed: Of the noise.
         start: Seconds since the epoch.
     """
@@ -74,6 +88,8 @@ class Script:
     public: bool = False
     budget_rounds: int | None = None
     replaced: tuple[str, ...] = ()
+    unit: str = "record"
+    adapts: bool = False
     seed: int = 7
     start: float = START
 
@@ -154,6 +170,26 @@ def private_and_secure(rounds: int = 4) -> list[Event]:
     return private(rounds, sites=(*TWO_SITES, "on-premises"), secure=True)
 
 
+def joint(rounds: int = 4) -> list[Event]:
+    """Noise of three sites that adds up in the secure sum."""
+    sites = (*TWO_SITES, "on-premises")
+    return private(rounds, sites=sites, secure=True, unit="joint")
+
+
+def whole_sites(rounds: int = 4, num_sites: int = 16) -> list[Event]:
+    """Privacy of whole sites, with a clip norm that follows their updates."""
+    sites = tuple(f"clinic-{index + 1:02d}" for index in range(num_sites))
+    return private(
+        rounds,
+        sites=sites,
+        secure=True,
+        public=True,
+        unit="site",
+        adapts=True,
+        replaced=(),
+    )
+
+
 def many_sites(num_sites: int = 200, rounds: int = 5) -> list[Event]:
     """A run on many sites, some of which fail."""
     sites = tuple(f"site-{index:04d}" for index in range(num_sites))
@@ -203,20 +239,23 @@ class _Play:
 
     def _privacy_planned(self, cap: float) -> PrivacyPlanned:
         script = self._script
+        is_site = script.unit == "site"
         return PrivacyPlanned(
             at=self._at,
-            unit="record",
-            relation="add or remove one record",
+            unit=script.unit,
+            relation=SITE_RELATION if is_site else NEIGHBOURING_RELATION,
             accountant="pld",
-            sampling="Poisson sampling: each record is in each step independently",
+            sampling=NO_SAMPLING if is_site else SAMPLING_ASSUMPTION,
+            holds_against=HOLDS_AGAINST[script.unit],
+            signal_to_noise=1.394 if is_site else None,
             sites=tuple(
                 SitePrivacy(
                     site=site,
                     epsilon_cap=cap,
                     delta=DELTA,
-                    noise_multiplier=0.9 + 0.05 * number,
-                    sampling_rate=0.05,
-                    steps_per_round=20,
+                    noise_multiplier=0.9 + 0.05 * number * (script.unit == "record"),
+                    sampling_rate=1.0 if is_site else 0.05,
+                    steps_per_round=20 if script.unit == "record" else 1,
                     held_out_noise=None if script.public else HELD_OUT_NOISE,
                 )
                 for number, site in enumerate(script.sites)
@@ -234,7 +273,7 @@ class _Play:
         if script.epsilon_cap is None:
             return None
         rounds = script.budget_rounds or script.rounds
-        share = 0.99 - 0.02 * script.sites.index(site)
+        share = 0.99 - 0.02 * script.sites.index(site) * (script.unit != "site")
         # One more release of held-out results than there are rounds.
         held_out = script.epsilon_cap * math.sqrt(index / (rounds + 2))
         return PrivacySpent(
@@ -428,6 +467,7 @@ class _Play:
             ),
             training=sum(training[1:], training[0]) if training else None,
             update_norm=None if lost else 2.0 / index,
+            update_clip=0.5 * 0.9**index if self._script.adapts else None,
             epsilon=max((told.epsilon for told in spent if told), default=None),
         )
 

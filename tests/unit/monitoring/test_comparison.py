@@ -58,6 +58,20 @@ def test_epsilons_have_their_terms(page: str):
     assert "two-clouds-quickstart none no differential privacy" in text
 
 
+def test_units_are_not_held_to_be_the_same():
+    """The page says whose data each epsilon is about, and that they differ."""
+    runs = [_run(event_samples.joint(2), "a"), _run(event_samples.whole_sites(2), "b")]
+    page = render(runs)
+    text = _text(page, "privacy")
+    against = event_samples.HOLDS_AGAINST["site"]
+    assert (
+        "site; one site&#39;s data present or absent; PLD; no sampling; against "
+        + against
+    ) in text
+    assert "joint; one record added or removed; PLD; Poisson sampling" in text
+    assert "The epsilons do not mean the same" in page
+
+
 def test_figures_are_there_and_self_contained(page: str):
     """Privacy against utility, and the curves of all runs over each other."""
     for name in ("privacy-utility", "loss", "accuracy"):

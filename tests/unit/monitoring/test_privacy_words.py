@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support import event_samples
 
-from federation.events import ModelEvaluated, PrivacyPlanned
+from federation.events import Event, ModelEvaluated, PrivacyPlanned
 from federation.messages import MetricSums, PrivacySpent
 from monitoring import privacy_words
 from monitoring.run_view import fold
@@ -42,6 +42,58 @@ def test_unknown_terms_are_said_as_they_are():
     assert privacy_words.terms(planned) == "replace one site; RDP; none"
     site = _planned(unit="site")
     assert privacy_words.promise(site).startswith("unit site: ")
+
+
+def _lines(events: list[Event]) -> list[str]:
+    planned = fold(events).privacy
+    assert planned is not None
+    return list(privacy_words.lines(planned, max_sites=8))
+
+
+def test_joint_noise_is_said_to_be_in_the_sum():
+    """One record is hidden, from whom, and by whose noise."""
+    promise, against, *sites = _lines(event_samples.joint(1))
+    assert promise == (
+        "unit joint: epsilon at most 8 at delta 1e-04 for the records of each site (one"
+        " record added or removed; PLD; Poisson sampling: each record is in each step "
+        "independently)"
+    )
+    assert against == f"holds against {event_samples.HOLDS_AGAINST['joint']}"
+    assert sites[0] == (
+        "aws-us-east-1  noise multiplier 0.900 in the sum  sampling rate 0.05  "
+        "1 step a round  held-out counts +-3.2"
+    )
+    joint = fold(event_samples.joint(1))
+    told = privacy_words.meaning(joint.privacy, joint.total_spent)
+    assert "from the sums of the sites' updates" in told
+    assert "with any one training record of a site left out" in told
+    assert "At the site that has spent most" in told
+
+
+@pytest.mark.parametrize("num_sites", [4, 16])
+def test_whole_sites_are_no_records(num_sites: int):
+    """No sampling, no steps, one epsilon for all, and how much noise that takes."""
+    events = event_samples.whole_sites(1, num_sites)
+    promise, _, means, signal, *_ = _lines(events)
+    assert promise == (
+        "unit site: epsilon at most 8 at delta 1e-04 for each site (one site's data "
+        "present or absent; PLD; no sampling: every site is in every round)"
+    )
+    assert means == f"{num_sites} sites  noise multiplier 0.900 in the sum"
+    assert signal.startswith("signal-to-noise ratio 1.4: of the mean update")
+    view = fold(events)
+    told = privacy_words.meaning(view.privacy, view.total_spent)
+    assert "with all that any one site holds left out" in told
+    assert "For every site, epsilon is 7.92 of 8" in told
+
+
+def test_drowned_updates_are_called_so():
+    """A job that insists on them is run, and told."""
+    planned = fold(event_samples.whole_sites(1)).privacy
+    assert privacy_words.signal(_planned()) is None
+    low = replace(planned, signal_to_noise=0.31)
+    assert privacy_words.signal(low).endswith("; little but noise")
+    assert "little but noise" not in privacy_words.signal(planned)
 
 
 def test_promise_without_sites_has_no_bound():

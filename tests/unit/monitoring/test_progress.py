@@ -102,7 +102,9 @@ def test_plain_private_run_says_what_it_promises():
         "(one record added or removed; PLD; Poisson sampling: each record is in each "
         "step independently)"
     )
-    assert said[1] == (
+    against = event_samples.HOLDS_AGAINST["record"]
+    assert said[1] == f"privacy  holds against {against}"
+    assert said[2] == (
         "privacy  aws-us-east-1  noise multiplier 0.900  sampling rate 0.05  "
         "20 steps a round  held-out counts +-3.2"
     )

@@ -41,6 +41,8 @@ RUNS = {
     "secure": event_samples.secure(),
     "private": event_samples.private(3),
     "private and secure": event_samples.private_and_secure(),
+    "joint": event_samples.joint(),
+    "whole sites": event_samples.whole_sites(),
     "exhausted": event_samples.exhausted(),
     "private, in progress": event_samples.private(3)[:4],
     "only started": event_samples.two_sites(1)[:1],
@@ -178,6 +180,58 @@ def test_private_tiles_and_tables(private_page: str):
     assert "Training loss</th>" not in page
     assert "Shaded: two standard deviations of the noise" in page
     assert "3 completed 7.92 ~0." in _section(page, "rounds")
+
+
+def test_joint_noise_needs_the_sum():
+    """Whose records, whose noise, against whom; and what would break it."""
+    text = _section(render(fold(event_samples.joint(2)), JOB, VERSIONS), "privacy")
+    for words in (
+        "from the sums of the sites&#39; updates",
+        f"It holds against {event_samples.HOLDS_AGAINST['joint']}",
+        "gcp-us-central1 7.76 8 1e-04 0.900 0.05 1",
+        "without that of sites which may collude, over what one record can change",
+        "The noise of all sites adds up",
+        "Secure aggregation is part of the promise",
+        "Whoever has several records",
+    ):
+        assert words in text
+
+
+def test_whole_sites_are_not_taken_for_records():
+    """No sampling, no records; how far updates stand out of the noise."""
+    view = fold(event_samples.whole_sites(3))
+    page = render(view, JOB, VERSIONS)
+    text = _section(page, "privacy")
+    for words in (
+        "all that any one site holds",
+        "Signal-to-noise ratio 1.4",
+        "clinic-16 7.92 8 1e-04 0.900 - none",
+        "over what one site can change",
+        "That a site takes part",
+        "no epsilon covers what they tell of a site",
+        "Every further run on the same sites spends anew",
+    ):
+        assert words in text
+    for words in ("Sampling rate", "Whoever has several records", "Held-out noise:"):
+        assert words not in text
+    assert "Signal to noise 1.4 of the mean update" in _section(page, "summary")
+    about_epsilon = page.split('id="figure-epsilon"')[1].split("</figure>")[0]
+    assert "What every site has spent" in about_epsilon
+    assert 'class="key"' not in about_epsilon
+    protection = _section(page, "reading")
+    assert "the model tell about all that any one site holds is bounded" in protection
+
+
+def test_clip_norm_is_shown_where_it_adapts():
+    """As a figure, and for each round."""
+    page = render(fold(event_samples.whole_sites(3)), JOB, VERSIONS)
+    assert 'id="figure-update-clip"' in page
+    rounds = _section(page, "rounds")
+    assert "Clip norm" in rounds
+    assert all(f" {0.5 * 0.9**index:.3f} " in f"{rounds} " for index in (1, 2, 3))
+    fixed = render(fold(event_samples.joint(2)), JOB, VERSIONS)
+    assert "figure-update-clip" not in fixed
+    assert "Clip norm" not in fixed
 
 
 def test_public_held_out_results_are_called_so():

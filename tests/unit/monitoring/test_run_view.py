@@ -228,6 +228,18 @@ def test_result_is_json():
     assert (len(found["rounds"]), len(found["sites"])) == (10, 2)
 
 
+def test_result_tells_of_noise_in_the_sum():
+    """Against whom it holds, how much signal is left, what each round clipped to."""
+    found = result(fold(event_samples.whole_sites(2)))
+    assert found["privacy"]["unit"] == "site"
+    assert found["privacy"]["holds_against"] == event_samples.HOLDS_AGAINST["site"]
+    assert found["privacy"]["signal_to_noise"] == 1.394
+    assert [row["update_clip"] for row in found["rounds"]] == [0.45, 0.405]
+    record = result(fold(event_samples.private(1)))
+    assert record["privacy"]["signal_to_noise"] is None
+    assert record["rounds"][0]["update_clip"] is None
+
+
 def test_language_has_perplexity():
     """A language model's result adds the exponential of its loss."""
     final = result(fold(event_samples.language(2)))["final"]
