@@ -1,0 +1,249 @@
+"""What noise inside a secure sum cannot be combined with, and what it can."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from support import toy
+
+from federation import job_file
+from federation.errors import JobError
+from federation.job import JobSpec
+
+DP = "privacy.differential_privacy"
+SECURE = "privacy.secure_aggregation"
+SITES = ("a", "b", "c", "d", "e", "f", "g")
+
+
+def _job(unit: str, *changes: Mapping[str, Any], sites: int = 4) -> JobSpec:
+    """A job that is accepted, but for the changes."""
+    document: dict[str, Any] = {
+        "aggregation": {"weights": "uniform"},
+        "evaluation": {"every": 0},
+        "training": {"local_steps": 1, "optimizer": {"name": "sgd", "lr": 0.1}},
+        "privacy": {
+            "secure_aggregation": {"enabled": True},
+            "differential_privacy": {"unit": unit, "target_epsilon": 8.0},
+        },
+    }
+    for change in changes:
+        document = toy.merged(document, change)
+    return job_file.parse(_pruned(toy.document(document, sites=SITES[:sites])))
+
+
+def _pruned(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table without the keys that a change takes out, by None."""
+    return {
+        name: _pruned(value) if isinstance(value, Mapping) else value
+        for name, value in table.items()
+        if value is not None
+    }
+
+
+def _private(**keys: Any) -> dict[str, Any]:
+    return {"privacy": {"differential_privacy": keys}}
+
+
+def _secure(**keys: Any) -> dict[str, Any]:
+    return {"privacy": {"secure_aggregation": keys}}
+
+
+def _training(**keys: Any) -> dict[str, Any]:
+    return {"training": keys}
+
+
+IN_SUM: dict[str, tuple[dict[str, Any], str, str]] = {
+    "in the clear": (
+        _secure(enabled=False),
+        f"{SECURE}.enabled",
+        "one site's noise alone does not protect it",
+    ),
+    "everybody colludes": (
+        _private(colluding_sites=4),
+        f"{DP}.colluding_sites",
+        "a sum may hold 4 updates: if 4 are the adversary's",
+    ),
+    "narrow ring": (
+        _secure(ring_bits=16),
+        f"{SECURE}.ring_bits",
+        "16 bits have no room for noise: use 24 or 32",
+    ),
+    "element bound": (
+        _secure(element_bound=0.01),
+        f"{SECURE}.element_bound",
+        "the noise is made for a grid that clip_norm sets",
+    ),
+    "example counts": (
+        {"aggregation": {"weights": "examples"}},
+        "aggregation.weights",
+        "examples weights tell how many records a site holds",
+    ),
+    "no bound on epsilon": (
+        _private(target_epsilon=None),
+        f"{DP}.target_epsilon",
+        "say how much may be spent",
+    ),
+    "median": (
+        {"aggregation": {"combine": "median"}},
+        "aggregation.combine",
+        "looks at single updates, and the server sees their sum",
+    ),
+    "some of the sites": (
+        {"schedule": {"sites_per_round": 3}},
+        "schedule.sites_per_round",
+        "asks every site in every round",
+    ),
+    "another quorum": (
+        {"schedule": {"minimum_sites": 3}},
+        "schedule.minimum_sites",
+        "the quorum is its threshold",
+    ),
+}
+
+JOINT: dict[str, tuple[dict[str, Any], str, str]] = {
+    "two steps": (
+        _training(local_steps=2),
+        "training.local_steps",
+        "noise that is shared protects one step a round",
+    ),
+    "epochs": (
+        _training(local_steps=None, local_epochs=1),
+        "training.local_steps",
+        'Set it to 1, or unit = "record"',
+    ),
+    "adam": (
+        _training(optimizer={"name": "adamw", "lr": 0.1}),
+        "training.optimizer",
+        "calibrated to one plain step, which adam and momentum are not",
+    ),
+    "momentum": (
+        _training(optimizer={"momentum": 0.9}),
+        "training.optimizer",
+        "aggregation.server_optimizer for the rest",
+    ),
+    "weight decay": (
+        _training(optimizer={"weight_decay": 0.01}),
+        "training.optimizer.weight_decay",
+        "the sum holds clipped gradients and nothing else",
+    ),
+    "proximal term": (
+        _training(proximal_mu=0.1),
+        "training.proximal_mu",
+        "is not pulled back to them",
+    ),
+    "schedule": (
+        _training(learning_rate={"name": "cosine"}),
+        "training.learning_rate",
+        "calibrated to one learning rate: leave it constant",
+    ),
+    "warm-up": (
+        _training(learning_rate={"warmup_steps": 2}),
+        "training.learning_rate",
+        "without warm-up",
+    ),
+    "clipped batches": (
+        _training(clip_grad_norm=1.0),
+        "training.clip_grad_norm",
+        "bounds each record's: leave it out",
+    ),
+    "adaptive clip": (
+        _private(adaptive_clip=True),
+        f"{DP}.adaptive_clip",
+        'is for unit = "site", and this is "joint"',
+    ),
+    "low signal": (
+        _private(accept_low_signal=True),
+        f"{DP}.accept_low_signal",
+        'is for unit = "site", and this is "joint"',
+    ),
+}
+
+WHOLE_SITES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "two clip norms": (
+        _secure(clip_norm=1.0),
+        f"{SECURE}.clip_norm",
+        f"updates are clipped once, to {DP}.clip_norm",
+    ),
+    "noise on held-out results": (
+        {"evaluation": {"every": 1}},
+        f"{DP}.held_out",
+        "hides a held-out record and not a site",
+    ),
+}
+
+REFUSED = [
+    pytest.param(unit, *row, id=f"{unit}: {case}")
+    for rows, units in (
+        (IN_SUM, ("joint", "site")),
+        (JOINT, ("joint",)),
+        (WHOLE_SITES, ("site",)),
+    )
+    for case, row in rows.items()
+    for unit in units
+]
+
+
+@pytest.mark.parametrize("unit", ["joint", "site"])
+def test_noise_in_the_sum_is_accepted(unit: str):
+    """So what is refused below is refused for the change alone."""
+    assert _job(unit).minimum_sites == 4
+
+
+@pytest.mark.parametrize(("unit", "change", "key", "text"), REFUSED)
+def test_refused_combination_names_its_key(
+    unit: str, change: dict[str, Any], key: str, text: str
+):
+    """And says why."""
+    with pytest.raises(JobError, match=text.replace(".", r"\.")) as caught:
+        _job(unit, change)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("unit", ["joint", "site"])
+@pytest.mark.parametrize(
+    ("sites", "threshold", "most"),
+    [(4, 3, 1), (4, 4, 3), (7, 5, 2), (7, 6, 4), (7, 7, 6)],
+)
+def test_more_colluders_than_the_sum_withstands_are_refused(
+    unit: str, sites: int, threshold: int, most: int
+):
+    """With fewer than all sites they could have two sums opened: 2 t > N + n_C."""
+    secure = _secure(threshold=threshold)
+    assert _job(unit, secure, _private(colluding_sites=most), sites=sites)
+    with pytest.raises(JobError) as caught:
+        _job(unit, secure, _private(colluding_sites=most + 1), sites=sites)
+    assert caught.value.key == f"{DP}.colluding_sites"
+    if threshold < sites:
+        assert f"two sums of {threshold} of {sites} sites" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{}, _training(local_steps=5)])
+def test_sites_train_as_they_like(change: dict[str, Any]):
+    """Where whole sites are the unit only the update is clipped."""
+    momentum = _training(optimizer={"name": "adamw"}, clip_grad_norm=1.0)
+    job = _job("site", change, momentum, _private(clip_norm=0.25))
+    assert job.update_clip_norm == 0.25
+
+
+def test_public_held_out_data_of_sites_is_accepted():
+    """What is public needs no noise."""
+    evaluation = {"evaluation": {"every": 1}}
+    assert _job("site", evaluation, _private(held_out="public"))
+    assert _job("joint", evaluation)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [({}, 0.2), (_private(clip_norm=0.5), 0.1), (_secure(clip_norm=3.0), 3.0)],
+)
+def test_clip_norm_of_a_joint_update(change: dict[str, Any], expected: float):
+    """Twice the step of an expected batch whose gradients all are clipped."""
+    assert expected == _job("joint", change).update_clip_norm
+
+
+def test_two_sites_still_need_a_waiver():
+    """Joint noise is not noise of one's own: the other knows its half."""
+    with pytest.raises(JobError) as caught:
+        _job("joint", sites=2)
+    assert caught.value.key == f"{SECURE}.two_sites_waiver"
+    assert _job("joint", _secure(two_sites_waiver=True), sites=2).minimum_sites == 2
