@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
+from support.small_jobs import small_job
 
 from clients.datasets import Dataset, Examples, as_dataset
 from deploy.sum_privacy import num_protected
-from support.small_jobs import small_job
 
 
 def _dataset(size: int) -> Dataset:
