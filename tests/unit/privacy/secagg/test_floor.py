@@ -8,9 +8,10 @@ import pytest
 from support.secagg_parties import RECORD, Parties
 
 from federation.ids import SiteId
-from privacy.secagg.contract import members_of
+from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.errors import ContractRefused, StaleRoster
 from privacy.secagg.floor import check_against_floor
+from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.terms import NO_PRIVACY
 
 PARTIES = Parties(5)
@@ -144,3 +145,100 @@ def test_colluders_are_counted_with_the_threshold():
     with pytest.raises(ContractRefused, match="withstands 2"):
         check_against_floor(PARTIES.contract(threshold=4), PARTIES.floor(colluding=3))
     check_against_floor(PARTIES.contract(threshold=5), PARTIES.floor(colluding=3))
+
+
+JOINT = dataclasses.replace(RECORD, profile="joint", steps_per_round=1)
+SHARE = NoiseShare(multiplier=1.1, sensitivity=1.0, size=1000, threshold=4, colluding=1)
+RING = SHARE.ring_spec(bits=32, num_sites=5, clip_norm=1.0)
+
+
+def _with_noise(profile: str, std: float = RING.noise_std, **changes: Any) -> Contract:
+    terms = dataclasses.replace(JOINT, profile=profile, ring_noise_std=std)
+    usual = {
+        "differential_privacy": terms,
+        "weight_rule": "uniform",
+        "max_examples": 1,
+        "threshold": 4,
+    }
+    return PARTIES.contract(**(usual | changes))
+
+
+@pytest.mark.parametrize("profile", ["joint", "site"])
+def test_noise_at_the_floor_passes(profile: str):
+    """The planned share exactly, more of it, and more updates in a sum."""
+    floor = PARTIES.floor(noise_share=SHARE)
+    check_against_floor(_with_noise(profile), floor)
+    check_against_floor(_with_noise(profile, RING.noise_std * 1.01), floor)
+    check_against_floor(_with_noise(profile, threshold=5), floor)
+
+
+@pytest.mark.parametrize("profile", ["joint", "site"])
+@pytest.mark.parametrize(
+    ("key", "text", "changes", "demands"),
+    [
+        (
+            "differential_privacy.ring_noise_std",
+            "are worth a noise multiplier of 1.09",
+            {"std": RING.noise_std * (1 - 1e-6)},
+            {},
+        ),
+        (
+            "differential_privacy.ring_noise_std",
+            "fewer than 4",
+            {"std": 3.99},
+            {"noise_share": dataclasses.replace(SHARE, multiplier=1e-12)},
+        ),
+        (
+            "differential_privacy.ring_noise_std",
+            "has planned no noise inside the sum",
+            {},
+            {"noise_share": None},
+        ),
+        (
+            "threshold",
+            "4 updates in a sum do not hold the noise of 5",
+            {},
+            {"noise_share": dataclasses.replace(SHARE, threshold=5)},
+        ),
+        (
+            # As many shares of others, as long as only one site colludes.
+            "threshold",
+            "4 updates in a sum do not hold the noise of 5",
+            {},
+            {"noise_share": dataclasses.replace(SHARE, threshold=5, colluding=2)},
+        ),
+        (
+            "weight_rule",
+            "would tell what noise is to hide",
+            {"weight_rule": "examples", "max_examples": 10},
+            {},
+        ),
+        (
+            "element_bound",
+            "a grid that clip_norm sets",
+            {"element_bound": 0.999, "std": RING.noise_std * 1.01},
+            {},
+        ),
+    ],
+)
+def test_contract_with_less_than_the_planned_noise_is_refused(
+    profile: str,
+    key: str,
+    text: str,
+    changes: dict[str, Any],
+    demands: dict[str, Any],
+):
+    """Whatever the aggregator takes away from what the site accounts for."""
+    floor = PARTIES.floor(**({"noise_share": SHARE} | demands))
+    with pytest.raises(ContractRefused, match=text) as caught:
+        check_against_floor(_with_noise(profile, **changes), floor)
+    assert key == caught.value.key
+
+
+def test_larger_clip_norm_than_planned_is_refused_where_sites_are_the_unit():
+    """A whole update changes by it; a step over records by its sensitivity alone."""
+    share = dataclasses.replace(SHARE, sensitivity=0.5)
+    floor = PARTIES.floor(noise_share=share)
+    check_against_floor(_with_noise("joint"), floor)
+    with pytest.raises(ContractRefused, match="noise is made for"):
+        check_against_floor(_with_noise("site"), floor)
