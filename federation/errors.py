@@ -107,7 +107,21 @@ class BudgetExceeded(PrivacyError):
 
 
 class StoreError(FederationError):
-    """An object store did not do what it was asked."""
+    """An object store did not do what it was asked.
+
+    Args:
+        message: What was asked, where, and what to do.
+        temporary: Whether the same request may go well if it is made again.
+        wait_seconds: How long the service wants to be left alone before that.
+    """
+
+    def __init__(
+        self, message: str, *, temporary: bool = False, wait_seconds: float = 0.0
+    ) -> None:
+        """Keep apart what decides on another attempt."""
+        super().__init__(message)
+        self.temporary = temporary
+        self.wait_seconds = wait_seconds
 
 
 class ObjectNotFound(StoreError):
