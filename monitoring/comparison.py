@@ -98,11 +98,17 @@ def changed_keys(jobs: Sequence[str]) -> Mapping[str, Sequence[str]]:
     documents = [_flat(_document(job)) for job in jobs]
     keys = {key for document in documents for key in document}
     found = {}
-    for key in sorted(keys):
+    for key in sorted(keys, key=_in_order):
         values = [document.get(key, "-") for document in documents]
         if len(set(values)) > 1 and not key.startswith(_BESIDE_THE_POINT):
             found[key] = values
     return found
+
+
+def _in_order(key: str) -> tuple[bool, list[tuple[int, str]]]:
+    """Sites come last, the tenth of them after the second."""
+    parts = [(int(p) if p.isdecimal() else -1, p) for p in key.split(".")]
+    return key.startswith("sites."), parts
 
 
 def _document(job: str) -> Mapping[str, Any]:

@@ -36,6 +36,7 @@ OTHER_LABELS = "other"
 UP_COLOUR, DOWN_COLOUR = "#2b6f8f", "#b9d3df"
 
 _FAILED = "#c2372e"
+_CLIP_COLOUR = UP_COLOUR
 _PHASE_COLOURS = {
     "advertise": "#c9b8dd",
     "confirm": "#a48cc4",
@@ -66,7 +67,6 @@ def draw_all(view: RunView) -> Mapping[str, str]:
         "timeline": _timeline,
         "answers": _answers,
         "update-norm": _update_norm,
-        "update-clip": _update_clip,
     }
     found = {}
     for name, make in drawings.items():
@@ -416,21 +416,13 @@ def _update_norm(view: RunView) -> Figure | None:
     )
     if not points:
         return None
-    return _norms(view, points)
-
-
-def _update_clip(view: RunView) -> Figure | None:
-    """Draw what updates were clipped to, if that follows them."""
-    if not view.clip_adapts:
-        return None
-    clips = ((row.index, row.update_clip) for row in view.rounds)
-    points = [(index, clip) for index, clip in clips if clip is not None]
-    return _norms(view, finite_points(points))
-
-
-def _norms(view: RunView, points: list[tuple[int, float]]) -> Figure:
     figure, axes = new_figure()
     axes.plot(*columns(points), color=POOLED_COLOUR, lw=2, marker="o", ms=3)
+    if view.clip_adapts:
+        clips = ((row.index, row.update_clip) for row in view.rounds)
+        found = finite_points((at, clip) for at, clip in clips if clip is not None)
+        axes.plot(*columns(found), color=_CLIP_COLOUR, lw=2, marker="o", ms=3)
+        add_legend(axes, {"combined update": POOLED_COLOUR, "clip norm": _CLIP_COLOUR})
     axes.set_ylim(bottom=0)
     _mark_lost_rounds(axes, view)
     label_axes(axes, "round", "Euclidean norm")

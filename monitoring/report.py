@@ -328,14 +328,7 @@ def _panels(view: RunView) -> Sequence[Panel]:
             "Size of the steps",
             (
                 "Norm of the combined update. It shrinks as training settles; a "
-                "jump is worth a look."
-            ),
-        ),
-        "update-clip": (
-            "Clip norm of an update",
-            (
-                "What each site's update was clipped to. It follows the share of the "
-                "updates that are within it, as far as noise lets that be seen."
+                f"jump is worth a look.{_clip(view)}"
             ),
         ),
         "timeline": (
@@ -363,6 +356,16 @@ def _panels(view: RunView) -> Sequence[Panel]:
 
 def _terms(view: RunView) -> str:
     return privacy_words.terms(view.privacy) if view.privacy else ""
+
+
+def _clip(view: RunView) -> str:
+    """What to say of a clip norm that follows the updates."""
+    if not view.clip_adapts:
+        return ""
+    return (
+        " The clip norm bounds each site's own update, and follows the share of them "
+        "that are within it."
+    )
 
 
 def _spending(view: RunView) -> str:

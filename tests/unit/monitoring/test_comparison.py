@@ -82,6 +82,17 @@ def test_figures_are_there_and_self_contained(page: str):
     assert len(ids) == len(set(ids))
 
 
+def test_sites_are_counted_and_come_last():
+    """The tenth is not put before the second."""
+    jobs = [
+        f"zeal = {at}\n" + "".join(f'[[sites]]\nname = "{at}{n}"\n' for n in range(11))
+        for at in "12"
+    ]
+    found = list(changed_keys(jobs))
+    assert found[0] == "zeal"
+    assert found[-2:] == ["sites.9.name", "sites.10.name"]
+
+
 def test_settings_that_differ_are_named(page: str):
     """Those alone, with a dash where a job does not have them."""
     text = _text(page, "settings")

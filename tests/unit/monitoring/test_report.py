@@ -205,7 +205,7 @@ def test_whole_sites_are_not_taken_for_records():
     for words in (
         "all that any one site holds",
         "Signal-to-noise ratio 1.4",
-        "clinic-16 7.92 8 1e-04 0.900 - none",
+        "clinic-16 7.92 8 1e-04 0.900 Epsilon: one site",
         "over what one site can change",
         "That a site takes part",
         "no epsilon covers what they tell of a site",
@@ -223,15 +223,15 @@ def test_whole_sites_are_not_taken_for_records():
 
 
 def test_clip_norm_is_shown_where_it_adapts():
-    """As a figure, and for each round."""
+    """Beside the size of the steps, and for each round."""
     page = render(fold(event_samples.whole_sites(3)), JOB, VERSIONS)
-    assert 'id="figure-update-clip"' in page
+    assert ">clip norm</text>" in page
+    assert "The clip norm bounds each site" in page
     rounds = _section(page, "rounds")
     assert "Clip norm" in rounds
     assert all(f" {0.5 * 0.9**index:.3f} " in f"{rounds} " for index in (1, 2, 3))
     fixed = render(fold(event_samples.joint(2)), JOB, VERSIONS)
-    assert "figure-update-clip" not in fixed
-    assert "Clip norm" not in fixed
+    assert "clip norm" not in fixed.lower()
 
 
 def test_public_held_out_results_are_called_so():
