@@ -15,11 +15,12 @@ from federation.errors import FederationError, RunNotFound
 from privacy.dp import accountant, cross_check
 from privacy.dp.errors import LedgerDamaged
 from privacy.dp.events import Event
-from privacy.dp.ledger_files import LEDGER_NAME, read_file
+from privacy.dp.ledger_files import HEAD_NAME, LEDGER_NAME, read_file
 from privacy.dp.ledger_format import PURPOSES, Contents, Purpose
 
 # Ledgers of a run, from its folder.
-PLACES = f"sites/*/{LEDGER_NAME}"
+_SITES = "sites"
+PLACES = f"{_SITES}/*/{LEDGER_NAME}"
 
 # Another version's accountant may differ by a little.
 _AGREEMENT = 0.005
@@ -55,8 +56,16 @@ def find(name: str, root: Path) -> list[Path]:
         return [direct]
     if (direct / LEDGER_NAME).is_file():
         return [direct / LEDGER_NAME]
+    if direct.name == LEDGER_NAME:
+        raise RunNotFound(f"there is no ledger {name}: name one, or a run")
     run = run_folder.find_run(name, root)
-    found = sorted(run.path.glob(PLACES))
+    # Where only one of a ledger's two files is left, that is to be told.
+    folders = {
+        path.parent
+        for left in (LEDGER_NAME, HEAD_NAME)
+        for path in run.path.glob(f"{_SITES}/*/{left}")
+    }
+    found = sorted(folder / LEDGER_NAME for folder in folders)
     if not found:
         raise RunNotFound(
             f"the run in {run.path} has no ledger ({PLACES}): its job asks for no "
@@ -69,10 +78,30 @@ def examine(path: Path) -> Finding:
     """Check one ledger."""
     try:
         contents = read_file(path)
+        _check_place(contents, path)
         _check_sums(contents, path)
     except FederationError as error:
         return Finding(path, None, str(error))
     return Finding(path, contents, "")
+
+
+def _check_place(contents: Contents, path: Path) -> None:
+    """Check that a ledger in a run's folder is of that run, and of that site."""
+    folder = path.absolute().parent
+    if folder.parent.name != _SITES:
+        return  # It lies elsewhere, a copy or a site's own: any run's will do.
+    terms = contents.terms
+    if terms.site != folder.name:
+        raise LedgerDamaged(
+            f"{path} is the ledger of site {terms.site!r}: bring that of site "
+            f"{folder.name!r} back; what it has spent is not known"
+        )
+    run_id = run_folder.RunFolder(folder.parents[1]).run_id()
+    if run_id is not None and terms.run_id != run_id:
+        raise LedgerDamaged(
+            f"{path} is the ledger of run {terms.run_id}, and this is run {run_id}: "
+            "bring the run's own back; what the site has spent in it is not known"
+        )
 
 
 def _check_sums(contents: Contents, path: Path) -> None:

@@ -193,11 +193,10 @@ class _Reader:
             self._take(self._chained(line))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise LedgerDamaged(
-                f"{self._name}, line {number}: {error}; the ledger was changed after "
-                "it was written, so what was spent is not known and "
-                "nothing is released. "
-                "Bring the untouched file back, or begin a new run with a budget that "
-                "counts what this one may have spent"
+                f"{self._name}, line {number}: {_fault(error)}; the ledger was changed "
+                "after it was written, so what was spent is not known and nothing is "
+                "released. Bring the untouched file back, or begin a new run with a "
+                "budget that counts what this one may have spent"
             ) from error
 
     def _take(self, document: dict[str, Any]) -> None:
@@ -248,6 +247,15 @@ class _Reader:
         if type(time) is not float or not math.isfinite(time) or time < self._time:
             raise ValueError(f"its time {time!r} is before that of the line before it")
         self._time = time
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a line, in words."""
+    if isinstance(error, UnicodeDecodeError | json.JSONDecodeError | RecursionError):
+        return "it is no line of a ledger"
+    if isinstance(error, KeyError):
+        return f"it has no field {error}"
+    return str(error)
 
 
 def _terms(document: dict[str, Any]) -> Terms:

@@ -1,13 +1,18 @@
 """``crossfed ledger`` says what was spent, and which ledger cannot be believed."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import event_samples
 
 from deploy import cli, ledger
 from federation.clock import VirtualClock
 from federation.errors import RunNotFound
+from federation.event_log import to_line
+from federation.events import RunStarted
 from privacy.dp import accountant, ledger_format
 from privacy.dp.events import Event
 from privacy.dp.ledger import FileLedger, Terms
@@ -80,12 +85,9 @@ def test_json_has_the_same(run: Path, capsys: pytest.CaptureFixture[str]):
     assert spent["epsilon_prv_upper"] > spent["epsilon_prv"]
 
 
-def copy(run: Path, place: Path) -> Path:
-    """The ledger of ``left`` in a folder of its own."""
-    place.mkdir(parents=True)
-    for path in (run / "sites/left").iterdir():
-        (place / path.name).write_bytes(path.read_bytes())
-    return place / "ledger.jsonl"
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A run to spoil."""
+    return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
 @pytest.mark.slow
@@ -93,11 +95,10 @@ def test_one_damaged_ledger_fails_the_whole(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The others are shown all the same."""
-    (tmp_path / "events.jsonl").write_bytes(b"")
-    copy(run, tmp_path / "sites/right")
-    path = copy(run, tmp_path / "sites/left")
+    spoiled = copy(run, tmp_path)
+    path = spoiled / "sites/left/ledger.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"steps":20', b'"steps":10', 1))
-    code, out, _ = show(str(tmp_path), capsys=capsys)
+    code, out, _ = show(str(spoiled), capsys=capsys)
     assert code == 1
     assert f"DAMAGED     {path}, line 2: its hash is not that of its contents" in out
     assert "sites/right/ledger.jsonl: sound" in out
@@ -120,6 +121,66 @@ def test_a_false_epsilon_is_damage(tmp_path: Path):
     found = ledger.examine(tmp_path / "ledger.jsonl")
     assert found.contents is None
     assert "says that epsilon is 0.1 for train" in found.error
+
+
+def errors(run: Path) -> dict[str, str]:
+    """What is wrong with the ledger of each site."""
+    found = ledger.find(str(run), run.parent)
+    return {path.parent.name: ledger.examine(path).error for path in found}
+
+
+def test_another_sites_ledger_is_no_sites_own(run: Path, tmp_path: Path):
+    """Sound as it is, it does not say what this site has spent."""
+    spoiled = copy(run, tmp_path)
+    shutil.rmtree(spoiled / "sites" / "right")
+    shutil.copytree(spoiled / "sites" / "left", spoiled / "sites" / "right")
+    found = errors(spoiled)
+    assert found["left"] == ""
+    assert "is the ledger of site 'left': bring that of site 'right'" in found["right"]
+
+
+def test_another_runs_ledger_is_told(run: Path, tmp_path: Path):
+    """By the run that the folder's events are of."""
+    spoiled = copy(run, tmp_path)
+    started = event_samples.private()[0]
+    assert isinstance(started, RunStarted)
+    (spoiled / "events.jsonl").write_text(
+        to_line(replace(started, run_id="run-2")) + "\n"
+    )
+    found = errors(spoiled)
+    assert "is the ledger of run run-1, and this is run run-2" in found["left"]
+    # A copy that lies elsewhere is shown as it is.
+    path = Path(shutil.copytree(run / "sites" / "right", tmp_path / "kept"))
+    assert ledger.examine(path / "ledger.jsonl").error == ""
+
+
+def test_a_ledger_that_is_gone_is_told_by_its_head(run: Path, tmp_path: Path):
+    """It is not left out as if the site had spent nothing."""
+    spoiled = copy(run, tmp_path)
+    (spoiled / "sites" / "left" / "ledger.jsonl").unlink()
+    found = errors(spoiled)
+    assert set(found) == {"left", "right"}
+    assert "cannot read the ledger" in found["left"]
+    with pytest.raises(RunNotFound, match="there is no ledger"):
+        ledger.find(str(spoiled / "sites" / "left" / "ledger.jsonl"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b"\xff\xfe", "line 1: it is no line of a ledger; the ledger was changed"),
+        (b"[", "line 1: it is no line of a ledger; the ledger was changed"),
+        (b"{}", "line 1: it has no field 'hash'; the ledger was changed"),
+        (b"[1]", "line 1: it is not an object; the ledger was changed"),
+    ],
+)
+def test_what_is_no_ledger_is_told_in_words(
+    run: Path, tmp_path: Path, line: bytes, text: str
+):
+    """And not in those of a parser."""
+    path = copy(run, tmp_path) / "sites" / "left" / "ledger.jsonl"
+    path.write_bytes(line + b"\n")
+    assert text in ledger.examine(path).error
 
 
 def test_a_run_without_ledgers_is_said_to_have_none(tmp_path: Path):
