@@ -200,7 +200,8 @@ def _site_lines(site: SiteFindings) -> Iterator[str]:
 def roc_line(roc: Roc) -> str:
     """Area and rates of membership inference in one line."""
     rates = ", ".join(
-        f"{roc.true_positives_at(rate)[0]:.1%} found at {rate:.1%} false alarms"
+        f"{roc.true_positives_at(rate)[0]:.1%} of members found with "
+        f"{int(rate * roc.num_out)} of {roc.num_out} others"
         for rate in FALSE_POSITIVES
     )
     return f"AUC {roc.auc:.3f} +-{roc.auc_error:.3f}; {rates}"
