@@ -1,0 +1,79 @@
+"""Jobs whose noise can be seen: most of their weights get no gradient at all."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from support import toy
+from support.small_jobs import blobs, small_job
+from torch import nn
+
+from clients.datasets import Examples
+from federation.job import JobSpec
+
+WIDTH = 4096  # Inputs that are always 0, after four that are not.
+
+
+def wide_blobs(
+    num_train: int = 400, num_held_out: int = 80
+) -> tuple[Examples, Examples]:
+    """``blobs`` with inputs that say nothing."""
+
+    def wide(part: Examples) -> Examples:
+        nothing = np.zeros((len(part.inputs), WIDTH), np.float32)
+        return Examples(
+            inputs=np.concatenate([part.inputs, nothing], axis=1), targets=part.targets
+        )
+
+    train, held_out = blobs(num_train, num_held_out)
+    return wide(train), wide(held_out)
+
+
+def normalised(inputs: int = 4 + WIDTH, classes: int = 3) -> nn.Sequential:
+    """A model with all that keeps statistics of what it sees."""
+    return nn.Sequential(
+        nn.Linear(inputs, 4),
+        nn.BatchNorm1d(4),
+        nn.Unflatten(1, (2, 2)),
+        nn.InstanceNorm1d(2, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(4, classes),
+    )
+
+
+def noisy_job(
+    unit: str,
+    *,
+    num_sites: int = 4,
+    threshold: int | None = None,
+    private: Mapping[str, Any] | None = None,
+    **tables: Any,
+) -> JobSpec:
+    """Logistic regression on ``wide_blobs`` with noise inside the secure sum."""
+    secure: dict[str, Any] = {"enabled": True}
+    if threshold is not None:
+        secure["threshold"] = threshold
+    usual: dict[str, Any] = {
+        "rounds": 2,
+        "model": {
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": 4 + WIDTH, "classes": 3},
+        },
+        "data": {"source": "support.noisy_jobs:wide_blobs"},
+        "training": {
+            "local_steps": 1,
+            "batch_size": 20,
+            "optimizer": {"name": "sgd", "lr": 0.5},
+        },
+        "aggregation": {"weights": "uniform"},
+        "evaluation": {"every": 0},
+        "privacy": {
+            "secure_aggregation": secure,
+            "differential_privacy": {
+                "unit": unit,
+                "target_epsilon": 8.0,
+                **(private or {}),
+            },
+        },
+    }
+    return small_job(num_sites=num_sites, **toy.merged(usual, tables))
