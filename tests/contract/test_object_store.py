@@ -1,25 +1,26 @@
 """What every ObjectStore promises; one suite, run on each implementation.
 
-A new store is one more entry of ``STORES``.
+A new store is one more name in ``STORES`` and a fixture ``NAME_store``, which gives
+an empty store.
 """
 
+import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
-from federation.errors import ObjectExists, ObjectNotFound
-from federation.protocols import Buffer, ObjectStore
+from federation.errors import ObjectChanged, ObjectExists, ObjectNotFound
+from federation.protocols import Buffer, ObjectInfo, ObjectStore
 
-STORES: Mapping[str, Callable[[Path], ObjectStore]] = {
-    "local": lambda folder: LocalStore(folder / "store"),
-    "memory": lambda _: MemoryStore(),
-}
+STORES = ("local", "memory")
 
 BAD_KEYS = [
     "",
@@ -41,13 +42,31 @@ BAD_KEYS = [
 ]
 
 
+@pytest.fixture
+def local_store(tmp_path: Path) -> ObjectStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def memory_store() -> ObjectStore:
+    return MemoryStore()
+
+
 @pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return STORES[request.param](tmp_path)
+def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
+    store: ObjectStore = request.getfixturevalue(f"{request.param}_store")
+    yield store
+    store.close()
 
 
-def keys(store: ObjectStore, prefix: str = "") -> list[str]:
-    return [info.key for info in store.list(prefix)]
+def keys(store: ObjectStore, prefix: str = "", **options: str) -> list[str]:
+    return [info.key for info in store.list(prefix, **options)]
+
+
+def known(info: ObjectInfo) -> dict[str, Any]:
+    """What every store knows of a small object, and says the same at each call."""
+    names = ("key", "size", "version", "crc32c", "sha256", "metadata")
+    return {name: getattr(info, name) for name in names}
 
 
 def test_read_returns_what_was_put(store: ObjectStore):
@@ -120,7 +139,7 @@ def test_put_overwrites(store: ObjectStore):
     second = store.put("key", [b"other"])
     assert store.read("key") == b"other"
     assert first.version != second.version
-    assert store.stat("key").version == second.version
+    assert known(store.stat("key")) == known(second)
 
 
 def test_put_if_absent_keeps_the_first(store: ObjectStore):
@@ -129,7 +148,7 @@ def test_put_if_absent_keeps_the_first(store: ObjectStore):
     with pytest.raises(ObjectExists, match="'key'"):
         store.put("key", [b"second"], if_absent=True)
     assert store.read("key") == b"first"
-    assert store.stat("key").version == first.version
+    assert known(store.stat("key")) == known(first)
 
 
 def test_put_if_absent_after_delete(store: ObjectStore):
@@ -138,6 +157,107 @@ def test_put_if_absent_after_delete(store: ObjectStore):
     store.delete("key")
     store.put("key", [b"second"], if_absent=True)
     assert store.read("key") == b"second"
+
+
+@pytest.mark.parametrize("content", [b"", b"123456789", bytes(100_000)])
+def test_checksums(store: ObjectStore, content: bytes):
+    """Writer and reader are told both checksums of a small object."""
+    info = store.put("key", [content[:4], content[4:]])
+    assert info.sha256 == hashlib.sha256(content).hexdigest()
+    assert info.crc32c is not None
+    if content == b"123456789":  # The check value in RFC 3720's catalogue entry.
+        assert info.crc32c == "e3069283"
+    assert known(store.stat("key")) == known(info)
+
+
+def test_metadata(store: ObjectStore):
+    """What a writer says of an object stays with it until the next write."""
+    kept = {"round": "3", "content-of": 'a b;c="d" %41', "empty": ""}
+    info = store.put("key", [b"x"], metadata=kept)
+    assert (info.metadata, store.stat("key").metadata) == (kept, kept)
+    store.put("key", [b"y"])
+    assert store.stat("key").metadata == {}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"Round": "3"},
+        {"": "3"},
+        {"a_b": "3"},
+        {"a": " 3"},
+        {"a": "3\n"},
+        {"a": "\N{SNOWMAN}"},
+        {"a": "x" * 1500},
+    ],
+)
+def test_bad_metadata(store: ObjectStore, metadata: dict[str, str]):
+    """What some store could not keep is refused by all."""
+    with pytest.raises(ValueError, match="metadata"):
+        store.put("key", [b"x"], metadata=metadata)
+    assert keys(store) == []
+
+
+def test_time_of_the_write(store: ObjectStore):
+    """If a store knows when an object was written, it is about now."""
+    store.put("key", [b"x"])
+    updated = store.stat("key").updated
+    assert updated is None or abs(updated - time.time()) < 3600
+
+
+def test_put_if_version(store: ObjectStore):
+    """A write on condition replaces the version that was named and no other."""
+    first = store.put("key", [b"first"])
+    second = store.put("key", [b"second"], if_version=first.version)
+    with pytest.raises(ObjectChanged, match="key"):
+        store.put("key", [b"third"], if_version=first.version)
+    assert store.read("key") == b"second"
+    assert known(store.stat("key")) == known(second)
+    store.delete("key")
+    with pytest.raises(ObjectChanged, match="key"):
+        store.put("key", [b"third"], if_version=second.version)
+    assert keys(store) == []
+
+
+def test_conditions_exclude_each_other(store: ObjectStore):
+    """An object that is absent has no version."""
+    with pytest.raises(ValueError, match="both"):
+        store.put("key", [b"x"], if_absent=True, if_version="1")
+
+
+def test_read_if_version(store: ObjectStore):
+    """A read of a version never gives bytes of another."""
+    first = store.put("key", [b"first"])
+    version = first.version
+    assert store.read("key", if_version=version) == b"first"
+    assert store.read("key", start=1, length=2, if_version=version) == b"ir"
+    store.put("key", [b"other"])
+    with pytest.raises(ObjectChanged, match="key"):
+        store.read("key", if_version=version)
+    with pytest.raises(ObjectChanged, match="key"):
+        store.read("key", start=1, length=2, if_version=version)
+    store.delete("key")
+    with pytest.raises(ObjectNotFound, match="key"):
+        store.read("key", if_version=version)
+
+
+def test_one_of_many_replaces_a_version(store: ObjectStore):
+    """Of 16 writers that replace the same version one wins."""
+    barrier = threading.Barrier(16)
+    before = store.put("prize", [b"nobody"])
+
+    def race(racer: int) -> bool:
+        barrier.wait()
+        try:
+            store.put("prize", [b"%02d" % racer] * 9, if_version=before.version)
+        except ObjectChanged:
+            return False
+        return True
+
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(race, range(16)))
+    assert sum(won) == 1
+    assert store.read("prize") == b"%02d" % won.index(True) * 9
 
 
 def test_one_of_many_racers_wins(store: ObjectStore):
@@ -215,7 +335,22 @@ def test_list_by_prefix(store: ObjectStore):
 def test_list_tells_size_and_version(store: ObjectStore):
     """A listing says what stat says."""
     store.put("a/b", [b"123"])
-    assert list(store.list()) == [store.stat("a/b")]
+    (listed,) = store.list()
+    stat = store.stat("a/b")
+    assert (listed.key, listed.size, listed.version) == ("a/b", 3, stat.version)
+
+
+def test_list_starts_after_a_key(store: ObjectStore):
+    """The key itself is left out, whether it exists or not."""
+    names = ["a/b", "a/c", "a-b", "b", "\N{SNOWMAN}"]
+    for name in names:
+        store.put(name, [b""])
+    for after in ("a", "a/b", "a/bb", "a0", "zz", "\N{SNOWMAN}"):
+        expected = sorted(name for name in names if name > after)
+        assert keys(store, start_after=after) == expected
+    assert keys(store, "a/", start_after="a/b") == ["a/c"]
+    assert keys(store, "a/", start_after="b") == []
+    assert keys(store, "a/", start_after="a") == ["a/b", "a/c"]
 
 
 def test_objects_may_go_while_listing(store: ObjectStore):
@@ -269,3 +404,68 @@ def test_longest_key(store: ObjectStore):
     assert len(key) == 1024
     store.put(key, [b"x"])
     assert keys(store) == [key]
+
+
+def test_copy(store: ObjectStore):
+    """A copy has the content and the metadata, and is an object of its own."""
+    source = store.put("a/source", [b"content"], metadata={"round": "3"})
+    copy = store.copy("a/source", "b/target")
+    assert store.read("b/target") == b"content"
+    assert (copy.key, copy.size, copy.metadata) == ("b/target", 7, source.metadata)
+    assert (copy.crc32c, copy.sha256) == (source.crc32c, source.sha256)
+    assert known(store.stat("b/target")) == known(copy)
+    store.put("a/source", [b"other"])
+    assert store.read("b/target") == b"content"
+
+
+def test_copy_replaces_or_keeps(store: ObjectStore):
+    """As a write does."""
+    store.put("source", [b"new"])
+    store.put("target", [b"old"])
+    with pytest.raises(ObjectExists, match="target"):
+        store.copy("source", "target", if_absent=True)
+    assert store.read("target") == b"old"
+    store.copy("source", "target")
+    assert store.read("target") == b"new"
+    store.copy("source", "third", if_absent=True)
+    assert store.read("third") == b"new"
+
+
+def test_copy_of_nothing(store: ObjectStore):
+    """The source must be there, and the target stays as it is."""
+    store.put("target", [b"old"])
+    with pytest.raises(ObjectNotFound, match="missing"):
+        store.copy("missing", "target")
+    assert store.read("target") == b"old"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "a b",
+        "a+b",
+        "100%",
+        "%41",
+        "a?b#c",
+        "a&b=c",
+        "~a'b\"c",
+        "a:b@c",
+        "*",
+        "\\",
+        "\N{SNOWMAN}/\N{OGHAM SPACE MARK}.-_",
+    ],
+)
+def test_keys_of_odd_characters(store: ObjectStore, key: str):
+    """No character of a key means anything but itself to any verb."""
+    store.put(key, [b"x"])
+    assert (store.read(key), store.stat(key).key, keys(store)) == (b"x", key, [key])
+    assert keys(store, key) == [key]
+    store.copy(key, key + "2")
+    assert store.read(key + "2") == b"x"
+    store.delete(key)
+    assert keys(store) == [key + "2"]
+
+
+def test_stores_name_themselves(store: ObjectStore):
+    """The URL is for messages: it has a scheme."""
+    assert "://" in store.url

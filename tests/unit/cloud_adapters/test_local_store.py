@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from cloud_adapters.storage.local import PARTIAL_FOLDER, LocalStore
-from federation.errors import ObjectExists, ObjectNotFound, StoreUnavailable
+from cloud_adapters.storage.local_records import RECORD_FOLDER
+from federation.errors import (
+    CorruptObject,
+    ObjectChanged,
+    ObjectExists,
+    ObjectNotFound,
+    StoreUnavailable,
+)
 
 MEGABYTE = 1 << 20
 
@@ -47,6 +54,18 @@ LocalStore(sys.argv[1]).put("object", pieces())
 """
 
 
+# Is killed when it gives the second object its name.
+KILLED_AT_ITS_NAME = """
+import os, signal, sys
+from cloud_adapters.storage.local import LocalStore
+
+store = LocalStore(sys.argv[1])
+store.put("object", [b"first"], metadata={"number": "1"})
+os.replace = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+store.put("object", [b"second"], metadata={"number": "2"})
+"""
+
+
 def start_half_a_put(root: Path) -> "subprocess.Popen[str]":
     writer = subprocess.Popen(
         [sys.executable, "-c", HALF_A_PUT, str(root)],
@@ -61,6 +80,10 @@ def start_half_a_put(root: Path) -> "subprocess.Popen[str]":
 
 def partial_files(root: Path) -> list[Path]:
     return list((root / PARTIAL_FOLDER).iterdir())
+
+
+def records(root: Path) -> list[Path]:
+    return [path for path in (root / RECORD_FOLDER).glob("?/*") if path.name != "lock"]
 
 
 def test_objects_are_plain_files(tmp_path: Path):
@@ -99,11 +122,112 @@ def test_live_writer_is_left_alone(tmp_path: Path):
     assert partial_files(tmp_path) == []
 
 
-def test_partial_files_have_no_keys(tmp_path: Path):
-    """The folder of partial files cannot be reached by a key."""
+def test_an_object_without_its_name_changes_nothing(tmp_path: Path):
+    """Killed between record and name: the object before, with what is known of it."""
+    command = [sys.executable, "-c", KILLED_AT_ITS_NAME, str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    store = LocalStore(tmp_path)
+    assert store.read("object") == b"first"
+    assert store.stat("object").metadata == {"number": "1"}
+    assert len(records(tmp_path)) == 2
+    store.put("object", [b"third"])
+    assert store.stat("object").metadata == {}
+    assert len(records(tmp_path)) == 1
+
+
+def test_records_go_with_their_objects(tmp_path: Path):
+    """One record for each object, however often it was written."""
+    store = LocalStore(tmp_path)
+    for name in ("a", "b", "c"):
+        for content in (b"1", b"2"):
+            store.put(name, [content])
+    with pytest.raises(ObjectExists):
+        store.put("a", [b"3"], if_absent=True)
+    with pytest.raises(ObjectChanged):
+        store.put("a", [b"3"], if_version="0-0-0")
+    assert len(records(tmp_path)) == 3
+    for name in ("a", "b", "c"):
+        store.delete(name)
+    assert records(tmp_path) == []
+
+
+def damage(path: Path) -> None:
+    """Change a bit as a bad disk does: without a trace in size or time."""
+    content, found = bytearray(path.read_bytes()), path.stat()
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path):
+    """By a whole read, however it is asked for, and by a copy, which is not made."""
+    store = LocalStore(tmp_path)
+    store.put("a/object", [b"0123456789"])
+    damage(tmp_path / "a" / "object")
+    with pytest.raises(CorruptObject, match=r"'a/object' in the folder .* is damaged"):
+        store.read("a/object")
+    with pytest.raises(CorruptObject, match="restore it"):
+        store.read("a/object", start=0, length=10)
+    with pytest.raises(CorruptObject, match="'a/object'"):
+        store.copy("a/object", "b")
+    assert [info.key for info in store.list()] == ["a/object"]
+    assert store.read("a/object", start=0, length=3) == b"012"
+
+
+@pytest.mark.parametrize(
+    "record", [b"", b"[]", b"{}", b'{"key": "object", "size": 1}', b"[" * 20_000]
+)
+def test_a_damaged_record_is_found(tmp_path: Path, record: bytes):
+    """It does not pass for an object of which nothing is known."""
+    store = LocalStore(tmp_path)
+    store.put("object", [b"x"])
+    (path,) = records(tmp_path)
+    path.write_bytes(record)
+    with pytest.raises(CorruptObject, match="'object'"):
+        store.stat("object")
+    store.put("object", [b"y"])
+    assert store.read("object") == b"y"
+
+
+def test_files_of_others_have_no_checksum(tmp_path: Path):
+    """They are read as they are, until they are written through the store."""
+    store = LocalStore(tmp_path)
+    store.put("changed", [b"before"], metadata={"a": "b"})
+    (tmp_path / "changed").write_bytes(b"after")
+    (tmp_path / "new").write_bytes(b"new")
+    for name, content in (("changed", b"after"), ("new", b"new")):
+        info = store.stat(name)
+        assert (info.crc32c, info.sha256, dict(info.metadata)) == (None, None, {})
+        assert store.read(name) == content
+    assert store.copy("new", "copy").crc32c is not None
+    store.delete("new")
+    assert [info.key for info in store.list()] == ["changed", "copy"]
+
+
+def test_writes_in_a_hurry_have_versions_of_their_own(tmp_path: Path):
+    """File systems use an inode again, and their clocks tick in milliseconds."""
+    store = LocalStore(tmp_path)
+    versions = [store.put("key", [b"%02d" % number]).version for number in range(50)]
+    assert len(set(versions)) == 50
+
+
+def test_two_stores_replace_a_version(tmp_path: Path):
+    """Writes on condition also exclude each other between store objects."""
+    before = LocalStore(tmp_path).put("key", [b"0"])
+    LocalStore(tmp_path).put("key", [b"1"], if_version=before.version)
+    with pytest.raises(ObjectChanged):
+        LocalStore(tmp_path).put("key", [b"2"], if_version=before.version)
+
+
+@pytest.mark.parametrize("hidden", [PARTIAL_FOLDER, RECORD_FOLDER])
+def test_hidden_folders_have_no_keys(tmp_path: Path, hidden: str):
+    """They cannot be reached by a key; below another folder the name is free."""
     with pytest.raises(ValueError, match="partial"):
-        LocalStore(tmp_path).put(f"{PARTIAL_FOLDER}/x", [b"x"])
-    LocalStore(tmp_path).put(f"a/{PARTIAL_FOLDER}/x", [b"x"])
+        LocalStore(tmp_path).put(f"{hidden}/x", [b"x"])
+    LocalStore(tmp_path).put("source", [b"x"])
+    with pytest.raises(ValueError, match="partial"):
+        LocalStore(tmp_path).copy("source", f"{hidden}/x")
+    LocalStore(tmp_path).put(f"a/{hidden}/x", [b"x"])
 
 
 def test_file_size_limit(tmp_path: Path):

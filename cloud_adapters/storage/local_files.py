@@ -1,0 +1,147 @@
+"""Files and folders by descriptor: no path is taken twice, and no link is followed."""
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cloud_adapters.storage.checksums import Checksums
+from federation.protocols import Buffer
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe that lies in the tree must not wait for its writer.
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+# Below this the second thread costs more than it saves.
+_WORTH_A_THREAD_BYTES = 1 << 20
+
+
+def open_inner(folder: int, name: str, *, create: bool) -> int:
+    """Open a folder in a folder.
+
+    Raises:
+        OSError: It is a link or a file, or it is not there and not to be created.
+    """
+    flags = FOLDER_FLAGS | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    except FileNotFoundError:
+        if not create:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=folder)
+        os.fsync(folder)
+    return os.open(name, flags, dir_fd=folder)
+
+
+def make_root(root: Path) -> None:
+    """Make a folder and those above it, durably."""
+    if root.is_dir():
+        return
+    if root != root.parent:
+        make_root(root.parent)
+    with contextlib.suppress(FileExistsError):
+        root.mkdir()
+        parent = os.open(root.parent, FOLDER_FLAGS)
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
+
+
+@contextlib.contextmanager
+def partial_file(partial_folder: int) -> Iterator[tuple[str, int]]:
+    """Create a locked partial file; its name is gone at the end, come what may."""
+    name, file = _create_locked(partial_folder)
+    try:
+        yield name, file
+    finally:
+        # Unlinked while still locked: a sweeper never sees it as a dead one's.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=partial_folder)
+        os.close(file)
+
+
+def _create_locked(partial_folder: int) -> tuple[str, int]:
+    while True:
+        name = secrets.token_hex(16)
+        file = os.open(name, CREATE_FLAGS, 0o666, dir_fd=partial_folder)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file).st_nlink:
+                return name, file
+        except BaseException:
+            os.close(file)
+            raise
+        # A sweeper took it for a dead one's between the two calls: try again.
+        os.close(file)
+
+
+def remove_if_dead(name: str, partial_folder: int) -> None:
+    """Remove a partial file whose writer is gone: nobody holds its lock.
+
+    Raises:
+        OSError: Its writer lives (BlockingIOError), or it is gone.
+    """
+    file = os.open(name, READ_FLAGS, dir_fd=partial_folder)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(name, dir_fd=partial_folder)
+    finally:
+        os.close(file)
+
+
+def write_all(file: int, piece: Buffer) -> None:
+    """Write a piece to its last byte.
+
+    Raises:
+        OSError: The disk is full, for example.
+    """
+    view = memoryview(piece)
+    if view.nbytes == 0:
+        return
+    left = view.cast("B")
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def write_and_sum(file: int, data: Iterable[Buffer]) -> Checksums:
+    """Write pieces, and take their checksums at the same time in another thread.
+
+    A piece is done with in both before the next is asked for, since its producer may
+    use the buffer again.
+
+    Raises:
+        OSError: The disk is full, for example.
+    """
+    checksums = Checksums()
+    with ThreadPoolExecutor(1, "checksums") as pool:  # Starts a thread when used.
+        for piece in data:
+            if memoryview(piece).nbytes < _WORTH_A_THREAD_BYTES:
+                checksums.update(piece)
+                write_all(file, piece)
+                continue
+            summed = pool.submit(checksums.update, piece)
+            try:
+                write_all(file, piece)
+            finally:
+                summed.result()
+    return checksums
+
+
+def read_range(file: int, start: int, length: int) -> bytes:
+    """Bytes of an open file, which may end before.
+
+    Raises:
+        OSError: The disk reports an error.
+    """
+    parts = []
+    while length and (part := os.pread(file, length, start)):
+        parts.append(part)
+        start += len(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
