@@ -386,7 +386,7 @@ def _say_how_to_resume(
 
 def _check_job(options: argparse.Namespace) -> int:
     job = _load(options)
-    from deploy import run_folder, wiring  # noqa: PLC0415 -- imports torch
+    from deploy import job_check, run_folder, wiring  # noqa: PLC0415 -- imports torch
     from federation import job_file  # noqa: PLC0415
     from federation.clock import SystemClock  # noqa: PLC0415
     from monitoring.data_table import data_table  # noqa: PLC0415
@@ -394,12 +394,14 @@ def _check_job(options: argparse.Namespace) -> int:
     run_folder.runs_root(job)
     with _unable_to_exit():
         federation = wiring.build_federation(job)
+        promises = job_check.promises(federation)
     dealt = wiring.data_distributed(federation, at=SystemClock().now())
     size = federation.pool.layout.size
     if options.json:
         sites = _site_rows(dealt)
-        document = job_file.document(job)
-        _print_json({"job": document, "sites": sites, "parameters": size})
+        document: dict[str, Any] = {"job": job_file.document(job)}
+        document |= {"sites": sites, "parameters": size, "privacy": promises}
+        _print_json(document)
         return DONE
     console = _console()
     console.print(data_table(dealt, columns=console.width))
@@ -407,6 +409,8 @@ def _check_job(options: argparse.Namespace) -> int:
         f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, "
         f"{size:,} values ({4 * size:,} bytes) each way, site and round"
     )
+    for line in promises:
+        print(line)
     print("the job is sound")
     return DONE
 

@@ -28,7 +28,7 @@ from federation.errors import CorruptObject, FederationError, RunConflict, RunNo
 from federation.event_log import EventWriter
 from federation.events import Emit, Event, RunFinished, RunStarted
 from federation.gather import Gather
-from federation.ids import SiteId, new_run_id
+from federation.ids import RunId, SiteId, new_run_id
 from federation.job import JobSpec
 from federation.protocols import Grid, ObjectStore, RunState, SiteHandler, Trainer
 from monitoring.run_view import (
@@ -139,11 +139,14 @@ def simulate(
         federation = wiring.build_federation(job)
         if engine == "inproc":
             federation.pool.reserve(wiring.num_workers(job))
+        # Before the folder is made: a promise that cannot be kept leaves nothing.
+        simulation = _Simulation(federation, run, engine, stop_requested, transcript)
         if run is not None:
             stack.enter_context(run.locked())
             # Again: another process may have come and gone.
             _check_folder(run, resume=resume)
-        simulation = _Simulation(federation, run, engine, stop_requested, transcript)
+            if run.run_id() not in {None, simulation.run_id}:
+                raise RunConflict(f"{run.path} was begun by another process just now")
         return simulation.run(listeners)
 
 
@@ -242,6 +245,11 @@ class _Simulation:
         self._records: list[Emit] = [self._fold.add]
         self._listeners: Sequence[Emit] = ()
         self._first_round: int | None = None
+
+    @property
+    def run_id(self) -> RunId:
+        """The run."""
+        return self._run_id
 
     def run(self, listeners: Sequence[Emit]) -> RunResult:
         """Run the federation and leave its files."""

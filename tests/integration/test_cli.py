@@ -420,6 +420,15 @@ BAD = {
         ["--set", "privacy.secure_aggregation.enabled=true"],
         ["privacy.secure_aggregation.two_sites_waiver", "each of two sites"],
     ),
+    "epsilon out of reach": (
+        [
+            "--set",
+            "aggregation.weights=uniform",
+            "--set",
+            "privacy.differential_privacy={unit='record',target_epsilon=0.001}",
+        ],
+        ["target_epsilon", "out of reach", "what would reach it"],
+    ),
     "s3": (["--set", "storage.url=s3://bucket/x"], ["storage.url", "not built yet"]),
     "unknown url": (["--set", "storage.url=ftp://x"], ["storage.url", "'ftp'"]),
     "nothing to set": (["--set", "rounds"], ["'rounds'", "write key=value"]),
@@ -436,7 +445,15 @@ def test_bad_job_is_one_clear_error(name: str, server: ForkServer, place: Path) 
 
 
 @pytest.mark.parametrize(
-    "name", ["unknown key", "no module", "data: broken", "more sites than data", "s3"]
+    "name",
+    [
+        "unknown key",
+        "no module",
+        "data: broken",
+        "more sites than data",
+        "epsilon out of reach",
+        "s3",
+    ],
 )
 def test_check_job_refuses_what_simulate_refuses(
     name: str, server: ForkServer, place: Path
