@@ -1,5 +1,8 @@
 """What holds for every test."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from hypothesis import settings
 
@@ -12,3 +15,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Ray starts in one worker at a time: two of it would see each other's files."""
     if item.get_closest_marker("flower"):
         item.add_marker(pytest.mark.xdist_group("flower"))
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """One for all tests of a worker; each takes a bucket of its own."""
+    from support import s3_server as servers  # noqa: PLC0415 (a second to import)
+
+    with servers.serve() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_store(s3_server: Any) -> Any:
+    """An empty store in a bucket of its own."""
+    return s3_server.store()

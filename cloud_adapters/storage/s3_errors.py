@@ -1,0 +1,337 @@
+"""What S3 answers, in this product's errors: which one, and what to do about it.
+
+One row per code of the service, one per kind of exception of its library. A code
+without a row falls back on its HTTP status. Messages hold bucket, key, code and
+what the service says; never a header, a signature or a token.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+
+import botocore.exceptions as boto
+import urllib3.exceptions
+from botocore.parsers import ResponseParserError
+
+from federation.errors import (
+    BucketNotFound,
+    CorruptObject,
+    NotAuthenticated,
+    ObjectChanged,
+    ObjectNotFound,
+    StoreError,
+    StoreForbidden,
+    StoreThrottled,
+    StoreUnavailable,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a code or an exception means to us.
+
+    Attributes:
+        error: What to raise.
+        advice: What a person can do.
+        is_temporary: Whether the same request may succeed a moment later.
+    """
+
+    error: type[StoreError]
+    advice: str
+    is_temporary: bool = False
+
+
+_GONE = Meaning(ObjectNotFound, "there is no such object")
+_NO_BUCKET = Meaning(
+    BucketNotFound,
+    "the bucket does not exist: correct its name in the URL, or create it",
+)
+_ELSEWHERE = Meaning(
+    BucketNotFound,
+    "the bucket lies in another region: name that region in the job or in AWS_REGION",
+)
+_CHANGED = Meaning(ObjectChanged, "the object is not of the version that was named")
+_CONFLICT = Meaning(
+    StoreUnavailable,
+    "others write the same object at the same time; try again later",
+    is_temporary=True,
+)
+_CORRUPT = Meaning(
+    CorruptObject,
+    "other bytes arrived than were sent: if it happens again, look for a proxy or "
+    "a network device on the way that changes traffic",
+    is_temporary=True,
+)
+_FORBIDDEN = Meaning(
+    StoreForbidden,
+    "these credentials may not do this: grant it in the role's policy, the bucket's "
+    "policy or the endpoint's policy (docs/howto/s3.md has one)",
+)
+_KMS_FORBIDDEN = Meaning(
+    StoreForbidden,
+    "the encryption key is disabled, gone or not granted: the role needs "
+    "kms:GenerateDataKey and kms:Decrypt on an enabled key of the bucket's region",
+)
+_WRONG_KEY = Meaning(
+    NotAuthenticated,
+    "the service does not know or accept these credentials: check which are in use "
+    "(aws sts get-caller-identity), and the endpoint that they are sent to",
+)
+_EXPIRED = Meaning(
+    NotAuthenticated,
+    "the credentials have expired: renew them (aws sso login, or the role's source) "
+    "and resume",
+)
+_CLOCK_SKEW = Meaning(
+    NotAuthenticated,
+    "this machine's clock is more than 15 minutes off: synchronise it (timedatectl, "
+    "chrony) and resume",
+)
+_NO_CREDENTIALS = Meaning(
+    NotAuthenticated,
+    "no usable credentials were found: set AWS_PROFILE, give this machine or pod a "
+    "role, or sign in (aws sso login)",
+)
+_THROTTLED = Meaning(
+    StoreThrottled,
+    "the service asks for fewer requests: use fewer workers, or spread the keys over "
+    "more prefixes",
+    is_temporary=True,
+)
+_BUSY = Meaning(
+    StoreUnavailable,
+    "the service has a fault of its own: try again later, and see its status page",
+    is_temporary=True,
+)
+_UNREACHABLE = Meaning(
+    StoreUnavailable,
+    "the connection failed or broke: check network, endpoint, proxy and firewall",
+    is_temporary=True,
+)
+_TOO_LARGE = Meaning(
+    StoreUnavailable,
+    "the service does not take an object or a part of this size: write it in several "
+    "objects",
+)
+_QUOTA = Meaning(
+    StoreUnavailable, "a quota is used up: free space or ask for a higher one"
+)
+_ARCHIVED = Meaning(
+    StoreUnavailable,
+    "the object is archived: restore it, or move it to another storage class",
+)
+_UPLOAD_GONE = Meaning(
+    StoreUnavailable,
+    "the upload was ended by somebody else, or by a lifecycle rule of less than it "
+    "took: begin it again",
+)
+_UNSUPPORTED = Meaning(
+    StoreUnavailable,
+    "the endpoint does not do this: it has to support conditional writes and "
+    "CRC32C checksums, as Amazon S3 does",
+)
+_REFUSED = Meaning(
+    StoreUnavailable, "the service refuses the request as it is: correct what it names"
+)
+_TLS = Meaning(
+    StoreUnavailable,
+    "the endpoint's certificate is not trusted here: set AWS_CA_BUNDLE to your "
+    "authority, or correct the endpoint",
+)
+_UNCLEAR = Meaning(
+    StoreUnavailable,
+    "the endpoint does not answer as S3 does: check its URL, and proxies on the way",
+    is_temporary=True,
+)
+
+CODES: Mapping[str, Meaning] = {
+    "NoSuchKey": _GONE,
+    "NoSuchVersion": _GONE,
+    "NoSuchBucket": _NO_BUCKET,
+    "InvalidBucketName": _NO_BUCKET,
+    "PermanentRedirect": _ELSEWHERE,
+    "TemporaryRedirect": _ELSEWHERE,
+    "AuthorizationHeaderMalformed": _ELSEWHERE,
+    "IllegalLocationConstraintException": _ELSEWHERE,
+    "PreconditionFailed": _CHANGED,
+    "ConditionalRequestConflict": _CONFLICT,
+    "OperationAborted": _CONFLICT,
+    "BadDigest": _CORRUPT,
+    "XAmzContentChecksumMismatch": _CORRUPT,
+    "XAmzContentSHA256Mismatch": _CORRUPT,
+    "IncompleteBody": _UNREACHABLE,
+    "RequestTimeout": _UNREACHABLE,
+    "AccessDenied": _FORBIDDEN,
+    "AllAccessDisabled": _FORBIDDEN,
+    "AccountProblem": _FORBIDDEN,
+    "UnauthorizedAccess": _FORBIDDEN,
+    "KMS.DisabledException": _KMS_FORBIDDEN,
+    "KMS.NotFoundException": _KMS_FORBIDDEN,
+    "KMS.InvalidStateException": _KMS_FORBIDDEN,
+    "KMS.KMSInvalidStateException": _KMS_FORBIDDEN,
+    "InvalidAccessKeyId": _WRONG_KEY,
+    "SignatureDoesNotMatch": _WRONG_KEY,
+    "AccessKeyDoesNotExist": _WRONG_KEY,
+    "InvalidToken": _WRONG_KEY,
+    "InvalidClientTokenId": _WRONG_KEY,
+    "NotSignedUp": _WRONG_KEY,
+    "ExpiredToken": _EXPIRED,
+    "ExpiredTokenException": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
+    "RequestExpired": _EXPIRED,
+    "RequestTimeTooSkewed": _CLOCK_SKEW,
+    "SlowDown": _THROTTLED,
+    "SlowDownRead": _THROTTLED,
+    "SlowDownWrite": _THROTTLED,
+    "RequestLimitExceeded": _THROTTLED,
+    "BandwidthLimitExceeded": _THROTTLED,
+    "TooManyRequests": _THROTTLED,
+    "Throttling": _THROTTLED,
+    "ThrottlingException": _THROTTLED,
+    "KMS.ThrottlingException": _THROTTLED,
+    "InternalError": _BUSY,
+    "ServiceUnavailable": _BUSY,
+    "EntityTooLarge": _TOO_LARGE,
+    "EntityTooSmall": _TOO_LARGE,
+    "MaxMessageLengthExceeded": _TOO_LARGE,
+    "QuotaExceeded": _QUOTA,
+    "ServiceQuotaExceeded": _QUOTA,
+    "XMinioStorageFull": _QUOTA,
+    "InvalidObjectState": _ARCHIVED,
+    "NoSuchUpload": _UPLOAD_GONE,
+    "NotImplemented": _UNSUPPORTED,
+    "MethodNotAllowed": _UNSUPPORTED,
+    "InvalidStorageClass": _UNSUPPORTED,
+    "KeyTooLongError": _REFUSED,
+    "MetadataTooLarge": _REFUSED,
+    "InvalidArgument": _REFUSED,
+    "InvalidRequest": _REFUSED,
+    "InvalidPart": _REFUSED,
+    "InvalidPartOrder": _REFUSED,
+    "MalformedXML": _REFUSED,
+}
+
+# Where the code says nothing: answers to HEAD have no body, and some endpoints
+# have codes of their own.
+STATUSES: Mapping[int, Meaning] = {
+    301: _ELSEWHERE,
+    307: _ELSEWHERE,
+    401: _WRONG_KEY,
+    403: _FORBIDDEN,
+    404: _GONE,
+    405: _UNSUPPORTED,
+    408: _UNREACHABLE,
+    409: _CONFLICT,
+    412: _CHANGED,
+    413: _TOO_LARGE,
+    429: _THROTTLED,
+    501: _UNSUPPORTED,
+    507: _QUOTA,
+}
+
+# The first row that fits counts: special ones come before their parents.
+EXCEPTIONS: Mapping[type[Exception], Meaning] = {
+    boto.NoCredentialsError: _NO_CREDENTIALS,
+    boto.PartialCredentialsError: _NO_CREDENTIALS,
+    boto.CredentialRetrievalError: _NO_CREDENTIALS,
+    boto.MetadataRetrievalError: _NO_CREDENTIALS,
+    boto.TokenRetrievalError: _NO_CREDENTIALS,
+    boto.NoAuthTokenError: _NO_CREDENTIALS,
+    boto.ProfileNotFound: _NO_CREDENTIALS,
+    boto.ConfigNotFound: _NO_CREDENTIALS,
+    boto.InvalidConfigError: _NO_CREDENTIALS,
+    boto.SSOError: _EXPIRED,
+    boto.SSLError: _TLS,
+    boto.FlexibleChecksumError: _CORRUPT,
+    boto.HTTPClientError: _UNREACHABLE,
+    boto.IncompleteReadError: _UNREACHABLE,
+    boto.ResponseStreamingError: _UNREACHABLE,
+    urllib3.exceptions.HTTPError: _UNREACHABLE,
+    HTTPException: _UNREACHABLE,
+    OSError: _UNREACHABLE,
+    ResponseParserError: _UNCLEAR,
+    boto.BotoCoreError: _REFUSED,
+}
+
+MAX_WAIT_SECONDS = 60.0  # More than that, a person should hear of it.
+
+
+def code_of(error: BaseException | None) -> str:
+    """The service's code of a failure; empty if it is none of the service's."""
+    if not isinstance(error, boto.ClientError):
+        return ""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def status_of(error: BaseException | None) -> int:
+    """The HTTP status of a failure; 0 if there was no answer."""
+    if not isinstance(error, boto.ClientError):
+        return 0
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def meaning_of(error: Exception) -> Meaning:
+    """Find the row of the tables that fits."""
+    if isinstance(error, boto.ClientError):
+        return _meaning_of_answer(code_of(error), status_of(error))
+    return next(
+        (row for kind, row in EXCEPTIONS.items() if isinstance(error, kind)), _REFUSED
+    )
+
+
+def _meaning_of_answer(code: str, status: int) -> Meaning:
+    if code.isdecimal():  # HEAD: botocore takes the status for the code.
+        status = int(code)
+    row = CODES.get(code)
+    if row is None and code.startswith("KMS."):
+        row = _KMS_FORBIDDEN
+    row = row or STATUSES.get(status)
+    if row is None:
+        row = _BUSY if status >= 500 else _REFUSED  # noqa: PLR2004 (an HTTP status)
+    return row
+
+
+def translate(error: Exception, doing: str) -> StoreError:
+    """Turn a failure of the library or the service into an error of ours.
+
+    Args:
+        error: What was raised; keep it as the cause.
+        doing: What was being done, and where: ``read s3://bucket/key``.
+    """
+    meaning = meaning_of(error)
+    said = "; ".join(_said(error))
+    return meaning.error(
+        f"cannot {doing}: {meaning.advice} ({said})",
+        temporary=meaning.is_temporary,
+        wait_seconds=_asked_to_wait(error),
+    )
+
+
+def _asked_to_wait(error: Exception) -> float:
+    if not isinstance(error, boto.ClientError):
+        return 0.0
+    asked = _headers(error).get("retry-after", "")
+    return min(float(asked), MAX_WAIT_SECONDS) if asked.isdecimal() else 0.0
+
+
+def _headers(error: boto.ClientError) -> Mapping[str, str]:
+    answer: Mapping[str, Any] = error.response.get("ResponseMetadata", {})
+    headers: Mapping[str, str] = answer.get("HTTPHeaders", {})
+    return headers
+
+
+def _said(error: Exception) -> Iterator[str]:
+    """What is safe to repeat of a failure.
+
+    Of an answer that is code, message and region. Other exceptions may hold a URL
+    with a signature in it, so their kind has to do.
+    """
+    if not isinstance(error, boto.ClientError):
+        yield type(error).__name__
+        return
+    details: Mapping[str, str] = error.response.get("Error", {})
+    yield f"{details.get('Code', 'no code')}: {details.get('Message', 'no message')}"
+    region = _headers(error).get("x-amz-bucket-region") or details.get("Region")
+    if region and meaning_of(error) is _ELSEWHERE:
+        yield f"the bucket is in {region}"

@@ -1,0 +1,351 @@
+"""Uploads to S3: in one request or in parallel parts, with bounded memory.
+
+The service checks each part against a CRC32C that was computed before it left, and
+the whole against the CRC32C and the size of all that the source gave.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+
+from cloud_adapters.storage.checksums import Checksums, crc32c
+from cloud_adapters.storage.s3_calls import (
+    CRC32C,
+    PUT_ID,
+    SHA256,
+    Answer,
+    S3Calls,
+    encode_crc32c,
+    if_match,
+    info_of,
+    version_of,
+)
+from federation.errors import (
+    ObjectChanged,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+)
+from federation.protocols import Buffer, ObjectInfo
+
+PART_BYTES = 8 * 1024 * 1024
+MAX_PARTS = 10_000
+
+# Parts double in size after so many: with 10,000 of them, 7.8 TiB fit, which is more
+# than an object may have, and up to 7.8 GiB no part is larger than the first.
+PARTS_OF_ONE_SIZE = 1_000
+
+# In flight at once, besides the part that is being filled; always at least one part.
+BYTES_IN_FLIGHT = 8 * PART_BYTES
+NUM_WORKERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One object that is to be written.
+
+    Attributes:
+        key: Its key.
+        metadata: Its writer's.
+        put_id: Random; tells this write from all others when an answer is lost.
+        if_absent: Fail if the key is taken.
+        if_version: Fail unless the object is of this version.
+    """
+
+    key: str
+    metadata: Mapping[str, str]
+    put_id: str
+    if_absent: bool = False
+    if_version: str | None = None
+
+    def condition(self) -> Answer:
+        """The parameters that make the service check it."""
+        return {"IfNoneMatch": "*"} if self.if_absent else if_match(self.if_version)
+
+
+def part_bytes(number: int) -> int:
+    """Size of a part, from its number (1 to ``MAX_PARTS``)."""
+    return PART_BYTES << (number - 1) // PARTS_OF_ONE_SIZE
+
+
+def cut(data: Iterable[Buffer], checksums: Checksums) -> Iterator[bytearray]:
+    """Cut content into parts of the sizes that S3 takes, each in a buffer of its own.
+
+    The last one is shorter, and there is at least one, even if it is empty.
+
+    Args:
+        data: Pieces of any size; each is copied before the next is asked for.
+        checksums: Told of every piece.
+    """
+    number, part = 1, bytearray()
+    for piece in checksums.watch(data):
+        view = memoryview(piece)
+        left = view.cast("B") if view.nbytes else memoryview(b"")
+        while left:
+            if len(part) == part_bytes(number):
+                yield part
+                number, part = number + 1, bytearray()
+            room = part_bytes(number) - len(part)
+            part += left[:room]
+            left = left[room:]
+    yield part
+
+
+def put(calls: S3Calls, write: Write, data: Iterable[Buffer]) -> ObjectInfo:
+    """Write an object: see ``ObjectStore.put``."""
+    checksums = Checksums()
+    parts = cut(data, checksums)
+    front = list(itertools.islice(parts, 2))
+    if len(front) == 1:
+        return _put_whole(calls, write, front[0], checksums)
+    known = _seen_before(data)
+    return _Upload(calls, write, checksums, known).put(_chain(front, parts))
+
+
+def _seen_before(data: Iterable[Buffer]) -> Checksums | None:
+    """Checksums of content that is in memory as a whole; None for a stream.
+
+    The metadata of a multipart upload is fixed before its content.
+    """
+    if not isinstance(data, list | tuple):
+        return None
+    checksums = Checksums()
+    for piece in data:
+        checksums.update(piece)
+    return checksums
+
+
+def _chain(front: list[bytearray], rest: Iterator[bytearray]) -> Iterator[bytearray]:
+    """Put parts back in front, and keep no hold of them."""
+    while front:
+        yield front.pop(0)
+    yield from rest
+
+
+def _put_whole(
+    calls: S3Calls, write: Write, content: bytearray, checksums: Checksums
+) -> ObjectInfo:
+    doing = f"write {calls.where(write.key)}"
+    written = _info(write, checksums)
+
+    def request(attempt: int) -> ObjectInfo:
+        try:
+            answer = calls.once(
+                "put_object",
+                doing,
+                Key=calls.prefix + write.key,
+                Body=content,
+                ChecksumCRC32C=encode_crc32c(checksums.crc32c),
+                Metadata=_metadata(write, checksums.crc32c, checksums.sha256),
+                **write.condition(),
+                **calls.encryption.parameters(),
+            )
+        except (ObjectChanged, ObjectNotFound) as error:
+            found = _ours(calls, write, written) if attempt > 1 else None
+            if found is None:
+                raise refusal(calls, write) from error
+            return found
+        return replace(written, version=version_of(answer))
+
+    return calls.retry.call(request)
+
+
+class _Upload:
+    """A multipart upload.
+
+    1. Begin it; nothing is visible under the key until the end.
+    2. Send parts in parallel, each tried again by itself.
+    3. Complete it, under the write's condition.
+    If anything fails, wait for what is in flight and remove all parts.
+    """
+
+    def __init__(
+        self,
+        calls: S3Calls,
+        write: Write,
+        checksums: Checksums,
+        known: Checksums | None,
+    ) -> None:
+        self._calls = calls
+        self._write = write
+        self._checksums = checksums
+        self._known = known
+        self._doing = f"write {calls.where(write.key)}"
+        self._upload: Answer = {}
+
+    def put(self, parts: Iterator[bytearray]) -> ObjectInfo:
+        known = self._known
+        self._upload = begin(  # 1.
+            self._calls,
+            self._write,
+            crc32c=known.crc32c if known else None,
+            sha256=known.sha256 if known else None,
+        )
+        try:
+            sent = self._send_all(parts)  # 2.
+            return complete(  # 3.
+                self._calls,
+                self._write,
+                upload=self._upload,
+                parts=sent,
+                written=_info(self._write, self._checksums),
+            )
+        except BaseException as error:
+            abort(self._calls, self._upload, self._doing, error)
+            raise
+
+    def _send_all(self, parts: Iterator[bytearray]) -> list[Answer]:
+        sent: list[Answer] = []
+        pending: dict[Future[Answer], int] = {}
+        pool = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="s3-upload")
+        try:
+            for number, part in enumerate(parts, 1):
+                size = len(part)
+                while pending and sum(pending.values()) + size > BYTES_IN_FLIGHT:
+                    sent += _ended(pending)
+                pending[pool.submit(self._send, number, part)] = size
+                # Nothing here may hold it: the next one is filled meanwhile.
+                del part
+            while pending:
+                sent += _ended(pending)
+        finally:
+            # Also on failure: a part that came after the removal would stay behind.
+            pool.shutdown(wait=True, cancel_futures=True)
+        return sorted(sent, key=lambda entry: int(entry["PartNumber"]))
+
+    def _send(self, number: int, part: bytearray) -> Answer:
+        checksum = encode_crc32c(crc32c(part))
+        answer = self._calls.call(
+            "upload_part",
+            f"{self._doing}, part {number}",
+            **self._upload,
+            PartNumber=number,
+            Body=part,
+            ChecksumCRC32C=checksum,
+        )
+        return {
+            "PartNumber": number,
+            "ETag": answer["ETag"],
+            "ChecksumCRC32C": checksum,
+        }
+
+
+def _ended(pending: dict[Future[Answer], int]) -> list[Answer]:
+    """Wait until a part has been sent, and take all that are out of ``pending``."""
+    done, _ = wait(pending, return_when=FIRST_COMPLETED)
+    for future in done:
+        del pending[future]
+    return [future.result() for future in done]
+
+
+def begin(
+    calls: S3Calls, write: Write, *, crc32c: str | None, sha256: str | None
+) -> Answer:
+    """Begin a multipart upload, and return what each of its requests names."""
+    name = calls.prefix + write.key
+    answer = calls.call(
+        "create_multipart_upload",
+        f"write {calls.where(write.key)}",
+        Key=name,
+        Metadata=_metadata(write, crc32c, sha256),
+        ChecksumAlgorithm="CRC32C",
+        ChecksumType="FULL_OBJECT",
+        **calls.encryption.parameters(),
+    )
+    return {"Key": name, "UploadId": answer["UploadId"]}
+
+
+def complete(
+    calls: S3Calls,
+    write: Write,
+    *,
+    upload: Answer,
+    parts: list[Answer],
+    written: ObjectInfo,
+) -> ObjectInfo:
+    """Make the parts an object, unless the write's condition fails.
+
+    Raises:
+        ObjectExists: The write is ``if_absent`` and the key is taken.
+        ObjectChanged: The object is not of the write's ``if_version``.
+        StoreError: Anything else.
+    """
+    checks = {"ChecksumType": "FULL_OBJECT", "MpuObjectSize": written.size}
+    if written.crc32c is not None:
+        checks["ChecksumCRC32C"] = encode_crc32c(written.crc32c)
+
+    def request(attempt: int) -> ObjectInfo:
+        try:
+            answer = calls.once(
+                "complete_multipart_upload",
+                f"write {calls.where(write.key)}",
+                **upload,
+                MultipartUpload={"Parts": parts},
+                **checks,
+                **write.condition(),
+            )
+        except StoreError as error:
+            if error.temporary:
+                raise
+            found = _ours(calls, write, written) if attempt > 1 else None
+            if found is not None:
+                return found
+            if isinstance(error, ObjectChanged | ObjectNotFound):
+                raise refusal(calls, write) from error
+            raise
+        return replace(written, version=version_of(answer))
+
+    return calls.retry.call(request)
+
+
+def abort(calls: S3Calls, upload: Answer, doing: str, error: BaseException) -> None:
+    """Remove the parts of an upload that failed with ``error``."""
+    try:
+        calls.call("abort_multipart_upload", f"{doing}, remove its parts", **upload)
+    except ObjectNotFound:
+        pass
+    except StoreError:
+        error.add_note(
+            "The parts that had been sent could not be removed, and cost storage until "
+            "the bucket's lifecycle rule AbortIncompleteMultipartUpload ends them."
+        )
+
+
+def refusal(calls: S3Calls, write: Write) -> StoreError:
+    """The error for a write whose condition did not hold."""
+    where = calls.where(write.key)
+    if write.if_absent:
+        return ObjectExists(f"{write.key!r} exists already: {where}")
+    return ObjectChanged(f"{write.key!r} is not of the version named, or gone: {where}")
+
+
+def _ours(calls: S3Calls, write: Write, written: ObjectInfo) -> ObjectInfo | None:
+    """The object, if it is what an earlier attempt wrote whose answer was lost."""
+    with contextlib.suppress(ObjectNotFound):
+        answer = calls.head_once(write.key)
+        found = info_of(write.key, answer)
+        is_same = found.size == written.size and (
+            None in {found.crc32c, written.crc32c} or found.crc32c == written.crc32c
+        )
+        if answer.get("Metadata", {}).get(PUT_ID) == write.put_id and is_same:
+            return replace(written, version=found.version)
+    return None
+
+
+def _info(write: Write, checksums: Checksums) -> ObjectInfo:
+    """What will be known of the object, but for its version."""
+    return ObjectInfo(
+        key=write.key,
+        size=checksums.size,
+        version="",
+        crc32c=checksums.crc32c,
+        sha256=checksums.sha256,
+        metadata=write.metadata,
+    )
+
+
+def _metadata(write: Write, crc32c: str | None, sha256: str | None) -> Answer:
+    added = {PUT_ID: write.put_id, CRC32C: crc32c, SHA256: sha256}
+    return {**write.metadata, **{name: v for name, v in added.items() if v is not None}}
