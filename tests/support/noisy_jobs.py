@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from support import toy
 from support.small_jobs import blobs, small_job
 from torch import nn
@@ -41,6 +42,23 @@ def normalised(inputs: int = 4 + WIDTH, classes: int = 3) -> nn.Sequential:
     )
 
 
+class Tied(nn.Module):
+    """Two names for one weight, a frozen layer, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.frozen = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.last = nn.Linear(4, 3)
+        self.second.weight = self.first.weight
+        self.frozen.requires_grad_(requires_grad=False)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.frozen(self.first(x)) + self.shift))
+
+
 def noisy_job(
     unit: str,
     *,
@@ -76,4 +94,6 @@ def noisy_job(
             },
         },
     }
+    if "factory" in tables.get("model", {}):
+        usual["model"] = {}
     return small_job(num_sites=num_sites, **toy.merged(usual, tables))

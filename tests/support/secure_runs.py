@@ -11,6 +11,7 @@ from support.small_jobs import small_job
 from cloud_adapters.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
 from deploy import wiring
+from deploy.private_sites import PrivateSites
 from deploy.protection import rehearse
 from federation import events
 from federation.clock import SystemClock
@@ -107,10 +108,13 @@ def run(
     run_id, clock, store = RunId("run-1"), SystemClock(), MemoryStore()
     names = [SiteId(site.name) for site in job.sites]
     secure = job.privacy.secure_aggregation.enabled
-    rehearsal = rehearse(federation, run_id, None) if secure else None
+    private = None
+    if job.privacy.differential_privacy.unit != "none":
+        private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
+    rehearsal = rehearse(federation, run_id, private) if secure else None
     sites: dict[SiteId, Any] = {}
     for name in names:
-        train = partial(federation.trainer, name)
+        train = partial((private or federation).trainer, name)
         sites[name] = (
             federation.site(name, make_trainer=train, store=store, clock=clock)
             if rehearsal is None

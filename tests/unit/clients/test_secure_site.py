@@ -1,13 +1,16 @@
 """A site under secure aggregation: what it refuses, and what it says then."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.secure_runs import run, secure_job
+from support.noisy_jobs import noisy_job
+from support.secure_runs import Run, Spoilt, run, secure_job
 
 from clients.secure_site import SecureSite
 from federation.ids import RunId, SiteId
+from federation.job import JobSpec
 from federation.messages import (
     FailureKind,
     RoundTask,
@@ -17,8 +20,10 @@ from federation.messages import (
     SiteMessage,
     Task,
 )
+from privacy.dp.adaptive_clip import CLIP_RANGE
 from privacy.secagg.errors import ReplayedRound
 from privacy.secagg.keys import Secret
+from privacy.secagg.train import read_train, write_train
 
 SITE = SiteId("site-1")
 
@@ -152,3 +157,59 @@ def test_restarted_site_remembers_its_rounds(after_a_run: Recording):
     memory = site._protection.memory
     with pytest.raises(ReplayedRound, match="round 2"):
         memory.advance(RunId("run-1"), 2)
+
+
+def _clipped_to(change: Callable[[float], float], job: JobSpec) -> Run:
+    """A run whose second site is asked for another clip norm, in the first round."""
+
+    def lie(task: RoundTask) -> RoundTask:
+        body = read_train(task.secure)
+        body = replace(body, update_clip=change(body.update_clip))
+        return replace(task, secure=write_train(body))
+
+    return run(job, wraps={SITE: lambda site: Spoilt(site, task=lie)})
+
+
+def test_another_clip_norm_than_the_contracts_is_refused():
+    """Where it does not adapt; the noise is made for that one."""
+    found = _clipped_to(lambda clip: clip * 1.01, secure_job(rounds=1, clip_norm=2.0))
+    ((site, message),) = found.failures(1)
+    assert site == SITE
+    assert "was asked to clip to 2.02, and the contract says 2.0" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factor", "is_answered"),
+    [(CLIP_RANGE, True), (CLIP_RANGE * 1.01, False), (0.99 / CLIP_RANGE, False)],
+)
+def test_clip_norm_that_adapts_has_its_limits(factor: float, is_answered: bool):  # noqa: FBT001
+    """Whether an update is beyond float32 when it is scaled is not to be told."""
+    job = noisy_job(
+        "site",
+        threshold=3,
+        private={"adaptive_clip": True, "accept_low_signal": True},
+        model={"options": {"inputs": 4, "classes": 3}},
+        data={"source": "support.small_jobs:blobs"},
+        rounds=1,
+    )
+    found = _clipped_to(lambda clip: clip * factor, job)
+    said = [message for _, message in found.failures(1) if "to clip" in message]
+    assert (said == []) == is_answered
+    if not is_answered:
+        assert "differ by more than a factor of 1048576" in said[0]
+
+
+@pytest.mark.slow
+def test_one_site_that_clips_otherwise_opens_no_sum():
+    """The clip norm is in the round's context, which is signed and in every key."""
+    job = noisy_job(
+        "site",
+        private={"adaptive_clip": True, "accept_low_signal": True},
+        rounds=2,
+    )
+    found = _clipped_to(lambda clip: clip / 2, job)
+    assert found.statuses() == ["lost", "completed"]
+    ((site, message),) = found.failures(1)
+    assert site == SITE
+    assert "another run, setup, round or model" in message
