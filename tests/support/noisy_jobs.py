@@ -42,6 +42,16 @@ def normalised(inputs: int = 4 + WIDTH, classes: int = 3) -> nn.Sequential:
     )
 
 
+def one_each(num_sites: int, inputs: int) -> tuple[Examples, Examples]:
+    """Ten records for each site, of which nothing can be learned."""
+
+    def part(size: int) -> Examples:
+        zeros = np.zeros((size, inputs), np.float32)
+        return Examples(inputs=zeros, targets=np.arange(size) % 4)
+
+    return part(10 * num_sites), part(num_sites)
+
+
 class Tied(nn.Module):
     """Two names for one weight, a frozen layer, and a buffer."""
 
