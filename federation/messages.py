@@ -125,7 +125,8 @@ class RoundTask:
         evaluate_after: Whether the site's own model is evaluated after training,
             which dynamic weights need.
         secure: Under secure aggregation what its protocol says beside the model, as
-            bytes of ``privacy.secagg``; empty otherwise.
+            bytes of ``privacy.secagg.train``: hash of the setup, confirms,
+            certificate, and what updates are clipped to; empty otherwise.
     """
 
     run_id: RunId
