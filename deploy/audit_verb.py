@@ -78,12 +78,12 @@ def add_verb(
 
 def _audit(options: argparse.Namespace, *, load: _Load, guard: _Guard) -> int:
     job = load(options)
-    from deploy import audit  # noqa: PLC0415 -- imports torch
+    from deploy import audit, audit_runs  # noqa: PLC0415 -- imports torch
 
-    attack = audit.Attack(
+    attack = audit_runs.Attack(
         sites=tuple(dict.fromkeys(options.site)),
-        canaries=_given(options.canaries, audit.DEFAULT_CANARIES),
-        confidence=_given(options.confidence, audit.DEFAULT_CONFIDENCE),
+        canaries=_given(options.canaries, audit_runs.DEFAULT_CANARIES),
+        confidence=_given(options.confidence, audit_runs.DEFAULT_CONFIDENCE),
     )
     folder = _folder(job, options.out)
     with guard(), _progress() as listen:

@@ -16,6 +16,7 @@ CANARIES_COLOUR, FINAL_COLOUR, LOCAL_COLOUR = SITE_COLOURS[0], *SITE_COLOURS[2:4
 OUT_COLOUR, BOUND_COLOUR, GUESSING_COLOUR = SITE_COLOURS[4], "#c2372e", FAINT
 
 _BINS = 80
+_ROOM = 0.25  # Beside the heaps, of their width.
 _LEAST_RATE = 1e-4  # Where the logarithmic axes begin, unless records are few.
 
 
@@ -72,6 +73,8 @@ def _scores(site: SiteFindings) -> Figure:
     )
     _, top = axes.get_ylim()
     axes.set_ylim(0, 1.15 * top)
+    room = _ROOM * float(places[-1] - places[0])  # For what stands beside the cuts.
+    axes.set_xlim(places[0] - room, places[-1] + room)
     for cut, text, side, offset in cuts:
         axes.axvline(cut, color=INK, lw=1.2, ls=(0, (4, 3)))
         axes.annotate(

@@ -41,3 +41,12 @@ def blobs(num_train: int = 60, num_held_out: int = 12) -> tuple[Examples, Exampl
         return Examples(inputs=inputs, targets=classes)
 
     return draw(num_train), draw(num_held_out)
+
+
+def square_blobs() -> tuple[Examples, Examples]:
+    """Those of ``blobs``, each as two rows of two."""
+    train, held_out = (
+        Examples(inputs=part.inputs.reshape(-1, 2, 2), targets=part.targets)
+        for part in blobs()
+    )
+    return train, held_out

@@ -1,0 +1,112 @@
+"""What an audit changes of a job: as little as its attacks need."""
+
+from dataclasses import replace
+
+from clients.canaries import FACTORY, record_shape
+from clients.private_steps import num_private_steps
+from deploy.wiring import Federation
+from federation.errors import JobError
+from federation.job import JobSpec, ModelSpec
+from federation.privacy_job import SecureAggregationSpec
+
+# Records of a private step: their sum is rounded, and a margin for that is taken from
+# the clip norm of each (``privacy.dp_sgd.clipping.sum_margin``), 6 % for 30,000.
+MAX_DRAWN = 100_000
+
+_UNCLIPPED_NORM = 1.0  # Of a canary's gradient where nothing is clipped.
+_WELL_BEYOND = 2.0  # Times the clip norm: what is clipped is clipped to the norm.
+
+
+def in_the_open(job: JobSpec) -> JobSpec:
+    """The job as the attacker sees it run: no masks, no rehearsed faults."""
+    return replace(
+        job,
+        privacy=replace(job.privacy, secure_aggregation=SecureAggregationSpec()),
+        simulation=replace(job.simulation, faults=()),
+    )
+
+
+def with_canaried_model(federation: Federation, num_canaries: int) -> JobSpec:
+    """The job with the model around its model, and without evaluation.
+
+    Dynamic weights need evaluation, and a job without differential privacy may have
+    them.
+
+    Args:
+        federation: The job's own.
+        num_canaries: Coordinates that the model gets.
+
+    Raises:
+        JobError: The sites' records differ in shape.
+    """
+    job = federation.job
+    private = job.privacy.differential_privacy
+    shapes = {record_shape(train) for train, _ in federation.site_data.values()}
+    if len(shapes) > 1:
+        raise JobError(
+            f"the sites' records have different shapes, {sorted(shapes)}: such data "
+            "cannot carry canaries"
+        )
+    norm = _WELL_BEYOND * private.clip_norm
+    model = ModelSpec(
+        factory=FACTORY,
+        options={
+            "factory": job.model.factory,
+            "options": job.model.options,
+            "num_canaries": num_canaries,
+            "gradient_norm": _UNCLIPPED_NORM if private.unit == "none" else norm,
+            "shape": list(*shapes),
+            "task": job.training.task,
+        },
+        integer_buffers={
+            f"model.{name}": role for name, role in job.model.integer_buffers.items()
+        },
+    )
+    every = job.evaluation.every if job.aggregation.weights == "dynamic" else 0
+    return replace(job, model=model, evaluation=replace(job.evaluation, every=every))
+
+
+def with_more_records(
+    job: JobSpec, num_records: int, num_canaries: int
+) -> tuple[JobSpec, int]:
+    """Keep a site's sampling rate and steps though it holds more records.
+
+    Args:
+        job: The job.
+        num_records: Records that the site holds.
+        num_canaries: Records that it holds beside them.
+
+    Returns:
+        The job for this site, and how many records without a gradient bring the rate
+        to that of ``job``: it is never above it, for that is what the ledger is
+        charged for, and less than one record's worth below. Batches are no larger,
+        so that they fit memory.
+
+    Raises:
+        JobError: A private step would draw more records than ``MAX_DRAWN``.
+    """
+    training = job.training
+    expected = training.batch_size * training.accumulate
+    least = -(-expected * (num_records + num_canaries) // num_records)
+    is_private = job.privacy.differential_privacy.unit != "none"
+    if is_private and least > MAX_DRAWN:
+        raise JobError(
+            f"with {num_canaries} canaries beside {num_records} records a step draws "
+            f"{least} records: take fewer canaries, so that it draws at most "
+            f"{MAX_DRAWN}"
+        )
+    fewest = -(-least // training.batch_size)
+    accumulate = min(range(fewest, 2 * fewest), key=lambda n: n * -(-least // n))
+    batch_size = -(-least // accumulate)
+    total = -(-accumulate * batch_size * num_records // expected)
+    steps = training.local_steps
+    if is_private:
+        steps = num_private_steps(job, num_records)
+    training = replace(
+        training,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        local_steps=steps,
+        local_epochs=None if steps else training.local_epochs,
+    )
+    return replace(job, training=training), total - num_records - num_canaries
