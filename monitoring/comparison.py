@@ -189,6 +189,9 @@ def _panels(
 ) -> Sequence[Panel]:
     drawn = comparison_plots.draw_comparison(views)
     better = "Higher" if comparison_plots.has_accuracy(views) else "Lower"
+    noisy = ""
+    if any(privacy_words.has_noise(view.privacy) for view in views.values()):
+        noisy = " Where results carry noise, curves go up and down with it."
     captions = {
         "privacy-utility": (
             "Privacy and utility",
@@ -201,11 +204,14 @@ def _panels(
         ),
         "loss": (
             "Loss",
-            "Held-out loss over all sites after each round. Lower is better.",
+            "Held-out loss over all sites after each round. Lower is better." + noisy,
         ),
         "accuracy": (
             "Accuracy",
-            "Share of right held-out predictions after each round. Higher is better.",
+            (
+                "Share of right held-out predictions after each round. Higher is "
+                f"better.{noisy}"
+            ),
         ),
     }
     return tuple(
@@ -234,21 +240,26 @@ def _cautions(runs: Sequence[ComparedRun]) -> Sequence[str]:
         )
     if len({view.started.task for view in views}) > 1:
         found.append("The runs learn different tasks.")
-    terms = {
-        (view.privacy.unit, privacy_words.terms(view.privacy))
-        for view in views
-        if view.privacy
-    }
-    if len(terms) > 1:
-        found.append(
-            "The epsilons do not mean the same: unit, neighbours, accountant "
-            "or sampling differ."
-        )
+    apart = _apart([view.privacy for view in views if view.privacy])
+    if apart:
+        found.append(f"The epsilons do not mean the same. What differs: {apart}.")
     if len({view.total_spent.delta for view in views if view.total_spent}) > 1:
         found.append("The epsilons hold at different deltas.")
     if any(view.finished is None for view in views):
         found.append("Not all of the runs have ended.")
     return found
+
+
+def _apart(planned: Sequence[PrivacyPlanned]) -> str:
+    """In what the promises of runs differ, in words; nothing if they do not."""
+    parts = {
+        "unit": {one.unit for one in planned},
+        "neighbours": {one.relation for one in planned},
+        "accountant": {one.accountant for one in planned},
+        "sampling": {one.sampling for one in planned},
+        "whom they hold against": {one.holds_against for one in planned},
+    }
+    return ", ".join(name for name, values in parts.items() if len(values) > 1)
 
 
 def _held_out(views: Sequence[RunView]) -> set[tuple[int, ...]]:

@@ -69,7 +69,15 @@ def test_units_are_not_held_to_be_the_same():
         + against
     ) in text
     assert "joint; one record added or removed; PLD; Poisson sampling" in text
-    assert "The epsilons do not mean the same" in page
+    assert "do not mean the same. What differs: unit, neighbours, sampling." in page
+    assert page.count("curves go up and down with it") == 2
+
+
+def test_same_record_against_others_is_another_promise():
+    """Joint noise hides what a site's own noise does, from fewer."""
+    own = _run(event_samples.private_and_secure(2), "a")
+    page = render([own, _run(event_samples.joint(2), "b")])
+    assert "What differs: unit, whom they hold against." in page
 
 
 def test_figures_are_there_and_self_contained(page: str):
