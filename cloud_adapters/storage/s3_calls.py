@@ -32,6 +32,19 @@ CONNECT_SECONDS = 5
 READ_SECONDS = 60
 NUM_CONNECTIONS = 32
 
+# What the service says in every answer to an operation that went well.
+_ALWAYS_THERE = {
+    "complete_multipart_upload": "ETag",
+    "copy_object": "CopyObjectResult",
+    "create_multipart_upload": "UploadId",
+    "get_object": "ETag",
+    "head_object": "ETag",
+    "list_objects_v2": "IsTruncated",
+    "put_object": "ETag",
+    "upload_part": "ETag",
+    "upload_part_copy": "CopyPartResult",
+}
+
 Answer = Mapping[str, Any]
 
 _Result = TypeVar("_Result")
@@ -153,7 +166,18 @@ class S3Calls:
             doing, lambda: request(Bucket=self.bucket, **parameters)
         )
         self._bucket_seen = True
+        self._check_answer(operation, doing, answer)
         return answer
+
+    def _check_answer(self, operation: str, doing: str, answer: Answer) -> None:
+        """Take no empty answer for a short one: an end of all objects, for example."""
+        field_name = _ALWAYS_THERE.get(operation)
+        if field_name is not None and field_name not in answer:
+            unclear = s3_errors.UNCLEAR
+            raise unclear.error(
+                f"cannot {doing}: {unclear.advice} (no {field_name} in its answer)",
+                temporary=unclear.is_temporary,
+            )
 
     def understand(self, doing: str, request: Callable[[], _Result]) -> _Result:
         """Do something with the client or its streams, and translate what it raises."""

@@ -139,7 +139,7 @@ _TLS = Meaning(
     "the endpoint's certificate is not trusted here: set AWS_CA_BUNDLE to your "
     "authority, or correct the endpoint",
 )
-_UNCLEAR = Meaning(
+UNCLEAR = Meaning(
     StoreUnavailable,
     "the endpoint does not answer as S3 does: check its URL, and proxies on the way",
     is_temporary=True,
@@ -245,12 +245,13 @@ EXCEPTIONS: Mapping[type[Exception], Meaning] = {
     boto.SSLError: _TLS,
     boto.FlexibleChecksumError: _CORRUPT,
     boto.HTTPClientError: _UNREACHABLE,
+    boto.ConnectionError: _UNREACHABLE,
     boto.IncompleteReadError: _UNREACHABLE,
     boto.ResponseStreamingError: _UNREACHABLE,
     urllib3.exceptions.HTTPError: _UNREACHABLE,
     HTTPException: _UNREACHABLE,
     OSError: _UNREACHABLE,
-    ResponseParserError: _UNCLEAR,
+    ResponseParserError: UNCLEAR,
     boto.BotoCoreError: _REFUSED,
 }
 

@@ -62,6 +62,8 @@ class Read:
         """
         version = if_version
         if self._info is not None:
+            if not self._num_missing(self._info):
+                return self._checked()
             version = self._info.version
         try:
             answer = self._request(version)
@@ -100,6 +102,12 @@ class Read:
             answer["Body"].close()
             raise StoreUnavailable(f"cannot {self._doing}: the endpoint has no ranges")
         return answer
+
+    def _num_missing(self, info: ObjectInfo) -> int:
+        wanted = info.size - self._start
+        if self._length is not None:
+            wanted = min(wanted, self._length)
+        return max(0, wanted) - self._received
 
     def _range(self) -> Answer:
         first = self._start + self._received

@@ -233,7 +233,7 @@ def _pass_answer_down(
         return
     client.sendall(_closing(head))
     place = 0
-    while chunk and not ended.is_set():
+    while not ended.is_set():
         if most is not None and place + len(chunk) >= most:
             client.sendall(chunk[: most - place])
             _end(client, fault)
@@ -241,6 +241,8 @@ def _pass_answer_down(
         _send(client, _flipped(chunk, place, fault.flip_down), fault, ended)
         place += len(chunk)
         chunk = server.recv(_CHUNK)
+        if not chunk:
+            return
 
 
 def _send(
