@@ -127,13 +127,14 @@ class SecureSite:
             lacking = isinstance(error, NotSetUp)
             kind = FailureKind.NOT_SET_UP if lacking else FailureKind.INVALID
             return _failure(task, kind, str(error))
+        except BudgetExceeded as error:
+            _LOG.warning("round %s refused: %s", task.round_index, error)
+            return _failure(task, FailureKind.BUDGET, str(error))
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             _LOG.warning("round %s failed", task.round_index, exc_info=error)
             known = isinstance(error, FederationError)
             text = str(error) if known else type(error).__name__
-            spent = isinstance(error, BudgetExceeded)
-            kind = FailureKind.BUDGET if spent else FailureKind.CRASHED
-            return _failure(task, kind, text)
+            return _failure(task, FailureKind.CRASHED, text)
 
     def close(self) -> None:
         """Erase every key of the run: the site takes no further part in it."""
