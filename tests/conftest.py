@@ -30,3 +30,20 @@ def s3_server() -> Iterator[Any]:
 def s3_store(s3_server: Any) -> Any:
     """An empty store in a bucket of its own."""
     return s3_server.store()
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[Any]:
+    """One for all tests of a worker; each takes a bucket of its own."""
+    from support import fake_gcs  # noqa: PLC0415 (slow to import)
+
+    with fake_gcs.FakeGcs() as server:
+        yield server
+
+
+@pytest.fixture
+def gcs_store(gcs_server: Any) -> Any:
+    """An empty store in a bucket of its own."""
+    from support import gcs_stores  # noqa: PLC0415 (slow to import)
+
+    return gcs_stores.store(gcs_server)

@@ -1,0 +1,359 @@
+"""Objects in a bucket of Google Cloud Storage.
+
+An object's version is its generation, which the service never gives twice. Not here:
+errors (``gcs_errors``), connections (``gcs_http``), contents (``gcs_upload``,
+``gcs_read``), and what makes writes safe to repeat (``gcs_write``).
+
+Importing this takes a while: ``cloud_adapters.urls`` does so when such a store is
+opened.
+"""
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from itertools import chain
+
+from google.auth.credentials import Credentials, Signing
+
+from cloud_adapters.storage import gcs_errors
+from cloud_adapters.storage.checksums import Checksums
+from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of, translated
+from cloud_adapters.storage.gcs_read import Reading
+from cloud_adapters.storage.gcs_upload import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    PUT_ID,
+    SHA256,
+    NewObject,
+    Resource,
+    UploadSession,
+    chunks,
+    decoded,
+    insert,
+)
+from cloud_adapters.storage.gcs_write import ABSENT, Rewrite, Writing, object_path
+from cloud_adapters.storage.keys import (
+    check_conditions,
+    check_key,
+    check_metadata,
+    check_range,
+)
+from cloud_adapters.storage.retry import Retry
+from federation.errors import (
+    NotAuthenticated,
+    ObjectChanged,
+    ObjectNotFound,
+)
+from federation.protocols import Buffer, ObjectInfo
+
+MAX_SIGNED_SECONDS = 7 * 24 * 3600  # of the service
+
+_FIELDS = "name,size,generation,crc32c,metadata,updated"
+_OWN_METADATA = frozenset({PUT_ID, SHA256})
+
+
+class GcsStore:
+    """A ``federation.protocols.ObjectStore``, and one of ``SignsUrls``."""
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        endpoint: str | None = None,
+        credentials: Credentials | None = None,
+        kms_key: str | None = None,
+        retry: Retry | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """Name a place; nothing is read or written yet.
+
+        Args:
+            bucket: Its name.
+            prefix: Of every key, without a slash at the end; empty for the whole
+                bucket.
+            endpoint: Instead of Google's own, such as a private network's. To one
+                without TLS goes no token, unless ``credentials`` are given.
+            credentials: By default those that the environment provides.
+            kms_key: Customer-managed key that encrypts what is written,
+                ``projects/P/locations/L/keyRings/R/cryptoKeys/K``.
+            retry: How often to try.
+            chunk_bytes: What is sent in one request.
+
+        Raises:
+            ValueError: The prefix is no key, or ``chunk_bytes`` is not a multiple of
+                256 KiB.
+        """
+        if chunk_bytes <= 0 or chunk_bytes % BLOCK_BYTES:
+            raise ValueError(f"chunk_bytes is {chunk_bytes}, no multiple of 256 KiB")
+        self._bucket = bucket
+        self._prefix = f"{check_key(prefix)}/" if prefix else ""
+        self._http = GcsHttp(endpoint, credentials)
+        self._kms_key = kms_key
+        self._retry = retry or Retry()
+        self._chunk_bytes = chunk_bytes
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"gs://{self._bucket}/{self._prefix}".rstrip("/")
+
+    def put(
+        self,
+        key: str,
+        data: Iterable[Buffer],
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        """Write an object whole or not at all; see ``ObjectStore.put``.
+
+        The service compares the content with its CRC32C before giving it its name.
+        The SHA-256 has to be known when an upload begins: ``stat`` has that of
+        contents in a list or tuple, and of those of one chunk, and None of others.
+        """
+        check_conditions(if_absent=if_absent, if_version=if_version)
+        kept = check_metadata(metadata)
+        new = self._new(key, kept, f"write {key!r} to {self.url}")
+        generation = ABSENT if if_absent else _generation(if_version, new.doing)
+        writing = Writing(
+            http=self._http, retry=self._retry, new=new, generation=generation
+        )
+        sums = Checksums()
+        parts = chunks(data, self._chunk_bytes)
+        first = next(parts)
+        if first.is_last:
+            sums.update(first.content)
+            resource = writing.repeated(
+                lambda it: insert(self._http, new, first.content, sums, it)
+            )
+        else:
+            session = UploadSession(self._http, self._retry, new, _sums_of(data))
+            resource = writing.once(
+                lambda it: session.upload(chain([first], parts), sums, it)
+            )
+        self._check(resource, new, size=sums.size, crc32c=sums.crc32c)
+        return _info(key, resource, sha256=sums.sha256)
+
+    def _check(
+        self, resource: Resource, new: NewObject, *, size: int, crc32c: str
+    ) -> None:
+        """Take an object away again that is not what was sent.
+
+        Raises:
+            CorruptObject: It is not.
+        """
+        actual = f"{resource['size']} bytes of CRC32C {decoded(resource['crc32c'])}"
+        expected = f"{size} bytes of CRC32C {crc32c}"
+        if actual != expected:
+            self._delete(new.name, new.doing, str(resource["generation"]))
+            raise gcs_errors.corrupt(new.doing, f"{actual} instead of {expected}")
+
+    def read(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        if_version: str | None = None,
+    ) -> bytes:
+        """Bytes of an object; see ``ObjectStore.read``."""
+        check_range(start, length)
+        path = self._path(key)
+        doing = f"read {key!r} of {self.url}"
+        version = _generation(if_version, doing)
+        if length == 0:  # HTTP has no such range.
+            self._stat(key, doing, version)
+            return b""
+        reading = Reading(self._http, path, doing, version=version)
+        return self._retry.call(lambda _: reading.attempt(start, length))
+
+    def stat(self, key: str) -> ObjectInfo:
+        """All that the store knows of an object; see ``ObjectStore.stat``."""
+        return _info(key, self._stat(key, f"look up {key!r} of {self.url}"))
+
+    def _stat(self, key: str, doing: str, version: str | None = None) -> Resource:
+        params = {} if version is None else {"ifGenerationMatch": version}
+        ask = Ask(doing=doing, method="GET", url=self._path(key), params=params)
+        return self._json(ask)
+
+    def _json(self, ask: Ask) -> Resource:
+        return self._retry.call(lambda _: json_of(self._http.send(ask), ask.doing))
+
+    def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """Objects under a prefix in the order of their keys; see ``ObjectStore.list``.
+
+        Names in the bucket that are no keys, such as the "folders" that Google's
+        console makes, are passed over.
+        """
+        doing = f"list {prefix!r} of {self.url}"
+        params = {
+            "prefix": self._prefix + prefix,
+            "startOffset": self._prefix + start_after,
+            "fields": f"nextPageToken,items({_FIELDS})",
+        }
+        while True:
+            ask = Ask(
+                doing=doing,
+                method="GET",
+                url=f"/storage/v1/b/{self._bucket}/o",
+                params=params,
+            )
+            page = self._json(ask)
+            for resource in page.get("items", ()):
+                key = str(resource["name"]).removeprefix(self._prefix)
+                if key > start_after and _is_key(key):
+                    yield _info(key, resource)
+            if "nextPageToken" not in page:
+                return
+            params = {**params, "pageToken": page["nextPageToken"]}
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens if there is none."""
+        self._delete(self._name(key), f"delete {key!r} of {self.url}", None)
+
+    def _delete(self, name: str, doing: str, generation: str | None) -> None:
+        params = {} if generation is None else {"ifGenerationMatch": generation}
+        url = object_path(self._bucket, name)
+        ask = Ask(doing=doing, method="DELETE", url=url, params=params, ok=_DELETED)
+        try:
+            self._retry.call(lambda _: self._http.send(ask))
+        except ObjectNotFound:
+            return  # Never there, or the answer to an earlier attempt was lost.
+
+    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
+        """Copy an object inside the service; see ``ObjectStore.copy``."""
+        doing = f"copy {source!r} to {target!r} in {self.url}"
+        self._name(target)
+        found = self._stat(source, doing)
+        metadata = {**found.get("metadata", {})}
+        metadata.pop(PUT_ID, None)
+        new = self._new(target, metadata, doing)
+        writing = Writing(
+            http=self._http,
+            retry=self._retry,
+            new=new,
+            generation=ABSENT if if_absent else None,
+        )
+        resource = writing.repeated(Rewrite(self._http, found, new))
+        size, crc32c = int(found["size"]), decoded(found["crc32c"])
+        self._check(resource, new, size=size, crc32c=crc32c)
+        return _info(target, resource)
+
+    def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
+        """Make a URL for one object; see ``SignsUrls.signed_url``.
+
+        By version 4 of https://cloud.google.com/storage/docs/access-control/signed-urls.
+
+        Raises:
+            NotAuthenticated: These credentials cannot sign.
+            ValueError: Another method, or it would live longer than seven days.
+        """
+        from google.cloud import (  # type: ignore[import-untyped] # noqa: PLC0415 (slow, seldom)
+            storage,
+        )
+
+        if method not in {"GET", "PUT"}:
+            raise ValueError(f"a signed URL is for GET or PUT, not {method!r}")
+        if not 1 <= expires_seconds <= MAX_SIGNED_SECONDS:
+            raise ValueError(
+                f"a signed URL cannot work for {expires_seconds} s: 1 s to 7 days"
+            )
+        name = self._name(key)
+        doing = f"sign a URL for {key!r} of {self.url}"
+        credentials = self._http.credentials(doing)
+        if not isinstance(credentials, Signing):
+            raise NotAuthenticated(
+                f"cannot {doing}: credentials of type {type(credentials).__name__} "
+                "hold no key to sign with; impersonate a service account (gcloud auth "
+                "application-default login --impersonate-service-account=...)"
+            )
+        client = storage.Client(
+            project="none",
+            credentials=credentials,
+            client_options={"api_endpoint": self._http.endpoint},
+        )
+        with translated(doing):
+            url: str = (
+                client.bucket(self._bucket)
+                .blob(name)
+                .generate_signed_url(
+                    version="v4",
+                    expiration=timedelta(seconds=int(expires_seconds)),
+                    method=method,
+                )
+            )
+        return url
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._http.close()
+
+    def _name(self, key: str) -> str:
+        """Return the object's name in the bucket, which has the keys' limits too."""
+        return check_key(self._prefix + check_key(key))
+
+    def _path(self, key: str) -> str:
+        return object_path(self._bucket, self._name(key))
+
+    def _new(self, key: str, metadata: Mapping[str, str], doing: str) -> NewObject:
+        return NewObject(
+            bucket=self._bucket,
+            name=self._name(key),
+            metadata=metadata,
+            put_id=secrets.token_hex(16),
+            kms_key=self._kms_key,
+            doing=doing,
+        )
+
+
+_DELETED = frozenset({200, 204})
+
+
+def _generation(version: str | None, doing: str) -> str | None:
+    """Take a version for a generation.
+
+    Raises:
+        ObjectChanged: It is none, so no object has it. The service takes 0 for "no
+            object", and refuses what is no number.
+    """
+    if version is None or (version.isdecimal() and int(version) > 0):
+        return version
+    raise ObjectChanged(f"cannot {doing}: no object has the version {version[:40]!r}")
+
+
+def _sums_of(data: Iterable[Buffer]) -> Checksums | None:
+    """Count a content before it is sent, if it can be read twice."""
+    if not isinstance(data, list | tuple):
+        return None
+    sums = Checksums()
+    for piece in data:
+        sums.update(piece)
+    return sums
+
+
+def _is_key(name: str) -> bool:
+    try:
+        check_key(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _info(key: str, resource: Resource, *, sha256: str | None = None) -> ObjectInfo:
+    """Take from the API's resource what we tell of an object."""
+    metadata: Mapping[str, str] = resource.get("metadata", {})
+    crc = resource.get("crc32c")
+    updated = resource.get("updated")
+    return ObjectInfo(
+        key=key,
+        size=int(resource["size"]),
+        version=str(resource["generation"]),
+        crc32c=None if crc is None else decoded(crc),
+        sha256=sha256 or metadata.get(SHA256),
+        metadata={k: v for k, v in metadata.items() if k not in _OWN_METADATA},
+        updated=None
+        if updated is None
+        else datetime.fromisoformat(updated).timestamp(),
+    )
