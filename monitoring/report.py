@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
-from monitoring import plots, privacy_words, units
+from monitoring import plots, privacy_words, report_privacy, units
 from monitoring.run_view import (
     COMPLETED,
     RUNNING,
@@ -128,7 +128,7 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
             best_round=_best_round(view),
             job_toml=job_toml,
             versions=versions,
-            **_privacy(view),
+            **report_privacy.context(view),
         )
     )
 
@@ -157,26 +157,6 @@ def environment() -> Environment:
         count=units.format_count, perplexity_of=_perplexity, last_of=_last
     )
     return found
-
-
-def _privacy(view: RunView) -> Mapping[str, str | bool]:
-    """What the page says of differential privacy; empty texts without it."""
-    planned = view.privacy
-    loss_noise = privacy_words.loss_noise(planned, view.last_evaluated)
-    noise = privacy_words.accuracy_noise(planned, view.last_evaluated)
-    return {
-        "signal": (privacy_words.signal(planned) or "") if planned else "",
-        "is_in_sum": privacy_words.is_in_sum(planned),
-        "is_of_sites": privacy_words.is_of_sites(planned),
-        "unit": privacy_words.unit(planned) if planned else "",
-        "noisy": privacy_words.NOISY if privacy_words.has_noise(planned) else "",
-        "terms": privacy_words.terms(planned) if planned else "",
-        "meaning": privacy_words.meaning(planned, view.total_spent) if planned else "",
-        "loss_noise": "" if loss_noise is None else f"{loss_noise:.2g}",
-        "accuracy_noise": ""
-        if noise is None or view.is_language
-        else privacy_words.format_points(noise),
-    }
 
 
 def _privacy_tiles(view: RunView) -> Sequence[Tile]:
@@ -308,8 +288,8 @@ def _panels(view: RunView) -> Sequence[Panel]:
         "epsilon": (
             "Epsilon",
             (
-                f"{_spending(view)} by the end of each round, and its cap "
-                f"({_terms(view)}). Lower is more private."
+                f"{report_privacy.spender(view)} by the end of each round, and its cap "
+                f"({report_privacy.terms(view)}). Lower is more private."
             ),
         ),
         "data": (
@@ -328,7 +308,7 @@ def _panels(view: RunView) -> Sequence[Panel]:
             "Size of the steps",
             (
                 "Norm of the combined update. It shrinks as training settles; a "
-                f"jump is worth a look.{_clip(view)}"
+                f"jump is worth a look.{report_privacy.adaptive_clip(view)}"
             ),
         ),
         "timeline": (
@@ -352,26 +332,6 @@ def _panels(view: RunView) -> Sequence[Panel]:
         for name, (title, caption) in captions.items()
         if name in drawn
     )
-
-
-def _terms(view: RunView) -> str:
-    return privacy_words.terms(view.privacy) if view.privacy else ""
-
-
-def _clip(view: RunView) -> str:
-    """What to say of a clip norm that follows the updates."""
-    if not view.clip_adapts:
-        return ""
-    return (
-        " The clip norm bounds each site's own update, and follows the share of them "
-        "that are within it."
-    )
-
-
-def _spending(view: RunView) -> str:
-    if privacy_words.is_of_sites(view.privacy):
-        return "What every site has spent"
-    return "What each site has spent on its training records"
 
 
 def _key(view: RunView) -> Mapping[str, str]:
