@@ -83,6 +83,7 @@ def check_whole(place: Path, baseline: Baseline) -> None:
     left = {path.name for path in run.iterdir()}
     assert left == {
         ".lock",
+        ".about",
         ".partial",
         "checkpoints",
         "events.jsonl",

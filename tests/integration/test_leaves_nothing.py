@@ -42,7 +42,8 @@ def test_run_leaves_no_process_and_no_stray_file(tmp_path: Path) -> None:
         os.killpg(process.pid, 0)
     run = place / "run"
     found = {str(path.relative_to(run)) for path in _files(run) if path.is_file()}
-    assert {path for path in found if not path.startswith("checkpoints/")} == {
+    stored = ("checkpoints/", ".about/")
+    assert {path for path in found if not path.startswith(stored)} == {
         ".lock",
         "events.jsonl",
         "job.toml",
