@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.noisy_jobs import WIDTH, noisy_job
 
+from clients.data import digits
+from clients.frozen_features import oriented_gradients
 from deploy import sum_privacy, wiring
 from deploy.simulation import RunResult, simulate
+from federation import job_file
 from federation.errors import JobError
 from federation.events import Event, PrivacyPlanned, RoundFinished, SiteAnswered
 from federation.job import JobSpec
@@ -21,6 +25,7 @@ from privacy.dp.adaptive_clip import CLIP_RANGE
 
 pytestmark = [pytest.mark.slow]
 
+JOBS = Path(__file__).parents[2] / "jobs"
 DP = "privacy.differential_privacy"
 UNITS = ["joint", "site"]
 FORCED = {"joint": {}, "site": {"accept_low_signal": True}}
@@ -91,6 +96,33 @@ def test_every_round_is_charged(unit: str, tmp_path: Path):
         assert lines.count('"train"') == 3
     assert result.summary()["epsilon"] == max(e.spent.epsilon for e in told)
     assert result.summary()["epsilon"] < 8.0
+
+
+def test_run_learns_though_a_site_is_silent():
+    """Three of four are enough, and nobody pays for more than its noise is worth."""
+    fault = "{kind='silent', site='gcp-us-central1', rounds=[2, 4, 6, 8, 10]}"
+    job = job_file.load(
+        JOBS / "joint.toml",
+        [
+            "rounds=20",
+            "evaluation.every=0",
+            "privacy.secure_aggregation.threshold=3",
+            f"simulation.faults=[{fault}]",
+        ],
+    )
+    seen: list[Event] = []
+    result = simulate(job, listeners=[seen.append])
+    assert result.rounds_completed == 20
+    answered = [len(e.answered) for e in _of(seen, RoundFinished)]
+    assert answered[:12] == [4, 3] * 5 + [4, 4]
+    spent = [e.spent.epsilon for e in _of(seen, SiteAnswered) if e.round_index == 20]
+    assert len(spent) == 4
+    assert max(spent) <= 8.0
+    _, held_out = digits()
+    model = oriented_gradients()
+    model.load_state_dict(result.state_dict(), strict=False)
+    found = model(torch.from_numpy(held_out.inputs)).argmax(1).numpy()
+    assert (found == held_out.targets).mean() > 0.85
 
 
 def test_two_runs_with_one_seed_have_other_noise():
