@@ -10,14 +10,14 @@ opened.
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import chain
 
-from google.auth.credentials import Credentials, Signing
+from google.auth.credentials import Credentials
 
 from cloud_adapters.storage import gcs_errors
 from cloud_adapters.storage.checksums import Checksums
-from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of, translated
+from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
 from cloud_adapters.storage.gcs_read import Reading
 from cloud_adapters.storage.gcs_upload import (
     BLOCK_BYTES,
@@ -39,14 +39,8 @@ from cloud_adapters.storage.keys import (
     check_range,
 )
 from cloud_adapters.storage.retry import Retry
-from federation.errors import (
-    NotAuthenticated,
-    ObjectChanged,
-    ObjectNotFound,
-)
+from federation.errors import ObjectChanged, ObjectNotFound
 from federation.protocols import Buffer, ObjectInfo
-
-MAX_SIGNED_SECONDS = 7 * 24 * 3600  # of the service
 
 _FIELDS = "name,size,generation,crc32c,metadata,updated"
 _OWN_METADATA = frozenset({PUT_ID, SHA256})
@@ -242,49 +236,16 @@ class GcsStore:
         return _info(target, resource)
 
     def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
-        """Make a URL for one object; see ``SignsUrls.signed_url``.
+        """Make a URL for one object; see ``SignsUrls.signed_url``."""
+        from cloud_adapters.storage import gcs_sign  # noqa: PLC0415 -- slow, and rare
 
-        By version 4 of https://cloud.google.com/storage/docs/access-control/signed-urls.
-
-        Raises:
-            NotAuthenticated: These credentials cannot sign.
-            ValueError: Another method, or it would live longer than seven days.
-        """
-        from google.cloud import (  # type: ignore[import-untyped] # noqa: PLC0415 (slow, seldom)
-            storage,
+        return gcs_sign.signed_url(
+            self._http,
+            self._bucket,
+            self._name(key),
+            method=method,
+            expires_seconds=expires_seconds,
         )
-
-        if method not in {"GET", "PUT"}:
-            raise ValueError(f"a signed URL is for GET or PUT, not {method!r}")
-        if not 1 <= expires_seconds <= MAX_SIGNED_SECONDS:
-            raise ValueError(
-                f"a signed URL cannot work for {expires_seconds} s: 1 s to 7 days"
-            )
-        name = self._name(key)
-        doing = f"sign a URL for {key!r} of {self.url}"
-        credentials = self._http.credentials(doing)
-        if not isinstance(credentials, Signing):
-            raise NotAuthenticated(
-                f"cannot {doing}: credentials of type {type(credentials).__name__} "
-                "hold no key to sign with; impersonate a service account (gcloud auth "
-                "application-default login --impersonate-service-account=...)"
-            )
-        client = storage.Client(
-            project="none",
-            credentials=credentials,
-            client_options={"api_endpoint": self._http.endpoint},
-        )
-        with translated(doing):
-            url: str = (
-                client.bucket(self._bucket)
-                .blob(name)
-                .generate_signed_url(
-                    version="v4",
-                    expiration=timedelta(seconds=int(expires_seconds)),
-                    method=method,
-                )
-            )
-        return url
 
     def close(self) -> None:
         """Let go of connections."""

@@ -153,7 +153,8 @@ def pieces(response: requests.Response, doing: str) -> Iterator[bytes]:
         StoreUnavailable: It ended early; what was yielded until then is good.
     """
     with response, translated(doing):
-        while piece := response.raw.read(READ_BYTES, decode_content=False):
+        # read() would lose what came before a cut.
+        while piece := response.raw.read1(READ_BYTES, decode_content=False):
             yield piece
 
 

@@ -77,6 +77,7 @@ class FakeGcs(GoogleServer):
 
     Attributes:
         rewrite_step: Bytes that one call of a rewrite copies.
+        kept_at_once: Bytes of a chunk that an upload keeps at most.
         max_page: Objects in a page of a listing.
         allows: Whether the caller has a permission such as ``storage.objects.get``
             on a bucket and an object; of listings, on a bucket and a prefix.
@@ -86,6 +87,7 @@ class FakeGcs(GoogleServer):
     def __init__(self, *buckets: str) -> None:
         """Begin to serve."""
         self.rewrite_step = 1 << 62
+        self.kept_at_once = 1 << 62
         self.max_page = 1000
         self.allows: Callable[[str, str, str], bool] = lambda *_: True
         self.signers: dict[str, RSAPublicKey] = {}
@@ -138,7 +140,7 @@ class FakeGcs(GoogleServer):
             return self._method_call(call, request)
 
     def _method_call(self, call: Call, request: Request) -> Answer:
-        body = json.loads(request.body) if request.body else {}
+        body = _json_of(request)
         self._check_request(call.method_id, body)
         answer = self._methods[call.method_id](call.params, request)
         if isinstance(answer, Answer):
@@ -238,7 +240,7 @@ class FakeGcs(GoogleServer):
         meta = str(int(stored.resource["metageneration"]) + 1)
         changed = {
             **stored.resource,
-            **json.loads(request.body),
+            **_json_of(request),
             "metageneration": meta,
         }
         self._objects[bucket][name] = Stored(stored.content, changed)
@@ -301,7 +303,7 @@ class FakeGcs(GoogleServer):
             else {},
         )
         self._check_conditions(source, params, "Source")
-        said = json.loads(request.body) if request.body else {}
+        said = _json_of(request)
         kept = {key: source.resource.get(key) for key in ("contentType", "metadata")}
         resource = said or {key: value for key, value in kept.items() if value}
         resource["name"] = params["destinationObject"]
@@ -338,8 +340,8 @@ class FakeGcs(GoogleServer):
             resource, content = _parts(request)
         elif kind == "media":
             content = request.body
-        elif request.body:
-            resource = json.loads(request.body)
+        else:
+            resource = _json_of(request)
         self._check_request(call.method_id, resource)
         resource.setdefault("name", call.params.get("name"))
         if not resource["name"]:
@@ -382,8 +384,10 @@ class FakeGcs(GoogleServer):
                 raise GoogleError(503, "backendError", "a chunk is missing")
             if end != total and (end - begin) % KIB_256:
                 raise GoogleError(400, "invalid", "a chunk is no multiple of 256 KiB")
-            upload.content[begin:] = request.body
-            if len(request.body) < end - begin:  # Only whole blocks are kept.
+            # What is there already is kept: a cut request may come in late.
+            new = request.body[len(upload.content) - begin :][: self.kept_at_once]
+            upload.content += new
+            if len(upload.content) < end:  # Only whole blocks are kept.
                 del upload.content[len(upload.content) // KIB_256 * KIB_256 :]
         if len(upload.content) != total:
             return None
@@ -435,6 +439,11 @@ def _so_far(upload: Upload) -> Answer:
     if not upload.content:
         return Answer(308)
     return Answer(308, {"Range": f"bytes=0-{len(upload.content) - 1}"})
+
+
+def _json_of(request: Request) -> Resource:
+    body: Resource = json.loads(request.body) if request.body else {}
+    return body
 
 
 def _parts(request: Request) -> tuple[Resource, bytes]:

@@ -8,6 +8,7 @@ networks are made by a proxy before it: ``tcp_proxy``.
 import contextlib
 import json
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -173,6 +174,8 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that go away: tests make them do so."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
