@@ -106,6 +106,7 @@ def connect(*, endpoint_url: str | None, region: str | None) -> Any:
         s3={"addressing_style": "auto" if endpoint_url is None else "path"},
         user_agent_extra="crossfed",
     )
+    doing = f"open {endpoint_url or 'S3'} in {region or 'the default region'}"
     try:
         session = boto3.session.Session()
         return session.client(
@@ -183,9 +184,7 @@ class S3Calls:
         """Do something with the client or its streams, and translate what it raises."""
         try:
             return request()
-        except StoreError:
-            raise
-        except Exception as error:
+        except s3_errors.FAILURES as error:
             if s3_errors.code_of(error) == "NoSuchKey":
                 self._bucket_seen = True
             raise s3_errors.translate(error, doing) from error

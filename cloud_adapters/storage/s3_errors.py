@@ -247,13 +247,15 @@ EXCEPTIONS: Mapping[type[Exception], Meaning] = {
     boto.HTTPClientError: _UNREACHABLE,
     boto.ConnectionError: _UNREACHABLE,
     boto.IncompleteReadError: _UNREACHABLE,
-    boto.ResponseStreamingError: _UNREACHABLE,
     urllib3.exceptions.HTTPError: _UNREACHABLE,
     HTTPException: _UNREACHABLE,
     OSError: _UNREACHABLE,
     ResponseParserError: UNCLEAR,
     boto.BotoCoreError: _REFUSED,
 }
+
+# What to translate; all else that is raised on the way is a mistake in the code.
+FAILURES = (boto.ClientError, *EXCEPTIONS)
 
 MAX_WAIT_SECONDS = 60.0  # More than that, a person should hear of it.
 
@@ -276,9 +278,7 @@ def meaning_of(error: Exception) -> Meaning:
     """Find the row of the tables that fits."""
     if isinstance(error, boto.ClientError):
         return _meaning_of_answer(code_of(error), status_of(error))
-    return next(
-        (row for kind, row in EXCEPTIONS.items() if isinstance(error, kind)), _REFUSED
-    )
+    return next(row for kind, row in EXCEPTIONS.items() if isinstance(error, kind))
 
 
 def _meaning_of_answer(code: str, status: int) -> Meaning:
@@ -297,7 +297,7 @@ def translate(error: Exception, doing: str) -> StoreError:
     """Turn a failure of the library or the service into an error of ours.
 
     Args:
-        error: What was raised; keep it as the cause.
+        error: What was raised, one of ``FAILURES``; keep it as the cause.
         doing: What was being done, and where: ``read s3://bucket/key``.
     """
     meaning = meaning_of(error)

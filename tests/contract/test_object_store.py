@@ -20,7 +20,7 @@ from cloud_adapters.storage.memory import MemoryStore
 from federation.errors import ObjectChanged, ObjectExists, ObjectNotFound
 from federation.protocols import Buffer, ObjectInfo, ObjectStore
 
-STORES = ("gcs", "local", "memory")
+STORES = ("gcs", "local", "memory", "s3")
 
 BAD_KEYS = [
     "",

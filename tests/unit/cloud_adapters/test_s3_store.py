@@ -1,0 +1,446 @@
+"""S3's own part: parts, conditions, checksums, encryption, signed URLs, secrets."""
+
+import io
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from support import s3_server as servers
+
+from cloud_adapters.storage import s3_copy, s3_upload
+from cloud_adapters.storage.checksums import Checksums, crc32c
+from cloud_adapters.storage.s3 import S3Store
+from cloud_adapters.storage.s3_calls import ServerSideEncryption, connect
+from federation.errors import (
+    BucketNotFound,
+    NotAuthenticated,
+    ObjectChanged,
+    ObjectExists,
+    ObjectNotFound,
+    StoreUnavailable,
+)
+
+MIB = 1024 * 1024
+BIG = os.urandom(9 * MIB)  # Two parts.
+
+
+def head(store: S3Store, key: str) -> dict[str, Any]:
+    calls = store._calls
+    answer: dict[str, Any] = calls.client.head_object(
+        Bucket=calls.bucket, Key=calls.prefix + key, ChecksumMode="ENABLED"
+    )
+    return answer
+
+
+@pytest.fixture
+def store(s3_server: servers.S3Server) -> S3Store:
+    return s3_server.store("runs/1")
+
+
+def test_prefixes_keep_stores_apart(s3_server: servers.S3Server):
+    """Stores of one bucket with like-named prefixes do not see each other."""
+    one, ten, all_of_it = (
+        s3_server.store(prefix, bucket=bucket)
+        for bucket in [s3_server.bucket()]
+        for prefix in ("run/1", "run/10", "")
+    )
+    one.put("key", [b"1"])
+    ten.put("key", [b"10"])
+    assert [info.key for info in one.list()] == ["key"]
+    assert [info.key for info in all_of_it.list()] == ["run/1/key", "run/10/key"]
+    assert one.read("key") == b"1"
+    assert one.url.endswith("/run/1")
+
+
+def test_limit_of_keys_includes_the_prefix(store: S3Store):
+    """S3 counts all 1,024 bytes."""
+    store.put("x" * 1017, [b""])
+    with pytest.raises(ValueError, match="1025 bytes"):
+        store.put("x" * 1018, [b""])
+
+
+@pytest.mark.parametrize(
+    ("bucket", "prefix"),
+    [("B", ""), ("a", ""), ("a/b", ""), ("bucket", "/a"), ("bucket", "a/../b")],
+)
+def test_refused_buckets_and_prefixes(bucket: str, prefix: str):
+    """A name that S3 does not have is a caller's mistake."""
+    with pytest.raises(ValueError, match="cannot be"):
+        S3Store(bucket, prefix, client=object())
+
+
+def test_stream_of_many_pieces(store: S3Store):
+    """Parts are filled across pieces; CRC32C of the whole is the service's."""
+
+    def pieces() -> Iterator[bytearray]:
+        buffer = bytearray(70_001)  # The same one each time, as readinto() fills it.
+        for start in range(0, len(BIG), len(buffer)):
+            piece = BIG[start : start + len(buffer)]
+            buffer[: len(piece)] = piece
+            yield buffer[: len(piece)]
+
+    info = store.put("key", pieces(), metadata={"round": "3"})
+    assert store.read("key") == BIG
+    assert info.crc32c == crc32c(BIG)
+    found = store.stat("key")
+    assert (found.size, found.crc32c, found.sha256) == (len(BIG), crc32c(BIG), None)
+    assert found.metadata == {"round": "3"}
+    assert found.version == info.version
+    assert head(store, "key")["ChecksumType"] == "FULL_OBJECT"
+
+
+def test_content_in_memory_keeps_its_digest(store: S3Store):
+    """A list of buffers is seen twice, so its SHA-256 is in the metadata."""
+    info = store.put("key", [BIG[: 5 * MIB], BIG[5 * MIB :]])
+    assert store.stat("key").sha256 == info.sha256
+
+
+@pytest.mark.parametrize("size", [8 * MIB, 8 * MIB + 1])
+def test_boundary_between_one_request_and_parts(store: S3Store, size: int):
+    """A part's worth goes in one request; one byte more makes two parts."""
+    store.put("key", iter([BIG[:size]]))
+    assert store.read("key") == BIG[:size]
+    assert store.stat("key").version.endswith("-2") == (size > 8 * MIB)
+
+
+def test_source_that_fails_late_leaves_no_parts(store: S3Store):
+    """Also an interrupt removes what was sent."""
+
+    def broken() -> Iterator[bytes]:
+        yield BIG
+        yield BIG
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.put("key", broken())
+    calls = store._calls
+    assert "Uploads" not in calls.client.list_multipart_uploads(Bucket=calls.bucket)
+    assert list(store.list()) == []
+
+
+def test_conditional_upload_in_parts(store: S3Store):
+    """Conditions are checked where the upload completes."""
+    first = store.put("key", iter([BIG]), if_absent=True)
+    with pytest.raises(ObjectExists):
+        store.put("key", iter([BIG]), if_absent=True)
+    second = store.put("key", iter([BIG[1:]]), if_version=first.version)
+    for key, version in [("key", first.version), ("other", second.version)]:
+        with pytest.raises(ObjectChanged):
+            store.put(key, iter([BIG]), if_version=version)
+    assert store.stat("key").version == second.version
+    calls = store._calls
+    assert "Uploads" not in calls.client.list_multipart_uploads(Bucket=calls.bucket)
+
+
+@pytest.mark.slow
+def test_one_of_many_uploads_in_parts_wins(store: S3Store):
+    """Of 16 writers one wins, and the whole object is theirs."""
+    barrier = threading.Barrier(16)
+
+    def race(racer: int) -> bool:
+        barrier.wait()
+        try:
+            store.put("prize", iter([BIG, b"%02d" % racer]), if_absent=True)
+        except ObjectExists:
+            return False
+        return True
+
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(race, range(16)))
+    assert sum(won) == 1
+    assert store.read("prize") == BIG + b"%02d" % won.index(True)
+
+
+def test_parts_grow_so_that_the_largest_object_fits():
+    """10,000 parts hold more than 5 TiB, of which 60 GiB need no large buffers."""
+    sizes = [s3_upload.part_bytes(n) for n in range(1, s3_upload.MAX_PARTS + 1)]
+    assert sum(sizes) > 5 * 2**40
+    assert max(sizes) <= 5 * 2**30
+    assert sum(size for size in sizes if size <= 64 * MIB) > 14 * 2**30
+    assert sizes == sorted(sizes)
+
+
+def test_cut_follows_the_sizes_of_parts(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the pieces are, parts are of the sizes that their numbers have."""
+    monkeypatch.setattr(s3_upload, "PART_BYTES", 4)
+    monkeypatch.setattr(s3_upload, "PARTS_OF_ONE_SIZE", 2)
+    checksums = Checksums()
+    content = bytes(range(50))
+    pieces = [content[:1], content[1:1], content[1:30], content[30:]]
+    parts = list(s3_upload.cut(pieces, checksums))
+    assert [len(part) for part in parts] == [4, 4, 8, 8, 16, 10]
+    assert b"".join(parts) == content
+    assert checksums.crc32c == crc32c(content)
+
+
+def test_memory_of_an_upload_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    """However slow the service is, the source is not read further than allowed."""
+    monkeypatch.setattr(s3_upload, "PART_BYTES", 10)
+    monkeypatch.setattr(s3_upload, "BYTES_IN_FLIGHT", 40)
+    taken = sent = most = 0
+    lock = threading.Lock()
+
+    def source() -> Iterator[bytes]:
+        nonlocal taken, most
+        for _ in range(300):
+            with lock:
+                taken += 10
+                most = max(most, taken - sent)
+            yield b"0123456789"
+
+    class Slow:
+        def upload_part(self, **parameters: Any) -> Any:
+            nonlocal sent
+            with lock:
+                sent += len(parameters["Body"])
+            return {"ETag": "x"}
+
+        def create_multipart_upload(self, **_: Any) -> Any:
+            return {"UploadId": "x"}
+
+        def complete_multipart_upload(self, **parameters: Any) -> Any:
+            numbers = [p["PartNumber"] for p in parameters["MultipartUpload"]["Parts"]]
+            assert numbers == list(range(1, 301))
+            return {"ETag": "x"}
+
+    assert S3Store("bucket", client=Slow()).put("key", source()).size == 3000
+    # In flight, being sent when counted, and two of lookahead.
+    assert most <= 40 + 30
+
+
+def test_wrong_checksum_in_storage_is_found(store: S3Store):
+    """An object whose bytes are not those of its metadata is not returned."""
+    calls = store._calls
+    calls.client.put_object(
+        Bucket=calls.bucket,
+        Key=f"{calls.prefix}key",
+        Body=b"content",
+        Metadata={"crossfed-crc32c": "00000000"},
+    )
+    with pytest.raises(Exception, match="write the object again"):
+        store.read("key")
+    assert store.read("key", start=1) == b"ontent"
+
+
+def test_objects_of_others_are_read(store: S3Store):
+    """Without our metadata; keys that are none of ours are not listed."""
+    calls = store._calls
+    for name in ("runs/1/theirs", "runs/1/folder/", "runs/1//x", "runs/1/"):
+        calls.client.put_object(Bucket=calls.bucket, Key=name, Body=b"content")
+    assert store.read("theirs") == b"content"
+    assert store.stat("theirs").sha256 is None
+    assert [info.key for info in store.list()] == ["theirs"]
+
+
+def test_list_goes_on_over_pages(store: S3Store, monkeypatch: pytest.MonkeyPatch):
+    """In order, and from behind a key, however small the pages are."""
+    names = ["a", "a/b", "a0", "b/\N{SNOWMAN}", "b/\N{GRINNING FACE}", "c", "\ue000"]
+    for name in names:
+        store.put(name, [b""])
+    ask = store._calls.client.list_objects_v2
+    few = type("Few", (), {"list_objects_v2": lambda _, **p: ask(MaxKeys=2, **p)})()
+    small_pages = S3Store(store._calls.bucket, "runs/1", client=few)
+    assert [info.key for info in small_pages.list()] == sorted(names)
+    found = [info.key for info in small_pages.list(start_after="a/b")]
+    assert found == sorted(names)[2:]
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+@pytest.mark.parametrize("size", [0, 10, len(BIG)])
+def test_copy_keeps_metadata_and_digests(store: S3Store, size: int, *, if_absent: bool):
+    """Server-side, in one request or by parts."""
+    before = store.put("key", [BIG[:size]], metadata={"round": "3"})
+    info = store.copy("key", "copy", if_absent=if_absent)
+    found = store.stat("copy")
+    assert (found.size, found.metadata) == (size, {"round": "3"})
+    assert (found.crc32c, found.sha256) == (before.crc32c, before.sha256)
+    assert found.version == info.version
+    assert store.read("copy") == BIG[:size]
+    with pytest.raises(ObjectExists):
+        store.copy("key", "copy", if_absent=True)
+
+
+def test_copy_to_itself(store: S3Store):
+    """S3 refuses that; here it changes nothing."""
+    before = store.put("key", [b"x"])
+    assert store.copy("key", "key").version == before.version
+    with pytest.raises(ObjectExists):
+        store.copy("key", "key", if_absent=True)
+    with pytest.raises(ObjectNotFound):
+        store.copy("none", "none")
+
+
+def test_large_copy_goes_by_parts(store: S3Store, monkeypatch: pytest.MonkeyPatch):
+    """Over 5 GiB one request does not do; here the limit is lower."""
+    monkeypatch.setattr(s3_copy, "MAX_COPY_BYTES", 8 * MIB)
+    monkeypatch.setattr(s3_copy, "COPY_PART_BYTES", 5 * MIB)
+    store.put("key", iter([BIG]))
+    assert store.copy("key", "copy").version.endswith("-2")
+    assert store.read("copy") == BIG
+
+
+@pytest.mark.parametrize("size", [1, 5 * 2**30 + 1, 5 * 2**40])
+def test_copied_ranges_cover_the_object(size: int):
+    """No byte is left out or copied twice, in at most 10,000 parts of 5 GiB."""
+    num_parts = s3_copy.num_parts(size)
+    assert 1 <= num_parts <= 10_000
+    expected = 0
+    for number in range(1, num_parts + 1):
+        first, last = s3_copy.copy_range(number, size)
+        assert first == expected
+        assert 0 < last + 1 - first <= 5 * 2**30
+        expected = last + 1
+    assert expected == size
+
+
+@pytest.mark.parametrize(
+    ("encryption", "algorithm"),
+    [
+        (ServerSideEncryption(kind="AES256"), "AES256"),
+        (ServerSideEncryption(kind="aws:kms", kms_key="alias/runs"), "aws:kms"),
+    ],
+)
+def test_encryption_is_asked_for_wherever_objects_are_made(
+    s3_server: servers.S3Server, encryption: ServerSideEncryption, algorithm: str
+):
+    """In single writes, in uploads of parts, in copies of both kinds."""
+    store = s3_server.store(encryption=encryption)
+    store.put("whole", [b"x"])
+    store.put("parts", iter([BIG]))
+    store.copy("whole", "copy")
+    store.copy("whole", "new", if_absent=True)
+    for key in ("whole", "parts", "copy", "new"):
+        answer = head(store, key)
+        assert answer["ServerSideEncryption"] == algorithm
+        assert answer.get("SSEKMSKeyId") == encryption.kms_key
+
+
+def test_a_key_of_kms_needs_its_kind():
+    """A key that would not be used is a mistake."""
+    with pytest.raises(ValueError, match="aws:kms"):
+        ServerSideEncryption(kind="AES256", kms_key="alias/runs")
+    assert "SSEKMSKeyId" not in ServerSideEncryption(kind="aws:kms").parameters()
+
+
+def test_bucket_owner_is_named_in_every_request(s3_server: servers.S3Server):
+    """So that another account's bucket of the same name gets nothing."""
+    client = servers.client(s3_server.url)
+    seen = {}
+
+    def look(model: Any, params: Any, **_: Any) -> None:
+        seen[model.name] = params["headers"].get("x-amz-expected-bucket-owner")
+
+    client.meta.events.register("before-call.s3", look)
+    store = s3_server.store(client=client, bucket_owner=servers.ACCOUNT)
+    store.put("key", [b"x"])
+    store.put("parts", iter([BIG]))
+    store.read("key")
+    store.copy("key", "copy")
+    store.copy("key", "new", if_absent=True)
+    list(store.list())
+    store.delete("key")
+    assert len(seen) == 10
+    assert set(seen.values()) == {servers.ACCOUNT}
+
+
+def test_signed_urls_open_one_object(store: S3Store):
+    """Whoever has the URL reads or writes without credentials."""
+    put = store.signed_url("key", method="PUT", expires_seconds=60)
+    request = Request(put, data=b"from elsewhere", method="PUT")  # noqa: S310
+    request.add_header("Content-Type", "application/octet-stream")
+    urlopen(request).close()  # noqa: S310
+    get = store.signed_url("key", method="GET", expires_seconds=60)
+    with urlopen(get) as answer:  # noqa: S310
+        assert answer.read() == b"from elsewhere"
+    assert "X-Amz-Algorithm=AWS4-HMAC-SHA256" in get
+    assert "X-Amz-Expires=60" in get
+
+
+@pytest.mark.parametrize(
+    ("method", "seconds"), [("DELETE", 60), ("GET", 0), ("GET", 8 * 24 * 3600)]
+)
+def test_signed_urls_have_limits(store: S3Store, method: str, seconds: float):
+    """Two methods, and seven days at most, which is S3's own limit."""
+    with pytest.raises(ValueError, match="URL"):
+        store.signed_url("key", method=method, expires_seconds=seconds)
+
+
+def test_missing_bucket_is_told_from_a_missing_object(s3_server: servers.S3Server):
+    """Every verb, HEAD included, which has no body to say it."""
+    store = s3_server.store(bucket="no-such-bucket")
+    verbs = [
+        lambda: store.stat("key"),
+        lambda: store.read("key"),
+        lambda: list(store.list()),
+        lambda: store.put("key", [b""]),
+        lambda: store.put("key", [b""], if_absent=True),
+        lambda: store.put("key", iter([BIG])),
+        lambda: store.delete("key"),
+    ]
+    for verb in verbs:
+        with pytest.raises(BucketNotFound, match=r"s3://no-such-bucket.*create it"):
+            verb()
+
+
+def test_no_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: servers.S3Server):
+    """Without any the message names the ways to get some, and nothing waits."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/nonexistent")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    store = S3Store("bucket", endpoint_url=s3_server.url, retry=servers.quick_retry())
+    with pytest.raises(NotAuthenticated, match=r"AWS_PROFILE.*NoCredentialsError"):
+        store.read("key")
+    with pytest.raises(NotAuthenticated):
+        store.signed_url("key", method="GET", expires_seconds=60)
+    store.close()
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(NotAuthenticated, match="ProfileNotFound"):
+        connect(endpoint_url=None, region=None)
+
+
+def test_malformed_endpoint():
+    """The library's ValueError becomes one of ours."""
+    with pytest.raises(StoreUnavailable, match="no-url"):
+        connect(endpoint_url="no-url", region="eu-west-1")
+
+
+def test_client_waits_and_tries_as_we_decide():
+    """Timeouts and attempts of the library are the product's own."""
+    config = connect(endpoint_url=None, region="eu-west-1").meta.config
+    assert (config.connect_timeout, config.read_timeout) == (5, 60)
+    assert config.retries["total_max_attempts"] == 1
+    assert config.request_checksum_calculation == "when_required"
+    assert config.response_checksum_validation == "when_required"
+
+
+def test_secrets_are_nowhere(
+    s3_server: servers.S3Server, caplog: pytest.LogCaptureFixture
+):
+    """Neither in messages nor in tracebacks, logs and reprs."""
+    secrets = {"key": "AKIAVISIBLE", "secret": "SECRETSECRET", "token": "TOKENTOKEN"}
+    caplog.set_level(logging.INFO)
+    store = s3_server.store(client=servers.client(s3_server.url, **secrets))
+    url = store.signed_url("key", method="GET", expires_seconds=60)
+    said = io.StringIO(repr(store) + store.url)
+    for client in (
+        store._calls.client,
+        servers.client("http://127.0.0.1:1", **secrets),
+    ):
+        broken = s3_server.store(client=client, bucket="no-such-bucket")
+        for verb in (broken.read, broken.stat, broken.delete):
+            try:
+                verb("key")
+            except Exception:  # noqa: BLE001 (whatever it is, it must not tell)
+                said.write(traceback.format_exc())
+    text = said.getvalue() + caplog.text
+    assert "no-such-bucket" in text
+    for secret in (*secrets.values(), url, "X-Amz-Signature", "Authorization"):
+        assert secret not in text
