@@ -114,19 +114,18 @@ class GcsStore:
         writing = Writing(
             http=self._http, retry=self._retry, new=new, generation=generation
         )
-        sums = Checksums()
         parts = chunks(data, self._chunk_bytes)
         first = next(parts)
         if first.is_last:
+            sums = Checksums()
             sums.update(first.content)
             resource = writing.repeated(
                 lambda it: insert(self._http, new, first.content, sums, it)
             )
         else:
             session = UploadSession(self._http, self._retry, new, _sums_of(data))
-            resource = writing.once(
-                lambda it: session.upload(chain([first], parts), sums, it)
-            )
+            sums = session.sums
+            resource = writing.through(session, chain([first], parts))
         self._check(resource, new, size=sums.size, crc32c=sums.crc32c)
         return _info(key, resource, sha256=sums.sha256)
 

@@ -9,6 +9,8 @@ Source: https://cloud.google.com/storage/docs/json_api/v1.
 """
 
 import contextlib
+import logging
+import re
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -182,6 +184,21 @@ def translated(doing: str, *, keep_cause: bool = True) -> Iterator[None]:
     except _FAILURES as error:
         translation = gcs_errors.of_exception(error, doing)
         raise translation from (error if keep_cause else None)
+
+
+def _without_session(record: logging.LogRecord) -> bool:
+    """Keep the URL of an upload session, a permission, out of urllib3's debug log."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            re.sub(r"upload_id=[^&\s]+", "upload_id=...", arg)
+            if isinstance(arg, str)
+            else arg
+            for arg in record.args
+        )
+    return True
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_without_session)
 
 
 def _with_pool(session: requests.Session) -> requests.Session:

@@ -154,7 +154,12 @@ def insert(
 
 
 class UploadSession:
-    """The upload of one object, chunk by chunk."""
+    """The upload of one object, chunk by chunk.
+
+    Attributes:
+        sums: Of what has been sent.
+        is_all_sent: Whether the last chunk is on its way, or has arrived.
+    """
 
     def __init__(
         self, http: GcsHttp, retry: Retry, new: NewObject, known: Checksums | None
@@ -172,15 +177,14 @@ class UploadSession:
         self._new = new
         self._known = known
         self._url = ""
+        self.sums = Checksums()
+        self.is_all_sent = False
 
-    def upload(
-        self, parts: Iterable[Chunk], sums: Checksums, generation: str | None
-    ) -> Resource:
+    def upload(self, parts: Iterable[Chunk], generation: str | None) -> Resource:
         """Send a content; whatever goes wrong, the service forgets what it got.
 
         Args:
             parts: The content.
-            sums: Counts what is sent.
             generation: That the object must have now; ``0`` for none, None for any.
 
         Raises:
@@ -191,8 +195,9 @@ class UploadSession:
         self._open(generation)
         try:
             for chunk in parts:
-                sums.update(chunk.content)
-                resource = self._send(chunk, sums.crc32c)
+                self.sums.update(chunk.content)
+                self.is_all_sent = chunk.is_last
+                resource = self._send(chunk)
                 if resource is not None:
                     return resource
         except BaseException:
@@ -218,11 +223,11 @@ class UploadSession:
                 "it has to speak Cloud Storage's JSON API"
             )
 
-    def _send(self, chunk: Chunk, crc32c: str) -> Resource | None:
+    def _send(self, chunk: Chunk) -> Resource | None:
         """Send a chunk, and return the object if it was the last."""
         headers = {}
         if chunk.is_last:
-            headers["x-goog-hash"] = f"crc32c={encoded(crc32c)}"
+            headers["x-goog-hash"] = f"crc32c={encoded(self.sums.crc32c)}"
         try:
             return self._retry.call(lambda n: self._attempt(chunk, headers, n))
         except CorruptObject as error:

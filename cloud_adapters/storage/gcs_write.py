@@ -5,11 +5,17 @@ goes out without a condition on the generation that it replaces, and where a con
 fails, the put-id in the object's metadata tells whether it was ours that came first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of, quoted
-from cloud_adapters.storage.gcs_upload import PUT_ID, NewObject, Resource
+from cloud_adapters.storage.gcs_upload import (
+    PUT_ID,
+    Chunk,
+    NewObject,
+    Resource,
+    UploadSession,
+)
 from cloud_adapters.storage.retry import Retry
 from federation.errors import (
     ObjectChanged,
@@ -67,13 +73,13 @@ class Writing:
         """
         return self.retry.call(lambda attempt: self._attempt(send, attempt))
 
-    def once(self, send: Callable[[str | None], Resource]) -> Resource:
-        """Write by a way that tries again by itself; errors as in ``repeated``."""
+    def through(self, session: UploadSession, parts: Iterable[Chunk]) -> Resource:
+        """Write by a session, which tries again by itself; errors as above."""
         try:
-            return self._attempt(send, 1)
+            return self._attempt(lambda it: session.upload(parts, it), 1)
         except StoreUnavailable:
-            # The answer to the last piece, and then the session, may be lost.
-            ours = self._ours()
+            # The answer to the last chunk may be lost, and the session gone with it.
+            ours = self._ours() if session.is_all_sent else None
             if ours is None:
                 raise
             return ours
