@@ -311,7 +311,10 @@ def test_no_secret_is_told(caplog: pytest.LogCaptureFixture):
         session = next(iter(server.uploads))
         told = [repr(store), repr(vars(store)), repr(vars(store._http))]
         told += traceback.format_exception(raised.value)
-    told += [*traceback.format_exception(_failing_session(server.url, session)), caplog.text]
+    told += [
+        *traceback.format_exception(_failing_session(server.url, session)),
+        caplog.text,
+    ]
     for secret in (*tokens.given, session):
         assert not any(secret in text for text in told)
     assert "upload_id=..." in caplog.text
