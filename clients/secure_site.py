@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from clients.kept_integers import KeptIntegers
+from clients.masking import Masking, SumNoise, check_clip
 from federation.errors import BudgetExceeded, FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
-    MetricSums,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -29,42 +29,21 @@ from federation.messages import (
     Task,
     TaskKind,
 )
-from federation.protocols import LocalResult, Trainer
-from federation.vectors import ByteVector, HeaderVector, Layout, Vector
-from privacy.dp.adaptive_clip import CLIP_RANGE, noisy_bit
-from privacy.dp.ring_noise import RingNoise
+from federation.protocols import Trainer
+from federation.vectors import ByteVector, HeaderVector, Layout
 from privacy.secagg import train
 from privacy.secagg.client import SiteSession
-from privacy.secagg.contract import Contract
 from privacy.secagg.errors import NotSetUp
 from privacy.secagg.floor import LocalFloor
-from privacy.secagg.header import encode_header
 from privacy.secagg.identity import Identity, RandomBytes
-from privacy.secagg.keys import RoundFacts, RoundMasks
-from privacy.secagg.measure import Measured, measure, measure_exactly, subtract_
-from privacy.secagg.prg import KEY_BYTES, apply_masks_
+from privacy.secagg.keys import RoundFacts
 from privacy.secagg.ring_errors import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.round_memory import RoundMemory
-from privacy.secagg.seal import Encoded, seal_
 from privacy.secagg.setup import SiteSetup
 
 _LOG = logging.getLogger(__name__)
 
 _RESTARTED = "has no keys for this run: it was restarted, and needs a new setup"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SumNoise:
-    """Where a site's share of the noise goes; how much there is, the contract says.
-
-    Attributes:
-        spans: Places ``[start, stop)`` of the update that training changes.
-        bit_std: Standard deviation of the share on the sum of bits that the clip
-            norm follows; None if it is fixed.
-    """
-
-    spans: tuple[tuple[int, int], ...]
-    bit_std: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +210,7 @@ class SecureSite:
         body = train.read_train(task.secure)
         session = self._session_of(body)
         contract = session.contract
-        _check_clip(contract, body.update_clip)
+        check_clip(contract, body.update_clip)
         trainer = self._current_trainer()
         if task.layout_digest != trainer.layout().digest:
             raise ProtocolError("holds a model of another layout than this run's")
@@ -247,10 +226,17 @@ class SecureSite:
                 model_digest=train.task_digest(task, model, body.update_clip),
             )
         )
+        protection = self._protection
+        masking = Masking(
+            contract=contract,
+            masks=masks,
+            update_clip=body.update_clip,
+            noise=protection.noise,
+            random_bytes=protection.random_bytes,
+            threads=protection.threads,
+        )
         try:
-            words, header_h = self._work(
-                task, trainer, contract, masks, body.update_clip
-            )
+            words, header_h = self._work(task, trainer, masking)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
             _LOG.warning("round %s declined", task.round_index, exc_info=error)
             return _step(task, SecureStep.DECLINE, session.decline())
@@ -273,18 +259,12 @@ class SecureSite:
         )
 
     def _work(
-        self,
-        task: RoundTask,
-        trainer: Trainer,
-        contract: Contract,
-        masks: RoundMasks,
-        update_clip: float,
+        self, task: RoundTask, trainer: Trainer, masking: Masking
     ) -> tuple[ByteVector, HeaderVector]:
         """Evaluate and train as asked; mask the update and what is reported of it."""
         integers_m = self._kept.restore(task.integers_m, task.round_index)
-        evaluation = training = None
-        num_examples, weight, is_within = 0, 0.0, True
-        words: ByteVector = np.empty(0, dtype=np.uint8)
+        evaluation = training = sealed = None
+        num_examples = 0
         if task.evaluate or task.kind is TaskKind.EVALUATE:
             evaluation = trainer.evaluate(task.weights_d, integers_m)
         if task.kind is TaskKind.TRAIN:
@@ -292,137 +272,15 @@ class SecureSite:
                 task.weights_d, integers_m, round_index=task.round_index
             )
             training, num_examples = result.training, result.num_examples
-            weight = _weight(contract, num_examples)
-            measured = self._measure(task.weights_d, result, contract, update_clip)
-            sealed = self._seal(
-                result.weights_d,
-                contract,
-                weight=weight,
-                masks=masks,
-                measured=measured,
-            )
-            words, is_within = sealed.words_w.view(np.uint8), sealed.clip_factor == 1
+            sealed = masking.update(task.weights_d, result)
             self._kept.keep(result.integers_m, task.round_index)
-        values = _header(weight, num_examples, training, evaluation)
-        if train.WITHIN_CLIP in contract.header_slots:
-            is_trained = task.kind is TaskKind.TRAIN
-            values[train.WITHIN_CLIP] = (
-                self._within_clip(is_within=is_within) if is_trained else 0.0
-            )
-        header_h = encode_header(
-            train.header_spec(contract.num_sites, contract.header_slots), values
+        header_h = masking.header(
+            sealed,
+            num_examples=num_examples,
+            training=training,
+            evaluation=evaluation,
         )
-        apply_masks_(header_h, train.masks(masks.header))
-        return words, header_h
-
-    def _within_clip(self, *, is_within: bool) -> float:
-        """What the header says of the clip norm, with this site's noise."""
-        noise = self._protection.noise
-        if noise is None or noise.bit_std is None:
-            raise ProtocolError("has no noise for what the contract asks of clipping")
-        key = self._protection.random_bytes(KEY_BYTES)
-        return noisy_bit(is_within=is_within, std=noise.bit_std, key=key)
-
-    def _measure(
-        self,
-        weights_d: Vector,
-        result: LocalResult,
-        contract: Contract,
-        update_clip: float,
-    ) -> Measured:
-        """Turn local weights into the update, in their own memory, and measure it."""
-        update_d, threads = result.weights_d, self._protection.threads
-        if result.is_update:
-            measured = measure_exactly(update_d)
-        else:
-            measured = subtract_(update_d, weights_d, threads=threads)
-        if update_clip != contract.clip_norm:
-            # The ring, and its noise, are made for the contract's clip norm.
-            np.multiply(update_d, contract.clip_norm / update_clip, out=update_d)
-            measured = measure(update_d, threads=threads)
-        return measured
-
-    def _seal(
-        self,
-        update_d: Vector,
-        contract: Contract,
-        *,
-        weight: float,
-        masks: RoundMasks,
-        measured: Measured,
-    ) -> Encoded:
-        """Turn an update into masked words, in its own memory."""
-        protection, ring = self._protection, contract.ring()
-        return seal_(
-            update_d,
-            ring,
-            weight=weight,
-            masks=train.masks(masks.vector),
-            rounding_key=protection.random_bytes(KEY_BYTES),
-            measured=measured,
-            noise=self._ring_noise(ring.noise_std),
-            threads=protection.threads,
-        )
-
-    def _ring_noise(self, noise_std: float) -> RingNoise | None:
-        """This site's share of the noise inside the sum; None if there is none."""
-        protection = self._protection
-        if not noise_std:
-            return None
-        if protection.noise is None:
-            raise ProtocolError("has no noise for what the contract asks for")
-        return RingNoise(
-            noise_std=noise_std,
-            spans=protection.noise.spans,
-            random_bytes=protection.random_bytes,
-        )
-
-
-def _check_clip(contract: Contract, update_clip: float) -> None:
-    """Check that a round's clip norm is the contract's, unless it may adapt.
-
-    Where it adapts, any value is as private, for noise is in proportion to it; but
-    scaled beyond float32 an update would be declined, and that would tell of it.
-    """
-    first = contract.clip_norm
-    adapts = train.WITHIN_CLIP in contract.header_slots
-    reach = CLIP_RANGE if adapts else 1.0
-    if not first / reach <= update_clip <= first * reach:
-        far = f" by more than a factor of {reach:.0f}" if adapts else ""
-        raise ProtocolError(
-            f"was asked to clip to {update_clip}, and the contract says {first}: they "
-            f"differ{far}"
-        )
-
-
-def _weight(contract: Contract, num_examples: int) -> float:
-    """Weight of a site, n / n_max of section 3, or 1 where every site counts the same.
-
-    Raises:
-        UpdateOutOfRange: The site has more examples than the contract allows.
-    """
-    if contract.weight_rule == "uniform":
-        return 1.0
-    if num_examples > contract.max_examples:
-        raise UpdateOutOfRange(
-            f"{num_examples} examples are more than the contract's "
-            f"{contract.max_examples}"
-        )
-    return num_examples / contract.max_examples
-
-
-def _header(
-    weight: float,
-    num_examples: int,
-    training: MetricSums | None,
-    evaluation: MetricSums | None,
-) -> dict[str, float]:
-    return {
-        train.WEIGHT: weight,
-        train.EXAMPLES: num_examples,
-        **train.write_sums(train.TRAINING, training),
-        **train.write_sums(train.EVALUATION, evaluation),
-    }
+        return np.empty(0, np.uint8) if sealed is None else sealed.words, header_h
 
 
 def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:

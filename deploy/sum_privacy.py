@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clients.datasets import Dataset
+from clients.masking import SumNoise
 from clients.private_steps import (
     expected_batch,
     sampling_rate,
     sensitivity_of_sum,
 )
-from clients.secure_site import SumNoise
 from deploy.wiring import Federation
 from federation.errors import JobError
 from federation.ids import SiteId

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from federation.errors import JobError
 from federation.job import JobSpec
+from federation.privacy_job import DifferentialPrivacySpec
 
 
 def check_secure_aggregation(job: JobSpec) -> None:
@@ -112,13 +113,7 @@ def check_differential_privacy(job: JobSpec) -> None:
                 key=f"{table}.{given[0]}",
             )
         return
-    for name in ("adaptive_clip", "accept_low_signal"):
-        if getattr(private, name) and private.unit != "site":
-            raise JobError(
-                f'{name} is for unit = "site", and this is "{private.unit}": leave '
-                "it out",
-                key=f"{table}.{name}",
-            )
+    _check_unused(private, table)
     if private.unit != "record":
         _check_noise_in_sum(job)
     if private.unit == "joint":
@@ -152,6 +147,23 @@ def check_differential_privacy(job: JobSpec) -> None:
         ),
     )
     _refuse(refused)
+
+
+def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
+    """Refuse keys that are of no account here: nobody shall believe in them."""
+    default, unit = DifferentialPrivacySpec(), private.unit
+    used = {
+        "colluding_sites": unit != "record",
+        "adaptive_clip": unit == "site",
+        "accept_low_signal": unit == "site",
+        "clip_quantile": private.adaptive_clip,
+        "clip_rate": private.adaptive_clip,
+    }
+    for name, is_used in used.items():
+        if not is_used and getattr(private, name) != getattr(default, name):
+            where = "adaptive_clip" if name.startswith("clip_") else 'unit = "site"'
+            where = 'unit = "joint" or "site"' if name == "colluding_sites" else where
+            raise JobError(f"it is for {where}: leave it out", key=f"{table}.{name}")
 
 
 def _check_noise_in_sum(job: JobSpec) -> None:

@@ -227,6 +227,22 @@ def test_statistics_of_layers_stay_at_their_site():
     assert state["1.bias"].any()  # It is trained, or has noise at the least.
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_training_that_leaves_the_numbers_is_not_told(unit: str):
+    """Such a site answers with noise alone: a word of it would have no noise."""
+    job = noisy_job(
+        unit,
+        private=FORCED[unit],
+        model={"factory": "support.noisy_jobs:overflowing"},
+        rounds=1,
+    )
+    seen: list[Event] = []
+    result = simulate(job, listeners=[seen.append])
+    assert result.rounds_completed == 1
+    assert len(_of(seen, SiteAnswered)) == 4
+    assert all(np.isfinite(w).all() for w in result.weights.values())
+
+
 def test_low_signal_is_refused_with_numbers_and_accepted_when_forced():
     """What it would be, and what would raise it."""
     with pytest.raises(JobError) as caught:

@@ -42,6 +42,15 @@ def normalised(inputs: int = 4 + WIDTH, classes: int = 3) -> nn.Sequential:
     )
 
 
+def overflowing(inputs: int = 4 + WIDTH, classes: int = 3) -> nn.Sequential:
+    """A model whose losses are not finite."""
+    model = nn.Sequential(nn.Linear(inputs, classes))
+    with torch.no_grad():
+        model[0].bias[0] = 3e38
+        model[0].bias[1] = -3e38
+    return model
+
+
 def one_each(num_sites: int, inputs: int) -> tuple[Examples, Examples]:
     """Ten records for each site, of which nothing can be learned."""
 

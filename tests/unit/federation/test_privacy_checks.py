@@ -149,12 +149,17 @@ JOINT: dict[str, tuple[dict[str, Any], str, str]] = {
     "adaptive clip": (
         _private(adaptive_clip=True),
         f"{DP}.adaptive_clip",
-        'is for unit = "site", and this is "joint"',
+        'is for unit = "site"',
     ),
     "low signal": (
         _private(accept_low_signal=True),
         f"{DP}.accept_low_signal",
-        'is for unit = "site", and this is "joint"',
+        'is for unit = "site"',
+    ),
+    "clip quantile": (
+        _private(clip_quantile=0.7),
+        f"{DP}.clip_quantile",
+        "is for adaptive_clip",
     ),
 }
 
