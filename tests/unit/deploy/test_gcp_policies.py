@@ -1,0 +1,136 @@
+"""The shipped roles and conditions: a site reads its data, writes its own prefix.
+
+Enforced by the fake of Cloud Storage, with the conditions evaluated as IAM does.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support import gcs_iam, gcs_stores
+from support.fake_gcs import KIB_256, FakeGcs
+from support.gcs_iam import Binding
+
+from cloud_adapters.storage.gcs import GcsStore
+from deploy.gcp_policies import condition, main, parse_place, role
+from federation.errors import StoreForbidden
+
+DATA = "gs://data/site a/shards"
+OWN = "gs://runs/sites/a"
+LARGE = bytes(3 * KIB_256)
+
+
+def binding(url: str, kind: str) -> Binding:
+    place = parse_place(url)
+    return Binding(place.bucket, role(kind), condition(place))
+
+
+@pytest.fixture
+def server() -> Iterator[FakeGcs]:
+    """Two buckets with objects, and then nobody but the site."""
+    with FakeGcs("data", "runs") as server:
+        gcs_stores.store(server, bucket="data").put("site a/shards/1", [b"mine"])
+        gcs_stores.store(server, bucket="data").put("site a/shards-b/1", [b"other"])
+        gcs_stores.store(server, bucket="runs").put("sites/b/key", [b"other"])
+        bindings = [binding(DATA, "read"), binding(OWN, "write")]
+        server.allows = partial(gcs_iam.allows, bindings)
+        yield server
+
+
+def test_site_reads_its_data(server: FakeGcs):
+    """Its shards, their listing, and nothing beside them."""
+    store = gcs_stores.store(server, "site a/shards", bucket="data")
+    assert [info.key for info in store.list()] == ["1"]
+    assert store.read(store.stat("1").key) == b"mine"
+
+
+def test_site_works_in_its_prefix(server: FakeGcs):
+    """Every verb works there, for small objects and large ones."""
+    store = gcs_stores.store(server, "sites/a", bucket="runs")
+    version = store.put("small", [b"x"], if_absent=True).version
+    store.put("small", [b"y"], if_version=version)
+    store.put("large", iter([LARGE]), if_absent=True)
+    store.copy("small", "copy")
+    assert [info.key for info in store.list()] == ["copy", "large", "small"]
+    assert store.read("large") == LARGE
+    store.delete("copy")
+
+
+def refused(store: GcsStore) -> None:
+    """Check that no verb works."""
+    for verb in (
+        lambda: store.put("1", [b"x"]),
+        lambda: store.put("new", iter([LARGE]), if_absent=True),
+        lambda: store.delete("1"),
+        lambda: store.copy("1", "copy"),
+        lambda: store.read("1"),
+        lambda: store.stat("1"),
+        lambda: list(store.list()),
+    ):
+        with pytest.raises(StoreForbidden):
+            verb()
+
+
+@pytest.mark.parametrize(
+    ("bucket", "prefix"),
+    [
+        ("data", ""),
+        ("data", "site a"),
+        ("data", "site a/shards-b"),
+        ("data", "sites/a"),
+        ("runs", ""),
+        ("runs", "sites"),
+        ("runs", "sites/b"),
+        ("runs", "sites/ab"),
+        ("runs", "site a/shards"),
+    ],
+)
+def test_everything_else_is_refused(server: FakeGcs, bucket: str, prefix: str):
+    """Other prefixes, of the same beginning too, and the other bucket."""
+    refused(gcs_stores.store(server, prefix, bucket=bucket))
+
+
+def test_site_does_not_change_its_data(server: FakeGcs):
+    """Reading is not writing."""
+    store = gcs_stores.store(server, "site a/shards", bucket="data")
+    for verb in (
+        lambda: store.put("new", [b"x"], if_absent=True),
+        lambda: store.put("1", [b"x"]),
+        lambda: store.copy("1", "2"),
+        lambda: store.delete("1"),
+    ):
+        with pytest.raises(StoreForbidden):
+            verb()
+    assert server.content("data", "site a/shards/1") == b"mine"
+
+
+def test_signs_in_a_prefix_are_no_code():
+    """A prefix cannot end the string that it stands in."""
+    place = parse_place('gs://bucket/a") || true || ("\\/b')
+    one = Binding("bucket", role("read"), condition(place))
+    assert one.allows("storage.objects.get", "bucket", f"{place.prefix}/key")
+    assert not one.allows("storage.objects.get", "bucket", "a")
+
+
+@pytest.mark.parametrize(
+    "url", ["gs://bucket", "gs://bucket/", "s3://bucket/a", "gs://B/a", "gs://buc/a//b"]
+)
+def test_places_are_prefixes(url: str, capsys: pytest.CaptureFixture[str]):
+    """A whole bucket is no least privilege."""
+    assert main(["condition", url]) == 2
+    assert capsys.readouterr().err
+
+
+def test_command_prints_what_gcloud_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """JSON with the fields of a role, and of a condition."""
+    assert main(["role", "write"]) == 0
+    names = {"title", "description", "stage", "includedPermissions"}
+    assert set(json.loads(capsys.readouterr().out)) == names
+    assert main(["condition", OWN]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert set(said) == {"title", "description", "expression"}
+    assert '"projects/_/buckets/runs/objects/sites/a/"' in said["expression"]
