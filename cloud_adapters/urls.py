@@ -1,36 +1,152 @@
-"""From the URL in a job file to the store that it names."""
+"""From the URL in a job file to the store that it names.
 
+Clients of clouds are imported when a store of theirs is opened, and not before: they
+take longer than all the rest of a command that needs none.
+"""
+
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
+from cloud_adapters.storage.keys import check_key
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
+from cloud_adapters.storage.retry import Retry
 from federation.errors import JobError
 from federation.protocols import ObjectStore
 
 _KEY = "storage.url"
-_POSSIBLE = "use file://FOLDER or memory://"
-_PLANNED = frozenset({"s3", "gs"})
+_POSSIBLE = (
+    "use file://FOLDER, s3://BUCKET/PREFIX (Amazon S3), gs://BUCKET/PREFIX (Google "
+    "Cloud Storage) or memory://"
+)
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
-def open_store(url: str) -> ObjectStore:
-    """Open the store that a URL names; nothing is read or written yet.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUrl:
+    """What the URL of a store says.
+
+    Attributes:
+        scheme: ``file``, ``memory``, ``s3`` or ``gs``.
+        place: Folder or bucket; empty in memory.
+        prefix: Of every key in the bucket, without slashes at its ends.
+    """
+
+    scheme: str
+    place: str = ""
+    prefix: str = ""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a bucket, and not of this machine."""
+        return self.scheme in {"s3", "gs"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What a URL does not say.
+
+    Attributes:
+        endpoint: URL of a service other than the cloud's own; the environment's
+            or the cloud's if empty.
+        region: Of an S3 bucket; the environment's if empty.
+        retry: How often to try; the store's own rule if None.
+    """
+
+    endpoint: str = ""
+    region: str = ""
+    retry: Retry | None = None
+
+
+_NO_OPTIONS = StoreOptions()
+
+
+def parse_url(url: str) -> StoreUrl:
+    """Take the URL of a store apart; nothing is opened.
 
     Args:
         url: ``file://`` and a path, relative to the working directory or absolute,
-            taken as it stands; or ``memory://``, a new and empty store.
+            taken as it stands; ``s3://`` or ``gs://`` with a bucket and perhaps a
+            prefix; or ``memory://``, a new and empty store.
 
     Raises:
-        JobError: The URL is malformed, or names a store that is not built.
+        JobError: The URL is malformed, or of an unknown scheme.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
         raise JobError(f"{url!r} is not a URL; {_POSSIBLE}", key=_KEY)
-    if scheme in _PLANNED:
-        raise JobError(f"{scheme}:// is not built yet; {_POSSIBLE}", key=_KEY)
     if scheme == "file" and rest and "\0" not in rest:
-        return LocalStore(Path(rest))
+        return StoreUrl(scheme=scheme, place=rest)
     if scheme == "memory" and not rest:
-        return MemoryStore()
+        return StoreUrl(scheme=scheme)
+    if scheme in {"s3", "gs"}:
+        return _parse_bucket(url, scheme, rest)
     if scheme in {"file", "memory"}:
         raise JobError(f"{url!r} names no store; {_POSSIBLE}", key=_KEY)
     raise JobError(f"the scheme {scheme!r} is unknown; {_POSSIBLE}", key=_KEY)
+
+
+def open_store(
+    url: str, *, below: str = "", options: StoreOptions = _NO_OPTIONS
+) -> ObjectStore:
+    """Open the store that a URL names; nothing is read or written yet.
+
+    Args:
+        url: See ``parse_url``.
+        below: Prefix of every key, behind the URL's own.
+        options: What the URL does not say.
+
+    Raises:
+        JobError: The URL is malformed, or of an unknown scheme.
+        NotAuthenticated: There are no credentials for it.
+    """
+    parsed = parse_url(url)
+    if parsed.scheme == "memory":
+        return MemoryStore()
+    if parsed.scheme == "file":
+        return LocalStore(Path(parsed.place) / below)
+    prefix = "/".join(part for part in (parsed.prefix, below) if part)
+    try:
+        if parsed.scheme == "s3":
+            return _open_s3(parsed.place, prefix, options)
+        return _open_gcs(parsed.place, prefix, options)
+    except ValueError as error:
+        raise JobError(f"{url!r} names no store: {error}", key=_KEY) from error
+
+
+def _parse_bucket(url: str, scheme: str, rest: str) -> StoreUrl:
+    bucket, _, prefix = rest.partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise JobError(
+            f"{url!r} names no store: {bucket!r} cannot be a bucket, whose name is of "
+            "lower-case letters, digits, '.', '_' and '-'",
+            key=_KEY,
+        )
+    prefix = prefix.removesuffix("/")
+    try:
+        if prefix:
+            check_key(prefix)
+    except ValueError as error:
+        raise JobError(f"{url!r} names no store: {error}", key=_KEY) from error
+    return StoreUrl(scheme=scheme, place=bucket, prefix=prefix)
+
+
+def _open_s3(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
+    from cloud_adapters.storage.s3 import S3Store  # noqa: PLC0415 -- slow to import
+
+    return S3Store(
+        bucket,
+        prefix,
+        endpoint_url=options.endpoint or None,
+        region=options.region or None,
+        retry=options.retry,
+    )
+
+
+def _open_gcs(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
+    from cloud_adapters.storage.gcs import GcsStore  # noqa: PLC0415 -- slow to import
+
+    return GcsStore(
+        bucket, prefix, endpoint=options.endpoint or None, retry=options.retry
+    )

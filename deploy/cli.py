@@ -251,7 +251,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _folder(job: "JobSpec", out: Path | None, *, resume: bool) -> Path | None:
     """Choose the folder of a run."""
-    from deploy import run_folder  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import run_folder, run_store  # noqa: PLC0415 -- keeps `--help` fast
     from federation.clock import SystemClock  # noqa: PLC0415
     from federation.ids import new_run_id  # noqa: PLC0415
 
@@ -261,7 +261,7 @@ def _folder(job: "JobSpec", out: Path | None, *, resume: bool) -> Path | None:
     if root is None:
         return None
     if resume:
-        return run_folder.newest_run(job.name, root).path
+        return run_store.newest_folder(job, root)
     return root / job.name / new_run_id(SystemClock().now(), os.urandom(3))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from cloud_adapters.urls import open_store
+from cloud_adapters.urls import parse_url
 from federation import job_file
 from federation.clock import SystemClock
 from federation.errors import (
@@ -36,6 +36,9 @@ from monitoring.run_view import COMPLETED, RunView, fold, result
 # Another process may hold the lock for a moment to see whether a run goes on.
 LOCK_TRIES = 5
 LOCK_PAUSE_SECONDS = 0.05
+
+# Of runs whose checkpoints are in a bucket.
+LOCAL_ROOT = Path("runs")
 
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
@@ -115,9 +118,12 @@ class RunFolder:
 
     def new_run_id(self, unix_seconds: float) -> RunId:
         """Name a run that begins here: as its folder, if that is such a name."""
-        if _RUN_ID.fullmatch(self.path.name):
-            return RunId(self.path.name)
-        return new_run_id(unix_seconds, os.urandom(3))
+        return self.named_id() or new_run_id(unix_seconds, os.urandom(3))
+
+    def named_id(self) -> RunId | None:
+        """Name of the run that the folder is named after, if it is."""
+        name = self.path.name
+        return RunId(name) if _RUN_ID.fullmatch(name) else None
 
     def run_id(self) -> RunId | None:
         """Name of the run that began here; None if none has."""
@@ -236,11 +242,12 @@ def runs_root(job: JobSpec) -> Path | None:
     """Folder of all runs on this machine; None if the job keeps nothing.
 
     Raises:
-        JobError: The job's ``storage.url`` is malformed, or names what is not built.
+        JobError: The job's ``storage.url`` is malformed or unknown.
     """
-    open_store(job.storage.url)
-    scheme, _, rest = job.storage.url.partition("://")
-    return Path(rest) if scheme == "file" else None
+    url = parse_url(job.storage.url)
+    if url.is_remote:
+        return LOCAL_ROOT
+    return Path(url.place) if url.scheme == "file" else None
 
 
 def find_runs(root: Path) -> list[RunFolder]:

@@ -17,7 +17,7 @@ from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.transcript import check_fresh, recorded
-from deploy import model_export, wiring
+from deploy import model_export, run_store, wiring
 from deploy.private_sites import PrivateSites
 from deploy.protection import Rehearsal, rehearse
 from deploy.run_folder import RunFolder, leave_report, replace_file, runs_root
@@ -129,8 +129,7 @@ def simulate(
     runs_root(job)
     if transcript is not None:
         check_fresh(transcript)
-    run = None if folder is None else RunFolder(Path(folder))
-    _check_folder(run, resume=resume)
+    run = _run_folder(job, folder, resume=resume)
     done = _done_before(job, run) if resume else None
     if done is not None:
         return done
@@ -148,6 +147,15 @@ def simulate(
             if run.run_id() not in {None, simulation.run_id}:
                 raise RunConflict(f"{run.path} was begun by another process just now")
         return simulation.run(listeners)
+
+
+def _run_folder(job: JobSpec, folder: Path | None, *, resume: bool) -> RunFolder | None:
+    """Find a run's folder fit for what is asked, with what its bucket knows of it."""
+    run = None if folder is None else RunFolder(Path(folder))
+    if resume and run is not None:
+        run_store.fetch(job, run)
+    _check_folder(run, resume=resume)
+    return run
 
 
 def _check_folder(run: RunFolder | None, *, resume: bool) -> None:
@@ -202,6 +210,15 @@ def _result(
     )
 
 
+def _open_store(job: JobSpec, run: RunFolder | None, run_id: RunId) -> ObjectStore:
+    """Open what holds a run's checkpoints, and in a simulation its sites' state."""
+    if run is None:
+        return MemoryStore()
+    if run_store.in_bucket(job):
+        return run_store.open_bucket(job, run_id)
+    return LocalStore(run.path)
+
+
 class _Simulation:
     """One call of ``simulate``, once its arguments are checked."""
 
@@ -238,11 +255,13 @@ class _Simulation:
         self._rehearsal: Rehearsal | None = None
         if self._job.privacy.secure_aggregation.enabled:
             self._rehearsal = rehearse(federation, self._run_id, self._private)
-        self._store: ObjectStore = (
-            MemoryStore() if run is None else LocalStore(run.path)
-        )
+        self._store = _open_store(self._job, run, self._run_id)
         # What takes note of events first; those who only look on come after it.
         self._records: list[Emit] = [self._fold.add]
+        self._copies: run_store.Copies | None = None
+        if run is not None and run_store.in_bucket(self._job):
+            self._copies = run_store.Copies(run, self._store)
+            self._records.append(self._copies.listen)
         self._listeners: Sequence[Emit] = ()
         self._first_round: int | None = None
 
@@ -254,6 +273,11 @@ class _Simulation:
     def run(self, listeners: Sequence[Emit]) -> RunResult:
         """Run the federation and leave its files."""
         self._listeners = listeners
+        with contextlib.closing(self._store):
+            return self._leave(self._record())
+
+    def _record(self) -> RunState:
+        """Drive the run, with everything that happens on record."""
         with ExitStack() as stack:
             if self._run is not None:
                 if self._run.exists():
@@ -264,11 +288,10 @@ class _Simulation:
             if self._private is not None:
                 stack.enter_context(self._private)
             try:
-                state = self._drive()
+                return self._drive()
             except BaseException as error:
                 self._leave_failure(error)
                 raise
-        return self._leave(state)
 
     def _emit(self, event: Event) -> None:
         for listener in (*self._records, *self._listeners):
@@ -282,6 +305,8 @@ class _Simulation:
         if self._run is not None:
             self._run.write_job(self._job)
             self._run.flush_events()
+        if self._copies is not None:
+            self._copies.begin()
         self._emit(wiring.data_distributed(self._federation, at=self._clock.now()))
         if self._private is not None:
             self._emit(self._private.planned(at=self._clock.now()))
@@ -364,6 +389,8 @@ class _Simulation:
                 replace_file(self._run.model, model_export.file_pieces(layout, weights))
             self._run.write_result(result(view))
             leave_report(self._run)
+        if self._copies is not None:
+            self._copies.leave()
         first = self._first_round or 1
         rounds_now = sum(row.index >= first for row in view.rounds)
         return _result(view, weights, self._run, rounds_now=rounds_now)
@@ -385,6 +412,8 @@ class _Simulation:
             # Drawing takes seconds, and an interrupted person waits.
             if not isinstance(error, KeyboardInterrupt):
                 leave_report(self._run)
+            if self._copies is not None:
+                self._copies.leave()
 
     def _note_end(self, error: BaseException) -> None:
         """Record an end that the round loop did not foresee."""

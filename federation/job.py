@@ -368,8 +368,16 @@ class StorageSpec:
 
     url: str = key(
         "Folder of all runs: `file://` and a path, relative to the working "
-        "directory, or `memory://` to keep nothing.",
+        "directory; `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX` for checkpoints and "
+        "results, with a copy of all but the checkpoints in the folder `runs`; or "
+        "`memory://` to keep nothing.",
         default="file://runs",
+    )
+    endpoint: str = key(
+        "URL of the service of a bucket, where that is not the cloud's own.", default=""
+    )
+    region: str = key(
+        "Region of an S3 bucket; that of the environment by default.", default=""
     )
     keep_checkpoints: int = key(
         "Checkpoints that are kept, newest first.", default=3, low=1

@@ -1,11 +1,13 @@
 """Which store a URL opens."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cloud_adapters.storage.memory import MemoryStore
-from cloud_adapters.urls import open_store
+from cloud_adapters.urls import StoreOptions, StoreUrl, open_store, parse_url
 from federation.errors import JobError
 
 
@@ -33,8 +35,12 @@ def test_memory_url_opens_an_empty_store():
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("s3://bucket/runs", "not built yet"),
-        ("gs://bucket/runs", "not built yet"),
+        ("s3://", "cannot be a bucket"),
+        ("s3://Bucket", "cannot be a bucket"),
+        ("gs:///runs", "cannot be a bucket"),
+        ("gs://user@host/x", "cannot be a bucket"),
+        ("s3://bucket//runs", "segment"),
+        ("gs://bucket/../runs", "segment"),
         ("ftp://host/runs", "'ftp' is unknown"),
         ("runs", "not a URL"),
         ("file:runs", "not a URL"),
@@ -44,7 +50,72 @@ def test_memory_url_opens_an_empty_store():
     ],
 )
 def test_other_urls_are_refused(url: str, reason: str):
-    """The message names the key, the reason and what is possible."""
-    with pytest.raises(JobError, match=f"storage.url: .*{reason}.*file://") as caught:
+    """The message names the key and the reason."""
+    with pytest.raises(JobError, match=f"storage.url: .*{reason}") as caught:
         open_store(url)
     assert caught.value.key == "storage.url"
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://my-bucket", StoreUrl(scheme="s3", place="my-bucket")),
+        ("s3://my-bucket/", StoreUrl(scheme="s3", place="my-bucket")),
+        ("gs://b.c_d/a/b/", StoreUrl(scheme="gs", place="b.c_d", prefix="a/b")),
+    ],
+)
+def test_buckets(url: str, expected: StoreUrl):
+    """A bucket and a prefix, which may end in a slash."""
+    assert parse_url(url) == expected
+    assert expected.is_remote
+
+
+def test_unknown_schemes_are_told_what_is_possible():
+    """One message lists all of them."""
+    with pytest.raises(JobError, match=r"file://.*s3://.*gs://.*memory://"):
+        open_store("ftp://host/runs")
+
+
+def test_a_store_below_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run has a part of the store for itself."""
+    open_store(f"file://{tmp_path}", below="job/1").put("key", [b"x"])
+    assert (tmp_path / "job" / "1" / "key").read_bytes() == b"x"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    options = StoreOptions(endpoint="http://127.0.0.1:9", region="eu-central-1")
+    for scheme in ("s3", "gs"):
+        for url in (f"{scheme}://bucket/runs", f"{scheme}://bucket/runs/"):
+            store = open_store(url, below="job/1", options=options)
+            assert store.url == f"{scheme}://bucket/runs/job/1"
+            store.close()
+
+
+IMPORTS = """
+import sys
+{doing}
+loaded = {{name.partition(".")[0] for name in sys.modules}}
+print(*(loaded & {{"boto3", "botocore", "torch"}}))
+print(*(name for name in sys.modules if name.startswith("google.cloud")))
+"""
+
+
+LOCAL = """
+from cloud_adapters.urls import open_store, parse_url
+open_store("memory://")
+parse_url("s3://bucket")
+parse_url("gs://bucket")
+"""
+HELP = """
+import contextlib, io
+from deploy.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main(["--help"])
+"""
+
+
+@pytest.mark.parametrize("doing", [LOCAL, HELP])
+def test_clients_of_clouds_are_imported_late(doing: str):
+    """Neither a local store nor the command line waits for them."""
+    command = [sys.executable, "-c", IMPORTS.format(doing=doing)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,167 @@
+"""A run in a bucket: its checkpoints, and copies of its other files.
+
+Below the URL of the job each run has a place of its own, ``NAME/ID/``. Checkpoints
+are written there and nowhere else. Events are written to the run's folder on this
+machine and copied before every checkpoint; the other files are copied at the end. So
+a run whose machine is gone can be resumed on another, which fetches what is there.
+
+Not here: ledgers of privacy budgets and keys of sites. They stay in the run's folder,
+as they would at the sites, and a run that needs them is resumed where it began.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from cloud_adapters.storage.transfer import download, upload
+from cloud_adapters.urls import StoreOptions, open_store, parse_url
+from deploy.run_folder import RunFolder, newest_run
+from federation.errors import ObjectNotFound, RunNotFound
+from federation.events import Event, RoundFinished
+from federation.ids import RunId
+from federation.job import JobSpec
+from federation.protocols import ObjectStore
+
+
+def in_bucket(job: JobSpec) -> bool:
+    """Whether a job keeps its runs in a bucket."""
+    return parse_url(job.storage.url).is_remote
+
+
+def open_bucket(job: JobSpec, run_id: str = "") -> ObjectStore:
+    """Open a run's place in the job's bucket, or that of all runs of the job.
+
+    Raises:
+        JobError: The URL names no store.
+        NotAuthenticated: There are no credentials for it.
+    """
+    below = f"{job.name}/{run_id}" if run_id else job.name
+    storage = job.storage
+    options = StoreOptions(endpoint=storage.endpoint, region=storage.region)
+    return open_store(storage.url, below=below, options=options)
+
+
+class Copies:
+    """Copies of a run's files in its bucket, kept up to date."""
+
+    def __init__(self, run: RunFolder, store: ObjectStore) -> None:
+        """Copy a run's files to its place in a store."""
+        self._run = run
+        self._store = store
+
+    def begin(self) -> None:
+        """Copy the job: a store that cannot be written to shows it before training.
+
+        Raises:
+            StoreUnavailable: The store is out of reach, or forbids it.
+        """
+        self._copy(self._run.job)
+
+    def listen(self, event: Event) -> None:
+        """Copy the events that lead up to each checkpoint, before it is written.
+
+        A checkpoint without its events would be of a run that cannot be told.
+
+        Raises:
+            StoreUnavailable: The store is out of reach.
+        """
+        if isinstance(event, RoundFinished):
+            self._copy(self._run.events)
+
+    def leave(self) -> None:
+        """Copy everything, the record of events last: it tells of the others.
+
+        Raises:
+            StoreUnavailable: The store is out of reach.
+        """
+        run = self._run
+        for path in (run.job, run.model, run.result, run.report, run.events):
+            if path.is_file():
+                self._copy(path)
+
+    def _copy(self, path: Path) -> None:
+        upload(self._store, path.name, path)
+
+
+def newest_folder(job: JobSpec, root: Path) -> Path:
+    """Folder of a job's newest run, on this machine or in its bucket.
+
+    Raises:
+        RunNotFound: There is none in either.
+        StoreUnavailable: The bucket is out of reach.
+    """
+    if not in_bucket(job):
+        return newest_run(job.name, root).path
+    with contextlib.closing(open_bucket(job)) as store:
+        found = list(_runs(store))
+    with contextlib.suppress(RunNotFound):
+        local = newest_run(job.name, root).path
+        if not found or local.name >= max(found):
+            return local
+    if not found:
+        raise RunNotFound(
+            f"there is no run of the job {job.name!r} in {job.storage.url} or in "
+            f"{root} to resume: leave --resume out to start one"
+        )
+    return root / job.name / max(found)
+
+
+def fetch(job: JobSpec, run: RunFolder) -> None:
+    """Bring a run's folder up to what its bucket knows, before it is resumed.
+
+    Nothing happens if the folder knows as much: a killed run has written events after
+    those that it copied.
+
+    Raises:
+        RunConflict: Another process works on the run.
+        RunNotFound: What the run needs is in the folder that it began in.
+        StoreUnavailable: The bucket is out of reach.
+    """
+    if not in_bucket(job):
+        return
+    with run.locked(), _bucket_of(job, run) as store:
+        if store is None:
+            return
+        try:
+            there = store.stat(run.events.name)
+        except ObjectNotFound:
+            return
+        here = run.events.stat().st_size if run.exists() else 0
+        if there.size <= here:
+            return
+        _check_resumable(job, run)
+        download(store, run.events.name, run.events, if_version=there.version)
+
+
+@contextlib.contextmanager
+def _bucket_of(job: JobSpec, run: RunFolder) -> Iterator[ObjectStore | None]:
+    """Open the place of the run in a folder; of the newest if the folder is empty."""
+    run_id = run.run_id() or run.named_id()
+    if run_id is None:
+        with contextlib.closing(open_bucket(job)) as store:
+            run_id = max(_runs(store), default=None)
+    if run_id is None:
+        yield None
+        return
+    with contextlib.closing(open_bucket(job, run_id)) as store:
+        yield store
+
+
+def _runs(store: ObjectStore) -> Iterator[RunId]:
+    """Runs of which a store of a job's runs has the events."""
+    after = ""
+    while (info := next(store.list(start_after=after), None)) is not None:
+        name = info.key.partition("/")[0]
+        with contextlib.suppress(ObjectNotFound):
+            store.stat(f"{name}/events.jsonl")
+            yield RunId(name)
+        # Behind every key of this run: "0" comes after "/".
+        after = f"{name}0"
+
+
+def _check_resumable(job: JobSpec, run: RunFolder) -> None:
+    if job.privacy.differential_privacy.unit != "none":
+        raise RunNotFound(
+            f"{run.path} is not the folder in which the run spent its privacy budget: "
+            "resume it on the machine where it began, or copy that folder here"
+        )

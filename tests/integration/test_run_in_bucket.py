@@ -1,0 +1,180 @@
+"""Runs whose checkpoints are in a bucket."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from deploy import run_store
+from deploy.simulation import RunResult, simulate
+from federation.errors import (
+    JobError,
+    RunConflict,
+    RunNotFound,
+    StoreUnavailable,
+)
+from federation.job import JobSpec
+from federation.protocols import ObjectStore
+
+pytestmark = pytest.mark.slow
+
+Make = Callable[..., JobSpec]
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from support.small_jobs import small_job
+from deploy.simulation import simulate
+from federation.events import CheckpointSaved
+
+def die(event):
+    if isinstance(event, CheckpointSaved) and event.round_index == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+job = small_job(**json.loads(sys.argv[1]))
+simulate(job, folder=Path(sys.argv[2]), listeners=[die])
+"""
+
+
+def tables(url: str, endpoint: str) -> dict[str, Any]:
+    return {
+        "num_sites": 2,
+        "rounds": 4,
+        "aggregation": {"server_optimizer": {"name": "adam", "lr": 0.1}},
+        "storage": {"url": url, "endpoint": endpoint, "region": "us-east-1"},
+    }
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Tables of a job in a new bucket."""
+    if request.param == "s3":
+        server = request.getfixturevalue("s3_server")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+        name = server.bucket()
+    else:
+        from support import gcs_stores  # noqa: PLC0415
+
+        server = request.getfixturevalue("gcs_server")
+        name = gcs_stores.new_bucket(server)
+    return tables(f"{request.param}://{name}/our/runs", server.url)
+
+
+def keys(store: ObjectStore) -> set[str]:
+    return {info.key for info in store.list()}
+
+
+def check_same(one: RunResult, other: RunResult) -> None:
+    assert one.weights.keys() == other.weights.keys()
+    for name, array in one.weights.items():
+        np.testing.assert_array_equal(array, other.weights[name])
+
+
+def test_checkpoints_are_in_the_bucket_and_files_in_both(bucket: Any, tmp_path: Path):
+    """And the model is that of a run on this machine."""
+    job = small_job(**bucket)
+    done = simulate(job, folder=tmp_path / "run")
+    files = {"events.jsonl", "job.toml", "model.safetensors", "report.html"}
+    files |= {"result.json"}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == files | {".lock"}
+    store = run_store.open_bucket(job, done.run_id)
+    found = keys(store)
+    assert {key for key in found if "/" not in key} == files
+    assert "checkpoints/round-000004.json" in found
+    for name in files:
+        assert store.read(name) == (tmp_path / "run" / name).read_bytes()
+    store.close()
+    local = simulate(small_job(**bucket | {"storage": {}}), folder=tmp_path / "local")
+    check_same(done, local)
+
+
+def test_a_killed_run_goes_on_elsewhere(bucket: Any, tmp_path: Path):
+    """A machine that has nothing of the run resumes it to the same model."""
+    command = [sys.executable, "-c", KILLED, json.dumps(bucket), str(tmp_path / "here")]
+    tests = str(Path(__file__).parents[1])
+    killed = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": tests}, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    job = small_job(**bucket)
+    elsewhere = run_store.newest_folder(job, tmp_path / "elsewhere")
+    assert elsewhere.parent == tmp_path / "elsewhere" / "small"
+    resumed = simulate(job, folder=elsewhere, resume=True)
+    assert (resumed.rounds_now, resumed.rounds_completed) == (2, 4)
+    whole = simulate(small_job(**bucket | {"storage": {}}))
+    check_same(resumed, whole)
+    assert [row.index for row in resumed.view.rounds] == [1, 2, 3, 4]
+    # Where it began, the copy that is ahead is taken over: nothing is left to do.
+    here = simulate(job, folder=tmp_path / "here", resume=True)
+    assert (here.run_id, here.rounds_now) == (resumed.run_id, 0)
+    check_same(here, whole)
+
+
+def test_nothing_to_resume(bucket: Any, tmp_path: Path):
+    """An empty bucket is no error of the store."""
+    job = small_job(**bucket)
+    with pytest.raises(RunNotFound, match="no run of the job 'small' in"):
+        run_store.newest_folder(job, tmp_path)
+    with pytest.raises(RunNotFound, match="to resume"):
+        simulate(job, folder=tmp_path / "run", resume=True)
+
+
+def test_a_bucket_that_is_not_there(bucket: Any, tmp_path: Path):
+    """It shows before any training, and names the bucket."""
+    bucket["storage"]["url"] = bucket["storage"]["url"].replace("bucket-", "no-such-")
+    rounds = []
+    with pytest.raises(StoreUnavailable, match="no-such-"):
+        simulate(small_job(**bucket), folder=tmp_path, listeners=[rounds.append])
+    assert not any(type(event).__name__ == "RoundStarted" for event in rounds)
+
+
+def test_the_newer_run_is_resumed(bucket: Any, tmp_path: Path):
+    """On this machine or in the bucket; runs of other jobs do not count."""
+    job = small_job(**bucket)
+    store = run_store.open_bucket(job)
+    for name in ("20260101-000000-aaaaaa", "20260301-000000-aaaaaa"):
+        store.put(f"{name}/events.jsonl", [b"x"])
+    store.put("20260401-000000-aaaaaa/checkpoints/blob", [b"x"])
+    store.close()
+    assert run_store.newest_folder(job, tmp_path).name == "20260301-000000-aaaaaa"
+    newer = tmp_path / "small" / "20260302-000000-aaaaaa"
+    newer.mkdir(parents=True)
+    (newer / "events.jsonl").touch()
+    assert run_store.newest_folder(job, tmp_path) == newer
+
+
+def test_budgets_stay_where_they_were_spent(bucket: Any, tmp_path: Path):
+    """A run with a ledger is not resumed where the ledger is not."""
+    private = {"unit": "record", "target_epsilon": 8.0, "clip_norm": 1.0}
+    bucket["aggregation"]["weights"] = "uniform"
+    job = small_job(**bucket, privacy={"differential_privacy": private})
+    store = run_store.open_bucket(job, "20260301-000000-aaaaaa")
+    store.put("events.jsonl", [b"x"])
+    store.close()
+    with pytest.raises(RunNotFound, match="spent its privacy budget"):
+        simulate(job, folder=tmp_path / "run", resume=True)
+
+
+def test_two_processes_in_one_folder(bucket: Any, tmp_path: Path):
+    """Fetching is left alone while another process works on the run."""
+    from deploy.run_folder import RunFolder  # noqa: PLC0415
+
+    run = RunFolder(tmp_path / "run")
+    with run.locked(), pytest.raises(RunConflict):
+        simulate(small_job(**bucket), folder=run.path, resume=True)
+
+
+def test_wrong_urls_are_refused_at_once(tmp_path: Path):
+    """Before data and model are built."""
+    job = small_job(storage={"url": "s3://"})
+    with pytest.raises(JobError, match=r"storage\.url"):
+        simulate(job, folder=tmp_path)
