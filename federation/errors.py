@@ -156,5 +156,9 @@ class NotAuthenticated(StoreUnavailable):
     """There are no credentials, or the service does not accept them."""
 
 
+class KeyRefused(StoreUnavailable):
+    """The key that encrypts objects is another one, disabled or not to be had."""
+
+
 class BucketNotFound(StoreUnavailable):
     """The bucket does not exist, or lies in another region or project."""

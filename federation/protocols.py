@@ -308,6 +308,65 @@ class SignsUrls(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataKey:
+    """A key for one object, and the same key under the lock of a key service.
+
+    Attributes:
+        plaintext: 32 bytes; never stored, never logged.
+        wrapped: What is stored beside the object, at most 960 bytes.
+    """
+
+    plaintext: bytes = field(repr=False)
+    wrapped: bytes = field(repr=False)
+
+
+class KeyService(Protocol):
+    """Keeps the keys that lock other keys. Implementations: ``cloud_adapters.keys``.
+
+    A context is authenticated and not secret: a service may write it in its log. A
+    key that was wrapped in one context is of no use in another.
+    """
+
+    @property
+    def name(self) -> str:
+        """Which key it is, for messages: ``file:PATH``, ``aws-kms:ARN``; no secrets."""
+        ...
+
+    def generate(self, context: Mapping[str, str]) -> DataKey:
+        """Make a new key for an object.
+
+        Raises:
+            KeyRefused: The service has no such key, or it is disabled.
+            StoreUnavailable: The service is out of reach, or forbids it.
+        """
+        ...
+
+    def wrap(self, plaintext: bytes, context: Mapping[str, str]) -> bytes:
+        """Lock a key of 32 bytes with the service's newest key.
+
+        Raises:
+            KeyRefused: The service has no such key, or it is disabled.
+            StoreUnavailable: The service is out of reach, or forbids it.
+        """
+        ...
+
+    def unwrap(self, wrapped: bytes, context: Mapping[str, str]) -> bytes:
+        """Return the 32 bytes that were locked.
+
+        Raises:
+            KeyRefused: They were locked with a key that this service does not have or
+                does not let us use.
+            CorruptObject: ``wrapped`` was changed, or made in another context.
+            StoreUnavailable: The service is out of reach, or forbids it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """Everything that the next round depends on.
 

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloud_adapters.keys.key_file import KeyFile, add_key
+from cloud_adapters.storage.encrypted import EncryptedStore
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from federation.errors import ObjectChanged, ObjectExists, ObjectNotFound
 from federation.protocols import Buffer, ObjectInfo, ObjectStore
 
-STORES = ("gcs", "local", "memory", "s3")
+STORES = ("encrypted", "gcs", "local", "memory", "s3")
 
 BAD_KEYS = [
     "",
@@ -50,6 +52,14 @@ def local_store(tmp_path: Path) -> ObjectStore:
 @pytest.fixture
 def memory_store() -> ObjectStore:
     return MemoryStore()
+
+
+@pytest.fixture
+def encrypted_store(tmp_path: Path) -> ObjectStore:
+    add_key(tmp_path / "keys.toml")
+    # Segments of few bytes: the suite's objects have many.
+    keys = KeyFile(tmp_path / "keys.toml")
+    return EncryptedStore(MemoryStore(), keys, segment_bytes=5)
 
 
 @pytest.fixture(params=STORES)

@@ -1,0 +1,59 @@
+"""What all key services do alike: contexts as bytes, and whose a wrapped key is.
+
+A wrapped key begins with the kind of its service, so that a key of another service
+is named as such instead of looking like damage.
+"""
+
+import json
+from collections.abc import Mapping
+
+from federation.errors import CorruptObject, KeyRefused
+
+DATA_KEY_BYTES = 32
+MAX_WRAPPED_BYTES = 960  # What the header of an encrypted object has room for.
+
+KINDS = ("file", "aws-kms", "gcp-kms")
+
+
+def context_bytes(context: Mapping[str, str]) -> bytes:
+    """Write a context down in the one way that it has: JSON, sorted, in ASCII."""
+    text = json.dumps(dict(context), sort_keys=True, separators=(",", ":"))
+    return text.encode("ascii")
+
+
+def check_data_key(plaintext: bytes) -> bytes:
+    """Return a data key that has the length of one.
+
+    Raises:
+        ValueError: It has another.
+    """
+    if len(plaintext) != DATA_KEY_BYTES:
+        raise ValueError(
+            f"a data key has {DATA_KEY_BYTES} bytes, this one {len(plaintext)}"
+        )
+    return plaintext
+
+
+def mark(kind: str, blob: bytes) -> bytes:
+    """Put the kind of a service before what it wrapped."""
+    return kind.encode() + b":" + blob
+
+
+def unmark(kind: str, wrapped: bytes, name: str) -> bytes:
+    """Return what a service of this kind wrapped.
+
+    Raises:
+        KeyRefused: A service of another kind wrapped it.
+        CorruptObject: No service did.
+    """
+    found, separator, blob = wrapped.partition(b":")
+    if separator and found == kind.encode():
+        return blob
+    for other in KINDS:
+        if separator and found == other.encode():
+            raise KeyRefused(
+                f"the object's key was wrapped by a key of the kind {other!r}, and not "
+                f"by {name}: name the key that it was written with in "
+                "storage.encryption.key"
+            )
+    raise CorruptObject(f"what should be a key wrapped by {name} is none")

@@ -1,0 +1,390 @@
+"""Objects that leave this machine encrypted: a wrapper around any other store.
+
+Each object has a data key of its own, which a key service wraps and which is stored
+in the object's header ("envelope encryption"); see ``encrypted_format`` for the bytes
+and what they guarantee, and ``federation.protocols.KeyService`` for the keys.
+
+Against whom: who can read or write the store, but not use the key. They cannot read
+a content, change it, cut it off or pass it off as another object. They can
+delete an object or put an older content of it back, which is as well encrypted
+as the newest: what has to be the newest needs a digest or a number elsewhere.
+"""
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from cloud_adapters.storage.checksums import Checksums
+from cloud_adapters.storage.encrypted_format import (
+    HEADER_BYTES,
+    MAX_SEGMENT_BYTES,
+    SEGMENT_BYTES,
+    TRAILER_BYTES,
+    Cipher,
+    Header,
+    Trailer,
+    content_bytes,
+    digest_of_metadata,
+)
+from cloud_adapters.storage.keys import (
+    check_conditions,
+    check_key,
+    check_metadata,
+    check_range,
+)
+from federation.errors import CorruptObject, ObjectChanged
+from federation.protocols import Buffer, KeyService, ObjectInfo, ObjectStore
+
+# Opened objects whose data keys are kept, so that ranges of one object do not each
+# ask the key service.
+_NUM_OPENED = 32
+# How often an object may change under a read that did not ask for a version.
+_NUM_CHANGES = 8
+_COPY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """An object whose header has been read."""
+
+    cipher: Cipher
+    version: str
+    size: int
+
+    @property
+    def key(self) -> str:
+        """Its key in the store."""
+        return self.cipher.key
+
+
+class EncryptedStore:
+    """A ``federation.protocols.ObjectStore`` that encrypts what another one stores.
+
+    Keys, metadata and (to the byte) sizes are not hidden. Checksums that it tells are
+    those of the content; the store below has the encrypted bytes' own.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: KeyService,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        """Encrypt what goes into ``store``.
+
+        Args:
+            store: Closed with this one.
+            keys: Wraps the data keys; closed with this one.
+            segment_bytes: Content that is encrypted in one go, and read at least.
+
+        Raises:
+            ValueError: ``segment_bytes`` is not between 1 and 64 MiB.
+        """
+        if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
+            raise ValueError(f"segments cannot have {segment_bytes} bytes")
+        self._store = store
+        self._keys = keys
+        self._segment_bytes = segment_bytes
+        self._lock = threading.Lock()
+        self._opened: OrderedDict[tuple[str, str], _Opened] = OrderedDict()
+
+    @property
+    def url(self) -> str:
+        """Where the encrypted objects are."""
+        return self._store.url
+
+    def put(
+        self,
+        key: str,
+        data: Iterable[Buffer],
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        """Write an object whole or not at all; see ``ObjectStore.put``.
+
+        Raises:
+            KeyRefused: The key service does not give a key; nothing is written.
+        """
+        check_key(key)
+        check_conditions(if_absent=if_absent, if_version=if_version)
+        kept = check_metadata(metadata)
+        made = self._keys.generate(_context(key))
+        cipher = Cipher(
+            key=key,
+            segment_bytes=self._segment_bytes,
+            data_key=made.plaintext,
+            where=self._where(key),
+        )
+        header = Header(segment_bytes=self._segment_bytes, wrapped=made.wrapped)
+        checksums = Checksums()
+
+        # A generator: bytes can be asked for once. Were other content encrypted
+        # under the same nonces, both would lie open.
+        def stored() -> Iterator[bytes]:
+            yield header.encode()
+            yield from cipher.encrypt(data, checksums, kept)
+
+        info = self._store.put(
+            key,
+            stored(),
+            if_absent=if_absent,
+            if_version=if_version,
+            metadata=kept,
+        )
+        self._remember(
+            _Opened(cipher=cipher, version=info.version, size=checksums.size)
+        )
+        return replace(
+            info,
+            size=checksums.size,
+            crc32c=checksums.crc32c,
+            sha256=checksums.sha256,
+            metadata=kept,
+        )
+
+    def read(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        if_version: str | None = None,
+    ) -> bytes:
+        """Bytes of an object; see ``ObjectStore.read``.
+
+        Only the segments are read that hold them, and the end of the object if they
+        reach it. A whole object is one request.
+        """
+        check_range(start, length)
+        if start == 0 and length is None:
+            return self._read_whole(key, if_version)
+        for _ in range(_NUM_CHANGES):
+            try:
+                opened = self._open(key, if_version)
+                return self._read_range(opened, start, length)
+            except ObjectChanged as error:
+                if if_version is not None:
+                    raise
+                changed = error
+        raise changed
+
+    def stat(self, key: str) -> ObjectInfo:
+        """All that is known of an object; see ``ObjectStore.stat``.
+
+        Up to three requests: checksums are in the object.
+        """
+        for _ in range(_NUM_CHANGES):
+            info = self._store.stat(key)
+            try:
+                opened = self._open_version(info)
+                trailer = self._read_trailer(opened)
+            except ObjectChanged as error:
+                changed = error
+                continue
+            if trailer.metadata_digest != digest_of_metadata(info.metadata):
+                raise CorruptObject(
+                    f"{self._where(key)} has other metadata than were written with it"
+                )
+            return replace(
+                info, size=trailer.size, crc32c=trailer.crc32c, sha256=trailer.sha256
+            )
+        raise changed
+
+    def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """Objects under a prefix; see ``ObjectStore.list``.
+
+        Sizes are computed from the stored ones, without a look at the object: they
+        are right for what was written with this store's segment size.
+        """
+        for info in self._store.list(prefix, start_after=start_after):
+            size = content_bytes(info.size, self._segment_bytes)
+            yield replace(info, size=size, crc32c=None, sha256=None)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens if there is none."""
+        self._store.delete(key)
+
+    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
+        """Copy an object by way of this machine; see ``ObjectStore.copy``.
+
+        The content is encrypted anew, with a data key of its own: an object is bound
+        to its key in the store.
+        """
+        check_key(target)
+        info = self.stat(source)
+        pieces = (
+            self.read(source, start=start, length=_COPY_BYTES, if_version=info.version)
+            for start in range(0, info.size, _COPY_BYTES)
+        )
+        return self.put(target, pieces, if_absent=if_absent, metadata=info.metadata)
+
+    def rewrap(self, key: str, *, keys: KeyService | None = None) -> ObjectInfo:
+        """Wrap an object's data key anew, as after the change of a wrapping key.
+
+        The content stays encrypted as it is: it is not decrypted, but has to be read
+        and written once, since stores cannot change the beginning of an object. An
+        object that changes meanwhile stays as it then is.
+
+        Args:
+            key: The object.
+            keys: Wraps from now on; by default the service that the store has.
+
+        Raises:
+            ObjectChanged: Somebody wrote it meanwhile.
+            KeyRefused: The old or the new key is not to be had; nothing is written.
+        """
+        info = self._store.stat(key)
+        opened = self._open_version(info)
+        wrapped = (keys or self._keys).wrap(opened.cipher.data_key, _context(key))
+        header = Header(segment_bytes=opened.cipher.segment_bytes, wrapped=wrapped)
+
+        def stored() -> Iterator[bytes]:
+            yield header.encode()
+            for start in range(HEADER_BYTES, info.size, _COPY_BYTES):
+                yield self._store.read(
+                    key, start=start, length=_COPY_BYTES, if_version=info.version
+                )
+
+        written = self._store.put(
+            key, stored(), if_version=info.version, metadata=info.metadata
+        )
+        self._remember(replace(opened, version=written.version))
+        return self.stat(key)
+
+    def close(self) -> None:
+        """Close the store below and the key service, and forget all data keys."""
+        with self._lock:
+            self._opened.clear()
+        self._store.close()
+        self._keys.close()
+
+    def _where(self, key: str) -> str:
+        return f"{key!r} in {self._store.url}"
+
+    def _read_whole(self, key: str, if_version: str | None) -> bytes:
+        stored = memoryview(self._store.read(key, if_version=if_version))
+        header = Header.decode(bytes(stored[:HEADER_BYTES]), self._where(key))
+        cipher = self._cipher(key, header)
+        size = content_bytes(len(stored), header.segment_bytes)
+        _check_size(cipher, size, len(stored))
+        cipher.open_trailer(stored[-TRAILER_BYTES:], size)
+        content = io.BytesIO()
+        for piece in _decrypted(cipher, 0, stored[HEADER_BYTES:-TRAILER_BYTES]):
+            content.write(piece)
+        return content.getvalue()
+
+    def _read_range(self, opened: _Opened, start: int, length: int | None) -> bytes:
+        """Decrypt the touched segments; what is said of the end is authenticated."""
+        cipher, size = opened.cipher, opened.size
+        stop = size if length is None else min(size, start + length)
+        if start >= stop:
+            self._read_trailer(opened)
+            return b""
+        first = start // cipher.segment_bytes
+        offset = cipher.offset(first)
+        end = cipher.offset((stop - 1) // cipher.segment_bytes + 1)
+        trailer_at = cipher.trailer_offset(size)
+        tells_end = length is None or start + length > size
+        if tells_end:
+            end = trailer_at + TRAILER_BYTES
+        stored = memoryview(
+            self._store.read(
+                opened.key,
+                start=offset,
+                length=min(end, trailer_at + TRAILER_BYTES) - offset,
+                if_version=opened.version,
+            )
+        )
+        if tells_end:
+            cipher.open_trailer(stored[trailer_at - offset :], size)
+        content = io.BytesIO()  # Its getvalue() does not copy.
+        for piece in _decrypted(cipher, first, stored[: trailer_at - offset]):
+            content.write(piece)
+        skip = start - first * cipher.segment_bytes
+        if skip == 0 and content.tell() == stop - start:
+            return content.getvalue()
+        return bytes(content.getbuffer()[skip : skip + stop - start])
+
+    def _read_trailer(self, opened: _Opened) -> Trailer:
+        stored = self._store.read(
+            opened.key,
+            start=opened.cipher.trailer_offset(opened.size),
+            length=TRAILER_BYTES,
+            if_version=opened.version,
+        )
+        return opened.cipher.open_trailer(stored, opened.size)
+
+    def _open(self, key: str, if_version: str | None) -> _Opened:
+        """Read an object's header, or remember it if its version is named."""
+        check_key(key)
+        if if_version is not None:
+            with self._lock:
+                known = self._opened.get((key, if_version))
+            if known is not None:
+                return known
+        info = self._store.stat(key)
+        if if_version not in {None, info.version}:
+            raise ObjectChanged(f"{self._where(key)} has changed")
+        return self._open_version(info)
+
+    def _open_version(self, info: ObjectInfo) -> _Opened:
+        with self._lock:
+            known = self._opened.get((info.key, info.version))
+        if known is not None:
+            return known
+        content = self._store.read(
+            info.key, start=0, length=HEADER_BYTES, if_version=info.version
+        )
+        header = Header.decode(content, self._where(info.key))
+        opened = _Opened(
+            cipher=self._cipher(info.key, header),
+            version=info.version,
+            size=content_bytes(info.size, header.segment_bytes),
+        )
+        _check_size(opened.cipher, opened.size, info.size)
+        self._remember(opened)
+        return opened
+
+    def _cipher(self, key: str, header: Header) -> Cipher:
+        try:
+            data_key = self._keys.unwrap(header.wrapped, _context(key))
+        except CorruptObject as error:
+            raise CorruptObject(f"{self._where(key)} is damaged: {error}") from error
+        return Cipher(
+            key=key,
+            segment_bytes=header.segment_bytes,
+            data_key=data_key,
+            where=self._where(key),
+        )
+
+    def _remember(self, opened: _Opened) -> None:
+        with self._lock:
+            self._opened[opened.key, opened.version] = opened
+            while len(self._opened) > _NUM_OPENED:
+                self._opened.popitem(last=False)
+
+
+def _check_size(cipher: Cipher, size: int, stored_bytes: int) -> None:
+    """Check that header, segments and trailer of a content fill an object."""
+    if cipher.trailer_offset(size) + TRAILER_BYTES != stored_bytes:
+        raise CorruptObject(
+            f"{cipher.where} is damaged: no content is {stored_bytes} bytes when it is "
+            "encrypted; restore it from a copy"
+        )
+
+
+def _decrypted(cipher: Cipher, first: int, stored: memoryview) -> Iterator[bytes]:
+    """Decrypt consecutive segments, of which the last may be short."""
+    step = cipher.offset(1) - cipher.offset(0)
+    for at, begin in enumerate(range(0, len(stored), step)):
+        yield cipher.decrypt(first + at, stored[begin : begin + step])
+
+
+def _context(key: str) -> Mapping[str, str]:
+    """What a data key is bound to: an object's key, whatever store it lies in."""
+    return {"crossfed": "object", "key": key}
