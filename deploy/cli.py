@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy import audit_verb, tool_verbs
+from deploy import audit_verb, model_verbs, tool_verbs
 from federation.errors import (
     BudgetExceeded,
     CheckpointMismatch,
@@ -189,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     audit_verb.add_verb(verbs, [job, common], load=_load, guard=_unable_to_exit)
     tool_verbs.add_verbs(verbs, common)
+    model_verbs.add_verbs(verbs, common)
     return parser
 
 

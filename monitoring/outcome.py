@@ -10,12 +10,13 @@ def lines(view: RunView) -> Iterator[str]:
     """Say status, rounds, quality of the model, and what was spent of a budget."""
     yield f"status      {view.status}"
     yield f"rounds      {view.rounds_completed}"
-    yield from _quality(view)
+    yield from (f"{name:<11} {text}" for name, text in quality(view))
     if view.privacy is not None:
         yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
 
 
-def _quality(view: RunView) -> Iterator[str]:
+def quality(view: RunView) -> Iterator[tuple[str, str]]:
+    """What the newest evaluation says, by name; nothing without one."""
     last = view.last_evaluated
     sums = None if last is None else last.pooled
     loss, accuracy = loss_of(sums), accuracy_of(sums)
@@ -23,16 +24,16 @@ def _quality(view: RunView) -> Iterator[str]:
         return
     noisy = privacy_words.NOISY if privacy_words.has_noise(view.privacy) else ""
     noise = privacy_words.plus_minus(privacy_words.loss_noise(view.privacy, last))
-    yield f"loss        {noisy}{loss:.4f}{noise} nats, {_on_what(view)}"
+    yield "loss", f"{noisy}{loss:.4f}{noise} nats, {_on_what(view)}"
     if view.is_language:
-        yield f"perplexity  {noisy}{perplexity(loss):.2f}"
+        yield "perplexity", f"{noisy}{perplexity(loss):.2f}"
         return
     of_right = privacy_words.accuracy_noise(view.privacy, last)
     legend = ""
     if of_right is not None:
         points = privacy_words.format_points(of_right)
         legend = f" +-{points} (standard deviation of the noise)"
-    yield f"accuracy    {noisy}{accuracy:.2%}{legend}"
+    yield "accuracy", f"{noisy}{accuracy:.2%}{legend}"
 
 
 def _on_what(view: RunView) -> str:

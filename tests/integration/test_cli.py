@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import pty
@@ -57,6 +58,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "doctor": common | {"--key", "--roster"},
         "transcript": common | {"folder", "--message"},
         "ledger": common | {"run", "--root"},
+        "export": common | {"run", "--to", "--overwrite", "--root"},
     }
 
 
@@ -749,3 +751,29 @@ def test_transcript_shows_what_was_in_clear(server: ForkServer, place: Path) -> 
     assert not (place / "other").exists()
     none = server.run("transcript", "run", folder=place)
     check_refused(none, ["no transcript in run", "--transcript"], code=1)
+
+
+def test_export_gives_the_model_away(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """Model, card and job; the digests on standard output are those of the files."""
+    target = tmp_path / "given"
+    words = ["export", "small", "--to", f"file://{target}"]
+    done = server.run(*words, folder=finished)
+    assert done.code == 0, done.stderr
+    url, *lines = done.stdout.splitlines()
+    assert url == f"file://{target}"
+    files = [line.split("  ")[1] for line in lines]
+    assert files == ["model.safetensors", "job.toml", "README.md"]
+    for line in lines:
+        digest, name = line.split("  ")
+        assert hashlib.sha256((target / name).read_bytes()).hexdigest() == digest
+    again = json.loads(server.run(*words, "--json", folder=finished).stdout)
+    assert again["bytes_written"] == 0
+
+
+def test_export_refuses_what_is_no_store(server: ForkServer, finished: Path) -> None:
+    """The message names the argument."""
+    for url in ("given", "memory://"):
+        done = server.run("export", "small", "--to", url, folder=finished)
+        check_refused(done, ["--to: "], code=2)

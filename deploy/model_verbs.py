@@ -1,0 +1,88 @@
+"""Verbs of the command line that deal with models in object stores.
+
+Arguments in and text out; the work is in ``deploy.export``.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from federation.errors import JobError
+
+if TYPE_CHECKING:
+    from federation.protocols import ObjectStore
+
+DONE, FAILED = 0, 1
+
+# The `verbs.add_parser` of argparse's own type, which is not public.
+_Verbs = Any
+
+
+def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+    """Add the verbs to those of the command line."""
+    export = verbs.add_parser(
+        "export",
+        parents=[common],
+        allow_abbrev=False,
+        help="write a run's model, its card and its job into a store",
+    )
+    export.add_argument("run", metavar="RUN", help="folder, run id or job name")
+    export.add_argument(
+        "--to",
+        required=True,
+        metavar="URL",
+        help="where to: file://FOLDER, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX",
+    )
+    export.add_argument(
+        "--overwrite", action="store_true", help="replace another export there"
+    )
+    export.add_argument(
+        "--root", type=Path, default=Path("runs"), help="folder of all runs"
+    )
+    export.set_defaults(verb=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from deploy.export import export  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.run_folder import find_run  # noqa: PLC0415
+
+    run = find_run(options.run, options.root)
+    with _opened(options.to, argument="--to") as store:
+        done = export(run, store, overwrite=options.overwrite)
+    if options.json:
+        _say(json.dumps(asdict(done), indent=2))
+    else:
+        _say(done.url)
+        for key, digest in done.sha256.items():
+            _say(f"{digest}  {key}")
+    return DONE
+
+
+@contextmanager
+def _opened(url: str, *, argument: str) -> Iterator["ObjectStore"]:
+    """Open the store that an argument names.
+
+    Raises:
+        JobError: It names none, or one that ends with this command.
+    """
+    from cloud_adapters.urls import open_store  # noqa: PLC0415 -- keeps `--help` fast
+
+    if url == "memory://":
+        raise JobError("memory:// ends with this command", key=argument)
+    try:
+        store = open_store(url)
+    except JobError as error:
+        raise JobError(error.reason, key=argument) from error
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
