@@ -6,6 +6,7 @@ the whole against the CRC32C and the size of all that the source gave.
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -70,7 +71,32 @@ def part_bytes(number: int) -> int:
     return PART_BYTES << (number - 1) // PARTS_OF_ONE_SIZE
 
 
-def cut(data: Iterable[Buffer], checksums: Checksums) -> Iterator[bytearray]:
+class Buffers:
+    """Buffers of parts that have been sent, to be filled again.
+
+    Fresh memory costs more than the copy into it.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._free: deque[bytearray] = deque()
+
+    def take(self, size: int) -> bytearray:
+        """Give one of so many bytes; what is in it does not matter."""
+        with contextlib.suppress(IndexError):
+            while len(buffer := self._free.pop()) != size:
+                pass  # Left from smaller parts.
+            return buffer
+        return bytearray(size)
+
+    def give_back(self, buffer: bytearray) -> None:
+        """Take one back that nobody reads any more."""
+        self._free.append(buffer)
+
+
+def cut(
+    data: Iterable[Buffer], checksums: Checksums, buffers: Buffers
+) -> Iterator[bytearray]:
     """Cut content into parts of the sizes that S3 takes, each in a buffer of its own.
 
     The last one is shorter, and there is at least one, even if it is empty.
@@ -78,30 +104,40 @@ def cut(data: Iterable[Buffer], checksums: Checksums) -> Iterator[bytearray]:
     Args:
         data: Pieces of any size; each is copied before the next is asked for.
         checksums: Told of every piece.
+        buffers: Where full parts may be given back to.
     """
-    number, part = 1, bytearray()
+    # The first one grows: most objects are far smaller than a part.
+    number, part, filled = 1, bytearray(), 0
     for piece in checksums.watch(data):
         view = memoryview(piece)
         left = view.cast("B") if view.nbytes else memoryview(b"")
         while left:
-            if len(part) == part_bytes(number):
+            if filled == part_bytes(number):
                 yield part
-                number, part = number + 1, bytearray()
-            room = part_bytes(number) - len(part)
-            part += left[:room]
-            left = left[room:]
+                number, filled = number + 1, 0
+                part = buffers.take(part_bytes(number))
+            now = left[: part_bytes(number) - filled]
+            if filled == len(part):
+                part += now
+            else:
+                memoryview(part)[filled : filled + len(now)] = now
+            filled += len(now)
+            left = left[len(now) :]
+    del part[filled:]
     yield part
 
 
 def put(calls: S3Calls, write: Write, data: Iterable[Buffer]) -> ObjectInfo:
     """Write an object: see ``ObjectStore.put``."""
     checksums = Checksums()
-    parts = cut(data, checksums)
+    buffers = Buffers()
+    parts = cut(data, checksums, buffers)
     front = list(itertools.islice(parts, 2))
     if len(front) == 1:
         return _put_whole(calls, write, front[0], checksums)
     known = _seen_before(data)
-    return _Upload(calls, write, checksums, known).put(_chain(front, parts))
+    upload = _Upload(calls, write, checksums, known, buffers)
+    return upload.put(_chain(front, parts))
 
 
 def _seen_before(data: Iterable[Buffer]) -> Checksums | None:
@@ -167,11 +203,13 @@ class _Upload:
         write: Write,
         checksums: Checksums,
         known: Checksums | None,
+        buffers: Buffers,
     ) -> None:
         self._calls = calls
         self._write = write
         self._checksums = checksums
         self._known = known
+        self._buffers = buffers
         self._doing = f"write {calls.where(write.key)}"
         self._upload: Answer = {}
 
@@ -225,6 +263,7 @@ class _Upload:
             Body=part,
             ChecksumCRC32C=checksum,
         )
+        self._buffers.give_back(part)
         return {
             "PartNumber": number,
             "ETag": answer["ETag"],

@@ -173,10 +173,24 @@ def test_cut_follows_the_sizes_of_parts(monkeypatch: pytest.MonkeyPatch):
     checksums = Checksums()
     content = bytes(range(50))
     pieces = [content[:1], content[1:1], content[1:30], content[30:]]
-    parts = list(s3_upload.cut(pieces, checksums))
+    buffers = s3_upload.Buffers()
+    parts = [bytes(part) for part in s3_upload.cut(pieces, checksums, buffers)]
     assert [len(part) for part in parts] == [4, 4, 8, 8, 16, 10]
     assert b"".join(parts) == content
     assert checksums.crc32c == crc32c(content)
+
+
+def test_buffers_are_filled_again(monkeypatch: pytest.MonkeyPatch):
+    """Parts that were given back are used for later ones, and hold their content."""
+    monkeypatch.setattr(s3_upload, "PART_BYTES", 4)
+    monkeypatch.setattr(s3_upload, "PARTS_OF_ONE_SIZE", 3)
+    buffers, content, used = s3_upload.Buffers(), bytearray(), set()
+    for part in s3_upload.cut([bytes(range(50))], Checksums(), buffers):
+        content += part
+        used.add(id(part))
+        buffers.give_back(part)
+    assert content == bytes(range(50))
+    assert len(used) <= 3  # Of 4 bytes, of 8, and the last.
 
 
 def test_memory_of_an_upload_is_bounded(monkeypatch: pytest.MonkeyPatch):
