@@ -13,14 +13,15 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from cloud_adapters.storage.metered import UNKNOWN, Meter, MeteredStore, way_to
 from cloud_adapters.storage.transfer import download, upload
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
 from deploy.run_folder import RunFolder, newest_run
 from federation.errors import ObjectNotFound, RunNotFound
-from federation.events import Event, RoundFinished
-from federation.ids import RunId
+from federation.events import Event, RoundFinished, StoreUsed
+from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.protocols import ObjectStore
+from federation.protocols import Clock, ObjectStore
 
 
 def in_bucket(job: JobSpec) -> bool:
@@ -39,6 +40,45 @@ def open_bucket(job: JobSpec, run_id: str = "") -> ObjectStore:
     storage = job.storage
     options = StoreOptions(endpoint=storage.endpoint, region=storage.region)
     return open_store(storage.url, below=below, options=options)
+
+
+class MeteredBucket:
+    """A run's place in its bucket, with what it is used for by whom."""
+
+    def __init__(self, job: JobSpec, run_id: RunId, clock: Clock) -> None:
+        """Open the place.
+
+        Raises:
+            JobError: The URL names no store.
+            NotAuthenticated: There are no credentials for it.
+        """
+        self._job = job
+        self._bucket = open_bucket(job, run_id)
+        self._clock = clock
+        self._meters: dict[str, Meter] = {}
+        # Where the coordinator runs is not in the job.
+        self.store = self._metered(UNKNOWN)
+
+    def store_of(self, name: SiteId) -> ObjectStore:
+        """Return the same place, as one of the sites reaches it."""
+        site = next(site for site in self._job.sites if site.name == name)
+        scheme = parse_url(self._job.storage.url).scheme
+        cloud = "" if site.cloud == "local" else site.cloud
+        region = self._job.storage.region
+        return self._metered(
+            way_to(scheme, region, from_cloud=cloud, from_region=site.region)
+        )
+
+    def used(self) -> Iterator[StoreUsed]:
+        """Tell what it was used for since the last time."""
+        for way, meter in sorted(self._meters.items()):
+            if uses := tuple(meter.take()):
+                url = self._bucket.url
+                yield StoreUsed(at=self._clock.now(), url=url, way=way, uses=uses)
+
+    def _metered(self, way: str) -> ObjectStore:
+        meter = self._meters.setdefault(way, Meter())
+        return MeteredStore(self._bucket, meter, self._clock)
 
 
 class Copies:

@@ -26,7 +26,7 @@ from federation.clock import SystemClock
 from federation.coordinator import run_federation
 from federation.errors import CorruptObject, FederationError, RunConflict, RunNotFound
 from federation.event_log import EventWriter
-from federation.events import Emit, Event, RunFinished, RunStarted
+from federation.events import CheckpointSaved, Emit, Event, RunFinished, RunStarted
 from federation.gather import Gather
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import JobSpec
@@ -210,15 +210,6 @@ def _result(
     )
 
 
-def _open_store(job: JobSpec, run: RunFolder | None, run_id: RunId) -> ObjectStore:
-    """Open what holds a run's checkpoints, and in a simulation its sites' state."""
-    if run is None:
-        return MemoryStore()
-    if run_store.in_bucket(job):
-        return run_store.open_bucket(job, run_id)
-    return LocalStore(run.path)
-
-
 class _Simulation:
     """One call of ``simulate``, once its arguments are checked."""
 
@@ -255,11 +246,17 @@ class _Simulation:
         self._rehearsal: Rehearsal | None = None
         if self._job.privacy.secure_aggregation.enabled:
             self._rehearsal = rehearse(federation, self._run_id, self._private)
-        self._store = _open_store(self._job, run, self._run_id)
+        # Holds checkpoints, and in a simulation what sites keep.
+        self._store: ObjectStore = (
+            MemoryStore() if run is None else LocalStore(run.path)
+        )
+        self._bucket: run_store.MeteredBucket | None = None
         # What takes note of events first; those who only look on come after it.
         self._records: list[Emit] = [self._fold.add]
         self._copies: run_store.Copies | None = None
         if run is not None and run_store.in_bucket(self._job):
+            self._bucket = run_store.MeteredBucket(self._job, self._run_id, self._clock)
+            self._store = self._bucket.store
             self._copies = run_store.Copies(run, self._store)
             self._records.append(self._copies.listen)
         self._listeners: Sequence[Emit] = ()
@@ -298,6 +295,9 @@ class _Simulation:
             listener(event)
         if isinstance(event, RunStarted):
             self._begin(event)
+        if isinstance(event, CheckpointSaved) and self._bucket is not None:
+            for used in self._bucket.used():
+                self._emit(used)
 
     def _begin(self, event: RunStarted) -> None:
         """From here on the run is this coordinator's: leave what tells of it."""
@@ -344,14 +344,16 @@ class _Simulation:
             return self._coordinate(grid)
 
     def _site(self, name: SiteId) -> SiteHandler:
-        trainer = self._trainer(name)
+        trainer, store = self._trainer(name), self._store
+        if self._bucket is not None:
+            store = self._bucket.store_of(name)
         if self._rehearsal is None:
             return self._federation.site(
-                name, make_trainer=trainer, store=self._store, clock=self._clock
+                name, make_trainer=trainer, store=store, clock=self._clock
             )
         folder = None if self._run is None else self._run.path
         return self._rehearsal.site(
-            name, make_trainer=trainer, store=self._store, folder=folder
+            name, make_trainer=trainer, store=store, folder=folder
         )
 
     def _trainer(self, name: SiteId) -> Callable[[], Trainer]:

@@ -347,6 +347,61 @@ class CheckpointSkipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUse:
+    """Calls of one operation to an object store.
+
+    Attributes:
+        operation: ``put``, ``read``, ``stat``, ``list``, ``delete`` or ``copy``.
+        calls: How many; a call may be several requests.
+        failed: Those that ended in an error, a missing object included.
+        sent_bytes: Content written by those that did not.
+        received_bytes: Content read by those that did not.
+        seconds: How long all of them took, at the same time or one after another.
+    """
+
+    operation: str
+    calls: int
+    failed: int
+    sent_bytes: int
+    received_bytes: int
+    seconds: float
+
+    def plus(self, other: "StoreUse | None") -> "StoreUse":
+        """Add calls of the same operation."""
+        if other is None:
+            return self
+        return StoreUse(
+            operation=self.operation,
+            calls=self.calls + other.calls,
+            failed=self.failed + other.failed,
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            received_bytes=self.received_bytes + other.received_bytes,
+            seconds=self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUsed:
+    """A bucket was used since the last such event.
+
+    What a killed coordinator had not told, and the copies at the very end of a run,
+    are in no event.
+
+    Attributes:
+        at: When.
+        url: Where the bucket is; no secrets.
+        way: How it was reached, which decides on the price: ``same region``,
+            ``other region``, ``internet`` or ``unknown``.
+        uses: What for, by operation.
+    """
+
+    at: float
+    url: str
+    way: str
+    uses: tuple[StoreUse, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
     """Something that a person should know and that does not stop the run.
 
@@ -393,6 +448,7 @@ Event = (
     | RoundFinished
     | CheckpointSaved
     | CheckpointSkipped
+    | StoreUsed
     | Warned
     | RunFinished
 )

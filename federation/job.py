@@ -377,7 +377,9 @@ class StorageSpec:
         "URL of the service of a bucket, where that is not the cloud's own.", default=""
     )
     region: str = key(
-        "Region of an S3 bucket; that of the environment by default.", default=""
+        "Region of the bucket: tells what reading costs, and where an S3 bucket is if "
+        "the environment does not say it.",
+        default="",
     )
     keep_checkpoints: int = key(
         "Checkpoints that are kept, newest first.", default=3, low=1

@@ -30,6 +30,7 @@ from federation.events import (
     SitePrivacy,
     SiteShare,
     StepTaken,
+    StoreUsed,
     Warned,
 )
 from federation.messages import MetricSums, Phase, PrivacySpent
@@ -224,6 +225,8 @@ class RunView:
         warnings: What a person should know.
         checkpoints: Durable states, by round.
         skipped: Checkpoints that were torn or corrupt.
+        storage: What buckets were used for, by all coordinators, one entry for each
+            URL and way.
     """
 
     started: RunStarted
@@ -242,6 +245,7 @@ class RunView:
     warnings: tuple[Warned, ...]
     checkpoints: tuple[CheckpointSaved, ...]
     skipped: tuple[CheckpointSkipped, ...]
+    storage: tuple[StoreUsed, ...]
 
     @property
     def status(self) -> str:
@@ -496,6 +500,8 @@ class RunFold:
         self._saved: dict[int, CheckpointSaved] = {}
         self._warnings: list[Warned] = []
         self._skipped: list[CheckpointSkipped] = []
+        # Of all coordinators: a round that runs again is paid for again.
+        self._storage: dict[tuple[str, str], StoreUsed] = {}
 
     @property
     def has_started(self) -> bool:
@@ -558,6 +564,7 @@ class RunFold:
             warnings=tuple(self._warnings),
             checkpoints=tuple(self._saved[index] for index in sorted(self._saved)),
             skipped=tuple(self._skipped),
+            storage=tuple(self._storage.values()),
         )
 
     def _start(self, event: RunStarted) -> None:
@@ -604,11 +611,20 @@ class RunFold:
                 self._warnings.append(event)
             case CheckpointSkipped():
                 self._skipped.append(event)
+            case StoreUsed():
+                self._use(event)
             case RunFinished():
                 self._finished = event
 
     def _charge(self, site: str, spent: PrivacySpent) -> None:
         self._spent[site] = _larger(self._spent.get(site), spent)
+
+    def _use(self, event: StoreUsed) -> None:
+        before = self._storage.get((event.url, event.way))
+        uses = {} if before is None else {use.operation: use for use in before.uses}
+        uses |= {use.operation: use.plus(uses.get(use.operation)) for use in event.uses}
+        ordered = tuple(uses[operation] for operation in sorted(uses))
+        self._storage[event.url, event.way] = replace(event, uses=ordered)
 
     def _seconds_now(self) -> float:
         if self._finished is not None:
@@ -672,6 +688,10 @@ def result(view: RunView) -> dict[str, Any]:
             for row in view.rounds
         ],
         "sites": [_site_result(site) for site in view.sites],
+        "storage": [
+            {"url": used.url, "way": used.way, "uses": [asdict(u) for u in used.uses]}
+            for used in view.storage
+        ],
         "seconds": view.seconds,
     }
 

@@ -95,6 +95,21 @@ def test_checkpoints_are_in_the_bucket_and_files_in_both(bucket: Any, tmp_path: 
     store.close()
     local = simulate(small_job(**bucket | {"storage": {}}), folder=tmp_path / "local")
     check_same(done, local)
+    assert local.summary()["storage"] == []
+
+
+def test_what_the_bucket_was_used_for(bucket: Any, tmp_path: Path):
+    """Events and result tell calls and bytes; a checkpoint's are among them."""
+    job = small_job(**bucket)
+    done = simulate(job, folder=tmp_path / "run")
+    (storage,) = json.loads((tmp_path / "run" / "result.json").read_text())["storage"]
+    assert storage["url"] == f"{job.storage.url}/small/{done.run_id}"
+    assert storage["way"] == "unknown"
+    uses = {use["operation"]: use for use in storage["uses"]}
+    saved = sum(checkpoint.bytes_written for checkpoint in done.view.checkpoints)
+    assert uses["put"]["sent_bytes"] > saved > 0
+    assert uses["put"]["calls"] >= 4 * 3
+    assert all(use["failed"] == 0 for name, use in uses.items() if name == "put")
 
 
 def test_a_killed_run_goes_on_elsewhere(bucket: Any, tmp_path: Path):

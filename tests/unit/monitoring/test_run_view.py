@@ -17,6 +17,8 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
     StepTaken,
+    StoreUse,
+    StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums
 from monitoring.run_view import (
@@ -201,6 +203,21 @@ def test_every_prefix_has_a_view():
             json.dumps(result(run.view()), allow_nan=False)
 
 
+def test_what_buckets_were_used_for_adds_up():
+    """By way and operation, over coordinators too: what ran twice is paid twice."""
+    put = StoreUse(
+        operation="put", calls=2, failed=0, sent_bytes=9, received_bytes=0, seconds=0.5
+    )
+    stat = replace(put, operation="stat", calls=1, sent_bytes=0)
+    near = StoreUsed(at=1.0, url="s3://b", way="same region", uses=(stat, put))
+    far = replace(near, way="internet", uses=(put,))
+    events = event_samples.resumed()
+    view = fold([*events, near, far, *events, near])
+    assert [used.way for used in view.storage] == ["same region", "internet"]
+    assert view.storage[0].uses == (put.plus(put), stat.plus(stat))
+    assert view.storage[1].uses == (put,)
+
+
 def test_nothing_started_is_an_error():
     """There is no view of no run."""
     with pytest.raises(ValueError, match="no run has started"):
@@ -222,6 +239,7 @@ def test_result_is_json():
         "privacy",
         "rounds",
         "sites",
+        "storage",
         "seconds",
     ]
     assert {"round", "sites_evaluated", "loss", "accuracy"} == set(found["final"])

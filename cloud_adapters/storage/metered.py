@@ -1,0 +1,166 @@
+"""What a store is used for: calls, bytes and seconds, as a bill will have them.
+
+A call may be several requests (parts, pages, attempts), which only the service
+counts. Bytes are those of the content; what failed calls moved is not known.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from federation.events import StoreUse
+from federation.protocols import Buffer, Clock, ObjectInfo, ObjectStore
+
+SAME_REGION = "same region"
+OTHER_REGION = "other region"
+INTERNET = "internet"
+UNKNOWN = "unknown"
+
+_CLOUDS = {"s3": "aws", "gs": "gcp"}
+
+
+def way_to(scheme: str, region: str, *, from_cloud: str, from_region: str) -> str:
+    """Name the way between a place and a bucket: it decides on the price.
+
+    Args:
+        scheme: Of the bucket's URL, ``s3`` or ``gs``.
+        region: Of the bucket; empty if unknown.
+        from_cloud: Cloud of the place: ``aws``, ``gcp``, another, or empty if unknown.
+        from_region: Its region there; empty if unknown.
+
+    Returns:
+        One of the four constants of this module.
+    """
+    if not from_cloud:
+        return UNKNOWN
+    if from_cloud != _CLOUDS.get(scheme):
+        return INTERNET
+    if not region or not from_region:
+        return UNKNOWN
+    return SAME_REGION if region == from_region else OTHER_REGION
+
+
+class Meter:
+    """Adds up calls by operation; threads may share it."""
+
+    def __init__(self) -> None:
+        """Begin at nothing."""
+        self._lock = threading.Lock()
+        self._uses: dict[str, StoreUse] = {}
+
+    def add(self, use: StoreUse) -> None:
+        """Take note of a call, or of several."""
+        with self._lock:
+            self._uses[use.operation] = use.plus(self._uses.get(use.operation))
+
+    def take(self) -> Sequence[StoreUse]:
+        """Return what was noted since the last time, by name of the operation."""
+        with self._lock:
+            uses, self._uses = self._uses, {}
+        return [uses[operation] for operation in sorted(uses)]
+
+
+class MeteredStore:
+    """A ``federation.protocols.ObjectStore`` that notes each call to another one."""
+
+    def __init__(self, store: ObjectStore, meter: Meter, clock: Clock) -> None:
+        """Note calls to ``store`` in ``meter``, timed by ``clock``."""
+        self._store = store
+        self._meter = meter
+        self._clock = clock
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._store.url
+
+    def put(
+        self,
+        key: str,
+        data: Iterable[Buffer],
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        """Write an object whole or not at all; see ``ObjectStore.put``."""
+        with self._call("put") as note:
+            info = self._store.put(
+                key,
+                data,
+                if_absent=if_absent,
+                if_version=if_version,
+                metadata=metadata,
+            )
+            note.sent_bytes = info.size
+        return info
+
+    def read(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        if_version: str | None = None,
+    ) -> bytes:
+        """Bytes of an object; see ``ObjectStore.read``."""
+        with self._call("read") as note:
+            content = self._store.read(
+                key, start=start, length=length, if_version=if_version
+            )
+            note.received_bytes = len(content)
+        return content
+
+    def stat(self, key: str) -> ObjectInfo:
+        """All that is known of an object; see ``ObjectStore.stat``."""
+        with self._call("stat"):
+            return self._store.stat(key)
+
+    def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """Objects under a prefix, in the order of their keys."""
+        # The seconds are the consumer's too: the pages come while it works.
+        with self._call("list"):
+            yield from self._store.list(prefix, start_after=start_after)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens if there is none."""
+        with self._call("delete"):
+            self._store.delete(key)
+
+    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
+        """Copy an object inside the store; see ``ObjectStore.copy``."""
+        with self._call("copy"):
+            return self._store.copy(source, target, if_absent=if_absent)
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._store.close()
+
+    @contextmanager
+    def _call(self, operation: str) -> Iterator["_Note"]:
+        note, failed = _Note(), 1
+        begin = self._clock.monotonic()
+        try:
+            yield note
+            failed = 0
+        except GeneratorExit:  # Whoever lists has seen enough.
+            failed = 0
+            raise
+        finally:
+            self._meter.add(
+                StoreUse(
+                    operation=operation,
+                    calls=1,
+                    failed=failed,
+                    sent_bytes=note.sent_bytes,
+                    received_bytes=note.received_bytes,
+                    seconds=self._clock.monotonic() - begin,
+                )
+            )
+
+
+class _Note:
+    """What is known of a call when it has gone well."""
+
+    sent_bytes = 0
+    received_bytes = 0

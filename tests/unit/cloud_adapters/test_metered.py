@@ -1,0 +1,138 @@
+"""What is noted of the calls to a store."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.faulty_store import FaultyStore, outage
+
+from cloud_adapters.storage.memory import MemoryStore
+from cloud_adapters.storage.metered import Meter, MeteredStore, way_to
+from federation.clock import VirtualClock
+from federation.errors import ObjectNotFound, StoreUnavailable
+from federation.events import StoreUse
+from federation.protocols import ObjectStore
+
+
+def metered(store: ObjectStore | None = None) -> tuple[MeteredStore, Meter]:
+    meter = Meter()
+    return MeteredStore(store or MemoryStore(), meter, VirtualClock()), meter
+
+
+def test_calls_and_bytes():
+    """Bytes are those of the content, of whole objects and of ranges."""
+    store, meter = metered()
+    store.put("a", [b"12345", b"67890"])
+    store.put("b", [b"1"])
+    store.read("a", start=2, length=3)
+    store.copy("a", "c")
+    assert len(list(store.list())) == 3
+    store.stat("a")
+    store.delete("a")
+    found = [
+        (use.operation, use.calls, use.failed, use.sent_bytes, use.received_bytes)
+        for use in meter.take()
+    ]
+    assert found == [
+        ("copy", 1, 0, 0, 0),
+        ("delete", 1, 0, 0, 0),
+        ("list", 1, 0, 0, 0),
+        ("put", 2, 0, 11, 0),
+        ("read", 1, 0, 0, 3),
+        ("stat", 1, 0, 0, 0),
+    ]
+    assert list(meter.take()) == []
+
+
+def test_failures():
+    """They are calls, and pass on as they are."""
+    store, meter = metered(FaultyStore(MemoryStore(), outage(1)))
+    with pytest.raises(ObjectNotFound):
+        store.stat("missing")
+    store.put("key", [b"x"])
+    with pytest.raises(StoreUnavailable):
+        store.read("key")
+    assert store.read("key") == b"x"
+    uses = {use.operation: use for use in meter.take()}
+    assert (uses["stat"].calls, uses["stat"].failed) == (1, 1)
+    read = uses["read"]
+    assert (read.calls, read.failed, read.received_bytes) == (2, 1, 1)
+
+
+def test_a_list_that_is_left_is_no_failure():
+    """Whoever wants the first key alone stops there."""
+    store, meter = metered()
+    store.put("a", [b""])
+    store.put("b", [b""])
+    listing = store.list()
+    next(listing)
+    listing.close()
+    (use,) = (use for use in meter.take() if use.operation == "list")
+    assert (use.calls, use.failed) == (1, 0)
+
+
+def test_seconds():
+    """By the clock that it is given."""
+    clock, meter = VirtualClock(), Meter()
+
+    def slow(_: int, content: bytes) -> bytes:
+        clock.sleep(2.5)
+        return content
+
+    store = MeteredStore(FaultyStore(MemoryStore(), slow), meter, clock)
+    store.put("key", [b"x"])
+    store.read("key")
+    store.read("key")
+    assert {use.operation: use.seconds for use in meter.take()} == {
+        "put": 0.0,
+        "read": 5.0,
+    }
+
+
+def test_threads_share_a_meter():
+    """No call is lost."""
+    store, meter = metered()
+    store.put("key", [b"x" * 10])
+    meter.take()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: store.read("key"), range(400)))
+    (use,) = meter.take()
+    assert (use.calls, use.received_bytes) == (400, 4000)
+
+
+def test_conditions_and_metadata_pass():
+    """A metered store is the store that it meters."""
+    store, _ = metered()
+    first = store.put("key", [b"x"], if_absent=True, metadata={"a": "b"})
+    assert store.stat("key") == first
+    assert store.read("key", if_version=first.version) == b"x"
+    assert store.url == "memory://"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "region", "cloud", "where", "expected"),
+    [
+        ("s3", "us-east-1", "aws", "us-east-1", "same region"),
+        ("s3", "us-east-1", "aws", "eu-west-1", "other region"),
+        ("s3", "us-east-1", "gcp", "us-east1", "internet"),
+        ("gs", "us-east1", "gcp", "us-east1", "same region"),
+        ("gs", "us-east1", "aws", "us-east1", "internet"),
+        ("s3", "", "aws", "us-east-1", "unknown"),
+        ("s3", "us-east-1", "aws", "", "unknown"),
+        ("s3", "us-east-1", "", "us-east-1", "unknown"),
+    ],
+)
+def test_ways(scheme: str, region: str, cloud: str, where: str, expected: str):
+    """The price depends on whether a cloud or a region is left."""
+    way = way_to(scheme, region, from_cloud=cloud, from_region=where)
+    assert way == expected
+
+
+def test_uses_add_up():
+    """Of the same operation."""
+    use = StoreUse(
+        operation="put", calls=1, failed=1, sent_bytes=2, received_bytes=3, seconds=0.5
+    )
+    assert use.plus(None) == use
+    assert use.plus(use) == StoreUse(
+        operation="put", calls=2, failed=2, sent_bytes=4, received_bytes=6, seconds=1.0
+    )
