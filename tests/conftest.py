@@ -47,3 +47,12 @@ def gcs_store(gcs_server: Any) -> Any:
     from support import gcs_stores  # noqa: PLC0415 (slow to import)
 
     return gcs_stores.store(gcs_server)
+
+
+@pytest.fixture(scope="session")
+def kms_server() -> Iterator[Any]:
+    """One for all tests of a worker; each makes keys of its own."""
+    from support import fake_kms  # noqa: PLC0415 (slow to import)
+
+    with fake_kms.FakeKms() as server:
+        yield server
