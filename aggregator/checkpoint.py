@@ -2,24 +2,26 @@
 
     <prefix>round-000042.json           what the state is made of, with digests
     <prefix>blobs/sha256-<hex>.safetensors   weights; state of the server optimiser
+    <prefix>chunks/sha256-<hex>              parts of such a blob, where it is large
     <prefix>quarantine/                 what was found damaged, moved aside
 
 A checkpoint exists once its manifest does, and of several coordinators one writes
 it. The weights blob is a safetensors file with the model's own tensor names, so a
 checkpoint is also a model; its float tensors lie one after another in the order of
-the layout, which lets a load fill the flat vector range by range.
+the layout, which lets a load fill the flat vector range by range. Chunks of a large
+blob, one after another, are that file; of a chunk that has not changed since an
+earlier round nothing is sent.
 
-Not here: when to save (``federation.coordinator``), and tensors in the model's own
-types (the exported model): a checkpoint keeps the float32 master weights.
+Not here: objects and their digests (``aggregator.checkpoint_objects``), when to save
+(``federation.coordinator``), and tensors in the model's own types (the exported
+model): a checkpoint keeps the float32 master weights.
 
 Shape suffixes: d float values of the model, m integer values of the model.
 """
 
 import contextlib
-import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +29,12 @@ from numpy.typing import NDArray
 
 from aggregator import manifest as manifests
 from aggregator import tensor_file
+from aggregator.checkpoint_objects import CheckpointObjects, Damaged
 from aggregator.manifest import Blob, Manifest
 from federation.errors import (
     CheckpointMismatch,
     CorruptObject,
     ObjectExists,
-    ObjectNotFound,
     RunConflict,
 )
 from federation.events import CheckpointSkipped, Emit
@@ -40,9 +42,8 @@ from federation.job_file import differences
 from federation.protocols import Buffer, Clock, ObjectStore, RunState
 from federation.vectors import Layout, Vector
 
-READ_BYTES = 8 << 20  # Of a blob at a time.
+CHUNK_BYTES = 8 << 20
 
-_MANIFEST_NAME = re.compile(r"round-(\d{6,12})\.json")
 # Readers that know models by framework (Hugging Face's) ask for this entry.
 _METADATA = {"format": "pt"}
 
@@ -67,6 +68,7 @@ class RunCheckpoints:
         keep: int,
         emit: Emit,
         clock: Clock,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """Describe the run; nothing is read or written yet.
 
@@ -79,16 +81,21 @@ class RunCheckpoints:
             keep: How many checkpoints to keep, at least 1.
             emit: Takes a ``CheckpointSkipped`` for each damaged checkpoint.
             clock: Dates the events.
+            chunk_bytes: A larger blob is stored in chunks of this size.
 
         Raises:
-            ValueError: ``keep`` or ``prefix`` is out of range.
+            ValueError: ``keep``, ``prefix`` or ``chunk_bytes`` is out of range.
         """
+        if chunk_bytes < 1:
+            raise ValueError(f"a chunk cannot have {chunk_bytes} bytes")
         if keep < 1:
             raise ValueError(f"cannot keep {keep} checkpoints: keep at least 1")
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"the prefix {prefix!r} must end in a slash")
         self._store = store
         self._prefix = prefix
+        self._objects = CheckpointObjects(store, prefix)
+        self._chunk_bytes = chunk_bytes
         self._run_id = run_id
         # As it will come back: JSON has lists where Python may have tuples.
         self._job: Mapping[str, Any] = json.loads(json.dumps(job, allow_nan=False))
@@ -96,9 +103,6 @@ class RunCheckpoints:
         self._keep = keep
         self._emit = emit
         self._clock = clock
-        # Blobs that this object has written or verified, so that one of which
-        # nothing is known is written anew instead of trusted for its name.
-        self._known_whole: set[str] = set()
         self._unnamed: set[str] = set()
 
     def save(self, state: RunState) -> int:
@@ -157,13 +161,13 @@ class RunCheckpoints:
             CorruptObject: Checkpoints exist and not one of them is whole.
             StoreUnavailable: The store is out of reach.
         """
-        damages: list[tuple[str, _Damaged]] = []
-        for key in reversed(self._manifest_keys()):
+        damages: list[tuple[str, Damaged]] = []
+        for key in reversed(self._objects.manifest_keys()):
             try:  # 1.
-                manifest = self._read_manifest(key)
+                manifest = self._objects.read_manifest(key)
                 self._check_ours(manifest)
                 state = self._read_state(manifest)
-            except _Damaged as damage:
+            except Damaged as damage:
                 damages.append((key, damage))
                 continue
             for damaged in damages:  # 2.
@@ -194,51 +198,15 @@ class RunCheckpoints:
             )
 
     def _write_blob(self, pieces: Sequence[Buffer]) -> tuple[Blob, int]:
-        """Write a blob unless it is known to be there; also return bytes written."""
-        blob = Blob.of(pieces)
-        key = self._prefix + blob.key
-        if key in self._known_whole and self._size(key) == blob.size:
-            return blob, 0
-        self._store.put(key, pieces)
-        self._known_whole.add(key)
-        return blob, blob.size
-
-    def _size(self, key: str) -> int | None:
-        try:
-            return self._store.stat(key).size
-        except ObjectNotFound:
-            return None
+        """Write what is not known to be there; also return bytes written."""
+        blob = Blob.of(pieces, self._chunk_bytes)
+        return blob, self._objects.write(blob, pieces)
 
     def _conflict(self, key: str) -> RunConflict:
         return RunConflict(
             f"{key} was written by another coordinator that works on this run, "
             f"{self._run_id}; leave the run to that one, or stop it and resume"
         )
-
-    def _manifest_keys(self) -> Sequence[str]:
-        """Keys of all manifests, oldest round first."""
-        rounds = {}
-        for info in self._store.list(f"{self._prefix}round-"):
-            match = _MANIFEST_NAME.fullmatch(info.key.removeprefix(self._prefix))
-            if match:
-                rounds[info.key] = int(match[1])
-        return sorted(rounds, key=lambda key: rounds[key])
-
-    def _read_manifest(self, key: str) -> Manifest:
-        """Read a manifest and verify its digest.
-
-        Raises:
-            _Damaged: It is torn, altered or gone.
-            CheckpointMismatch: It was written by another version of crossfed.
-        """
-        try:
-            content = self._store.read(key, length=manifests.MAX_MANIFEST_BYTES + 1)
-        except ObjectNotFound as error:
-            raise _Damaged(f"{key} is gone") from error
-        try:
-            return manifests.decode(key, content)
-        except CorruptObject as error:
-            raise _Damaged(str(error), key) from error
 
     def _check_ours(self, manifest: Manifest) -> None:
         """Check that a whole manifest belongs to this run, job and model."""
@@ -260,12 +228,12 @@ class RunCheckpoints:
         """Fill new arrays from the blobs of a manifest and verify every byte."""
         weights_d = np.empty(self._layout.size, dtype=np.float32)
         integers_m = np.empty(self._layout.num_integers, dtype=np.int64)
-        self._read_blob(manifest.weights, [integers_m, weights_d])
+        self._objects.read(manifest.weights, [integers_m, weights_d])
         optimizer: dict[str, Vector] = {
             name: np.empty_like(weights_d) for name in manifest.optimizer_names
         }
         if manifest.optimizer is not None:
-            self._read_blob(manifest.optimizer, list(optimizer.values()))
+            self._objects.read(manifest.optimizer, list(optimizer.values()))
         return RunState(
             round_index=manifest.round_index,
             weights_d=weights_d,
@@ -276,61 +244,15 @@ class RunCheckpoints:
             update_clip=manifest.update_clip,
         )
 
-    def _read_blob(self, blob: Blob, arrays: Sequence[NDArray[Any]]) -> None:
-        """Fill arrays from the end of a blob, range by range, and verify it.
-
-        Raises:
-            _Damaged: The blob is missing, or not the one that was written.
-        """
-        key = self._prefix + blob.key
-        size = self._size(key)
-        if size is None:
-            raise _Damaged(f"{key} is missing")
-        if size != blob.size:
-            raise _Damaged(f"{key} has {size} bytes instead of {blob.size}", key)
-        header_bytes = blob.size - sum(array.nbytes for array in arrays)
-        digest = hashlib.sha256()
-        offset = 0
-        header = bytearray(max(0, header_bytes))
-        views = [array.view(np.uint8).data for array in arrays]
-        for target in (memoryview(header), *views):
-            for start in range(0, len(target), READ_BYTES):
-                length = min(READ_BYTES, len(target) - start)
-                part = self._store.read(key, start=offset, length=length)
-                if len(part) != length:
-                    raise _Damaged(f"{key} ends at byte {offset + len(part)}", key)
-                digest.update(part)
-                target[start : start + length] = part
-                offset += length
-        if digest.hexdigest() != blob.sha256:
-            raise _Damaged(f"{key} does not have the SHA-256 of its name", key)
-        if int.from_bytes(header[:8], "little") != header_bytes - 8:
-            raise _Damaged(f"{key} does not hold what its manifest says", key)
-        self._known_whole.add(key)
-
-    def _skip(self, manifest_key: str, damage: "_Damaged") -> None:
+    def _skip(self, manifest_key: str, damage: Damaged) -> None:
         self._emit(
             CheckpointSkipped(
                 at=self._clock.now(), key=manifest_key, reason=str(damage)
             )
         )
         if damage.key is not None and damage.key != manifest_key:
-            self._move_aside(damage.key)
-        self._move_aside(manifest_key)
-
-    def _move_aside(self, key: str) -> None:
-        size = self._size(key)
-        if size is None:  # Gone, or moved for another round that shared it.
-            return
-        target = f"{self._prefix}quarantine/{key.rpartition('/')[2]}."
-        number = 1 + sum(1 for _ in self._store.list(target))
-        self._store.put(f"{target}{number}", self._parts(key, size))
-        self._store.delete(key)
-        self._known_whole.discard(key)
-
-    def _parts(self, key: str, size: int) -> Iterator[bytes]:
-        for start in range(0, size, READ_BYTES):
-            yield self._store.read(key, start=start, length=READ_BYTES)
+            self._objects.move_aside(damage.key)
+        self._objects.move_aside(manifest_key)
 
     def _retire(self, newest: str) -> None:
         """Remove old manifests, then the blobs that no manifest names any more.
@@ -341,46 +263,33 @@ class RunCheckpoints:
         Raises:
             RunConflict: There are later rounds than the one that we have saved.
         """
-        keys = self._manifest_keys()
+        keys = self._objects.manifest_keys()
         if not keys or keys[-1] != newest:
             # Their first rounds may be retired, so that ours met no manifest.
             raise self._conflict(keys[-1] if keys else newest)
         old, kept = keys[: -self._keep], keys[-self._keep :]
         try:
-            needed = {name for key in kept for name in self._blobs_named_by(key)}
-        except (_Damaged, CheckpointMismatch):
+            needed = {name for key in kept for name in self._objects_named_by(key)}
+        except (Damaged, CheckpointMismatch):
             return  # What it needs is unknown: nothing is removed this time.
         retired: set[str] = set()
         for key in old:
             # If it cannot be read, its blobs are found as unnamed ones.
-            with contextlib.suppress(_Damaged, CheckpointMismatch):
-                retired |= self._blobs_named_by(key)
+            with contextlib.suppress(Damaged, CheckpointMismatch):
+                retired |= self._objects_named_by(key)
             self._store.delete(key)
-        blobs = {info.key for info in self._store.list(f"{self._prefix}blobs/")}
-        unnamed = blobs - needed
-        # A blob that was never named may be one that another coordinator is about
-        # to name: it goes only when it is still unnamed one save later.
-        doomed = unnamed & (retired | self._unnamed)
-        for key in sorted(doomed):
-            self._store.delete(key)
-        self._unnamed = unnamed - doomed
-        self._known_whole -= doomed
-
-    def _blobs_named_by(self, manifest_key: str) -> set[str]:
-        manifest = self._read_manifest(manifest_key)
-        return {
-            self._prefix + blob.key
-            for blob in (manifest.weights, manifest.optimizer)
-            if blob is not None
+        unnamed = {
+            info.key: info for info in self._objects.stored() if info.key not in needed
         }
+        # One that was never named may be one that another coordinator is about to
+        # name: it goes only when it is still unnamed one save later.
+        doomed = unnamed.keys() & (retired | self._unnamed)
+        self._objects.remove([unnamed[key] for key in sorted(doomed)])
+        self._unnamed = unnamed.keys() - doomed
 
-
-class _Damaged(CorruptObject):
-    """A checkpoint that must not be used, and the object that is to blame."""
-
-    def __init__(self, message: str, key: str | None = None) -> None:
-        super().__init__(message)
-        self.key = key
+    def _objects_named_by(self, manifest_key: str) -> set[str]:
+        manifest = self._objects.read_manifest(manifest_key)
+        return {self._prefix + found.key for found in manifest.objects}
 
 
 def _weights_pieces(layout: Layout, state: RunState) -> list[Buffer]:

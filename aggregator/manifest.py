@@ -3,11 +3,10 @@
 Not here: reading and writing of objects (``aggregator.checkpoint``).
 """
 
-import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,31 +23,97 @@ _MALFORMED = (ValueError, KeyError, TypeError, RecursionError, LayoutMismatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blob:
+class Chunk:
     """An object that is named after its content.
 
     Attributes:
+        key: Below the prefix of the checkpoints.
         sha256: Of its content, as 64 hexadecimal digits.
+        start: Where it begins in its blob.
         size: Bytes.
+    """
+
+    key: str
+    sha256: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """A safetensors file: one object, or chunks of it one after another.
+
+    Attributes:
+        sha256: Of the whole file, as 64 hexadecimal digits.
+        size: Bytes.
+        chunk_bytes: Size of each chunk but the last; 0 if it is one object.
+        chunks: Digests of the chunks; empty if it is one object.
     """
 
     sha256: str
     size: int
+    chunk_bytes: int = 0
+    chunks: tuple[str, ...] = ()
 
     @property
-    def key(self) -> str:
-        """Its key, below the prefix of the checkpoints."""
-        return f"blobs/sha256-{self.sha256}.safetensors"
+    def objects(self) -> tuple[Chunk, ...]:
+        """What it is stored as."""
+        if not self.chunks:
+            key = f"blobs/sha256-{self.sha256}.safetensors"
+            return (Chunk(key=key, sha256=self.sha256, start=0, size=self.size),)
+        starts = range(0, self.size, self.chunk_bytes)
+        return tuple(
+            Chunk(
+                key=f"chunks/sha256-{digest}",
+                sha256=digest,
+                start=start,
+                size=min(self.chunk_bytes, self.size - start),
+            )
+            for start, digest in zip(starts, self.chunks, strict=True)
+        )
 
     @staticmethod
-    def of(pieces: Sequence[Buffer]) -> "Blob":
-        """Name a content that is given in pieces."""
-        digest = hashlib.sha256()
-        size = 0
-        for piece in pieces:
-            digest.update(piece)
-            size += len(piece)
-        return Blob(sha256=digest.hexdigest(), size=size)
+    def of(pieces: Sequence[Buffer], chunk_bytes: int) -> "Blob":
+        """Name a content that is given in pieces.
+
+        Args:
+            pieces: The content.
+            chunk_bytes: A larger content is cut into chunks of this size.
+        """
+        size = sum(len(piece) for piece in pieces)
+        whole = hashlib.sha256()
+        chunks = []
+        for start in range(0, size, chunk_bytes):
+            part = hashlib.sha256()
+            for view in cut(pieces, start, chunk_bytes):
+                whole.update(view)
+                if size > chunk_bytes:
+                    part.update(view)
+            chunks.append(part.hexdigest())
+        if size <= chunk_bytes:
+            return Blob(sha256=whole.hexdigest(), size=size)
+        return Blob(
+            sha256=whole.hexdigest(),
+            size=size,
+            chunk_bytes=chunk_bytes,
+            chunks=tuple(chunks),
+        )
+
+
+def cut(pieces: Sequence[Buffer], start: int, length: int) -> Iterator[memoryview]:
+    """Views of the bytes ``[start, start + length)`` of pieces that follow another.
+
+    Less comes back where the pieces end before. Views of writable pieces are writable.
+    """
+    end = start + length
+    offset = 0
+    for piece in pieces:
+        first, last = max(start, offset), min(end, offset + len(piece))
+        if first < last:
+            yield memoryview(piece)[first - offset : last - offset]
+        offset += len(piece)
+        if offset >= end:
+            return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +145,12 @@ class Manifest:
     weights: Blob
     optimizer: Blob | None
     optimizer_names: tuple[str, ...]
+
+    @property
+    def objects(self) -> tuple[Chunk, ...]:
+        """What its blobs are stored as; one object may come several times."""
+        blobs = (self.weights, self.optimizer)
+        return tuple(found for blob in blobs if blob for found in blob.objects)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -179,11 +250,26 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
 
 
 def _encode_blob(blob: Blob) -> dict[str, Any]:
-    return {"key": blob.key, **dataclasses.asdict(blob)}
+    entry: dict[str, Any] = {"sha256": blob.sha256, "size": blob.size}
+    if blob.chunks:
+        return {**entry, "chunk_bytes": blob.chunk_bytes, "chunks": blob.chunks}
+    return {**entry, "key": blob.objects[0].key}
 
 
 def _parse_blob(entry: Mapping[str, Any]) -> Blob:
-    blob = Blob(sha256=entry["sha256"], size=entry["size"])
-    if not _DIGEST.fullmatch(blob.sha256) or entry["key"] != blob.key:
+    blob = Blob(
+        sha256=entry["sha256"],
+        size=entry["size"],
+        chunk_bytes=entry.get("chunk_bytes", 0),
+        chunks=tuple(entry.get("chunks", ())),
+    )
+    if not all(_DIGEST.fullmatch(digest) for digest in (blob.sha256, *blob.chunks)):
+        raise ValueError("a blob is not named after its digest")
+    if blob.chunks:
+        if blob.chunk_bytes < 1 or len(blob.chunks) != -(
+            -blob.size // blob.chunk_bytes
+        ):
+            raise ValueError("a blob has not the chunks that its size asks for")
+    elif entry["key"] != blob.objects[0].key:
         raise ValueError("a blob is not named after its digest")
     return blob

@@ -18,7 +18,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator import checkpoint
+from aggregator import checkpoint_objects
 from aggregator.checkpoint import RunCheckpoints
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
@@ -151,7 +151,7 @@ def test_special_values_survive():
 
 def test_blob_is_read_in_ranges(monkeypatch: pytest.MonkeyPatch):
     """Ranges that end inside a value or a header change nothing."""
-    monkeypatch.setattr(checkpoint, "READ_BYTES", 7)
+    monkeypatch.setattr(checkpoint_objects, "READ_BYTES", 7)
     assert same(saved(1).open().load_latest(), state_of(1))
 
 

@@ -1,0 +1,205 @@
+"""Objects that checkpoints are made of: written once, in parallel, and verified.
+
+Not here: which checkpoint is to be used, and which may go (``aggregator.checkpoint``).
+"""
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator import manifest as manifests
+from aggregator.manifest import Blob, Chunk, Manifest, cut
+from federation.errors import CorruptObject, ObjectNotFound
+from federation.protocols import Buffer, ObjectInfo, ObjectStore
+
+READ_BYTES = 8 << 20  # Of an object at a time.
+WORKERS = 4  # Each holds a chunk, or what a store keeps of one that it sends.
+
+_MANIFEST_NAME = re.compile(r"round-(\d{6,12})\.json")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Damaged(CorruptObject):
+    """A checkpoint that must not be used, and the object that is to blame."""
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        """Name the object by its whole key, if it is there to be moved aside."""
+        super().__init__(message)
+        self.key = key
+
+
+class CheckpointObjects:
+    """The objects of all checkpoints under one prefix."""
+
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        """Look at a store; nothing is read or written yet."""
+        self._store = store
+        self._prefix = prefix
+        # What this object has written or verified, so that one of which nothing is
+        # known is written anew instead of trusted for its name.
+        self._known_whole: set[str] = set()
+        self._lock = threading.Lock()
+
+    def manifest_keys(self) -> Sequence[str]:
+        """Keys of all manifests, oldest round first."""
+        rounds = {}
+        for info in self._store.list(f"{self._prefix}round-"):
+            match = _MANIFEST_NAME.fullmatch(info.key.removeprefix(self._prefix))
+            if match:
+                rounds[info.key] = int(match[1])
+        return sorted(rounds, key=lambda key: rounds[key])
+
+    def read_manifest(self, key: str) -> Manifest:
+        """Read a manifest and verify its digest.
+
+        Raises:
+            Damaged: It is torn, altered or gone.
+            CheckpointMismatch: It was written by another version of crossfed.
+        """
+        try:
+            content = self._store.read(key, length=manifests.MAX_MANIFEST_BYTES + 1)
+        except ObjectNotFound as error:
+            raise Damaged(f"{key} is gone") from error
+        try:
+            return manifests.decode(key, content)
+        except CorruptObject as error:
+            raise Damaged(str(error), key) from error
+
+    def stored(self) -> Iterator[ObjectInfo]:
+        """Every blob and chunk that is there."""
+        for folder in ("blobs/", "chunks/"):
+            yield from self._store.list(self._prefix + folder)
+
+    def write(self, blob: Blob, pieces: Sequence[Buffer]) -> int:
+        """Write what is not known to be there, and return the bytes written.
+
+        Chunks are views of the pieces: nothing is copied here.
+        """
+        sizes: dict[str, int | None] = {}
+        if blob.chunks:
+            listed = self._store.list(f"{self._prefix}chunks/")
+            sizes = {info.key: info.size for info in listed}
+        missing: dict[str, Chunk] = {}
+        for chunk in blob.objects:
+            key = self._prefix + chunk.key
+            if key in self._known_whole:
+                size = sizes.get(key) if blob.chunks else self._size(key)
+                if size == chunk.size:
+                    continue
+            missing[key] = chunk
+
+        def put(key: str) -> int:
+            chunk = missing[key]
+            self._store.put(key, list(cut(pieces, chunk.start, chunk.size)))
+            with self._lock:
+                self._known_whole.add(key)
+            return chunk.size
+
+        return sum(_each(missing, put))
+
+    def read(self, blob: Blob, arrays: Sequence[NDArray[Any]]) -> None:
+        """Fill arrays from the end of a blob, range by range, and verify it.
+
+        Args:
+            blob: What is stored.
+            arrays: C-contiguous and writable, one after another.
+
+        Raises:
+            Damaged: Part of it is missing, or not what was written.
+        """
+        header_bytes = blob.size - sum(array.nbytes for array in arrays)
+        header = bytearray(max(0, header_bytes))
+        targets = [memoryview(header), *(a.view(np.uint8).data for a in arrays)]
+        _each(blob.objects, lambda chunk: self._fill(chunk, targets))
+        if int.from_bytes(header[:8], "little") != header_bytes - 8:
+            first = self._prefix + blob.objects[0].key
+            raise Damaged(f"{first} does not hold what its manifest says", first)
+
+    def verify(self, chunk: Chunk) -> None:
+        """Read an object and compare its digest.
+
+        Raises:
+            Damaged: It is missing, or not what was written.
+        """
+        self._fill(chunk, None)
+
+    def move_aside(self, key: str) -> None:
+        """Move a damaged object where nothing looks for it."""
+        size = self._size(key)
+        if size is None:  # Gone, or moved for another round that shared it.
+            return
+        target = f"{self._prefix}quarantine/{key.rpartition('/')[2]}."
+        number = 1 + sum(1 for _ in self._store.list(target))
+        self._store.put(f"{target}{number}", self._parts(key, size))
+        self._store.delete(key)
+        self._known_whole.discard(key)
+
+    def remove(self, found: Sequence[ObjectInfo]) -> int:
+        """Remove objects but those written anew since, and return the bytes freed."""
+
+        def delete(info: ObjectInfo) -> int:
+            try:
+                is_same = self._store.stat(info.key).version == info.version
+            except ObjectNotFound:
+                return 0
+            # Another coordinator may have written it again, to name it soon.
+            if is_same:
+                self._store.delete(info.key)
+            return info.size if is_same else 0
+
+        freed = sum(_each(found, delete))
+        self._known_whole -= {info.key for info in found}
+        return freed
+
+    def _fill(self, chunk: Chunk, targets: Sequence[memoryview] | None) -> None:
+        key = self._prefix + chunk.key
+        size = self._size(key)
+        if size is None:
+            raise Damaged(f"{key} is missing")
+        if size != chunk.size:
+            raise Damaged(f"{key} has {size} bytes instead of {chunk.size}", key)
+        digest = hashlib.sha256()
+        for start in range(0, chunk.size, READ_BYTES):
+            length = min(READ_BYTES, chunk.size - start)
+            part = self._store.read(key, start=start, length=length)
+            if len(part) != length:
+                raise Damaged(f"{key} ends at byte {start + len(part)}", key)
+            digest.update(part)
+            copied = 0
+            for view in cut(targets or (), chunk.start + start, length):
+                view[:] = part[copied : copied + len(view)]
+                copied += len(view)
+        if digest.hexdigest() != chunk.sha256:
+            raise Damaged(f"{key} does not have the SHA-256 of its name", key)
+        with self._lock:
+            self._known_whole.add(key)
+
+    def _size(self, key: str) -> int | None:
+        try:
+            return self._store.stat(key).size
+        except ObjectNotFound:
+            return None
+
+    def _parts(self, key: str, size: int) -> Iterator[bytes]:
+        for start in range(0, size, READ_BYTES):
+            yield self._store.read(key, start=start, length=READ_BYTES)
+
+
+def _each(items: Iterable[_T], act: Callable[[_T], _R]) -> list[_R]:
+    """Act on all items, several at a time; after a failure none is begun any more."""
+    todo = list(items)
+    if len(todo) < 2:  # noqa: PLR2004 -- no other thread is worth while
+        return [act(item) for item in todo]
+    with ThreadPoolExecutor(min(WORKERS, len(todo)), "checkpoint") as pool:
+        try:
+            return list(pool.map(act, todo))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
