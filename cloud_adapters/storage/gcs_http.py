@@ -26,6 +26,7 @@ from google.auth.transport.requests import AuthorizedSession
 from requests.adapters import HTTPAdapter
 
 from cloud_adapters.storage import gcs_errors
+from federation.protocols import Buffer
 
 DEFAULT_ENDPOINT = "https://storage.googleapis.com"
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -65,7 +66,7 @@ class Ask:
     url: str
     params: Mapping[str, str] | None = None
     headers: Mapping[str, str] | None = None
-    body: bytes | None = None
+    body: Buffer | None = None
     json: Mapping[str, Any] | None = None
     ok: Collection[int] = _OK
     is_session: bool = False
@@ -119,7 +120,8 @@ class GcsHttp:
                 ask.method,
                 ask.url if ask.is_session else self.endpoint + ask.url,
                 params=ask.params,
-                data=ask.body,
+                # Of an empty view requests would make a chunked body.
+                data=ask.body or None,
                 json=ask.json,
                 headers=ask.headers,
                 timeout=TIMEOUTS_SECONDS,

@@ -2,10 +2,10 @@
 
 import re
 
+import google_crc32c
 import requests
 
 from cloud_adapters.storage import gcs_errors
-from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, pieces
 from cloud_adapters.storage.gcs_upload import decoded
 from federation.errors import ObjectChanged, StoreUnavailable
@@ -38,6 +38,7 @@ class Reading:
         self._generation = version
         self._arrived: list[bytes] = []
         self._num_bytes = 0
+        self._crc = 0
 
     def attempt(self, start: int, length: int | None) -> bytes:
         """Ask for what has not arrived yet, once, and return the whole.
@@ -62,6 +63,7 @@ class Reading:
             for piece in pieces(response, self._doing):
                 self._arrived.append(piece)
                 self._num_bytes += len(piece)
+                self._crc = google_crc32c.extend(self._crc, piece)
         response.close()
         return self._checked(response, start)
 
@@ -90,7 +92,7 @@ class Reading:
         size = response.headers.get("X-Goog-Stored-Content-Length")
         found = re.search(r"crc32c=([^,]+)", response.headers.get("X-Goog-Hash", ""))
         if start == 0 and found is not None and size == str(len(content)):
-            expected, actual = decoded(found[1]), crc32c(content)
+            expected, actual = decoded(found[1]), f"{self._crc:08x}"
             if actual != expected:
                 self._forget()
                 details = f"CRC32C {actual} instead of {expected}"
@@ -100,3 +102,4 @@ class Reading:
     def _forget(self) -> None:
         self._arrived.clear()
         self._num_bytes = 0
+        self._crc = 0

@@ -3,7 +3,7 @@
 What fits in one chunk goes in one request. What does not goes through an upload
 session: the service keeps what has arrived, says how much that is, and gives the
 object its name when all is there, so that a broken connection costs a part of a
-chunk. No more than two chunks are in memory.
+chunk. One chunk is in memory.
 
 Source: https://cloud.google.com/storage/docs/resumable-uploads.
 """
@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +79,12 @@ class Chunk:
 
     Attributes:
         begin: Where in the content it lies.
-        content: The bytes.
+        content: The bytes, until the next chunk is made.
         is_last: Whether the content ends with it.
     """
 
     begin: int
-    content: bytes
+    content: memoryview
     is_last: bool
 
     @property
@@ -98,28 +99,31 @@ class Chunk:
 
 
 def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
-    """Cut a content into chunks of ``size`` bytes; the last may have fewer."""
-    held = bytearray()
-    begin = 0
+    """Cut a content into chunks of ``size`` bytes; the last may have fewer.
+
+    A chunk is good until the next one is asked for: they share one buffer.
+    """
+    held = memoryview(bytearray(size))
+    begin = num_held = 0
     for piece in data:
         view = memoryview(piece)
         rest = view.cast("B") if view.nbytes else memoryview(b"")
         while rest.nbytes:
             # Only now it is known that the full chunk is not the last.
-            if len(held) == size:
-                yield Chunk(begin=begin, content=bytes(held), is_last=False)
-                begin += size
-                held.clear()
-            taken = rest[: size - len(held)]
-            held += taken
+            if num_held == size:
+                yield Chunk(begin=begin, content=held, is_last=False)
+                begin, num_held = begin + size, 0
+            taken = rest[: size - num_held]
+            held[num_held : num_held + taken.nbytes] = taken
+            num_held += taken.nbytes
             rest = rest[taken.nbytes :]
-    yield Chunk(begin=begin, content=bytes(held), is_last=True)
+    yield Chunk(begin=begin, content=held[:num_held], is_last=True)
 
 
 def insert(
     http: GcsHttp,
     new: NewObject,
-    content: bytes,
+    content: Buffer,
     sums: Checksums,
     generation: str | None,
 ) -> Resource:
@@ -194,12 +198,17 @@ class UploadSession:
         """
         self._open(generation)
         try:
-            for chunk in parts:
-                self.sums.update(chunk.content)
-                self.is_all_sent = chunk.is_last
-                resource = self._send(chunk)
-                if resource is not None:
-                    return resource
+            # To count takes about as long as to send over a fast network.
+            with ThreadPoolExecutor(1) as counter:
+                for chunk in parts:
+                    counting = counter.submit(self.sums.update, chunk.content)
+                    if chunk.is_last:
+                        counting.result()
+                        self.is_all_sent = True
+                    resource = self._send(chunk)
+                    counting.result()
+                    if resource is not None:
+                        return resource
         except BaseException:
             self._cancel()
             raise
@@ -245,7 +254,7 @@ class UploadSession:
             offset = self._arrived(answer, chunk)
         while offset < chunk.end or chunk.is_last:
             rest = chunk.content[offset - chunk.begin :]
-            span = f"{offset}-{chunk.end - 1}" if rest else "*"
+            span = f"{offset}-{chunk.end - 1}" if rest.nbytes else "*"
             answer = self._put(rest, f"bytes {span}/{chunk.total}", headers)
             if answer.status_code != _GO_ON:
                 return json_of(answer, self._new.doing)
@@ -256,7 +265,7 @@ class UploadSession:
         return None
 
     def _put(
-        self, content: bytes, content_range: str, headers: Mapping[str, str]
+        self, content: Buffer, content_range: str, headers: Mapping[str, str]
     ) -> requests.Response:
         ask = Ask(
             doing=self._new.doing,
