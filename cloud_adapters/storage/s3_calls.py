@@ -103,7 +103,11 @@ def connect(*, endpoint_url: str | None, region: str | None) -> Any:
         # Checked here, with CRC32C, for services that know no other as well.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"addressing_style": "auto" if endpoint_url is None else "path"},
+        s3={
+            "addressing_style": "auto" if endpoint_url is None else "path",
+            # TLS and CRC32C guard what is sent; a third hash would cost the most.
+            "payload_signing_enabled": (endpoint_url or "").startswith("http://"),
+        },
         user_agent_extra="crossfed",
     )
     doing = f"open {endpoint_url or 'S3'} in {region or 'the default region'}"

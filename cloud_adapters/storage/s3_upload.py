@@ -94,21 +94,18 @@ class Buffers:
         self._free.append(buffer)
 
 
-def cut(
-    data: Iterable[Buffer], checksums: Checksums, buffers: Buffers
-) -> Iterator[bytearray]:
+def cut(data: Iterable[Buffer], buffers: Buffers) -> Iterator[bytearray]:
     """Cut content into parts of the sizes that S3 takes, each in a buffer of its own.
 
     The last one is shorter, and there is at least one, even if it is empty.
 
     Args:
         data: Pieces of any size; each is copied before the next is asked for.
-        checksums: Told of every piece.
         buffers: Where full parts may be given back to.
     """
     # The first one grows: most objects are far smaller than a part.
     number, part, filled = 1, bytearray(), 0
-    for piece in checksums.watch(data):
+    for piece in data:
         view = memoryview(piece)
         left = view.cast("B") if view.nbytes else memoryview(b"")
         while left:
@@ -129,14 +126,12 @@ def cut(
 
 def put(calls: S3Calls, write: Write, data: Iterable[Buffer]) -> ObjectInfo:
     """Write an object: see ``ObjectStore.put``."""
-    checksums = Checksums()
     buffers = Buffers()
-    parts = cut(data, checksums, buffers)
+    parts = cut(data, buffers)
     front = list(itertools.islice(parts, 2))
     if len(front) == 1:
-        return _put_whole(calls, write, front[0], checksums)
-    known = _seen_before(data)
-    upload = _Upload(calls, write, checksums, known, buffers)
+        return _put_whole(calls, write, front[0])
+    upload = _Upload(calls, write, _seen_before(data), buffers)
     return upload.put(_chain(front, parts))
 
 
@@ -160,10 +155,10 @@ def _chain(front: list[bytearray], rest: Iterator[bytearray]) -> Iterator[bytear
     yield from rest
 
 
-def _put_whole(
-    calls: S3Calls, write: Write, content: bytearray, checksums: Checksums
-) -> ObjectInfo:
+def _put_whole(calls: S3Calls, write: Write, content: bytearray) -> ObjectInfo:
     doing = f"write {calls.where(write.key)}"
+    checksums = Checksums()
+    checksums.update(content)
     written = _info(write, checksums)
 
     def request(attempt: int) -> ObjectInfo:
@@ -201,13 +196,12 @@ class _Upload:
         self,
         calls: S3Calls,
         write: Write,
-        checksums: Checksums,
         known: Checksums | None,
         buffers: Buffers,
     ) -> None:
         self._calls = calls
         self._write = write
-        self._checksums = checksums
+        self._checksums = Checksums()
         self._known = known
         self._buffers = buffers
         self._doing = f"write {calls.where(write.key)}"
@@ -237,13 +231,16 @@ class _Upload:
     def _send_all(self, parts: Iterator[bytearray]) -> list[Answer]:
         sent: list[Answer] = []
         pending: dict[Future[Answer], int] = {}
-        pool = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="s3-upload")
+        pool = ThreadPoolExecutor(NUM_WORKERS, "s3-upload")
+        # One thread, so in order: a digest takes as long as all the rest of a part.
+        digests = ThreadPoolExecutor(1, "s3-digest")
         try:
             for number, part in enumerate(parts, 1):
                 size = len(part)
                 while pending and sum(pending.values()) + size > BYTES_IN_FLIGHT:
                     sent += _ended(pending)
-                pending[pool.submit(self._send, number, part)] = size
+                digest = digests.submit(self._checksums.update, part)
+                pending[pool.submit(self._send, number, part, digest)] = size
                 # Nothing here may hold it: the next one is filled meanwhile.
                 del part
             while pending:
@@ -251,9 +248,10 @@ class _Upload:
         finally:
             # Also on failure: a part that came after the removal would stay behind.
             pool.shutdown(wait=True, cancel_futures=True)
+            digests.shutdown()
         return sorted(sent, key=lambda entry: int(entry["PartNumber"]))
 
-    def _send(self, number: int, part: bytearray) -> Answer:
+    def _send(self, number: int, part: bytearray, digest: Future[None]) -> Answer:
         checksum = encode_crc32c(crc32c(part))
         answer = self._calls.call(
             "upload_part",
@@ -263,6 +261,7 @@ class _Upload:
             Body=part,
             ChecksumCRC32C=checksum,
         )
+        digest.result()
         self._buffers.give_back(part)
         return {
             "PartNumber": number,

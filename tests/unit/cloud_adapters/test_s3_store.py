@@ -1,5 +1,6 @@
 """S3's own part: parts, conditions, checksums, encryption, signed URLs, secrets."""
 
+import hashlib
 import io
 import logging
 import os
@@ -14,7 +15,7 @@ import pytest
 from support import s3_server as servers
 
 from cloud_adapters.storage import s3_copy, s3_upload
-from cloud_adapters.storage.checksums import Checksums, crc32c
+from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.s3 import S3Store
 from cloud_adapters.storage.s3_calls import ServerSideEncryption, connect
 from federation.errors import (
@@ -88,6 +89,7 @@ def test_stream_of_many_pieces(store: S3Store):
     info = store.put("key", pieces(), metadata={"round": "3"})
     assert store.read("key") == BIG
     assert info.crc32c == crc32c(BIG)
+    assert info.sha256 == hashlib.sha256(BIG).hexdigest()
     found = store.stat("key")
     assert (found.size, found.crc32c, found.sha256) == (len(BIG), crc32c(BIG), None)
     assert found.metadata == {"round": "3"}
@@ -170,14 +172,12 @@ def test_cut_follows_the_sizes_of_parts(monkeypatch: pytest.MonkeyPatch):
     """Whatever the pieces are, parts are of the sizes that their numbers have."""
     monkeypatch.setattr(s3_upload, "PART_BYTES", 4)
     monkeypatch.setattr(s3_upload, "PARTS_OF_ONE_SIZE", 2)
-    checksums = Checksums()
     content = bytes(range(50))
     pieces = [content[:1], content[1:1], content[1:30], content[30:]]
     buffers = s3_upload.Buffers()
-    parts = [bytes(part) for part in s3_upload.cut(pieces, checksums, buffers)]
+    parts = [bytes(part) for part in s3_upload.cut(pieces, buffers)]
     assert [len(part) for part in parts] == [4, 4, 8, 8, 16, 10]
     assert b"".join(parts) == content
-    assert checksums.crc32c == crc32c(content)
 
 
 def test_buffers_are_filled_again(monkeypatch: pytest.MonkeyPatch):
@@ -185,7 +185,7 @@ def test_buffers_are_filled_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(s3_upload, "PART_BYTES", 4)
     monkeypatch.setattr(s3_upload, "PARTS_OF_ONE_SIZE", 3)
     buffers, content, used = s3_upload.Buffers(), bytearray(), set()
-    for part in s3_upload.cut([bytes(range(50))], Checksums(), buffers):
+    for part in s3_upload.cut([bytes(range(50))], buffers):
         content += part
         used.add(id(part))
         buffers.give_back(part)
@@ -433,6 +433,17 @@ def test_client_waits_and_tries_as_we_decide():
     assert config.retries["total_max_attempts"] == 1
     assert config.request_checksum_calculation == "when_required"
     assert config.response_checksum_validation == "when_required"
+
+
+@pytest.mark.parametrize(
+    ("endpoint_url", "signed"), [("http://minio.lan", True), (None, False)]
+)
+def test_bodies_are_signed_where_nothing_else_guards_them(
+    endpoint_url: str | None, *, signed: bool
+):
+    """Over TLS the signature leaves them out; in the clear it covers them."""
+    config = connect(endpoint_url=endpoint_url, region="eu-west-1").meta.config
+    assert config.s3["payload_signing_enabled"] == signed
 
 
 def test_secrets_are_nowhere(
