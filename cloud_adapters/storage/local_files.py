@@ -4,8 +4,9 @@ import contextlib
 import fcntl
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from cloud_adapters.storage.checksums import Checksums
@@ -18,6 +19,7 @@ CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 # Below this the second thread costs more than it saves.
 _WORTH_A_THREAD_BYTES = 1 << 20
+_PIECES_BEHIND = 2
 
 
 def open_inner(folder: int, name: str, *, create: bool) -> int:
@@ -112,24 +114,29 @@ def write_all(file: int, piece: Buffer) -> None:
 def write_and_sum(file: int, data: Iterable[Buffer]) -> Checksums:
     """Write pieces, and take their checksums at the same time in another thread.
 
-    A piece is done with in both before the next is asked for, since its producer may
-    use the buffer again.
+    The sums may lag behind by a few pieces that nobody can change. Of any other a
+    producer may use the buffer again, so it is done with before the next is asked for.
 
     Raises:
         OSError: The disk is full, for example.
     """
     checksums = Checksums()
+    behind: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, "checksums") as pool:  # Starts a thread when used.
         for piece in data:
-            if memoryview(piece).nbytes < _WORTH_A_THREAD_BYTES:
+            if not behind and memoryview(piece).nbytes < _WORTH_A_THREAD_BYTES:
                 checksums.update(piece)
                 write_all(file, piece)
                 continue
-            summed = pool.submit(checksums.update, piece)
+            behind.append(pool.submit(checksums.update, piece))
             try:
                 write_all(file, piece)
             finally:
-                summed.result()
+                most = _PIECES_BEHIND if isinstance(piece, bytes) else 0
+                while len(behind) > most:
+                    behind.popleft().result()
+        while behind:
+            behind.popleft().result()
     return checksums
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloud_adapters.storage.checksums import Checksums
+from cloud_adapters.storage.checksums import Checksums, Crc32c
 from cloud_adapters.storage.part_file import PartFile, file_errors
 from cloud_adapters.storage.parts import PART_BYTES, Part, fetch_all, parts_of
 from cloud_adapters.storage.retry import Retry
@@ -49,13 +49,13 @@ def stream(
     Raises:
         ObjectNotFound: There is no such object.
         ObjectChanged: It is of another version, or was replaced on the way.
-        CorruptObject: The content does not have the object's checksums. What was
+        CorruptObject: The content does not have the object's checksum. What was
             yielded before must not be used.
         StoreUnavailable: The store is out of reach for too long.
         ValueError: ``part_bytes`` or ``ahead`` is not positive.
     """
     pinned = _pin(store, key, if_version, retry)
-    checksums = Checksums()
+    checksums = pinned.checksums()
     fetched: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(ahead, "stream") as pool:
         try:
@@ -106,7 +106,7 @@ def download(
     Raises:
         ObjectNotFound: There is no such object.
         ObjectChanged: It is of another version, or was replaced on the way.
-        CorruptObject: The content does not have the object's checksums.
+        CorruptObject: The content does not have the object's checksum.
         StoreUnavailable: The store is out of reach for too long, or the file cannot
             be written.
         ValueError: ``workers`` or ``part_bytes`` is not positive.
@@ -224,21 +224,25 @@ class _Pinned:
             )
         return content
 
+    def checksums(self) -> Checksums | Crc32c:
+        """Begin to sum what is to be checked: SHA-256 only where it is all we have."""
+        return Checksums() if self.info.crc32c is None else Crc32c()
+
     def check(self, pieces: Iterable[bytes]) -> None:
         """Check the whole content."""
-        checksums = Checksums()
+        checksums = self.checksums()
         for piece in pieces:
             checksums.update(piece)
         self.check_sums(checksums)
 
-    def check_sums(self, actual: Checksums) -> None:
-        """Check the whole content's checksums against what is known."""
+    def check_sums(self, actual: Checksums | Crc32c) -> None:
+        """Check the whole content's size and checksum against what is known."""
         info = self.info
-        if (
-            actual.size == info.size
-            and info.crc32c in {None, actual.crc32c}
-            and info.sha256 in {None, actual.sha256}
-        ):
+        if isinstance(actual, Checksums):
+            is_same = info.sha256 in {None, actual.sha256}
+        else:
+            is_same = info.crc32c == actual.crc32c
+        if is_same and actual.size == info.size:
             return
         raise CorruptObject(
             f"what arrived of {info.key!r} in {self.store.url} is not what was "

@@ -1,0 +1,72 @@
+"""Checksums of contents in pieces."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloud_adapters.storage.checksums import Checksums, Crc32c, crc32c
+from cloud_adapters.storage.local_files import write_and_sum
+from federation.protocols import Buffer
+
+
+def plain_crc32c(content: bytes) -> str:
+    """Bit by bit: the reversed Castagnoli polynomial of RFC 3720, section 12.1."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return f"{crc ^ 0xFFFFFFFF:08x}"
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5))
+def test_pieces_make_the_whole(pieces: list[bytes]):
+    """However a content is cut, and in whatever buffers it comes."""
+    both, one = Checksums(), Crc32c()
+    kinds = (bytes, bytearray, memoryview, lambda b: memoryview(bytearray(b)))
+    for number, piece in enumerate(pieces):
+        both.update(kinds[number % 4](piece))
+        one.update(kinds[number % 4](piece))
+    content = b"".join(pieces)
+    expected = plain_crc32c(content)
+    assert expected == both.crc32c == one.crc32c == crc32c(content)
+    assert both.sha256 == hashlib.sha256(content).hexdigest()
+    assert both.size == one.size == len(content)
+
+
+def test_values_of_other_types():
+    """The bytes count, not the values."""
+    values, checksums = np.arange(5, dtype=np.float64), Checksums()
+    checksums.update(values.data)
+    assert checksums.crc32c == plain_crc32c(values.tobytes())
+    assert checksums.size == 40
+
+
+def test_watching_passes_pieces_on():
+    """And takes note of each."""
+    checksums = Checksums()
+    assert list(checksums.watch([b"123", b"456789"])) == [b"123", b"456789"]
+    assert checksums.crc32c == "e3069283"
+
+
+def test_sums_of_large_pieces(tmp_path: Path):
+    """In another thread, with small pieces in between and a buffer used again."""
+    buffer = bytearray(1 << 20)
+
+    def pieces() -> Iterator[Buffer]:
+        for number in range(4):
+            yield bytes([number]) * (1 << 20)
+            yield b"small"
+            buffer[:] = bytes([10 + number]) * (1 << 20)
+            yield buffer
+
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        checksums = write_and_sum(file.fileno(), pieces())
+    content = (tmp_path / "file").read_bytes()
+    assert content == b"".join(bytes(piece) for piece in pieces())
+    assert checksums.sha256 == hashlib.sha256(content).hexdigest()
+    assert checksums.size == len(content)
