@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # -I: tests see the installed package, not whatever the working folder holds.
 PYTEST := $(BIN)/python -I -m pytest
 
-.PHONY: help demo test test-long test-fast test-lowest lint check format bench docs dist clean
+.PHONY: help demo test test-long test-fast test-cloud test-lowest lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ test-long: $(READY) ## Run the tests that take many minutes
 
 test-fast: $(READY) ## Run the tests that take milliseconds
 	$(PYTEST) -m "not slow and not flower and not deploy" -n 2 --dist loadgroup
+
+test-cloud: $(READY) ## Run the suite of stores on the bucket that CROSSFED_TEST_S3_URL names
+	$(PYTEST) tests/contract/test_object_store.py
 
 test-lowest: ## Run the fast tests with the oldest versions that we promise
 	$(PYTHON) -m venv $(VENV)-lowest

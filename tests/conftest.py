@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,9 +28,18 @@ def s3_server() -> Iterator[Any]:
 
 
 @pytest.fixture
-def s3_store(s3_server: Any) -> Any:
-    """An empty store in a bucket of its own."""
-    return s3_server.store()
+def s3_store(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """An empty store: in a bucket of its own, or in the one that is to be tested."""
+    from support import s3_server as servers  # noqa: PLC0415 (a second to import)
+
+    url = os.environ.get("CROSSFED_TEST_S3_URL")
+    if url is None:
+        yield request.getfixturevalue("s3_server").store()
+        return
+    with servers.named_store(
+        url, os.environ.get("CROSSFED_TEST_S3_ENDPOINT", "")
+    ) as store:
+        yield store
 
 
 @pytest.fixture(scope="session")

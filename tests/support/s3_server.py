@@ -59,6 +59,23 @@ class S3Server:
         return S3Store(options.pop("bucket", None) or self.bucket(), prefix, **options)
 
 
+@contextlib.contextmanager
+def named_store(url: str, endpoint: str) -> Iterator[S3Store]:
+    """A store in a bucket of somebody's; it is empty before and after.
+
+    The whole bucket, since the longest key leaves no room for a prefix.
+    """
+    bucket = url.removeprefix("s3://").rstrip("/")
+    store = S3Store(bucket, endpoint_url=endpoint or None)
+    found = next(store.list(), None)
+    assert found is None, f"{url} is not empty: tests would delete {found}"
+    try:
+        yield store
+    finally:
+        for info in store.list():
+            store.delete(info.key)
+
+
 def quick_retry(**options: Any) -> Retry:
     return Retry(**{"clock": VirtualClock(), **options})
 
