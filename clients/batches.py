@@ -1,6 +1,6 @@
 """Which examples a site trains on, step by step, as a function of seed and round."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +9,29 @@ from clients.randomness import stream
 from federation.ids import SiteId
 
 Indices = NDArray[np.int64]
+Shuffle = Callable[[np.random.Generator], Indices | None]
 
 
-def epoch_order(num_examples: int, *, seed: int, site: SiteId, epoch: int) -> Indices:
-    """Order in which a site goes through its examples in one epoch."""
-    return stream(seed, "epoch", site, epoch).permutation(num_examples)
+def epoch_order(
+    num_examples: int,
+    *,
+    seed: int,
+    site: SiteId,
+    epoch: int,
+    shuffle: Shuffle | None = None,
+) -> Indices:
+    """Order in which a site goes through its examples in one epoch.
+
+    Args:
+        num_examples: Examples that the site holds.
+        seed: The job's seed.
+        site: The site.
+        epoch: Counted over the run.
+        shuffle: An order of the data's own; uniformly random where it gives None.
+    """
+    rng = stream(seed, "epoch", site, epoch)
+    order = None if shuffle is None else shuffle(rng)
+    return rng.permutation(num_examples) if order is None else order
 
 
 def stepwise(
@@ -24,6 +42,7 @@ def stepwise(
     num_batches: int,
     seed: int,
     site: SiteId,
+    shuffle: Shuffle | None = None,
 ) -> Iterator[Indices]:
     """Yield batches out of one endless walk through the examples, epoch by epoch.
 
@@ -37,6 +56,7 @@ def stepwise(
         num_batches: Batches to yield.
         seed: The job's seed.
         site: The site.
+        shuffle: See ``epoch_order``.
     """
     size = min(batch_size, num_examples)
     position = first_batch * size
@@ -46,7 +66,9 @@ def stepwise(
         while missing:
             if position // num_examples != epoch:
                 epoch = position // num_examples
-                order = epoch_order(num_examples, seed=seed, site=site, epoch=epoch)
+                order = epoch_order(
+                    num_examples, seed=seed, site=site, epoch=epoch, shuffle=shuffle
+                )
             offset = position - epoch * num_examples
             piece = order[offset : offset + missing]
             pieces.append(piece)
@@ -63,9 +85,12 @@ def epochwise(
     num_epochs: int,
     seed: int,
     site: SiteId,
+    shuffle: Shuffle | None = None,
 ) -> Iterator[Indices]:
     """Yield the batches of whole epochs; the last of each may be smaller."""
     for epoch in range(first_epoch, first_epoch + num_epochs):
-        order = epoch_order(num_examples, seed=seed, site=site, epoch=epoch)
+        order = epoch_order(
+            num_examples, seed=seed, site=site, epoch=epoch, shuffle=shuffle
+        )
         for start in range(0, num_examples, batch_size):
             yield order[start : start + batch_size]

@@ -27,6 +27,7 @@ from clients.private_steps import (
     takes_private_steps,
 )
 from clients.randomness import torch_seed
+from clients.shards.order import ReadsAhead, telling_ahead
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec, LearningRateSpec, OptimizerSpec
@@ -258,11 +259,10 @@ class TorchTrainer:
         model.eval()
         sums = _Sums(self._pool.device)
         size = self._job.evaluation.batch_size
-        for start in range(0, len(self._held_out), size):
-            stop = min(start + size, len(self._held_out))
-            inputs, targets = self._on_device(
-                self._held_out.batch(np.arange(start, stop))
-            )
+        total = len(self._held_out)
+        walk = (np.arange(i, min(i + size, total)) for i in range(0, total, size))
+        for chosen in telling_ahead(self._held_out, walk):
+            inputs, targets = self._on_device(self._held_out.batch(chosen))
             with self._autocast():
                 loss = self._objective(model, inputs, targets, max_loss=max_loss)
             sums.add(loss.total, loss.count, loss.correct)
@@ -278,26 +278,36 @@ class TorchTrainer:
 
     def _indices(self, round_index: int) -> Iterator[Indices]:
         """Yield the examples of each batch of a round."""
-        training, size = self._job.training, len(self._train_data)
+        training, data = self._job.training, self._train_data
+        # Data that is told in advance hears of the next round's first batches too.
+        ahead, shuffle = 0, None
+        if isinstance(data, ReadsAhead):
+            ahead = -(-data.examples_ahead // training.batch_size)
+            shuffle = data.epoch_order
         if training.local_steps is not None:
             num_batches = training.local_steps * training.accumulate
-            return batches.stepwise(
-                size,
+            walk = batches.stepwise(
+                len(data),
                 batch_size=training.batch_size,
                 first_batch=(round_index - 1) * num_batches,
-                num_batches=num_batches,
+                num_batches=num_batches + ahead,
                 seed=self._job.seed,
                 site=self._site,
+                shuffle=shuffle,
             )
+            return telling_ahead(data, walk, num_batches)
         num_epochs = training.local_epochs or 1
-        return batches.epochwise(
-            size,
+        walk = batches.epochwise(
+            len(data),
             batch_size=training.batch_size,
             first_epoch=(round_index - 1) * num_epochs,
-            num_epochs=num_epochs,
+            num_epochs=num_epochs + bool(ahead),
             seed=self._job.seed,
             site=self._site,
+            shuffle=shuffle,
         )
+        per_epoch = -(-len(data) // training.batch_size)
+        return telling_ahead(data, walk, num_epochs * per_epoch)
 
     def _on_device(self, batch: Batch) -> Batch:
         inputs, targets = batch

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy import audit_verb, model_verbs, tool_verbs
+from deploy import audit_verb, data_verb, model_verbs, tool_verbs
 from federation.errors import (
     BudgetExceeded,
     CheckpointMismatch,
@@ -188,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
             "--root", type=Path, default=Path("runs"), help="folder of all runs"
         )
     audit_verb.add_verb(verbs, [job, common], load=_load, guard=_unable_to_exit)
+    data_verb.add_verb(verbs, common)
     tool_verbs.add_verbs(verbs, common)
     model_verbs.add_verbs(verbs, common)
     return parser

@@ -13,13 +13,14 @@ from aggregator.combine import combine_rule
 from aggregator.sampling import draw_cohort
 from aggregator.server_optimizer import server_optimizer
 from aggregator.weighting import weight_of
-from clients import data, randomness
+from clients import randomness
 from clients.data import Dataset
 from clients.kept_integers import KeptIntegers
 from clients.model_pool import ModelPool
 from clients.partition import count_labels, partition
 from clients.site import Site
 from clients.trainer import TorchTrainer
+from deploy.data import load_data
 from federation import job_file
 from federation.coordinator import ServerParts
 from federation.errors import JobError
@@ -83,7 +84,7 @@ def build_federation(job: JobSpec) -> Federation:
 def deal_data(job: JobSpec) -> Mapping[SiteId, SiteData]:
     """Load the data and give every site its own."""
     own = {
-        SiteId(site.name): data.load(
+        SiteId(site.name): load_data(
             site.data.source, site.data.options, key=f"sites[{index}].data"
         )
         for index, site in enumerate(job.sites)
@@ -98,7 +99,7 @@ def deal_data(job: JobSpec) -> Mapping[SiteId, SiteData]:
 def _deal(job: JobSpec, names: Sequence[SiteId]) -> dict[SiteId, SiteData]:
     if job.data is None:
         raise JobError("is missing", key="data")
-    train, held_out = data.load(job.data.source, job.data.options)
+    train, held_out = load_data(job.data.source, job.data.options)
     parts = partition(
         train,
         held_out,

@@ -53,12 +53,19 @@ def test_verbs_and_options_are_frozen() -> None:
         "keys": {"-h", "--help"},
         "keys new": common | passphrase | {"name", "--out"},
         "keys show": common | passphrase | {"file"},
+        "keys storage": common | {"file"},
         "keys trust": common
         | {"roster", "--site", "--aggregator", "--organisation", "--key", "--replace"},
         "doctor": common | {"--key", "--roster"},
         "transcript": common | {"folder", "--message"},
         "ledger": common | {"run", "--root"},
+        "data": {"-h", "--help"},
+        "data shard": common
+        | {"source", "url", "--option", "--name", "--format", "--shard-size"}
+        | {"--workers", "--replace", "--endpoint", "--region"},
+        "data info": common | {"url", "--verify", "--endpoint", "--region"},
         "export": common | {"run", "--to", "--overwrite", "--root"},
+        "checkpoints": common | {"run", "--verify", "--prune", "--root"},
     }
 
 
@@ -777,3 +784,57 @@ def test_export_refuses_what_is_no_store(server: ForkServer, finished: Path) -> 
     for url in ("given", "memory://"):
         done = server.run("export", "small", "--to", url, folder=finished)
         check_refused(done, ["--to: "], code=2)
+
+
+def test_checkpoints_are_listed_and_verified(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """By the run's name or by a URL; one changed byte is found, and named."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    (run,) = (place / "runs/small").iterdir()
+    done = server.run("checkpoints", "small", folder=place)
+    assert done.code == 0, done.stderr
+    heads, *rows = done.stdout.splitlines()
+    assert heads.split() == ["round", "written", "size", "shared", "state"]
+    assert [row.split()[0] for row in rows] == ["1", "2"]
+    blob = max((run / "checkpoints/blobs").iterdir(), key=lambda p: p.stat().st_mtime)
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    words = ["checkpoints", f"file://{run}"]
+    assert server.run(*words, folder=place).code == 0
+    done = server.run(*words, "--verify", folder=place)
+    assert done.code == 1
+    assert "verified" in done.stdout
+    assert f"{blob.name} does not have the SHA-256 of its name" in done.stdout
+
+
+def test_old_checkpoints_are_pruned(
+    server: ForkServer, finished: Path, tmp_path: Path
+) -> None:
+    """The newest stays and can be used; there is always one."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    words = ["checkpoints", "small", "--prune"]
+    found = json.loads(server.run(*words, "1", "--json", folder=place).stdout)
+    assert [c["round_index"] for c in found["survey"]["checkpoints"]] == [2]
+    assert found["pruned"]["checkpoints"] == ["checkpoints/round-000001.json"]
+    assert found["survey"]["num_unnamed"] == 0
+    assert server.run(*words, "0", folder=place).code == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "part"),
+    [
+        ("nothing", "there is no run"),
+        ("file://nothing", "no checkpoints in"),
+        ("ftp://x", "RUN: "),
+    ],
+)
+def test_checkpoints_of_nothing_are_refused(
+    server: ForkServer, finished: Path, place: str, part: str
+) -> None:
+    """The message says where it looked."""
+    done = server.run("checkpoints", place, folder=finished)
+    check_refused(done, [part], code=2)

@@ -1,0 +1,1 @@
+"""Datasets in an object store: shards that stock tools read, and an index."""

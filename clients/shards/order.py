@@ -1,0 +1,108 @@
+"""In which order a site goes through examples that lie in shards.
+
+A uniformly random order touches every shard all the time. Here the shards are in
+random order, and examples are shuffled among those of a window of shards, so that a
+site reads each shard once an epoch and holds few of them. Batch k of a run is still a
+function of seed, site and k alone: a resumed run goes on in the middle of an epoch and
+repeats or loses nothing.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from clients.datasets import Indices
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A dataset that is better read in an order of its own, and told in advance."""
+
+    @property
+    def examples_ahead(self) -> int:
+        """How many examples it wants to know of in advance."""
+        ...
+
+    def epoch_order(self, rng: np.random.Generator) -> Indices | None:
+        """One epoch, each example once; None if any order will do."""
+        ...
+
+    def expect(self, indices: Indices) -> None:
+        """Begin to fetch some examples; ``batch`` will ask for them soon."""
+        ...
+
+
+def shard_order(
+    shard_of: Indices,
+    rng: np.random.Generator,
+    *,
+    window: int,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Indices:
+    """Order of an epoch: shards at random, examples at random in a window of shards.
+
+    Args:
+        shard_of: Shape ``(n,)``: the shard of each example.
+        rng: Where chance comes from; the same for all ranks.
+        window: Shards whose examples are shuffled together.
+        rank: Which of several readers asks.
+        ranks: How many there are. They share the shards out like cards, so one may
+            get an example more than another, or a shard.
+
+    Returns:
+        Indices into ``shard_of``; over all ranks, each once.
+
+    Raises:
+        ValueError: ``window`` is not positive, or ``rank`` is none of ``ranks``.
+    """
+    if window < 1 or not 0 <= rank < ranks:
+        raise ValueError(f"window {window}, rank {rank} of {ranks} is not possible")
+    by_shard = np.argsort(shard_of, kind="stable")
+    ends = np.flatnonzero(np.diff(shard_of[by_shard])) + 1
+    members = np.split(by_shard, ends)
+    order = rng.permutation(len(members))
+    pieces = []
+    for number, start in enumerate(range(0, len(order), window * ranks)):
+        dealt = order[start + rank : start + window * ranks : ranks]
+        if not len(dealt):
+            continue
+        together = np.concatenate([members[shard] for shard in dealt])
+        # Of the window and not of the rank: ranks draw independently of each other.
+        of_window = np.random.default_rng([int(rng.integers(2**62)), number, rank])
+        pieces.append(of_window.permutation(together))
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+
+
+def telling_ahead(
+    dataset: object, batches: Iterable[Indices], num_batches: int | None = None
+) -> Iterator[Indices]:
+    """Pass batches on, and tell the dataset in advance of those that follow.
+
+    Args:
+        dataset: If it is not a ``ReadsAhead``, nothing is told.
+        batches: What is to be read, and perhaps what comes after.
+        num_batches: How many are passed on; all by default.
+    """
+    source = iter(batches)
+    if not isinstance(dataset, ReadsAhead):
+        yield from islice(source, num_batches)
+        return
+    told: deque[Indices] = deque()
+    num_told = passed = 0
+    while num_batches is None or passed < num_batches:
+        while not told or num_told < dataset.examples_ahead:
+            following = next(source, None)
+            if following is None:
+                break
+            dataset.expect(following)
+            told.append(following)
+            num_told += len(following)
+        if not told:
+            return
+        num_told -= len(told[0])
+        passed += 1
+        yield told.popleft()

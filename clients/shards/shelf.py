@@ -1,0 +1,162 @@
+"""Shards of one dataset that are open, and those that are on their way."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from clients.shards import parquet_shard, tar_shard
+from clients.shards.index import (
+    INDEX_KEY,
+    DatasetIndex,
+    Labels,
+    Shard,
+    Split,
+    check_content,
+)
+from clients.shards.rows import RowLayout, Rows
+from cloud_adapters.storage.cached import ObjectCache
+from federation.errors import CorruptObject, ObjectNotFound
+from federation.protocols import ObjectStore
+
+MEMORY_BYTES = 512 * 1024 * 1024
+THREADS = 4
+
+_DECODE: dict[str, Callable[[bytes | memoryview, RowLayout], Rows]] = {
+    "tar": tar_shard.decode,
+    "parquet": parquet_shard.decode,
+}
+
+
+class Shelf:
+    """Opens shards, keeps the last used ones, and fetches some in advance.
+
+    It may be used by several threads at once.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        index: DatasetIndex,
+        *,
+        cache: ObjectCache | None,
+        window: int,
+        memory_bytes: int = MEMORY_BYTES,
+        threads: int = THREADS,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            store: Where the dataset lies.
+            index: What it consists of.
+            cache: Where shards are kept on disk; None for nowhere.
+            window: Shards that are read together. Two windows are held, even if they
+                are larger than ``memory_bytes``.
+            memory_bytes: Of the shards that are open.
+            threads: Shards that are fetched in advance at the same time; 0 for none.
+        """
+        self._store = store
+        self._index = index
+        self._cache = cache
+        shards = (*index.train.shards, *index.held_out.shards)
+        self._size = max(
+            memory_bytes, 2 * (window + 1) * max(shard.bytes for shard in shards)
+        )
+        self._pool = ThreadPoolExecutor(threads, "shards") if threads else None
+        self._open: OrderedDict[str, Future[Rows]] = OrderedDict()
+        self._bytes: dict[str, int] = {}
+        self._mutex = threading.Lock()
+
+    def rows(self, split: Split, number: int) -> Rows:
+        """Open a shard, or wait for it if it is on its way.
+
+        Raises:
+            CorruptObject: It is cut short, gone, or not what the index names.
+            StoreUnavailable: The store is out of reach.
+        """
+        key = split.shards[number].key
+        future, is_ours = self._claim(split, number)
+        if is_ours:
+            self._fill(future, split, number)
+        try:
+            return future.result()
+        except BaseException:
+            with self._mutex:  # So that it is tried again.
+                if self._open.get(key) is future:
+                    del self._open[key], self._bytes[key]
+            raise
+
+    def expect(self, split: Split, numbers: Iterable[int]) -> None:
+        """Begin to fetch shards that are not open."""
+        if self._pool is None:
+            return
+        for number in numbers:
+            future, is_ours = self._claim(split, number)
+            if is_ours:
+                self._pool.submit(self._fill, future, split, number)
+
+    def content(self, about: Shard | Labels) -> bytes | memoryview:
+        """Read an object of the dataset, through the cache, and check it."""
+
+        def fetch() -> bytes:
+            try:
+                content = self._store.read(about.key)
+            except ObjectNotFound as error:
+                raise CorruptObject(
+                    f"{about.key!r} is not in {self._store.url}, and {INDEX_KEY} names "
+                    "it: write the dataset again with `crossfed data shard`, which "
+                    "sends what is missing"
+                ) from error
+            check_content(content, about, self._store.url)
+            return content
+
+        if self._cache is None:
+            return fetch()
+        return self._cache.get(about.sha256, about.bytes, fetch)
+
+    def _claim(self, split: Split, number: int) -> tuple[Future[Rows], bool]:
+        """Find a shard that is open or coming, or promise to open it."""
+        shard = split.shards[number]
+        with self._mutex:
+            future = self._open.get(shard.key)
+            if future is not None:
+                self._open.move_to_end(shard.key)
+                return future, False
+            future = self._open[shard.key] = Future()
+            self._bytes[shard.key] = shard.bytes
+            self._forget_oldest()
+            return future, True
+
+    def _forget_oldest(self) -> None:
+        total = sum(self._bytes.values())
+        while total > self._size and len(self._open) > 1:
+            key, _ = self._open.popitem(last=False)
+            total -= self._bytes.pop(key)
+
+    def _fill(self, future: Future[Rows], split: Split, number: int) -> None:
+        try:
+            rows = self._decode(split, number)
+        except BaseException as error:  # noqa: BLE001 -- whoever waits gets it
+            future.set_exception(error)
+        else:
+            future.set_result(rows)
+
+    def _decode(self, split: Split, number: int) -> Rows:
+        shard = split.shards[number]
+        layout = RowLayout(
+            examples=shard.examples,
+            first=sum(before.examples for before in split.shards[:number]),
+            input_shape=split.input_shape,
+            input_type=shard.input_type,
+            has_classes=split.targets == "class",
+            target_shape=split.target_shape,
+            target_type=shard.target_type,
+        )
+        try:
+            return _DECODE[self._index.encoding](self.content(shard), layout)
+        except (ValueError, TypeError) as error:
+            raise CorruptObject(
+                f"{shard.key!r} in {self._store.url} disagrees with {INDEX_KEY}: "
+                f"{error}; write the dataset again with `crossfed data shard "
+                "--replace`"
+            ) from error

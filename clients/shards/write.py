@@ -1,0 +1,305 @@
+"""Writing a dataset as shards: in parallel, and again without sending twice."""
+
+import io
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from clients.datasets import Dataset, Indices
+from clients.shards import parquet_shard, tar_shard
+from clients.shards.index import (
+    INDEX_KEY,
+    DatasetIndex,
+    Labels,
+    Shard,
+    Split,
+    digest_of,
+)
+from clients.shards.rows import Rows, narrow
+from cloud_adapters.storage.checksums import crc32c
+from federation.errors import ObjectChanged, ObjectExists, ObjectNotFound, SiteError
+from federation.protocols import ObjectStore
+
+SHARD_BYTES = 32 * 1024 * 1024
+
+_CODECS = {"tar": tar_shard, "parquet": parquet_shard}
+_PROBE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where writing a dataset is.
+
+    Attributes:
+        examples: Examples that are in the store.
+        of_examples: Examples of the dataset.
+        sent_bytes: Bytes that were sent.
+        kept_objects: Objects that were there already.
+    """
+
+    examples: int
+    of_examples: int
+    sent_bytes: int
+    kept_objects: int
+
+
+def write_dataset(
+    store: ObjectStore,
+    train: Dataset,
+    held_out: Dataset,
+    *,
+    name: str,
+    encoding: str = "tar",
+    shard_bytes: int = SHARD_BYTES,
+    workers: int = 4,
+    replace: bool = False,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> DatasetIndex:
+    """Write a dataset; whoever reads meanwhile sees the old one, or the new one.
+
+    1. Write the shards that are not there. They are named after their content, so a
+       call that was killed is made again and goes on.
+    2. Write the index, which makes the dataset visible.
+
+    Args:
+        store: Where to.
+        train: Training examples, written in their order.
+        held_out: Held-out examples.
+        name: What the dataset is called.
+        encoding: ``tar`` or ``parquet``.
+        shard_bytes: Size of a shard, about.
+        workers: Shards that are made and sent at the same time; as many are in
+            memory.
+        replace: Whether another version may be replaced. Its shards stay.
+        report: Is told after each shard, from this thread.
+
+    Raises:
+        ObjectExists: Another version is there, and ``replace`` is not given.
+        ObjectChanged: Somebody else has written an index meanwhile.
+        SiteError: The examples are not all of one shape.
+        StoreUnavailable: The store is out of reach, full or read-only.
+        ValueError: An unknown encoding, or a number that is not positive.
+    """
+    if encoding not in _CODECS or shard_bytes < 1 or workers < 1:
+        raise ValueError(
+            f"encoding {encoding!r}, shards of {shard_bytes} bytes and {workers} "
+            "workers are not possible"
+        )
+    before = _version_there(store)
+    writer = _Writer(
+        store,
+        encoding=encoding,
+        shard_bytes=shard_bytes,
+        workers=workers,
+        of_examples=len(train) + len(held_out),
+        report=report,
+    )
+    index = DatasetIndex(
+        dataset=name,
+        encoding=encoding,
+        train=writer.split("train", train),  # 1.
+        held_out=writer.split("held_out", held_out),
+    )
+    _publish(store, index, before, replace=replace)  # 2.
+    return index
+
+
+def _version_there(store: ObjectStore) -> str | None:
+    try:
+        return store.stat(INDEX_KEY).version
+    except ObjectNotFound:
+        return None
+
+
+def _publish(
+    store: ObjectStore, index: DatasetIndex, before: str | None, *, replace: bool
+) -> None:
+    raw = index.encode()
+    if before is None:
+        store.put(INDEX_KEY, [raw], if_absent=True)
+        return
+    try:
+        if store.read(INDEX_KEY, if_version=before) == raw:
+            return
+    except ObjectNotFound as error:
+        raise ObjectChanged(
+            f"{INDEX_KEY} in {store.url} was deleted meanwhile: run this again"
+        ) from error
+    if not replace:
+        raise ObjectExists(
+            f"{store.url} holds another dataset or another version of this one: use "
+            "another URL, or --replace (jobs that run keep reading the old shards)"
+        )
+    store.put(INDEX_KEY, [raw], if_version=before)
+
+
+class _Writer:
+    """Writes the shards of a dataset and counts."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        encoding: str,
+        shard_bytes: int,
+        workers: int,
+        of_examples: int,
+        report: Callable[[Progress], None],
+    ) -> None:
+        self._store = store
+        self._codec = _CODECS[encoding]
+        self._suffix = encoding
+        self._shard_bytes = shard_bytes
+        self._workers = workers
+        self._of_examples = of_examples
+        self._report = report
+        self._examples = self._sent = self._kept = 0
+        self._counting = threading.Lock()
+
+    def split(self, name: str, dataset: Dataset) -> Split:
+        """Write one part of the dataset."""
+        probe = _rows(dataset, np.arange(min(_PROBE, len(dataset))))
+        per_shard = max(1, self._shard_bytes // self._codec.example_bytes(probe))
+        classes: list[Indices] = []
+        shards = tuple(self._shards(name, dataset, probe, per_shard, classes))
+        targets = "class" if probe.classes is not None else "array"
+        if probe.classes is None and probe.targets is None:
+            targets = "none"
+        labels = self._labels(name, dataset, classes)
+        return Split(
+            examples=len(dataset),
+            input_shape=probe.inputs.shape[1:],
+            targets=targets,
+            target_shape=() if probe.targets is None else probe.targets.shape[1:],
+            group_names=dataset.group_names,
+            labels=labels,
+            shards=shards,
+        )
+
+    def _shards(
+        self,
+        name: str,
+        dataset: Dataset,
+        probe: Rows,
+        per_shard: int,
+        classes: list[Indices],
+    ) -> Iterator[Shard]:
+        """Yield the shards in order, a few ahead in threads; append their classes."""
+        waiting: deque[Future[Shard]] = deque()
+        with ThreadPoolExecutor(self._workers, "shards") as pool:
+            try:
+                for number, first in enumerate(range(0, len(dataset), per_shard)):
+                    chosen = np.arange(first, min(first + per_shard, len(dataset)))
+                    # Here and not in the pool: a user's dataset is of one thread.
+                    rows = _rows(dataset, chosen)
+                    _check_alike(rows, probe, name)
+                    if rows.classes is not None:
+                        classes.append(rows.classes)
+                    waiting.append(pool.submit(self._shard, name, number, first, rows))
+                    if len(waiting) >= self._workers:
+                        yield self._done(waiting.popleft())
+                while waiting:
+                    yield self._done(waiting.popleft())
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _shard(self, name: str, number: int, first: int, rows: Rows) -> Shard:
+        classes = rows.classes
+        rows = Rows(
+            inputs=narrow(rows.inputs),
+            targets=None if rows.targets is None else narrow(rows.targets),
+            classes=classes,
+            groups=rows.groups,
+        )
+        content = self._codec.encode(rows, first=first)
+        digest = digest_of(content)
+        key = f"{name}/{number:06d}-{digest[:16]}.{self._suffix}"
+        self._send(key, content)
+        counts = Counter(() if classes is None else classes.tolist())
+        return Shard(
+            key=key,
+            examples=len(rows.inputs),
+            bytes=len(content),
+            sha256=digest,
+            input_type=rows.inputs.dtype.str,
+            target_type="" if rows.targets is None else rows.targets.dtype.str,
+            classes={str(label): counts[label] for label in sorted(counts)},
+        )
+
+    def _labels(
+        self, name: str, dataset: Dataset, classes: list[Indices]
+    ) -> Labels | None:
+        columns: dict[str, Indices] = {}
+        if classes:
+            columns["class"] = np.concatenate(classes)
+        if dataset.groups is not None:
+            columns["group"] = dataset.groups
+        if not columns:
+            return None
+        buffer = io.BytesIO()
+        table = np.stack(list(columns.values()), axis=1).astype(np.int64)
+        np.save(buffer, table, allow_pickle=False)
+        content = buffer.getvalue()
+        digest = digest_of(content)
+        key = f"{name}/labels-{digest[:16]}.npy"
+        self._send(key, content)
+        return Labels(
+            key=key, bytes=len(content), sha256=digest, columns=tuple(columns)
+        )
+
+    def _send(self, key: str, content: bytes) -> None:
+        """Write an object unless it is there with this content."""
+        try:
+            there = self._store.stat(key)
+            if there.size == len(content) and there.crc32c == crc32c(content):
+                with self._counting:
+                    self._kept += 1
+                return
+        except ObjectNotFound:
+            pass
+        self._store.put(key, [content])
+        with self._counting:
+            self._sent += len(content)
+
+    def _done(self, future: Future[Shard]) -> Shard:
+        shard = future.result()
+        self._examples += shard.examples
+        self._report(
+            Progress(
+                examples=self._examples,
+                of_examples=self._of_examples,
+                sent_bytes=self._sent,
+                kept_objects=self._kept,
+            )
+        )
+        return shard
+
+
+def _rows(dataset: Dataset, chosen: Indices) -> Rows:
+    inputs, targets = dataset.batch(chosen)
+    groups = None if dataset.groups is None else dataset.groups[chosen]
+    if targets is None:
+        return Rows(inputs=inputs.numpy(), groups=groups)
+    if targets.ndim == 1 and targets.dtype == torch.int64:
+        return Rows(inputs=inputs.numpy(), classes=targets.numpy(), groups=groups)
+    return Rows(inputs=inputs.numpy(), targets=targets.numpy(), groups=groups)
+
+
+def _check_alike(rows: Rows, probe: Rows, name: str) -> None:
+    if _form(rows) != _form(probe):
+        raise SiteError(
+            f"examples of {name} differ in shape or type ({_form(rows)} and "
+            f"{_form(probe)}): make the source return arrays of one shape"
+        )
+
+
+def _form(rows: Rows) -> tuple[Any, ...]:
+    arrays = (rows.inputs, rows.targets, rows.classes)
+    return tuple(None if a is None else (str(a.dtype), a.shape[1:]) for a in arrays)

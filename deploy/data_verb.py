@@ -1,0 +1,201 @@
+"""The verb ``data`` of the command line: datasets in object storage."""
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from federation.errors import JobError
+
+if TYPE_CHECKING:
+    from clients.shards.write import Progress
+    from cloud_adapters.urls import StoreOptions
+
+DONE = 0
+
+# The `verbs.add_parser` of argparse's own type, which is not public.
+_Verbs = Any
+
+_MIB = 1024 * 1024
+
+
+def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+    """Add the verb to those of the command line."""
+    data = verbs.add_parser(
+        "data", allow_abbrev=False, help="put datasets into object storage"
+    )
+    inner = data.add_subparsers(required=True, metavar="VERB")
+
+    shard = inner.add_parser(
+        "shard",
+        parents=[common],
+        allow_abbrev=False,
+        help="write a dataset as shards; again after a kill, it goes on",
+    )
+    shard.add_argument(
+        "source", metavar="SOURCE", help="module:function, as in a job, or a URL"
+    )
+    shard.add_argument("url", metavar="URL", help="where to: file://, s3:// or gs://")
+    shard.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the source, for example seed=1",
+    )
+    shard.add_argument("--name", help="name of the dataset (SOURCE)")
+    shard.add_argument(
+        "--format",
+        choices=("tar", "parquet"),
+        default="tar",
+        help="WebDataset's tar files (default), or Parquet for tables",
+    )
+    shard.add_argument(
+        "--shard-size",
+        type=float,
+        default=32.0,
+        metavar="MIB",
+        help="size of a shard (32), about",
+    )
+    shard.add_argument(
+        "--workers", type=int, default=4, help="shards made and sent at once (4)"
+    )
+    shard.add_argument(
+        "--replace",
+        action="store_true",
+        help="replace another version; its shards stay for those who read them",
+    )
+    _add_service(shard)
+    shard.set_defaults(verb=_shard)
+
+    info = inner.add_parser(
+        "info",
+        parents=[common],
+        allow_abbrev=False,
+        help="show size, classes and shards of a dataset",
+    )
+    info.add_argument("url", metavar="URL", help="what data shard wrote to")
+    info.add_argument(
+        "--verify",
+        action="store_true",
+        help="read everything and hold it against the index",
+    )
+    _add_service(info)
+    info.set_defaults(verb=_info)
+
+
+def _add_service(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--endpoint",
+        default="",
+        metavar="URL",
+        help="a service other than the cloud's own",
+    )
+    parser.add_argument("--region", default="", help="of an S3 bucket")
+
+
+def _service(options: argparse.Namespace) -> "StoreOptions":
+    from cloud_adapters.urls import StoreOptions  # noqa: PLC0415 -- keeps `--help` fast
+
+    return StoreOptions(endpoint=options.endpoint, region=options.region)
+
+
+def _shard(options: argparse.Namespace) -> int:
+    from deploy import data  # noqa: PLC0415 -- imports torch
+
+    with _progress() as report:
+        found = data.shard(
+            options.source,
+            options.url,
+            _options(options.option),
+            name=options.name or options.source,
+            service=_service(options),
+            encoding=options.format,
+            shard_bytes=int(options.shard_size * _MIB),
+            workers=options.workers,
+            replace=options.replace,
+            report=report,
+        )
+    _print(found, options)
+    return DONE
+
+
+def _info(options: argparse.Namespace) -> int:
+    from deploy import data  # noqa: PLC0415 -- imports torch
+
+    found = data.info(options.url, service=_service(options), verify=options.verify)
+    _print(found, options)
+    if options.verify and not options.json:
+        _say("every shard is what the index says")
+    return DONE
+
+
+def _options(texts: list[str]) -> dict[str, Any]:
+    """Read KEY=VALUE as in a job; what is no value of TOML is a text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name.isidentifier():
+            raise JobError(f"{text!r} is not KEY=VALUE", key="--option")
+        try:
+            found[name] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name] = value
+    return found
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[["Progress"], None]]:
+    """Show a bar on a terminal, and one line at the end in a pipe."""
+    from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
+    from rich.progress import Progress as Bar  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    last: list[Progress] = []
+    if console.is_terminal and not console.is_dumb_terminal:
+        with Bar(console=console) as bar:
+            task = bar.add_task("examples")
+
+            def show(now: "Progress") -> None:
+                last[:] = [now]
+                bar.update(task, completed=now.examples, total=now.of_examples)
+
+            yield show
+    else:
+        yield lambda now: last.__setitem__(slice(None), [now])
+    if last:
+        console.print(
+            f"crossfed: {last[0].sent_bytes:,} bytes of examples sent, "
+            f"{last[0].kept_objects} objects were there already",
+            highlight=False,
+        )
+
+
+def _print(found: Mapping[str, Any], options: argparse.Namespace) -> None:
+    if options.json:
+        _say(json.dumps(found, indent=2))
+        return
+    for name in ("dataset", "url", "version", "encoding"):
+        _say(f"{name:<9}  {found[name]}")
+    for name in ("train", "held_out"):
+        part = found[name]
+        shape = " x ".join(map(str, part["input_shape"])) or "one number"
+        _say(
+            f"{name:<9}  {part['examples']:,} examples ({shape}) in {part['shards']:,} "
+            f"shards of {part['smallest_shard']:,} to {part['largest_shard']:,}, "
+            f"{part['bytes']:,} bytes"
+        )
+        if part["classes"]:
+            counts = ", ".join(f"{k}: {v:,}" for k, v in part["classes"].items())
+            _say(f"           classes {counts}")
+            _say(
+                f"           shares of classes differ from shard to shard by up to "
+                f"{part['class_imbalance']:.1%}"
+            )
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")

@@ -1,0 +1,186 @@
+"""Jobs whose data lies in an object store, against the same jobs with it in memory."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from deploy import cli
+from deploy.simulation import RunResult, simulate
+from federation.errors import BucketNotFound, JobError
+from federation.job import JobSpec
+
+pytestmark = pytest.mark.slow
+
+STEPS = {"local_steps": 3, "batch_size": 7, "optimizer": {"lr": 0.5}}
+EPOCHS = {"local_epochs": 2, "batch_size": 7, "optimizer": {"lr": 0.5}}
+BLOBS = "support.small_jobs:blobs"
+
+
+def job(source: str, training: Mapping[str, Any] = STEPS, **data: Any) -> JobSpec:
+    table = {"source": source, "partition": {"kind": "stratified"}, **data}
+    return small_job(num_sites=2, rounds=3, seed=3, data=table, training=training)
+
+
+def shards(url: str, *options: str) -> None:
+    command = ["data", "shard", BLOBS, url, *options]
+    assert cli.main([*command, "--shard-size", "0.02"]) == cli.DONE
+
+
+def check_same(one: RunResult, other: RunResult) -> None:
+    assert one.weights.keys() == other.weights.keys()
+    for name, array in one.weights.items():
+        np.testing.assert_array_equal(array, other.weights[name])
+    assert one.loss == other.loss
+
+
+@pytest.mark.parametrize("training", [STEPS, EPOCHS])
+@pytest.mark.parametrize("encoding", ["tar", "parquet"])
+def test_same_bits_as_in_memory(
+    tmp_path: Path, encoding: str, training: Mapping[str, Any]
+):
+    """Where data lies changes no bit of a run."""
+    url = f"file://{tmp_path}/blobs"
+    shards(url, "--format", encoding)
+    found = simulate(job(url, training), folder=None)
+    check_same(found, simulate(job(BLOBS, training), folder=None))
+
+
+@pytest.mark.parametrize("training", [STEPS, EPOCHS])
+def test_resume_in_the_order_of_shards(tmp_path: Path, training: Mapping[str, Any]):
+    """A run that goes on in the middle of an epoch is the run that never stopped."""
+    url = f"file://{tmp_path}/blobs"
+    shards(url)
+    options = {"order": "shards", "window": 2}
+    ours = job(url, training, options=options)
+    rounds: list[object] = []
+    stopped = simulate(
+        ours,
+        folder=tmp_path / "run",
+        listeners=[rounds.append],
+        stop_requested=lambda: len(rounds) > 0,
+    )
+    assert stopped.rounds_now < 3
+    resumed = simulate(ours, folder=tmp_path / "run", resume=True)
+    whole = simulate(ours, folder=None)
+    check_same(resumed, whole)
+    other = simulate(job(BLOBS, training), folder=None)
+    assert any(
+        not np.array_equal(whole.weights[name], other.weights[name])
+        for name in whole.weights
+    )
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[str, str]:
+    """URL and endpoint of a new bucket, and a cache of its own."""
+    monkeypatch.setenv("CROSSFED_CACHE_DIR", str(tmp_path / "cache"))
+    if request.param == "s3":
+        server = request.getfixturevalue("s3_server")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+        name = server.bucket()
+    else:
+        from support import gcs_stores  # noqa: PLC0415 (slow to import)
+
+        server = request.getfixturevalue("gcs_server")
+        name = gcs_stores.new_bucket(server)
+    return f"{request.param}://{name}", server.url
+
+
+def test_data_in_a_bucket(bucket: tuple[str, str], tmp_path: Path):
+    """Each site reads its own; the second run finds all shards in the cache."""
+    url, endpoint = bucket
+    service = ("--endpoint", endpoint, "--region", "us-east-1")
+    shards(f"{url}/data/blobs", *service)
+    options = {"endpoint": endpoint, "region": "us-east-1", "warm_up": True}
+
+    def job_of(source: str, **data: Any) -> JobSpec:
+        own = {"source": source, **data}
+        sites = [{"name": "a", "data": own}, {"name": "b", "data": own}]
+        return small_job(rounds=2, training=STEPS, sites=sites)
+
+    ours = job_of(f"{url}/data/blobs", options=options)
+    expected = simulate(job_of(BLOBS), folder=None)
+    check_same(simulate(ours, folder=None), expected)
+    kept = {p.name for p in (tmp_path / "cache").iterdir() if len(p.name) == 64}
+    assert len(kept) > 3
+    check_same(simulate(ours, folder=None), expected)
+
+
+def test_missing_bucket(bucket: tuple[str, str]):
+    """One error, with the URL."""
+    url, endpoint = bucket
+    options = {"endpoint": endpoint, "region": "us-east-1"}
+    missing = job(f"{url}-none/blobs", options=options)
+    with pytest.raises(BucketNotFound, match=re.escape(f"{url}-none")):
+        simulate(missing, folder=None)
+
+
+def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Size, classes and balance, for people and for programs."""
+    url = f"file://{tmp_path}/blobs"
+    shards(url, "--name", "three clouds")
+    capsys.readouterr()
+    assert cli.main(["data", "info", url, "--verify"]) == cli.DONE
+    text = capsys.readouterr().out
+    assert "60 examples (4)" in text
+    assert "0: 20, 1: 20, 2: 20" in text
+    assert "every shard is what the index says" in text
+    assert cli.main(["data", "info", url, "--json"]) == cli.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["dataset"] == "three clouds"
+    assert found["train"]["classes"] == {"0": 20, "1": 20, "2": 20}
+    assert found["train"]["shards"] == 6
+    assert found["train"]["class_imbalance"] < 0.1
+    assert not found["verified"]
+
+
+def test_damage_is_found_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """With one line and without a traceback."""
+    shards(f"file://{tmp_path}/blobs")
+    damaged = next((tmp_path / "blobs" / "held_out").glob("*.tar"))
+    damaged.write_bytes(damaged.read_bytes()[:-600])
+    code = cli.main(["data", "info", f"file://{tmp_path}/blobs", "--verify"])
+    assert code == cli.FAILED
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert damaged.name in line
+    assert str(tmp_path) in line
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "reason"),
+    [
+        ("ftp://x/y", {}, "data.source: the scheme 'ftp'"),
+        ("file://x", {"sede": 1}, r"data.options: there is no option 'sede'.*version"),
+        ("file://x", {"order": "none"}, "data.options: order is 'none'"),
+        ("file://x", {"window": "8"}, r"data.options.window: is '8': expected int"),
+    ],
+)
+def test_wrong_options(source: str, options: Mapping[str, Any], reason: str):
+    """The message names the key of the job."""
+    with pytest.raises(JobError, match=reason):
+        simulate(job(source, options=options), folder=None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--shard-size", "0"),
+        ("--workers", "0"),
+        ("--option", "nothing"),
+        ("--option", "none=1"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, wrong: tuple[str, str]):
+    """Each is the user's mistake, and nothing is written."""
+    command = ["data", "shard", BLOBS, f"file://{tmp_path}/x", *wrong]
+    assert cli.main(command) == cli.BAD_JOB
+    assert not (tmp_path / "x").exists()
