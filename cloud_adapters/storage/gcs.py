@@ -18,6 +18,12 @@ from google.auth.credentials import Credentials
 from cloud_adapters.storage import gcs_errors
 from cloud_adapters.storage.checksums import Checksums
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
+from cloud_adapters.storage.gcs_lookup import (
+    Resource,
+    lookup,
+    object_path,
+    told_apart,
+)
 from cloud_adapters.storage.gcs_read import Reading
 from cloud_adapters.storage.gcs_upload import (
     BLOCK_BYTES,
@@ -25,13 +31,12 @@ from cloud_adapters.storage.gcs_upload import (
     PUT_ID,
     SHA256,
     NewObject,
-    Resource,
     UploadSession,
     chunks,
     decoded,
     insert,
 )
-from cloud_adapters.storage.gcs_write import ABSENT, Rewrite, Writing, object_path
+from cloud_adapters.storage.gcs_write import ABSENT, Rewrite, Writing
 from cloud_adapters.storage.keys import (
     check_conditions,
     check_key,
@@ -39,7 +44,7 @@ from cloud_adapters.storage.keys import (
     check_range,
 )
 from cloud_adapters.storage.retry import Retry
-from federation.errors import ObjectChanged, ObjectNotFound
+from federation.errors import ObjectChanged, ObjectNotFound, StoreError, StoreForbidden
 from federation.protocols import Buffer, ObjectInfo
 
 _FIELDS = "name,size,generation,crc32c,metadata,updated"
@@ -160,16 +165,26 @@ class GcsStore:
             self._stat(key, doing, version)
             return b""
         reading = Reading(self._http, path, doing, version=version)
-        return self._retry.call(lambda _: reading.attempt(start, length))
+        try:
+            return self._retry.call(lambda _: reading.attempt(start, length))
+        except StoreForbidden as error:
+            raise self._told_apart(key, doing, error) from error
 
     def stat(self, key: str) -> ObjectInfo:
         """All that the store knows of an object; see ``ObjectStore.stat``."""
         return _info(key, self._stat(key, f"look up {key!r} of {self.url}"))
 
     def _stat(self, key: str, doing: str, version: str | None = None) -> Resource:
-        params = {} if version is None else {"ifGenerationMatch": version}
-        ask = Ask(doing=doing, method="GET", url=self._path(key), params=params)
-        return self._json(ask)
+        name = self._name(key)
+        return self._retry.call(
+            lambda _: lookup(
+                self._http, self._bucket, name, doing=doing, generation=version
+            )
+        )
+
+    def _told_apart(self, key: str, doing: str, error: StoreForbidden) -> StoreError:
+        name = self._name(key)
+        return told_apart(self._http, self._bucket, name, doing=doing, error=error)
 
     def _json(self, ask: Ask) -> Resource:
         return self._retry.call(lambda _: json_of(self._http.send(ask), ask.doing))
@@ -204,7 +219,13 @@ class GcsStore:
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
-        self._delete(self._name(key), f"delete {key!r} of {self.url}", None)
+        doing = f"delete {key!r} of {self.url}"
+        try:
+            self._delete(self._name(key), doing, None)
+        except StoreForbidden as error:
+            refusal = self._told_apart(key, doing, error)
+            if not isinstance(refusal, ObjectNotFound):
+                raise
 
     def _delete(self, name: str, doing: str, generation: str | None) -> None:
         params = {} if generation is None else {"ifGenerationMatch": generation}

@@ -15,12 +15,12 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import requests
 
 from cloud_adapters.storage.checksums import Checksums
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
+from cloud_adapters.storage.gcs_lookup import Resource
 from cloud_adapters.storage.retry import Retry
 from federation.errors import CorruptObject, StoreError, StoreUnavailable
 from federation.protocols import Buffer
@@ -30,8 +30,6 @@ CHUNK_BYTES = 16 * 1024 * 1024
 
 PUT_ID = "crossfed-put-id"
 SHA256 = "crossfed-sha256"
-
-Resource = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of, quoted
+from cloud_adapters.storage.gcs_lookup import Resource, lookup, object_path
 from cloud_adapters.storage.gcs_upload import (
     PUT_ID,
     Chunk,
     NewObject,
-    Resource,
     UploadSession,
 )
 from cloud_adapters.storage.retry import Retry
@@ -28,18 +28,10 @@ from federation.errors import (
 ABSENT = "0"  # The generation of what is not there.
 
 
-def object_path(bucket: str, name: str) -> str:
-    """Where an object lies below the endpoint."""
-    return f"/storage/v1/b/{bucket}/o/{quoted(name)}"
-
-
 def find(http: GcsHttp, new: NewObject) -> Resource | None:
     """Return what is under a new object's name, or None; one attempt."""
-    path = object_path(new.bucket, new.name)
     try:
-        return json_of(
-            http.send(Ask(doing=new.doing, method="GET", url=path)), new.doing
-        )
+        return lookup(http, new.bucket, new.name, doing=new.doing)
     except ObjectNotFound:
         return None
 

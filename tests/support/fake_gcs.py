@@ -192,6 +192,9 @@ class FakeGcs(GoogleServer):
             params.get("generation", stored.resource["generation"])
             != stored.resource["generation"]
         ):
+            if not self.allows("storage.objects.list", bucket, ""):
+                message = f"no access to {name!r} (or it may not exist)"
+                raise GoogleError(403, "forbidden", message)
             raise GoogleError(404, "notFound", f"No such object: {bucket}/{name}")
         self._check_conditions(stored, params)
         return stored

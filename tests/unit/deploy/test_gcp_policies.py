@@ -15,7 +15,7 @@ from support.gcs_iam import Binding
 
 from cloud_adapters.storage.gcs import GcsStore
 from deploy.gcp_policies import condition, main, parse_place, role
-from federation.errors import StoreForbidden
+from federation.errors import ObjectNotFound, StoreForbidden
 
 DATA = "gs://data/site a/shards"
 OWN = "gs://runs/sites/a"
@@ -56,6 +56,17 @@ def test_site_works_in_its_prefix(server: FakeGcs):
     assert [info.key for info in store.list()] == ["copy", "large", "small"]
     assert store.read("large") == LARGE
     store.delete("copy")
+
+
+def test_missing_objects_are_not_forbidden(server: FakeGcs):
+    """The service refuses them, as the site may not list the whole bucket."""
+    store = gcs_stores.store(server, "sites/a", bucket="runs")
+    store.put("key-2", [b"x"])
+    for verb in (store.read, store.stat, lambda key: store.copy(key, "copy")):
+        with pytest.raises(ObjectNotFound):
+            verb("key")
+    store.delete("key")
+    assert [info.key for info in store.list()] == ["key-2"]
 
 
 def refused(store: GcsStore) -> None:
