@@ -146,11 +146,15 @@ class ObjectCache:
         return good
 
     def _keep(self, sha256: str, content: bytes) -> None:
-        """Make room, write, and give the name; all of it under one lock."""
+        """Write, make room, and give the name."""
         path = self._folder / f"{_NEW}{secrets.token_hex(8)}"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
+        # Made and locked at once: whoever cleans up must not see it without a lock.
+        with self._lock(".lock"):
+            file = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
+        try:
             _write_all(file, content)
             # Not fsync: what a power cut leaves is found out by its digest.
             with self._lock(".lock"):
