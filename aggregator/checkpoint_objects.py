@@ -3,6 +3,7 @@
 Not here: which checkpoint is to be used, and which may go (``aggregator.checkpoint``).
 """
 
+import contextlib
 import hashlib
 import re
 import threading
@@ -65,10 +66,9 @@ class CheckpointObjects:
         """
         try:
             content = self._store.read(key, length=manifests.MAX_MANIFEST_BYTES + 1)
+            return manifests.decode(key, content)
         except ObjectNotFound as error:
             raise Damaged(f"{key} is gone") from error
-        try:
-            return manifests.decode(key, content)
         except CorruptObject as error:
             raise Damaged(str(error), key) from error
 
@@ -76,6 +76,15 @@ class CheckpointObjects:
         """Every blob and chunk that is there."""
         for folder in ("blobs/", "chunks/"):
             yield from self._store.list(self._prefix + folder)
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object by its whole key; None if it is not there."""
+        try:
+            return self._store.stat(key).size
+        except ObjectNotFound:
+            return None
+        except CorruptObject as error:  # So says an encrypted store.
+            raise Damaged(str(error), key) from error
 
     def write(self, blob: Blob, pieces: Sequence[Buffer]) -> int:
         """Write what is not known to be there, and return the bytes written.
@@ -90,7 +99,7 @@ class CheckpointObjects:
         for chunk in blob.objects:
             key = self._prefix + chunk.key
             if key in self._known_whole:
-                size = sizes.get(key) if blob.chunks else self._size(key)
+                size = sizes.get(key) if blob.chunks else self.size(key)
                 if size == chunk.size:
                     continue
             missing[key] = chunk
@@ -122,22 +131,28 @@ class CheckpointObjects:
             first = self._prefix + blob.objects[0].key
             raise Damaged(f"{first} does not hold what its manifest says", first)
 
-    def verify(self, chunk: Chunk) -> None:
-        """Read an object and compare its digest.
+    def damages(self, chunks: Sequence[Chunk]) -> list[str]:
+        """Read objects and say what is wrong with each; an empty text if nothing is."""
 
-        Raises:
-            Damaged: It is missing, or not what was written.
-        """
-        self._fill(chunk, None)
+        def damage(chunk: Chunk) -> str:
+            try:
+                self._fill(chunk, ())
+            except Damaged as error:
+                return str(error)
+            return ""
+
+        return _each(chunks, damage)
 
     def move_aside(self, key: str) -> None:
         """Move a damaged object where nothing looks for it."""
-        size = self._size(key)
-        if size is None:  # Gone, or moved for another round that shared it.
-            return
-        target = f"{self._prefix}quarantine/{key.rpartition('/')[2]}."
-        number = 1 + sum(1 for _ in self._store.list(target))
-        self._store.put(f"{target}{number}", self._parts(key, size))
+        # What was encrypted and cannot be decrypted is of no use, and not kept.
+        with contextlib.suppress(Damaged):
+            size = self.size(key)
+            if size is None:  # Gone, or moved for another round that shared it.
+                return
+            target = f"{self._prefix}quarantine/{key.rpartition('/')[2]}."
+            number = 1 + sum(1 for _ in self._store.list(target))
+            self._store.put(f"{target}{number}", self._parts(key, size))
         self._store.delete(key)
         self._known_whole.discard(key)
 
@@ -158,9 +173,9 @@ class CheckpointObjects:
         self._known_whole -= {info.key for info in found}
         return freed
 
-    def _fill(self, chunk: Chunk, targets: Sequence[memoryview] | None) -> None:
+    def _fill(self, chunk: Chunk, targets: Sequence[memoryview]) -> None:
         key = self._prefix + chunk.key
-        size = self._size(key)
+        size = self.size(key)
         if size is None:
             raise Damaged(f"{key} is missing")
         if size != chunk.size:
@@ -168,12 +183,12 @@ class CheckpointObjects:
         digest = hashlib.sha256()
         for start in range(0, chunk.size, READ_BYTES):
             length = min(READ_BYTES, chunk.size - start)
-            part = self._store.read(key, start=start, length=length)
+            part = self._read(key, start, length)
             if len(part) != length:
                 raise Damaged(f"{key} ends at byte {start + len(part)}", key)
             digest.update(part)
             copied = 0
-            for view in cut(targets or (), chunk.start + start, length):
+            for view in cut(targets, chunk.start + start, length):
                 view[:] = part[copied : copied + len(view)]
                 copied += len(view)
         if digest.hexdigest() != chunk.sha256:
@@ -181,15 +196,15 @@ class CheckpointObjects:
         with self._lock:
             self._known_whole.add(key)
 
-    def _size(self, key: str) -> int | None:
-        try:
-            return self._store.stat(key).size
-        except ObjectNotFound:
-            return None
-
     def _parts(self, key: str, size: int) -> Iterator[bytes]:
         for start in range(0, size, READ_BYTES):
-            yield self._store.read(key, start=start, length=READ_BYTES)
+            yield self._read(key, start, READ_BYTES)
+
+    def _read(self, key: str, start: int, length: int) -> bytes:
+        try:
+            return self._store.read(key, start=start, length=length)
+        except CorruptObject as error:
+            raise Damaged(str(error), key) from error
 
 
 def _each(items: Iterable[_T], act: Callable[[_T], _R]) -> list[_R]:

@@ -1,6 +1,6 @@
-"""Verbs of the command line that deal with models in object stores.
+"""Verbs of the command line for what a run leaves in stores: model, checkpoints.
 
-Arguments in and text out; the work is in ``deploy.export``.
+Arguments in and text out; the work is in ``deploy.export`` and ``deploy.checkpoints``.
 """
 
 import argparse
@@ -46,6 +46,26 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     )
     export.set_defaults(verb=_export)
 
+    checkpoints = verbs.add_parser(
+        "checkpoints",
+        parents=[common],
+        allow_abbrev=False,
+        help="list the checkpoints of a run, verify them, or remove old ones",
+    )
+    checkpoints.add_argument(
+        "run", metavar="RUN", help="folder, run id, job name, or URL of a run's place"
+    )
+    checkpoints.add_argument(
+        "--verify", action="store_true", help="read every byte and compare digests"
+    )
+    checkpoints.add_argument(
+        "--prune", type=_count, metavar="N", help="keep the newest N, remove the others"
+    )
+    checkpoints.add_argument(
+        "--root", type=Path, default=Path("runs"), help="folder of all runs"
+    )
+    checkpoints.set_defaults(verb=_checkpoints)
+
 
 def _export(options: argparse.Namespace) -> int:
     from deploy.export import export  # noqa: PLC0415 -- keeps `--help` fast
@@ -61,6 +81,38 @@ def _export(options: argparse.Namespace) -> int:
         for key, digest in done.sha256.items():
             _say(f"{digest}  {key}")
     return DONE
+
+
+def _count(text: str) -> int:
+    """A number of checkpoints: none at all would leave a run that cannot go on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
+    return int(text)
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from deploy import checkpoints  # noqa: PLC0415 -- keeps `--help` fast
+    from federation.clock import SystemClock  # noqa: PLC0415
+
+    try:
+        findings = checkpoints.examine(
+            options.run,
+            options.root,
+            verify=options.verify,
+            keep=options.prune,
+            clock=SystemClock(),
+        )
+    except JobError as error:
+        if "://" not in options.run:
+            raise
+        # The URL is not of a job here.
+        raise JobError(error.reason, key="RUN") from error
+    if options.json:
+        _say(json.dumps(checkpoints.facts(findings), indent=2))
+    else:
+        for line in checkpoints.lines(findings):
+            _say(line)
+    return FAILED if findings.num_damaged else DONE
 
 
 @contextmanager

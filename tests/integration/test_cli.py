@@ -797,7 +797,7 @@ def test_checkpoints_are_listed_and_verified(
     assert done.code == 0, done.stderr
     heads, *rows = done.stdout.splitlines()
     assert heads.split() == ["round", "written", "size", "shared", "state"]
-    assert [row.split()[0] for row in rows] == ["1", "2"]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2"]
     blob = max((run / "checkpoints/blobs").iterdir(), key=lambda p: p.stat().st_mtime)
     content = bytearray(blob.read_bytes())
     content[-1] ^= 1
@@ -819,7 +819,8 @@ def test_old_checkpoints_are_pruned(
     words = ["checkpoints", "small", "--prune"]
     found = json.loads(server.run(*words, "1", "--json", folder=place).stdout)
     assert [c["round_index"] for c in found["survey"]["checkpoints"]] == [2]
-    assert found["pruned"]["checkpoints"] == ["checkpoints/round-000001.json"]
+    removed = [f"checkpoints/round-{index:06d}.json" for index in (0, 1)]
+    assert found["pruned"]["checkpoints"] == removed
     assert found["survey"]["num_unnamed"] == 0
     assert server.run(*words, "0", folder=place).code == 2
 

@@ -1,0 +1,127 @@
+"""The checkpoints of a run, wherever they are: what is there, and what may go."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from aggregator import checkpoint_survey
+from aggregator.checkpoint_survey import Pruned, Survey, Surveyed
+from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.urls import open_store
+from deploy import run_store
+from deploy.run_folder import RunFolder, find_run
+from federation import job_file
+from federation.errors import RunNotFound
+from federation.protocols import Clock, ObjectStore
+from monitoring.units import format_bytes, format_count
+
+PREFIX = "checkpoints/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a look at a run's checkpoints came to.
+
+    Attributes:
+        url: Where they are.
+        survey: What is there, after pruning.
+        pruned: What was removed; None if that was not asked for.
+    """
+
+    url: str
+    survey: Survey
+    pruned: Pruned | None
+
+    @property
+    def num_damaged(self) -> int:
+        """How many checkpoints cannot be used."""
+        return sum(bool(found.damage) for found in self.survey.checkpoints)
+
+
+def examine(
+    place: str, root: Path, *, verify: bool, keep: int | None, clock: Clock
+) -> Findings:
+    """Look at the checkpoints of a run, and remove old ones if asked to.
+
+    Args:
+        place: URL of a run's place in a store; or a folder, run id or job's name.
+        root: Folder of all runs.
+        verify: Read every byte.
+        keep: How many to keep; None to remove nothing.
+        clock: Says how old left-over objects are.
+
+    Raises:
+        RunNotFound: There is no such run, or it has no checkpoints.
+        RunConflict: ``keep`` is given, and a process of this machine works on the run.
+        JobError: ``place`` is a URL and names no store.
+        StoreUnavailable: The store is out of reach.
+    """
+    with _opened(place, root, is_changed=keep is not None) as store:
+        pruned = None
+        if keep is not None:
+            now = clock.now()
+            pruned = checkpoint_survey.prune(store, PREFIX, keep=keep, now=now)
+        survey = checkpoint_survey.survey(store, PREFIX, verify=verify)
+        if not survey.checkpoints:
+            raise RunNotFound(
+                f"there are no checkpoints in {store.url}/{PREFIX}: give a run, or the "
+                "URL of a run's own place, such as s3://BUCKET/PREFIX/JOB/RUNID"
+            )
+        return Findings(url=store.url, survey=survey, pruned=pruned)
+
+
+def facts(findings: Findings) -> dict[str, Any]:
+    """The same as plain values."""
+    return asdict(findings) | {"damaged": findings.num_damaged}
+
+
+def lines(findings: Findings) -> Iterator[str]:
+    """The same for a person."""
+    survey = findings.survey
+    yield f"{'round':>8}  {'written':<20}  {'size':>9}  {'shared':>9}  state"
+    for found in survey.checkpoints:
+        index = "?" if found.round_index is None else str(found.round_index)
+        size, shared = format_bytes(found.size), format_bytes(found.shared)
+        state = found.damage or ("verified" if survey.verified else "all there")
+        when = _when(found)
+        yield f"{index:>8}  {when:<20}  {size:>9}  {shared:>9}  {state}"
+    if survey.num_unnamed:
+        objects = format_count(survey.num_unnamed, "object")
+        size = format_bytes(survey.unnamed_bytes)
+        yield f"{objects} that no checkpoint names, {size}"
+    if findings.pruned is not None:
+        removed = format_count(len(findings.pruned.checkpoints), "checkpoint")
+        yield f"removed {removed}, {format_bytes(findings.pruned.freed_bytes)}"
+
+
+def _when(found: Surveyed) -> str:
+    if found.written is None:
+        return "-"
+    return f"{datetime.fromtimestamp(found.written, UTC):%Y-%m-%d %H:%M:%SZ}"
+
+
+@contextmanager
+def _opened(place: str, root: Path, *, is_changed: bool) -> Iterator[ObjectStore]:
+    with ExitStack() as stack:
+        if "://" in place:
+            store = open_store(place)
+        else:
+            run = find_run(place, root)
+            if is_changed:
+                stack.enter_context(run.locked())
+            store = _store_of(run)
+        stack.callback(store.close)
+        yield store
+
+
+def _store_of(run: RunFolder) -> ObjectStore:
+    """The store of a run's checkpoints: its folder, or its place in a bucket."""
+    if (run.path / PREFIX).is_dir():
+        return LocalStore(run.path)
+    job, run_id = job_file.loads(run.read_job()), run.run_id()
+    if run_id is not None and run_store.in_bucket(job):
+        return run_store.open_bucket(job, run_id)
+    return LocalStore(run.path)
