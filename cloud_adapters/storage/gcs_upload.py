@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import requests
 
 from cloud_adapters.storage.checksums import Checksums
@@ -101,7 +102,8 @@ def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
 
     A chunk is good until the next one is asked for: they share one buffer.
     """
-    held = memoryview(bytearray(size))
+    # Unlike bytearray(size), this touches no memory that the content does not fill.
+    held = np.empty(size, np.uint8).data
     begin = num_held = 0
     for piece in data:
         view = memoryview(piece)
