@@ -32,7 +32,7 @@ test-long: $(READY) ## Run the tests that take many minutes
 test-fast: $(READY) ## Run the tests that take milliseconds
 	$(PYTEST) -m "not slow and not flower and not deploy" -n 2 --dist loadgroup
 
-test-cloud: $(READY) ## Run the suite of stores on the bucket that CROSSFED_TEST_S3_URL names
+test-cloud: $(READY) ## Run the suite of stores on the buckets of CROSSFED_TEST_S3_URL and _GCS_URL
 	$(PYTEST) tests/contract/test_object_store.py
 
 test-lowest: ## Run the fast tests with the oldest versions that we promise

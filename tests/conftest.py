@@ -52,11 +52,18 @@ def gcs_server() -> Iterator[Any]:
 
 
 @pytest.fixture
-def gcs_store(gcs_server: Any) -> Any:
-    """An empty store in a bucket of its own."""
+def gcs_store(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """An empty store: in a bucket of its own, or in the one that is to be tested."""
     from support import gcs_stores  # noqa: PLC0415 (slow to import)
 
-    return gcs_stores.store(gcs_server)
+    url = os.environ.get("CROSSFED_TEST_GCS_URL")
+    if url is None:
+        yield gcs_stores.store(request.getfixturevalue("gcs_server"))
+        return
+    with gcs_stores.named_store(
+        url, os.environ.get("CROSSFED_TEST_GCS_ENDPOINT", "")
+    ) as store:
+        yield store
 
 
 @pytest.fixture(scope="session")

@@ -201,6 +201,7 @@ class GcsStore:
             "startOffset": self._prefix + start_after,
             "fields": f"nextPageToken,items({_FIELDS})",
         }
+        params = {name: value for name, value in params.items() if value}
         while True:
             ask = Ask(
                 doing=doing,

@@ -1,6 +1,8 @@
-"""Stores in the fake of Google Cloud Storage."""
+"""Stores in the fake of Google Cloud Storage, or in a bucket that a person names."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from google.auth.credentials import AnonymousCredentials
@@ -37,3 +39,20 @@ def store(
         "chunk_bytes": BLOCK_BYTES,
     }
     return GcsStore(bucket or new_bucket(server), prefix, **{**defaults, **options})
+
+
+@contextlib.contextmanager
+def named_store(url: str, endpoint: str) -> Iterator[GcsStore]:
+    """A store in a bucket of somebody's; it is empty before and after.
+
+    The whole bucket, since the longest key leaves no room for a prefix.
+    """
+    bucket = url.removeprefix("gs://").rstrip("/")
+    store = GcsStore(bucket, endpoint=endpoint or None)
+    found = next(store.list(), None)
+    assert found is None, f"{url} is not empty: tests would delete {found}"
+    try:
+        yield store
+    finally:
+        for info in store.list():
+            store.delete(info.key)

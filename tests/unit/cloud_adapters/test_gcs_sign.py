@@ -79,7 +79,7 @@ def test_url_is_for_reading_or_writing(store: GcsStore):
         store.signed_url("key", method="DELETE", expires_seconds=60)
 
 
-def test_credentials_that_cannot_sign(gcs_store: GcsStore):
+def test_credentials_that_cannot_sign():
     """They are told apart before anything is sent."""
     store = GcsStore("b", endpoint="http://127.0.0.1:9")
     with pytest.raises(NotAuthenticated, match="impersonate a service account"):

@@ -32,6 +32,12 @@ KMS_KEY = "projects/p/locations/eu/keyRings/r/cryptoKeys/k"
 BIG = bytes(range(251)) * 2500  # Three chunks.
 
 
+@pytest.fixture
+def gcs_store(gcs_server: FakeGcs) -> GcsStore:
+    """In the fake, whatever bucket the suite is pointed at."""
+    return gcs_stores.store(gcs_server)
+
+
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 30))
 def test_chunks_are_the_content(pieces: list[bytes], size: int):
     """Whatever the pieces are, all chunks but the last are full."""
