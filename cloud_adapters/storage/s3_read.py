@@ -1,5 +1,6 @@
 """Bodies of objects in S3: bounded in time, resumed where they broke off, checked."""
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,8 @@ class Read:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self._pieces: list[bytes] = []
+        # Grows in place; joining pieces would take the memory twice.
+        self._content = io.BytesIO()
         self._received = 0
         self._info: ObjectInfo | None = None
 
@@ -121,7 +123,7 @@ class Read:
             self._info = info_of(self._key, answer)
         missing = int(answer["ContentLength"])
         for piece in _stream(self._calls, self._doing, answer["Body"]):
-            self._pieces.append(piece)
+            self._content.write(piece)
             self._received += len(piece)
             missing -= len(piece)
         if missing:
@@ -132,7 +134,7 @@ class Read:
             )
 
     def _checked(self) -> bytes:
-        content = b"".join(self._pieces)
+        content = self._content.getvalue()
         info = self._info
         is_whole = info is not None and self._start == 0 and len(content) == info.size
         if info is None or not is_whole or info.crc32c is None:
