@@ -438,7 +438,7 @@ BAD = {
         ],
         ["target_epsilon", "out of reach", "what would reach it"],
     ),
-    "s3": (["--set", "storage.url=s3://bucket/x"], ["storage.url", "not built yet"]),
+    "s3": (["--set", "storage.url=s3://A_B/x"], ["storage.url", "cannot be a bucket"]),
     "unknown url": (["--set", "storage.url=ftp://x"], ["storage.url", "'ftp'"]),
     "nothing to set": (["--set", "rounds"], ["'rounds'", "write key=value"]),
 }
