@@ -58,6 +58,8 @@ def partition(
       arXiv:1905.12022, section 4, which deals every example out. Training and
       held-out part follow the same shares.
     - ``by_group``: whole groups, the largest first to the site that has least.
+    - ``proportional``: at random, in parts that are proportional to the sites'
+      speeds to within one example, so that all are done at the same time.
 
     Args:
         train: Training examples.
@@ -79,7 +81,12 @@ def partition(
         parts = _by_group(train, held_out, k)
     else:
         train_c, held_c = _shuffled_classes(train, held_out, spec, rng)
-        if spec.kind == "dirichlet":
+        if spec.kind == "proportional":
+            shares_ck = np.array([spec.speeds]) / sum(spec.speeds)
+            parts = list(
+                zip(_cut(train_c, shares_ck), _cut(held_c, shares_ck), strict=True)
+            )
+        elif spec.kind == "dirichlet":
             parts = _by_drawn_shares(train_c, held_c, spec, k, rng)
         else:
             parts = list(zip(_evenly(train_c, k), _evenly(held_c, k), strict=True))
@@ -123,8 +130,8 @@ def _shuffled_classes(
     spec: PartitionSpec,
     rng: np.random.Generator,
 ) -> tuple[list[Indices], list[Indices]]:
-    """Indices of each class in random order; for ``iid`` all are of one class."""
-    if spec.kind == "iid":
+    """Indices of each class in random order; one class where it does not matter."""
+    if spec.kind in {"iid", "proportional"}:
         return [rng.permutation(len(train))], [rng.permutation(len(held_out))]
     sides = train.labels(), held_out.labels()
     if sides[0] is None or sides[1] is None:

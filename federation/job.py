@@ -48,9 +48,15 @@ class PartitionSpec:
     kind: str = key(
         "`iid` (at random), `stratified` (the same class shares everywhere), "
         "`dirichlet` (class shares drawn at random), `by_group` (whole groups, for "
-        "example sub-packages of a text).",
+        "example sub-packages of a text), `proportional` (at random, as many as "
+        "`speeds` says).",
         default="iid",
-        choices=("iid", "stratified", "dirichlet", "by_group"),
+        choices=("iid", "stratified", "dirichlet", "by_group", "proportional"),
+    )
+    speeds: tuple[float, ...] = key(
+        "Speed of each site that is dealt to, in the order of the sites and in one "
+        "unit, for example examples a second; `proportional` only.",
+        default=(),
     )
     alpha: float = key(
         "Concentration of the Dirichlet distribution: near 0 each class lives at "
@@ -71,9 +77,14 @@ class DataSpec:
     """The data, as one dataset that the simulation deals out."""
 
     source: str = key(
-        "`module:function` that returns `(train, held_out)`; called with `options`."
+        "`module:function` that returns `(train, held_out)`, called with `options`; "
+        "or the URL that `crossfed data shard` wrote to."
     )
-    options: Mapping[str, Any] = key("Keyword arguments of the source.", default={})
+    options: Mapping[str, Any] = key(
+        "Keyword arguments of the function; for a URL `version`, `order`, `window`, "
+        "`warm_up`, `endpoint`, `region`.",
+        default={},
+    )
     partition: PartitionSpec = key(
         "How the data is dealt out to the sites (simulation only).",
         default=PartitionSpec(),
@@ -302,8 +313,10 @@ class ScheduleSpec:
 class SiteDataSpec:
     """Data of one site alone, instead of a share of the job's dataset."""
 
-    source: str = key("`module:function` that returns `(train, held_out)`.")
-    options: Mapping[str, Any] = key("Keyword arguments of the source.", default={})
+    source: str = key(
+        "`module:function` that returns `(train, held_out)`, or a URL as in `[data]`."
+    )
+    options: Mapping[str, Any] = key("Of the source, as in `[data]`.", default={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

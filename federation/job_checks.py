@@ -4,9 +4,11 @@ Combinations that are unsafe or cannot work are refused here, each with its key 
 what to write instead; those of differential privacy are in ``privacy_checks``.
 """
 
+import math
+
 from federation.errors import JobError
 from federation.ids import check_name
-from federation.job import JobSpec
+from federation.job import JobSpec, PartitionSpec
 from federation.privacy_checks import (
     check_differential_privacy,
     check_secure_aggregation,
@@ -64,6 +66,27 @@ def _check_data(job: JobSpec) -> None:
             "give the site a `data` of its own",
             key="data",
         )
+    if job.data is not None:
+        _check_speeds(job.data.partition, len(without))
+
+
+def _check_speeds(partition: PartitionSpec, num_sites: int) -> None:
+    speeds, key = partition.speeds, "data.partition.speeds"
+    if partition.kind != "proportional":
+        if speeds:
+            raise JobError(
+                f'is of no use with {partition.kind!r}: use kind = "proportional"',
+                key=key,
+            )
+        return
+    if len(speeds) != num_sites:
+        raise JobError(
+            f"has {len(speeds)} numbers for the {num_sites} sites without data of "
+            "their own: give one for each",
+            key=key,
+        )
+    if not all(0 < speed < math.inf for speed in speeds):
+        raise JobError(f"is {list(speeds)}: every speed must be above 0", key=key)
 
 
 def _check_training(job: JobSpec) -> None:

@@ -245,3 +245,31 @@ def test_nothing_to_count():
     plain = as_dataset((np.zeros((3, 1)), None), name="plain")
     counts = count_labels([plain, plain])
     assert (counts.kind, counts.labels, counts.by_site) == ("", (), ((), ()))
+
+
+@given(st.lists(st.floats(0.1, 50), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+def test_proportional_parts_follow_the_speeds(speeds: list[float], seed: int):
+    """To within one example; each goes to one site."""
+    train, held_out = balanced(250), balanced(250)
+    # Nobody is so slow as to be left without.
+    parts = deal(
+        train,
+        held_out,
+        len(speeds),
+        seed=seed,
+        kind="proportional",
+        speeds=tuple(speed + 5 for speed in speeds),
+    )
+    total = sum(speed + 5 for speed in speeds)
+    for (train_n, held_n), speed in zip(parts, speeds, strict=True):
+        expected = 1000 * (speed + 5) / total
+        assert abs(len(train_n) - expected) <= 1
+        assert abs(len(held_n) - expected) <= 1
+    everything = np.concatenate([train_n for train_n, _ in parts])
+    assert sorted(everything.tolist()) == list(range(1000))
+
+
+def test_proportional_needs_enough_for_the_slowest():
+    """It says which site goes without."""
+    with pytest.raises(SiteError, match=r"site 'site-1' gets 0"):
+        deal(balanced(5), balanced(5), 2, kind="proportional", speeds=(1000.0, 1.0))

@@ -37,6 +37,12 @@ def private(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def proportional(*speeds: float) -> dict[str, Any]:
+    """A job whose data is dealt out by speed."""
+    deal = {"kind": "proportional", "speeds": list(speeds)}
+    return {"data": {"source": "m:f", "partition": deal}}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "name": ({"name": "My Job"}, "name", "'My Job' is not a name: use 1 to 64"),
     "no site": ({"sites": []}, "sites", "name at least one site"),
@@ -49,6 +55,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"sites": [{"name": "a"}, {"name": "a"}]},
         "sites[1].name",
         "two sites are called 'a'",
+    ),
+    "speeds of an equal deal": (
+        {"data": {"source": "m:f", "partition": {"speeds": [1.0]}}},
+        "data.partition.speeds",
+        "is of no use with 'iid'",
+    ),
+    "speeds of some sites": (
+        proportional(1.0, 2.0),
+        "data.partition.speeds",
+        "has 2 numbers for the 3 sites",
+    ),
+    "speed of nothing": (
+        proportional(1.0, 0.0, 2.0),
+        "data.partition.speeds",
+        "every speed must be above 0",
     ),
     "steps and epochs": (
         {"training": {"local_epochs": 1}},

@@ -1,0 +1,151 @@
+"""Training on data in a store that is far away: what waiting costs, and what helps.
+
+The store is 30 ms away and gives 100 MB/s over all requests together. A step takes as
+long as an accelerator's would, in which this machine's processor has nothing to do.
+Every way reads the same batches in the same order, and starts with nothing read.
+"""
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import facts
+
+from clients.batches import epochwise
+from clients.datasets import Dataset, Examples, Indices, as_dataset
+from clients.shards.dataset import Reading, ShardedDataset, open_dataset
+from clients.shards.order import telling_ahead
+from clients.shards.write import write_dataset
+from cloud_adapters.storage.cached import ObjectCache
+from cloud_adapters.storage.local import LocalStore
+from federation.ids import SiteId
+from federation.protocols import ObjectStore
+
+LATENCY_SECONDS = 0.030
+BYTES_PER_SECOND = 100e6
+BATCH, WINDOW = 64, 2
+MIB = 1024 * 1024
+
+
+class FarStore:
+    """A store behind a wire; only reading is slow."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._wire = threading.Lock()
+        self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read(self, key: str, **options: Any) -> bytes:
+        time.sleep(LATENCY_SECONDS)
+        content = self._store.read(key, **options)
+        with self._wire:
+            time.sleep(len(content) / BYTES_PER_SECOND)
+            self.bytes += len(content)
+        return content
+
+
+class InMemory:
+    """Examples in memory, read in the order of the sharded ones."""
+
+    def __init__(self, data: Dataset, order_of: ShardedDataset) -> None:
+        self.batch = data.batch
+        self.epoch_order = order_of.epoch_order
+        self.examples_ahead = 1
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def expect(self, indices: Indices) -> None:
+        """Everything is there."""
+
+
+def examples(size: int) -> tuple[Dataset, Dataset]:
+    rng = np.random.default_rng(1)
+    inputs = rng.normal(size=(size, 3, 32, 32)).astype(np.float32)
+    train = Examples(inputs=inputs, targets=rng.integers(0, 10, size))
+    data = as_dataset(train, name="train")
+    return data, data.subset(np.arange(1))
+
+
+def epochs(data: Any, size: int, step_seconds: float, number: int) -> list[float]:
+    """Seconds of each epoch, the wait for its first batch included."""
+    found = []
+    for epoch in range(number):
+        walk = epochwise(
+            size,
+            batch_size=BATCH,
+            first_epoch=epoch,
+            num_epochs=number - epoch,
+            seed=1,
+            site=SiteId("a"),
+            shuffle=data.epoch_order,
+        )
+        began = time.perf_counter()
+        for chosen in telling_ahead(data, walk, -(-size // BATCH)):
+            data.batch(chosen)
+            time.sleep(step_seconds)
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def ways(far: FarStore, near: LocalStore, data: Dataset, folder: Path) -> Iterator[Any]:
+    """Name, dataset."""
+
+    def opened(store: Any, threads: int, cache: str = "") -> ShardedDataset:
+        reading = Reading(
+            order="shards", window=WINDOW, memory_bytes=0, threads=threads
+        )
+        kept = ObjectCache(folder / cache, 10**12) if cache else None
+        return open_dataset(store, cache=kept, reading=reading)[0]
+
+    yield "memory", InMemory(data, opened(near, 0))
+    yield "local disk", opened(near, 4)
+    yield "store", opened(far, 0)
+    yield "store, prefetch", opened(far, 4)
+    yield "store, cache", opened(far, 0, "one")
+    yield "store, prefetch and cache", opened(far, 4, "two")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--examples", type=int, default=16_000)
+    parser.add_argument("--step-seconds", type=float, default=0.025)
+    parser.add_argument("--epochs", type=int, default=2)
+    options = parser.parse_args()
+    data, held_out = examples(options.examples)
+    with tempfile.TemporaryDirectory() as name:
+        near = LocalStore(Path(name) / "store")
+        index = write_dataset(near, data, held_out, name="x", shard_bytes=8 * MIB)
+        settings = {"shards": len(index.train.shards), **vars(options)}
+        print(json.dumps(facts("streaming", **settings)), flush=True)
+        far = FarStore(near)
+        base: list[float] = []
+        for way, dataset in ways(far, near, data, Path(name)):
+            far.bytes = 0
+            seconds = epochs(
+                dataset, options.examples, options.step_seconds, options.epochs
+            )
+            base = base or seconds
+            row = {
+                "data": way,
+                "seconds": [round(s, 3) for s in seconds],
+                "speed_of_memory": [
+                    round(b / s, 4) for b, s in zip(base, seconds, strict=True)
+                ],
+                "of_both": round(sum(base) / sum(seconds), 4),
+                "far_mb": round(far.bytes / 1e6, 1),
+            }
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
