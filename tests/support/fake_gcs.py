@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.parser import BytesParser
-from email.policy import HTTP
 from typing import Any
 from urllib.parse import unquote
 
@@ -221,8 +219,18 @@ class FakeGcs(GoogleServer):
             if name.startswith(prefix) and name >= begin
         )
         size = min(int(params.get("maxResults", self.max_page)), self.max_page)
-        items = [self._objects[bucket][name].resource for name in names[:size]]
+        items, folders = [], set()
+        for name in names[:size]:
+            inner, delimiter, _ = name[len(prefix) :].partition(
+                params.get("delimiter", "\0")
+            )
+            if delimiter:
+                folders.add(prefix + inner + delimiter)
+            else:
+                items.append(self._objects[bucket][name].resource)
         page: Resource = {"kind": "storage#objects", "items": items}
+        if folders:
+            page["prefixes"] = sorted(folders)
         if len(names) > size:
             page["nextPageToken"] = _encode(names[size])
         return page
@@ -451,16 +459,15 @@ def _json_of(request: Request) -> Resource:
 
 def _parts(request: Request) -> tuple[Resource, bytes]:
     """Take a multipart/related body apart: what is said of the object, and it."""
-    header = f"Content-Type: {request.headers['content-type']}\r\n\r\n".encode()
-    boundary = BytesParser(policy=HTTP).parsebytes(header).get_boundary()
-    if boundary is None:
+    found = re.search(r"boundary=(['\"]?)(.+)\1$", request.headers["content-type"])
+    if found is None:
         raise GoogleError(400, "invalid", "no boundary between the parts")
-    begin, resource, content, end = request.body.split(b"--" + boundary.encode())
+    begin, resource, content, end = request.body.split(b"--" + found[2].encode())
     if begin or not end.startswith(b"--"):
         raise GoogleError(400, "invalid", "malformed parts")
     return (
-        json.loads(resource.split(b"\r\n\r\n", 1)[1]),
-        content.split(b"\r\n\r\n", 1)[1].removesuffix(b"\r\n"),
+        json.loads(re.split(rb"\r?\n\r?\n", resource, maxsplit=1)[1]),
+        re.sub(rb"\r?\n\Z", b"", re.split(rb"\r?\n\r?\n", content, maxsplit=1)[1]),
     )
 
 
