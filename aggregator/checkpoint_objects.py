@@ -84,7 +84,7 @@ class CheckpointObjects:
         except ObjectNotFound:
             return None
         except CorruptObject as error:  # So says an encrypted store.
-            raise Damaged(str(error), key) from error
+            raise _damaged(key, error) from error
 
     def write(self, blob: Blob, pieces: Sequence[Buffer]) -> int:
         """Write what is not known to be there, and return the bytes written.
@@ -204,7 +204,12 @@ class CheckpointObjects:
         try:
             return self._store.read(key, start=start, length=length)
         except CorruptObject as error:
-            raise Damaged(str(error), key) from error
+            raise _damaged(key, error) from error
+
+
+def _damaged(key: str, error: CorruptObject) -> CorruptObject:
+    """Tell what is damaged in the store from what was damaged on its way."""
+    return error if error.temporary else Damaged(str(error), key)
 
 
 def _each(items: Iterable[_T], act: Callable[[_T], _R]) -> list[_R]:

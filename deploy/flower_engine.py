@@ -82,7 +82,14 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
                 f"{_NOT_HERE[fault.kind]}; rehearse this with --engine inproc",
                 key=f"simulation.faults[{index}].kind",
             )
-    if folder is None and layout.integer_mask(Role.KEEP).any():
+    keeps = layout.integer_mask(Role.KEEP).any()
+    if job.storage.encryption is not None and keeps:
+        raise JobError(
+            "sites in other processes keep integers of role keep unencrypted; use "
+            "--engine inproc",
+            key="storage.encryption",
+        )
+    if folder is None and keeps:
         raise JobError(
             "sites in other processes need a folder for integers of role keep; use "
             "file:// and a folder",

@@ -16,6 +16,7 @@ from pathlib import Path
 from cloud_adapters.storage.metered import UNKNOWN, Meter, MeteredStore, way_to
 from cloud_adapters.storage.transfer import download, upload
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
+from deploy.encryption import encrypted
 from deploy.run_folder import RunFolder, newest_run
 from federation.errors import ObjectNotFound, RunNotFound
 from federation.events import Event, RoundFinished, StoreUsed
@@ -34,8 +35,14 @@ def open_bucket(job: JobSpec, run_id: str = "") -> ObjectStore:
 
     Raises:
         JobError: The URL names no store.
+        KeyRefused: The job's key file cannot be used.
         NotAuthenticated: There are no credentials for it.
     """
+    return encrypted(job, _open_plain(job, run_id), run_id=run_id)
+
+
+def _open_plain(job: JobSpec, run_id: str) -> ObjectStore:
+    """Open a place without decrypting what is there."""
     below = f"{job.name}/{run_id}" if run_id else job.name
     storage = job.storage
     options = StoreOptions(endpoint=storage.endpoint, region=storage.region)
@@ -50,10 +57,12 @@ class MeteredBucket:
 
         Raises:
             JobError: The URL names no store.
+            KeyRefused: The job's key file cannot be used.
             NotAuthenticated: There are no credentials for it.
         """
         self._job = job
-        self._bucket = open_bucket(job, run_id)
+        self._run_id = run_id
+        self._bucket = _open_plain(job, run_id)
         self._clock = clock
         self._meters: dict[str, Meter] = {}
         # Where the coordinator runs is not in the job.
@@ -78,7 +87,8 @@ class MeteredBucket:
 
     def _metered(self, way: str) -> ObjectStore:
         meter = self._meters.setdefault(way, Meter())
-        return MeteredStore(self._bucket, meter, self._clock)
+        metered = MeteredStore(self._bucket, meter, self._clock)
+        return encrypted(self._job, metered, run_id=self._run_id)
 
 
 class Copies:

@@ -18,6 +18,7 @@ from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.transcript import check_fresh, recorded
 from deploy import model_export, run_store, wiring
+from deploy.encryption import encrypted
 from deploy.private_sites import PrivateSites
 from deploy.protection import Rehearsal, rehearse
 from deploy.run_folder import RunFolder, leave_report, replace_file, runs_root
@@ -248,7 +249,9 @@ class _Simulation:
             self._rehearsal = rehearse(federation, self._run_id, self._private)
         # Holds checkpoints, and in a simulation what sites keep.
         self._store: ObjectStore = (
-            MemoryStore() if run is None else LocalStore(run.path)
+            MemoryStore()
+            if run is None
+            else encrypted(self._job, LocalStore(run.path), run_id=self._run_id)
         )
         self._bucket: run_store.MeteredBucket | None = None
         # What takes note of events first; those who only look on come after it.

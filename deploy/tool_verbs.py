@@ -64,7 +64,7 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
 
 def _add_keys(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     keys = verbs.add_parser(
-        "keys", allow_abbrev=False, help="make, show and trust identity keys"
+        "keys", allow_abbrev=False, help="make, show and trust keys"
     )
     inner = keys.add_subparsers(required=True, metavar="VERB")
     secret = argparse.ArgumentParser(add_help=False)
@@ -93,6 +93,15 @@ def _add_keys(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     )
     show.add_argument("file", type=Path, metavar="FILE", help="a key file")
     show.set_defaults(verb=_show_key)
+
+    storage = inner.add_parser(
+        "storage",
+        parents=[common],
+        allow_abbrev=False,
+        help="add a key that encrypts objects to a key file, or make one",
+    )
+    storage.add_argument("file", type=Path, metavar="FILE", help="a storage key file")
+    storage.set_defaults(verb=_storage_key)
 
     trust = inner.add_parser(
         "trust",
@@ -138,6 +147,17 @@ def _show_key(options: argparse.Namespace) -> int:
 
     facts = keys.show(options.file, passphrase_file=options.passphrase_file)
     _print_facts(facts, options)
+    return DONE
+
+
+def _storage_key(options: argparse.Namespace) -> int:
+    from cloud_adapters.keys import key_file  # noqa: PLC0415 -- keeps `--help` fast
+
+    key_id = key_file.add_key(options.file)
+    found = key_file.read_keys(options.file)
+    facts = {"file": str(options.file), "key": key_id, "keys": len(found)}
+    _print_facts(facts, options)
+    _tell(f"who loses {options.file} loses what it encrypts: keep a copy elsewhere")
     return DONE
 
 

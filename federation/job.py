@@ -376,6 +376,21 @@ class SimulationSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncryptionSpec:
+    """Encryption of what is stored, before it leaves this machine."""
+
+    endpoint: str = key(
+        "URL of the key service, where that is not the cloud's own.", default=""
+    )
+    # The last one: its name hides the function from those after it.
+    key: str = key(
+        "What wraps the data keys of objects: `file:PATH` of a key file, "
+        "`aws-kms:ARN` of a key or alias, or "
+        "`gcp-kms:projects/P/locations/L/keyRings/R/cryptoKeys/K`."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSpec:
     """Where runs are kept."""
 
@@ -393,6 +408,10 @@ class StorageSpec:
         "Region of the bucket: tells what reading costs, and where an S3 bucket is if "
         "the environment does not say it.",
         default="",
+    )
+    encryption: EncryptionSpec | None = key(
+        "Encryption of checkpoints, and of all files in a bucket; none by default.",
+        default=None,
     )
     keep_checkpoints: int = key(
         "Checkpoints that are kept, newest first.", default=3, low=1

@@ -49,14 +49,10 @@ _COPY_BYTES = 16 << 20
 class _Opened:
     """An object whose header has been read."""
 
+    key: str
     cipher: Cipher
     version: str
     size: int
-
-    @property
-    def key(self) -> str:
-        """Its key in the store."""
-        return self.cipher.key
 
 
 class EncryptedStore:
@@ -71,6 +67,7 @@ class EncryptedStore:
         store: ObjectStore,
         keys: KeyService,
         *,
+        prefix: str = "",
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         """Encrypt what goes into ``store``.
@@ -78,6 +75,8 @@ class EncryptedStore:
         Args:
             store: Closed with this one.
             keys: Wraps the data keys; closed with this one.
+            prefix: Put before an object's key where the object is bound to it: tells
+                apart what has the same key in different places of a larger store.
             segment_bytes: Content that is encrypted in one go, and read at least.
 
         Raises:
@@ -87,6 +86,7 @@ class EncryptedStore:
             raise ValueError(f"segments cannot have {segment_bytes} bytes")
         self._store = store
         self._keys = keys
+        self._prefix = prefix
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._opened: OrderedDict[tuple[str, str], _Opened] = OrderedDict()
@@ -113,9 +113,10 @@ class EncryptedStore:
         check_key(key)
         check_conditions(if_absent=if_absent, if_version=if_version)
         kept = check_metadata(metadata)
-        made = self._keys.generate(_context(key))
+        bound = self._prefix + key
+        made = self._keys.generate(_context(bound))
         cipher = Cipher(
-            key=key,
+            key=bound,
             segment_bytes=self._segment_bytes,
             data_key=made.plaintext,
             where=self._where(key),
@@ -137,7 +138,7 @@ class EncryptedStore:
             metadata=kept,
         )
         self._remember(
-            _Opened(cipher=cipher, version=info.version, size=checksums.size)
+            _Opened(key=key, cipher=cipher, version=info.version, size=checksums.size)
         )
         return replace(
             info,
@@ -240,7 +241,9 @@ class EncryptedStore:
         """
         info = self._store.stat(key)
         opened = self._open_version(info)
-        wrapped = (keys or self._keys).wrap(opened.cipher.data_key, _context(key))
+        wrapped = (keys or self._keys).wrap(
+            opened.cipher.data_key, _context(opened.cipher.key)
+        )
         header = Header(segment_bytes=opened.cipher.segment_bytes, wrapped=wrapped)
 
         def stored() -> Iterator[bytes]:
@@ -342,6 +345,7 @@ class EncryptedStore:
         )
         header = Header.decode(content, self._where(info.key))
         opened = _Opened(
+            key=info.key,
             cipher=self._cipher(info.key, header),
             version=info.version,
             size=content_bytes(info.size, header.segment_bytes),
@@ -351,12 +355,13 @@ class EncryptedStore:
         return opened
 
     def _cipher(self, key: str, header: Header) -> Cipher:
+        bound = self._prefix + key
         try:
-            data_key = self._keys.unwrap(header.wrapped, _context(key))
+            data_key = self._keys.unwrap(header.wrapped, _context(bound))
         except CorruptObject as error:
             raise CorruptObject(f"{self._where(key)} is damaged: {error}") from error
         return Cipher(
-            key=key,
+            key=bound,
             segment_bytes=header.segment_bytes,
             data_key=data_key,
             where=self._where(key),
@@ -386,5 +391,5 @@ def _decrypted(cipher: Cipher, first: int, stored: memoryview) -> Iterator[bytes
 
 
 def _context(key: str) -> Mapping[str, str]:
-    """What a data key is bound to: an object's key, whatever store it lies in."""
+    """What a data key is bound to: an object's key, with the place it is in."""
     return {"crossfed": "object", "key": key}

@@ -676,6 +676,23 @@ def test_disk_full_while_events_are_written_loses_no_state(
         assert (disk / "run/model.safetensors").read_bytes() == expected
 
 
+def test_storage_keys_are_made_and_rotated(server: ForkServer, tmp_path: Path) -> None:
+    """A second call adds a key; neither prints one."""
+    for count in (1, 2):
+        done = server.run("keys", "storage", "keys.toml", "--json", folder=tmp_path)
+        facts = json.loads(done.stdout)
+        assert (done.code, facts["file"], facts["keys"]) == (0, "keys.toml", count)
+        assert "keep a copy" in done.stderr
+        for line in (tmp_path / "keys.toml").read_text().splitlines():
+            if line.startswith("secret"):
+                assert line.split('"')[1] not in done.stdout + done.stderr
+    (tmp_path / "keys.toml").chmod(0o644)
+    refused = server.run("keys", "storage", "keys.toml", folder=tmp_path)
+    assert refused.code == 1
+    assert "chmod 600 keys.toml" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_keys_are_made_shown_and_trusted(server: ForkServer, tmp_path: Path) -> None:
     """From nothing to a roster, by the printed public keys alone."""
     roster = {}

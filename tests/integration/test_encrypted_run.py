@@ -1,0 +1,209 @@
+"""Runs whose checkpoints are encrypted: killed, resumed, and with other keys."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from cloud_adapters.keys.key_file import add_key
+from deploy import run_store
+from deploy.simulation import simulate
+from federation.errors import CorruptObject, JobError, KeyRefused
+from federation.events import CheckpointSaved, Event
+from federation.job import JobSpec
+
+pytestmark = pytest.mark.slow
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from support.small_jobs import small_job
+from deploy.simulation import simulate
+from federation.events import CheckpointSaved
+
+def die(event):
+    if isinstance(event, CheckpointSaved) and event.round_index == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+job = small_job(**json.loads(sys.argv[1]))
+simulate(job, folder=Path(sys.argv[2]), listeners=[die])
+"""
+
+
+def tables(key: Path | None, **storage: Any) -> dict[str, Any]:
+    if key is not None:
+        storage["encryption"] = {"key": f"file:{key}"}
+    return {
+        "num_sites": 2,
+        "rounds": 4,
+        "aggregation": {"server_optimizer": {"name": "adam", "lr": 0.1}},
+        "storage": storage,
+    }
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    add_key(tmp_path / "keys.toml")
+    return tmp_path / "keys.toml"
+
+
+def kill_in_round_2(job: dict[str, Any], folder: Path) -> None:
+    command = [sys.executable, "-c", KILLED, json.dumps(job), str(folder)]
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": tests}, check=False, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+def stop_after_round_2(job: dict[str, Any], folder: Path) -> None:
+    saved: list[int] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, CheckpointSaved):
+            saved.append(event.round_index)
+
+    done = simulate(
+        small_job(**job),
+        folder=folder,
+        listeners=[listen],
+        stop_requested=lambda: 2 in saved,
+    )
+    assert done.rounds_completed == 2
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run, with its bytes."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def small(job: dict[str, Any]) -> JobSpec:
+    return small_job(**job)
+
+
+def test_killed_run_resumes_to_the_same_model(key: Path, tmp_path: Path):
+    """With no checkpoint in clear, and with an older key that has been replaced."""
+    folder = tmp_path / "run"
+    kill_in_round_2(tables(key), folder)
+    checkpoints = contents(folder / "checkpoints")
+    assert len(checkpoints) >= 4
+    assert all(content.startswith(b"crossfed\x01") for content in checkpoints.values())
+    add_key(key)
+    done = simulate(small(tables(key)), folder=folder, resume=True)
+    assert (done.status, done.rounds_now) == ("completed", 2)
+    plain = simulate(small(tables(None)), folder=tmp_path / "plain")
+    for name, array in plain.weights.items():
+        np.testing.assert_array_equal(array, done.weights[name])
+
+
+def test_other_keys_are_refused_and_nothing_is_written(key: Path, tmp_path: Path):
+    """A key file of another run, none, and no encryption at all."""
+    folder = tmp_path / "run"
+    stop_after_round_2(tables(key), folder)
+    add_key(tmp_path / "other.toml")
+    before = contents(folder)
+    for other, error, words in (
+        (tmp_path / "other.toml", KeyRefused, r"other\.toml.*use the key file of that"),
+        (tmp_path / "none.toml", KeyRefused, "crossfed keys storage"),
+        (None, CorruptObject, "none of the run's . checkpoints"),
+    ):
+        with pytest.raises(error, match=words):
+            simulate(small(tables(other)), folder=folder, resume=True)
+        assert contents(folder) == before
+    done = simulate(small(tables(key)), folder=folder, resume=True)
+    assert done.status == "completed"
+
+
+def test_plain_run_does_not_go_on_encrypted(key: Path, tmp_path: Path):
+    """The message says why."""
+    folder = tmp_path / "run"
+    stop_after_round_2(tables(None), folder)
+    before = contents(folder)
+    with pytest.raises(CorruptObject, match="is not encrypted"):
+        simulate(small(tables(key)), folder=folder, resume=True)
+    assert contents(folder) == before
+
+
+def test_damaged_checkpoint_is_skipped(key: Path, tmp_path: Path):
+    """As one in clear: the run goes back to the one before it."""
+    folder = tmp_path / "run"
+    stop_after_round_2(tables(key), folder)
+    newest = folder / "checkpoints/round-000002.json"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    done = simulate(small(tables(key)), folder=folder, resume=True)
+    assert (done.status, done.rounds_now) == ("completed", 3)
+    plain = simulate(small(tables(None)), folder=tmp_path / "plain")
+    for name, array in plain.weights.items():
+        np.testing.assert_array_equal(array, done.weights[name])
+
+
+def test_checkpoints_of_two_runs_cannot_be_exchanged(key: Path, tmp_path: Path):
+    """Though key and names are the same."""
+    stop_after_round_2(tables(key), tmp_path / "one")
+    stop_after_round_2(tables(key), tmp_path / "two")
+    (tmp_path / "one/checkpoints").rename(tmp_path / "aside")
+    (tmp_path / "two/checkpoints").rename(tmp_path / "one/checkpoints")
+    with pytest.raises(CorruptObject, match="belongs to another object"):
+        simulate(small(tables(key)), folder=tmp_path / "one", resume=True)
+
+
+def test_run_in_a_bucket(
+    key: Path, tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Everything there is encrypted, and another machine goes on with the key."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+    bucket = s3_server.bucket()
+    job = tables(
+        key, url=f"s3://{bucket}/runs", endpoint=s3_server.url, region="us-east-1"
+    )
+    kill_in_round_2(job, tmp_path / "here")
+    add_key(tmp_path / "other.toml")
+    wrong = job | {
+        "storage": job["storage"]
+        | {"encryption": {"key": f"file:{tmp_path}/other.toml"}}
+    }
+    with pytest.raises(KeyRefused, match=r"other\.toml"):
+        run_store.newest_folder(small(wrong), tmp_path / "there")
+    folder = run_store.newest_folder(small(job), tmp_path / "there")
+    with pytest.raises(KeyRefused, match=r"other\.toml"):
+        simulate(small(wrong), folder=folder, resume=True)
+    assert not folder.exists() or contents(folder).keys() <= {".lock"}
+    done = simulate(small(job), folder=folder, resume=True)
+    assert (done.status, done.rounds_now) == ("completed", 2)
+    below = s3_server.client().list_objects_v2(Bucket=bucket)["Contents"]
+    for entry in below:
+        answer = s3_server.client().get_object(Bucket=bucket, Key=entry["Key"])
+        assert answer["Body"].read().startswith(b"crossfed\x01")
+    store = run_store.open_bucket(small(job), done.run_id)
+    assert store.read("events.jsonl") == (folder / "events.jsonl").read_bytes()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("keys.toml", "names no key"),
+        ("file:", "names no key"),
+        ("vault:x", "'vault' of a key is unknown"),
+        ("aws-kms:alias/x", "ARN"),
+        ("gcp-kms:x", "not the name of a Cloud KMS key"),
+    ],
+)
+def test_job_must_name_a_key(key: str, words: str, tmp_path: Path):
+    """Before anything is written."""
+    job = small_job(storage={"encryption": {"key": key}})
+    with pytest.raises(JobError, match=words) as caught:
+        simulate(job, folder=tmp_path / "run")
+    assert caught.value.key == "storage.encryption.key"
+    assert not (tmp_path / "run").exists()
