@@ -213,9 +213,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path):
     """The message names it and what to do."""
     (tmp_path / "cache").write_bytes(b"")
     cache = ObjectCache(tmp_path / "cache", 10_000)
-    with pytest.raises(
-        StoreUnavailable, match=r"cache' cannot be used: .*CROSSFED_"
-    ):
+    with pytest.raises(StoreUnavailable, match=r"cache' cannot be used: .*CROSSFED_"):
         cache.get("0" * 64, 10, bytes)
 
 
