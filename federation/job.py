@@ -17,7 +17,6 @@ from federation.privacy_job import PrivacySpec
 # word instead of "unknown key", so that nobody believes it was in force.
 PLANNED_KEYS: Mapping[str, str] = {
     "communication.overlap": "overlapped communication",
-    "storage.encryption": "encryption at rest",
 }
 
 MAX_ROUNDS = 10**9
