@@ -184,3 +184,25 @@ def test_wrong_arguments(tmp_path: Path, wrong: tuple[str, str]):
     command = ["data", "shard", BLOBS, f"file://{tmp_path}/x", *wrong]
     assert cli.main(command) == cli.BAD_JOB
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("size", ["many", "-1", "inf", "nan"])
+def test_a_cache_of_no_size(size: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The message names the variable."""
+    monkeypatch.setenv("CROSSFED_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CROSSFED_CACHE_GIB", size)
+    with pytest.raises(JobError, match=f"CROSSFED_CACHE_GIB: is '{size}'"):
+        simulate(job("s3://bucket/x", options={"region": "us-east-1"}), folder=None)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_no_cache(
+    bucket: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Nothing of the data is left on the disk."""
+    url, endpoint = bucket
+    monkeypatch.setenv("CROSSFED_CACHE_GIB", "0")
+    shards(f"{url}/blobs", "--endpoint", endpoint, "--region", "us-east-1")
+    options = {"endpoint": endpoint, "region": "us-east-1"}
+    simulate(job(f"{url}/blobs", options=options), folder=None)
+    assert not (tmp_path / "cache").exists()

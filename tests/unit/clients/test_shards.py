@@ -48,7 +48,14 @@ def masks(size: int = 30) -> Examples:
     return Examples(inputs=inputs, targets=rng.integers(-1, 300, (size, 4)))
 
 
-SOURCES = (images, tokens, regression, masks)
+def photos(size: int = 30) -> Examples:
+    """Integers of two bytes, and a class of two."""
+    rng = np.random.default_rng(9)
+    inputs = rng.integers(0, 300, (size, 3, 20, 20))
+    return Examples(inputs=inputs, targets=rng.integers(0, 2, size).astype(bool))
+
+
+SOURCES = (images, tokens, regression, masks, photos)
 
 
 def memory(examples: Examples) -> Dataset:
