@@ -12,6 +12,7 @@ from aggregator.checkpoint_survey import Pruned, Survey, Surveyed
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.urls import open_store
 from deploy import run_store
+from deploy.encryption import encrypted
 from deploy.run_folder import RunFolder, find_run
 from federation import job_file
 from federation.errors import RunNotFound
@@ -57,6 +58,7 @@ def examine(
         RunNotFound: There is no such run, or it has no checkpoints.
         RunConflict: ``keep`` is given, and a process of this machine works on the run.
         JobError: ``place`` is a URL and names no store.
+        KeyRefused: The run's checkpoints are encrypted, and its key cannot be used.
         StoreUnavailable: The store is out of reach.
     """
     with _opened(place, root, is_changed=keep is not None) as store:
@@ -118,10 +120,8 @@ def _opened(place: str, root: Path, *, is_changed: bool) -> Iterator[ObjectStore
 
 
 def _store_of(run: RunFolder) -> ObjectStore:
-    """The store of a run's checkpoints: its folder, or its place in a bucket."""
-    if (run.path / PREFIX).is_dir():
-        return LocalStore(run.path)
-    job, run_id = job_file.loads(run.read_job()), run.run_id()
-    if run_id is not None and run_store.in_bucket(job):
+    """The store of a run's checkpoints, decrypted: its folder, or its bucket."""
+    job, run_id = job_file.loads(run.read_job()), run.run_id() or ""
+    if run_store.in_bucket(job):
         return run_store.open_bucket(job, run_id)
-    return LocalStore(run.path)
+    return encrypted(job, LocalStore(run.path), run_id=run_id)

@@ -10,9 +10,11 @@ from support import event_samples
 from support.small_jobs import small_job
 
 from aggregator.checkpoint import RunCheckpoints
+from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.storage.local import LocalStore
 from deploy import run_store
 from deploy.checkpoints import Findings, examine, facts, lines
+from deploy.encryption import encrypted
 from deploy.run_folder import RunFolder
 from federation.clock import VirtualClock
 from federation.errors import JobError, RunConflict, RunNotFound
@@ -109,6 +111,21 @@ def test_bucket_of_a_run(
     # Of the file only the chunk with the first value is another.
     assert found.survey.checkpoints[1].shared == 3_104
     assert rounds(look(str(run.path), keep=1)) == [3]
+    assert look(str(run.path), verify=True).num_damaged == 0
+
+
+def test_encrypted_checkpoints(tmp_path: Path):
+    """They are read with the key of the run's job; a URL alone has none."""
+    add_key(tmp_path / "keys.toml")
+    storage = {"encryption": {"key": f"file:{tmp_path / 'keys.toml'}"}}
+    job = small_job(num_sites=2, storage=storage)
+    run = begun(tmp_path / "run", job)
+    fill(encrypted(job, LocalStore(run.path), run_id=run.run_id() or ""))
+    found = look(str(run.path), verify=True)
+    assert (rounds(found), found.num_damaged) == ([1, 2, 3], 0)
+    assert found.survey.checkpoints[1].shared == 3_104
+    assert look(f"file://{run.path}").num_damaged == 3
+    assert look(f"file://{run.path}", keep=1).num_damaged == 3
     assert look(str(run.path), verify=True).num_damaged == 0
 
 
