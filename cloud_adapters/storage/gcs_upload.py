@@ -27,7 +27,8 @@ from federation.errors import CorruptObject, StoreError, StoreUnavailable
 from federation.protocols import Buffer
 
 BLOCK_BYTES = 256 * 1024  # Chunks are multiples of this, but for the last.
-CHUNK_BYTES = 16 * 1024 * 1024
+# Each waits for an answer, so few and large ones: benchmarks/storage_gcs.py.
+CHUNK_BYTES = 32 * 1024 * 1024
 
 PUT_ID = "crossfed-put-id"
 SHA256 = "crossfed-sha256"
@@ -102,8 +103,7 @@ def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
 
     A chunk is good until the next one is asked for: they share one buffer.
     """
-    # Unlike bytearray(size), this touches no memory that the content does not fill.
-    held = np.empty(size, np.uint8).data
+    held = _buffer(min(size, BLOCK_BYTES))  # Most contents are small.
     begin = num_held = 0
     for piece in data:
         view = memoryview(piece)
@@ -113,11 +113,20 @@ def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
             if num_held == size:
                 yield Chunk(begin=begin, content=held, is_last=False)
                 begin, num_held = begin + size, 0
-            taken = rest[: size - num_held]
+            elif num_held == held.nbytes:
+                larger = _buffer(size)
+                larger[:num_held] = held
+                held = larger
+            taken = rest[: held.nbytes - num_held]
             held[num_held : num_held + taken.nbytes] = taken
             num_held += taken.nbytes
             rest = rest[taken.nbytes :]
     yield Chunk(begin=begin, content=held[:num_held], is_last=True)
+
+
+def _buffer(size: int) -> memoryview:
+    """Unlike bytearray(size), this touches no memory before it is filled."""
+    return np.empty(size, np.uint8).data
 
 
 def insert(

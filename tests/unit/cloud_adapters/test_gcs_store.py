@@ -51,6 +51,15 @@ def test_chunks_are_the_content(pieces: list[bytes], size: int):
     assert len(parts) == 1 or contents[-1]
 
 
+@pytest.mark.parametrize("piece_bytes", [1000, KIB_256, len(BIG)])
+def test_chunks_of_several_blocks(piece_bytes: int):
+    """The buffer grows with the content, and loses nothing of it."""
+    pieces = [BIG[n : n + piece_bytes] for n in range(0, len(BIG), piece_bytes)]
+    found = [bytes(chunk.content) for chunk in chunks(pieces, 2 * KIB_256)]
+    assert [len(content) for content in found] == [2 * KIB_256, len(BIG) - 2 * KIB_256]
+    assert b"".join(found) == BIG
+
+
 def test_chunks_are_made_as_they_are_needed():
     """No more of the content is taken than for the chunk and the next piece."""
     taken = []
