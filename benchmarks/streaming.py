@@ -29,24 +29,22 @@ from federation.protocols import ObjectStore
 
 LATENCY_SECONDS = 0.030
 BYTES_PER_SECOND = 100e6
-BATCH, WINDOW = 64, 2
+BATCH, WINDOW, EPOCHS = 64, 2, 2
 MIB = 1024 * 1024
 
 
 class FarStore:
-    """A store behind a wire; only reading is slow."""
+    """A store behind a wire. What its own machine computes is not our time."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+        self.url = "far"
+        self._contents = {info.key: store.read(info.key) for info in store.list()}
         self._wire = threading.Lock()
         self.bytes = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def read(self, key: str, **options: Any) -> bytes:
+    def read(self, key: str) -> bytes:
         time.sleep(LATENCY_SECONDS)
-        content = self._store.read(key, **options)
+        content = self._contents[key]
         with self._wire:
             time.sleep(len(content) / BYTES_PER_SECOND)
             self.bytes += len(content)
@@ -117,9 +115,9 @@ def ways(far: FarStore, near: LocalStore, data: Dataset, folder: Path) -> Iterat
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--examples", type=int, default=16_000)
-    parser.add_argument("--step-seconds", type=float, default=0.025)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--examples", type=int, default=6_000)
+    parser.add_argument("--step-seconds", type=float, default=0.05)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     data, held_out = examples(options.examples)
     with tempfile.TemporaryDirectory() as name:
@@ -128,23 +126,27 @@ def main() -> None:
         settings = {"shards": len(index.train.shards), **vars(options)}
         print(json.dumps(facts("streaming", **settings)), flush=True)
         far = FarStore(near)
-        base: list[float] = []
-        for way, dataset in ways(far, near, data, Path(name)):
-            far.bytes = 0
-            seconds = epochs(
-                dataset, options.examples, options.step_seconds, options.epochs
-            )
-            base = base or seconds
-            row = {
-                "data": way,
-                "seconds": [round(s, 3) for s in seconds],
-                "speed_of_memory": [
-                    round(b / s, 4) for b, s in zip(base, seconds, strict=True)
-                ],
-                "of_both": round(sum(base) / sum(seconds), 4),
-                "far_mb": round(far.bytes / 1e6, 1),
-            }
-            print(json.dumps(row), flush=True)
+        best: dict[str, list[float]] = {}
+        read: dict[str, float] = {}
+        # All ways in turn, several times: other work on the machine only adds time.
+        for repeat in range(options.repeats):
+            for way, dataset in ways(far, near, data, Path(name) / str(repeat)):
+                far.bytes = 0
+                seconds = epochs(
+                    dataset, options.examples, options.step_seconds, EPOCHS
+                )
+                before = best.get(way, seconds)
+                best[way] = [min(pair) for pair in zip(before, seconds, strict=True)]
+                read[way] = far.bytes / 1e6
+    for way, seconds in best.items():
+        shares = zip(best["memory"], seconds, strict=True)
+        row = {
+            "data": way,
+            "best_seconds": [round(s, 3) for s in seconds],
+            "speed_of_memory": [round(base / s, 4) for base, s in shares],
+            "far_mb": round(read[way], 1),
+        }
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
