@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients.batches import stepwise
@@ -23,6 +23,7 @@ def shards_of(sizes: list[int]) -> Indices:
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
+@settings(max_examples=40)
 @given(sizes, st.integers(1, 5), st.integers(1, 4))
 def test_each_example_once_over_all_ranks(sizes: list[int], window: int, ranks: int):
     """Whatever the window, and each shard at one rank."""
@@ -76,6 +77,7 @@ def test_wrong_arguments(window: int, rank: int, ranks: int):
         shard_order(shards_of([1]), rng(), window=window, rank=rank, ranks=ranks)
 
 
+@settings(max_examples=40)
 @given(sizes, st.integers(1, 7), st.integers(0, 40))
 def test_the_middle_of_an_epoch(sizes: list[int], batch_size: int, behind: int):
     """A walk that begins behind some batches is the rest of the whole walk."""
