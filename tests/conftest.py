@@ -12,10 +12,21 @@ settings.register_profile("crossfed", deadline=None, derandomize=True)
 settings.load_profile("crossfed")
 
 
+# Whatever talks to a server is slow: starting one, and every request, takes its time.
+_SERVERS = {"s3_server", "s3_store", "gcs_server", "gcs_store", "kms_server"}
+_SERVED = {"s3", "gcs", "aws", "gcp"}
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Ray starts in one worker at a time: two of it would see each other's files."""
+    """Mark what follows from what a test uses."""
     if item.get_closest_marker("flower"):
+        # Ray starts in one worker at a time: two would see each other's files.
         item.add_marker(pytest.mark.xdist_group("flower"))
+    call = getattr(item, "callspec", None)
+    params = {} if call is None else call.params
+    served = any(isinstance(v, str) and v in _SERVED for v in params.values())
+    if served or _SERVERS & set(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,8 @@ from federation.messages import (
 )
 from federation.protocols import Grid
 
+pytestmark = pytest.mark.slow
+
 SITES = [SiteId(name) for name in ("delta", "alpha-bad", "charlie", "bravo")]
 JOB_TEXT = 'name = "toy"  # \u00fc\n'
 PATIENT_SECONDS = 60.0

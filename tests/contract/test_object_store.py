@@ -19,10 +19,12 @@ from cloud_adapters.keys.key_file import KeyFile, add_key
 from cloud_adapters.storage.encrypted import EncryptedStore
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
+from cloud_adapters.storage.metered import Meter, MeteredStore
+from federation.clock import SystemClock
 from federation.errors import ObjectChanged, ObjectExists, ObjectNotFound
 from federation.protocols import Buffer, ObjectInfo, ObjectStore
 
-STORES = ("encrypted", "gcs", "local", "memory", "s3")
+STORES = ("encrypted", "gcs", "local", "memory", "metered", "s3")
 
 BAD_KEYS = [
     "",
@@ -60,6 +62,11 @@ def encrypted_store(tmp_path: Path) -> ObjectStore:
     # Segments of few bytes: the suite's objects have many.
     keys = KeyFile(tmp_path / "keys.toml")
     return EncryptedStore(MemoryStore(), keys, segment_bytes=5)
+
+
+@pytest.fixture
+def metered_store() -> ObjectStore:
+    return MeteredStore(MemoryStore(), Meter(), SystemClock())
 
 
 @pytest.fixture(params=STORES)

@@ -30,6 +30,8 @@ from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from monitoring.audit_findings import Findings, document
 
+pytestmark = pytest.mark.slow
+
 RECORDS = 400
 GPT = {
     "factory": "clients.models:gpt",

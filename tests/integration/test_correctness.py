@@ -283,6 +283,8 @@ import hashlib, sys
 sys.path.insert(0, sys.argv[1])
 from support.small_jobs import small_job
 from deploy.simulation import simulate
+
+pytestmark = pytest.mark.slow
 job = small_job(
     num_sites=3,
     rounds=2,

@@ -13,6 +13,8 @@ from federation.errors import QuorumNotMet
 from federation.events import Event, RoundFinished, RunFinished, SiteFailed
 from federation.job import FaultSpec, JobSpec
 
+pytestmark = pytest.mark.slow
+
 SITES = ("aws", "bad", "gcp")
 BAD_ROUND = 2
 

@@ -14,6 +14,8 @@ from aggregator import combine
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.vectors import Vector, is_finite
 
+pytestmark = pytest.mark.slow
+
 VALUES = st.floats(-1e6, 1e6, width=32)
 EVERY_FLOAT = st.floats(width=32, allow_nan=True, allow_infinity=True)
 

@@ -30,6 +30,8 @@ from privacy.secagg.round_memory import InMemoryRounds
 from privacy.secagg.server import AggregatorRound
 from privacy.secagg.setup import AggregatorSetup, SetupRecord
 
+pytestmark = pytest.mark.slow
+
 NUM_VALUES, NUM_SLOTS = 5, 2
 MAX_ROUNDS = 1 << 20
 DTYPES = {16: np.uint16, 24: np.uint8, 32: np.uint32}

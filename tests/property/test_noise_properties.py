@@ -10,6 +10,8 @@ from privacy.dp.noise import MAX_SIGMA, MIN_SIGMA, RoundedGaussian
 from privacy.dp.poisson import poisson_indices
 from privacy.secagg.prg import Keystream
 
+pytestmark = pytest.mark.slow
+
 KEYS = st.binary(min_size=32, max_size=32)
 SMALL_SIGMAS = st.floats(MIN_SIGMA, 50.0)
 

@@ -18,6 +18,8 @@ from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.ring import RingSpec
 from privacy.secagg.seal import seal_
 
+pytestmark = pytest.mark.slow
+
 BITS = st.sampled_from([24, 32])
 SIZES = st.integers(1, 3000)
 EDGE = 1 / (1 + 2.0**-16)  # of the clip norm: where clipping begins

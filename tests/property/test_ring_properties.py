@@ -12,6 +12,8 @@ from privacy.secagg.prg import Mask
 from privacy.secagg.ring import RingSpec
 from privacy.secagg.seal import encode_, seal_
 
+pytestmark = pytest.mark.slow
+
 BITS = st.sampled_from([16, 24, 32])
 KEYS = st.binary(min_size=32, max_size=32)
 VALUES = st.floats(-100, 100, width=32)

@@ -26,6 +26,8 @@ from federation.messages import (
     TaskKind,
 )
 
+pytestmark = pytest.mark.slow
+
 counts = st.integers(0, wire.MAX_COUNT)
 names = st.from_regex(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?", fullmatch=True)
 digests = st.text("0123456789abcdef", min_size=64, max_size=64)

@@ -24,6 +24,8 @@ from federation.errors import (
     StoreUnavailable,
 )
 
+pytestmark = pytest.mark.slow
+
 ATTEMPTS = 6  # Of Retry, by default.
 LOST_REPLY = Fault(reset_down=-1)
 BIG = os.urandom(5 * KIB_256 + 12_345)  # Six chunks.

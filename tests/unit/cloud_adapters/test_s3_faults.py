@@ -22,6 +22,8 @@ from federation.errors import (
     StoreUnavailable,
 )
 
+pytestmark = pytest.mark.slow
+
 ATTEMPTS = 6  # Of Retry, by default.
 LOST_REPLY = Fault(reset_down=-1)
 

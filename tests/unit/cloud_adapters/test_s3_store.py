@@ -27,6 +27,8 @@ from federation.errors import (
     StoreUnavailable,
 )
 
+pytestmark = pytest.mark.slow
+
 MIB = 1024 * 1024
 BIG = os.urandom(9 * MIB)  # Two parts.
 

@@ -13,6 +13,8 @@ from cloud_adapters.storage.s3 import S3Store
 from deploy import aws_policies
 from federation.errors import StoreForbidden
 
+pytestmark = pytest.mark.slow
+
 KEY = "arn:aws:kms:eu-west-1:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
 READS = aws_policies.parse_place("s3://data/shards/v1")
 WRITES = aws_policies.parse_place("s3://runs/sites/a")

@@ -17,6 +17,8 @@ from cloud_adapters.storage.gcs import GcsStore
 from deploy.gcp_policies import condition, main, parse_place, role
 from federation.errors import ObjectNotFound, StoreForbidden
 
+pytestmark = pytest.mark.slow
+
 DATA = "gs://data/site a/shards"
 OWN = "gs://runs/sites/a"
 LARGE = bytes(3 * KIB_256)

@@ -20,6 +20,8 @@ from monitoring.audit_findings import (
 from monitoring.audit_page import render, write_audit
 from privacy.dp.auditing import guess, roc
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(4)
 TERMS = "unit record, neighbours: add or remove one record"
 

@@ -15,6 +15,8 @@ from monitoring.comparison import ComparedRun, changed_keys, render, write_compa
 from monitoring.comparison_plots import draw_comparison, has_accuracy
 from monitoring.run_view import fold
 
+pytestmark = pytest.mark.slow
+
 JOB = 'name = "x"\nrounds = 2\n[privacy.differential_privacy]\ntarget_epsilon = {}\n'
 HOSTILE = "</svg><script>alert('x')</script>&"
 

@@ -17,6 +17,8 @@ from monitoring.plots import MAX_SITES_SHOWN, draw_all, shown_sites, site_colour
 from monitoring.report import FAILURE_MEANINGS, render, write_report
 from monitoring.run_view import fold
 
+pytestmark = pytest.mark.slow
+
 JOB = 'name = "two-clouds-quickstart"\nrounds = 10\n'
 VERSIONS = {"crossfed": "0.1.0", "torch": "2.8.0"}
 NAMESPACES = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
