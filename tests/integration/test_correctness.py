@@ -26,6 +26,8 @@ from deploy.simulation import RunResult, simulate
 from federation.ids import SiteId
 from federation.job import JobSpec
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 FULL = 10_000  # A batch size that is always all of a site's examples.
 USERS = "support.users_module"
@@ -284,7 +286,6 @@ sys.path.insert(0, sys.argv[1])
 from support.small_jobs import small_job
 from deploy.simulation import simulate
 
-pytestmark = pytest.mark.slow
 job = small_job(
     num_sites=3,
     rounds=2,
