@@ -29,7 +29,7 @@ from support.secure_runs import (
     silence,
 )
 
-from clients import secure_site
+from clients import masking
 from clients.secure_site import SecureSite
 from cloud_adapters.faults import FaultInjector
 from deploy.simulation import RunResult, simulate
@@ -145,7 +145,7 @@ def test_four_rounds_end_where_they_would_in_the_clear(
         rounding_key = hashlib.sha256(update_d.tobytes()).digest()
         return seal_(update_d, *args, rounding_key=rounding_key, **more)
 
-    monkeypatch.setattr(secure_site, "seal_", seal)
+    monkeypatch.setattr(masking, "seal_", seal)
     secure = quick_run.__wrapped__(4, 32).weights_d
     plain = quick_run(4).weights_d
     assert np.linalg.norm(secure - plain) <= 1e-5 * np.linalg.norm(plain)
@@ -414,17 +414,17 @@ def test_signed_garbage_loses_the_round_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The sum is out of what sites can make: an alarm, no model, and the next round."""
-    seal = SecureSite._seal
+    work = SecureSite._work
 
     def garbage(self: SecureSite, *args: Any) -> Any:
-        words = seal(self, *args)
+        words, header_h = work(self, *args)
         if self._name == SITE and not spoilt:
             spoilt.append(True)
             words.view(np.uint32)[:] += np.uint32(1 << 31)
-        return words
+        return words, header_h
 
     spoilt: list[bool] = []
-    monkeypatch.setattr(SecureSite, "_seal", garbage)
+    monkeypatch.setattr(SecureSite, "_work", garbage)
     secure = run(secure_job())
     assert secure.statuses() == ["lost", "completed", "completed"]
     assert any("or an update is corrupt" in text for text in secure.warnings())

@@ -28,6 +28,8 @@ from federation.events import CheckpointSkipped, Event
 from federation.protocols import Buffer, ObjectInfo, ObjectStore, RunState
 from federation.vectors import Layout, Role
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 1_000
 SIZE = 25_000  # values: 101 chunks of weights
 LAYOUT = Layout.build([("x", (SIZE,), "float32", Role.PARAMETER)])

@@ -17,6 +17,8 @@ from federation.event_log import KINDS, EventWriter, from_line, read_events, to_
 from federation.events import Event, RoundFinished, SiteFailed, Warned
 from federation.messages import FailureKind, Phase
 
+pytestmark = pytest.mark.slow
+
 WARNED = Warned(at=1.5, message="low disk")
 
 

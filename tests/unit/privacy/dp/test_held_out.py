@@ -8,6 +8,8 @@ import pytest
 from federation.messages import MetricSums
 from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
 
+pytestmark = pytest.mark.slow
+
 TRUE = MetricSums(count=1000, loss_sum=700.0, correct=800)
 
 
