@@ -37,6 +37,7 @@ DATA = "shards/digits"
 BLOB = "PUT .*/checkpoints/blobs/"
 SHARD = re.compile(r"[0-9]{6}-[0-9a-f]{16}\.tar")
 ALWAYS = 1000
+WAIT_SECONDS = 120  # For a process on a busy machine.
 
 
 @dataclass
@@ -101,7 +102,7 @@ def clouds(
 def shard(hospital: int, url: str, endpoint: str) -> None:
     service = ("--endpoint", endpoint, "--region", "eu-west-3")
     source = ("support.hospitals:digits", url, "--option", f"hospital={hospital}")
-    assert cli.main(["data", "shard", *source, *service, "--shard-size", "0.1"]) == 0
+    assert cli.main(["data", "shard", *source, *service, "--shard-size", "0.3"]) == 0
 
 
 class Machine:
@@ -129,7 +130,7 @@ class Machine:
         """Run to the end, and return the exit code."""
         process = self.start(*more)
         try:
-            return process.wait(timeout=60)
+            return process.wait(timeout=WAIT_SECONDS)
         finally:
             process.kill()
             process.wait()
@@ -158,7 +159,7 @@ class Machine:
         line.fail(request, fault, times=ALWAYS, after=after)
         process = self.start(*more)
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + WAIT_SECONDS
             while line.count(request) < after + seen:
                 assert process.poll() is None, self.said()
                 assert time.monotonic() < end, self.said()
