@@ -87,15 +87,21 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, set[str]]:
 
 
 def test_help_is_quick(tmp_path: Path) -> None:
-    """Torch is not imported to show help; the best of a few, on a shared machine."""
-    times = []
+    """Torch is not imported to show help: that alone takes a hundred bare starts.
+
+    In turns with Python's own start, and the best of each: machines are shared.
+    """
+    helps, bare = [], []
     for _ in range(5):
         begin = time.monotonic()
         done = crossfed("--help", folder=tmp_path)
-        times.append(time.monotonic() - begin)
+        helps.append(time.monotonic() - begin)
         assert done.code == 0
         assert "simulate" in done.stdout
-    assert min(times) < 0.3
+        begin = time.monotonic()
+        subprocess.run([sys.executable, "-I", "-c", "pass"], check=True)
+        bare.append(time.monotonic() - begin)
+    assert min(helps) < 25 * min(bare)
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
