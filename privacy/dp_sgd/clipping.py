@@ -147,11 +147,13 @@ class ClippedSum:
         gradients = _sum_by_parameter(calls)
         for uses in matrices.values():
             _accumulate(gradients, bias_gradients(uses))
-        norms_square = [_norms_square(g) for g in gradients.values()]
+        # Once: where a gradient does not lie row by row this is a copy, and the
+        # gradient itself goes before the next one is copied.
+        rows = {p: _rows(gradients.pop(p)) for p in list(gradients)}
+        norms_square = [_norms_square(rows_bp) for rows_bp in rows.values()]
         norms_square += [gram_norms_square(uses) for uses in matrices.values()]
         factors, bad = _factors(torch.stack(norms_square).sum(0), self._limit)
-        for parameter, gradient in gradients.items():
-            rows_bp = gradient.reshape(len(gradient), -1)
+        for parameter, rows_bp in rows.items():
             if bad is not None:
                 rows_bp[bad] = 0.0
             _add_rows_(self._parts[parameter], rows_bp, factors)
@@ -218,6 +220,11 @@ def _accumulate(total: Gradients, more: Gradients) -> None:
         total[parameter] = gradient if held is None else held + gradient
 
 
+def _rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Shape ``(B, p)`` of ``(B, ...)``."""
+    return gradient.reshape(len(gradient), -1)
+
+
 def _add_rows_(
     sum_p: torch.Tensor, rows_bp: torch.Tensor, factors: torch.Tensor
 ) -> None:
@@ -230,9 +237,8 @@ def _add_rows_(
         sum_p.add_(torch.mv(rows_bp[chunk].t(), factors[chunk]))
 
 
-def _norms_square(gradient: torch.Tensor) -> torch.Tensor:
+def _norms_square(rows_bp: torch.Tensor) -> torch.Tensor:
     """Squared norm of each record's part, shape ``(B,)``, float64."""
-    rows_bp = gradient.reshape(len(gradient), -1)
     whole = rows_bp.shape[1] // _SEGMENT * _SEGMENT
     segments = rows_bp[:, :whole].view(len(rows_bp), -1, _SEGMENT) if whole else None
     norms: torch.Tensor = torch.linalg.vector_norm(rows_bp[:, whole:], dim=1)

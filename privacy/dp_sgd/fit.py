@@ -82,7 +82,23 @@ def _fixed(layer: nn.Module) -> nn.Module:
         plain = layer.bias_k is None and not layer.add_zero_attn
         return RecordAttention(layer) if plain else layer
     fixer = opacus().fixers.get(type(layer))
-    return layer if fixer is None else fixer(layer)
+    fixed = layer if fixer is None else fixer(layer)
+    return _grouped(fixed) if isinstance(layer, _BatchNorm) else fixed
+
+
+def _grouped(layer: nn.Module) -> nn.Module:
+    """Give a group at least two channels.
+
+    Opacus gives up to 32 channels a group each. Without places, as after a linear
+    layer, such a group is one value: its norm is always 0, and torch refuses a sample
+    of one record.
+    """
+    if not isinstance(layer, nn.GroupNorm) or layer.num_groups < layer.num_channels:
+        return layer
+    channels = layer.num_channels
+    most = max(1, channels // 2)
+    groups = max(g for g in range(1, most + 1) if channels % g == 0)
+    return nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
 
 
 def _put(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:

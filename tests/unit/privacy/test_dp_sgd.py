@@ -458,3 +458,12 @@ def test_models_that_cannot_be_followed_are_refused(
     with pytest.raises(JobError, match=message):
         total.add_(lambda: classify(model, images(3)), 3)
     assert not model.linear._forward_hooks
+
+
+@pytest.mark.parametrize("channels", [2, 7, 8, 48])
+def test_norm_of_one_record_without_places_says_something(channels: int):
+    """A group of one value would be 0, and torch would refuse the record."""
+    module, _ = fit_for_privacy(nn.Sequential(nn.BatchNorm1d(channels)))
+    found = module.train()(torch.arange(float(channels)).reshape(1, -1))
+    assert torch.isfinite(found).all()
+    assert found.abs().max() > 0.5
