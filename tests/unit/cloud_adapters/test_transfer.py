@@ -105,10 +105,14 @@ def test_an_outage_that_lasts(get: Get, tmp_path: Path):
 def test_content_is_of_one_version(get: Get, tmp_path: Path):
     """An object that is replaced on the way is not mixed with what came before."""
     below = filled()
+    replaced = threading.Event()
 
     def replace(number: int, content: bytes) -> bytes:
         if number == 2:
             below.put("key", [bytes(len(CONTENT))])
+            replaced.set()
+        elif number > 2:  # Or 8 workers may have read all 11 parts before it.
+            assert replaced.wait(60)
         return content
 
     with pytest.raises(ObjectChanged, match="'key'"):
