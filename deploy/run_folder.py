@@ -31,7 +31,9 @@ from federation.events import Event, RunStarted
 from federation.ids import RunId, new_run_id
 from federation.job import JobSpec
 from federation.protocols import Buffer
-from monitoring.run_view import COMPLETED, RunView, fold, result
+from monitoring.run_fold import fold
+from monitoring.run_result import result
+from monitoring.run_view import COMPLETED, RunView
 
 # Another process may hold the lock for a moment to see whether a run goes on.
 LOCK_TRIES = 5

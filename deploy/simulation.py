@@ -32,15 +32,10 @@ from federation.gather import Gather
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import JobSpec
 from federation.protocols import Grid, ObjectStore, RunState, SiteHandler, Trainer
-from monitoring.run_view import (
-    COMPLETED,
-    EXHAUSTED,
-    RunFold,
-    RunView,
-    accuracy_of,
-    loss_of,
-    result,
-)
+from monitoring.round_view import accuracy_of, loss_of
+from monitoring.run_fold import RunFold
+from monitoring.run_result import result
+from monitoring.run_view import COMPLETED, EXHAUSTED, RunView
 
 ENGINES = ("inproc", "flower")
 

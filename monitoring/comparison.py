@@ -14,7 +14,8 @@ from typing import Any
 from federation.events import PrivacyPlanned
 from monitoring import comparison_plots, privacy_words, units
 from monitoring.report import Panel, environment, write_page
-from monitoring.run_view import RunView, accuracy_of, loss_of, perplexity
+from monitoring.round_view import accuracy_of, loss_of, perplexity
+from monitoring.run_view import RunView
 
 MAX_CHANGED_KEYS = 60
 

@@ -19,7 +19,9 @@ from monitoring.figures import (
     new_figure,
 )
 from monitoring.privacy_words import accuracy_noise, loss_noise
-from monitoring.run_view import RunView, Series, accuracy_of, loss_of
+from monitoring.round_view import accuracy_of, loss_of
+from monitoring.run_view import RunView
+from monitoring.site_view import Series
 
 Runs = Mapping[str, RunView]  # by the name that the page has for them
 

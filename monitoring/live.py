@@ -28,15 +28,9 @@ from federation.messages import FailureKind
 from federation.protocols import Clock
 from monitoring import privacy_words
 from monitoring.progress import printable, training_loss
-from monitoring.run_view import (
-    COMPLETED,
-    EXHAUSTED,
-    RoundView,
-    RunFold,
-    RunView,
-    loss_of,
-    perplexity,
-)
+from monitoring.round_view import RoundView, loss_of, perplexity
+from monitoring.run_fold import RunFold
+from monitoring.run_view import COMPLETED, EXHAUSTED, RunView
 from monitoring.units import (
     format_bytes,
     format_count,

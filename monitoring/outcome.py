@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from monitoring import privacy_words
-from monitoring.run_view import RunView, accuracy_of, loss_of, perplexity
+from monitoring.round_view import accuracy_of, loss_of, perplexity
+from monitoring.run_view import RunView
 
 
 def lines(view: RunView) -> Iterator[str]:

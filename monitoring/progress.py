@@ -22,14 +22,8 @@ from federation.events import (
 )
 from federation.messages import FailureKind
 from monitoring import privacy_words
-from monitoring.run_view import (
-    COMPLETED,
-    EXHAUSTED,
-    LANGUAGE,
-    accuracy_of,
-    loss_of,
-    perplexity,
-)
+from monitoring.round_view import accuracy_of, loss_of, perplexity
+from monitoring.run_view import COMPLETED, EXHAUSTED, LANGUAGE
 from monitoring.units import (
     format_bytes,
     format_count,

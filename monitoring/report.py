@@ -18,15 +18,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
 from monitoring import plots, privacy_words, report_privacy, units
-from monitoring.run_view import (
-    COMPLETED,
-    RUNNING,
-    RunView,
-    SiteView,
-    accuracy_of,
-    loss_of,
-    perplexity,
-)
+from monitoring.round_view import RUNNING, accuracy_of, loss_of, perplexity
+from monitoring.run_view import COMPLETED, RunView
+from monitoring.site_view import SiteView
+from monitoring.timeline_plot import MAX_ROUNDS_IN_TIMELINE
 
 MAX_SITE_ROWS = 100
 MAX_ROUND_ROWS = 200
@@ -261,7 +256,7 @@ def _panels(view: RunView) -> Sequence[Panel]:
     has_noise = privacy_words.has_noise(view.privacy)
     shade = " Shaded: two standard deviations of the noise." if has_noise else ""
     num_timed = units.format_count(
-        min(len(view.rounds), plots.MAX_ROUNDS_IN_TIMELINE), "round"
+        min(len(view.rounds), MAX_ROUNDS_IN_TIMELINE), "round"
     )
     captions = {
         "loss": (

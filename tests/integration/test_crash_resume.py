@@ -16,7 +16,8 @@ from support import misfortunes
 from support.commands import CROSSFED, Done, ForkServer, workplace
 
 from federation.event_log import read_events
-from monitoring.run_view import fold, result
+from monitoring.run_fold import fold
+from monitoring.run_result import result
 
 pytestmark = [pytest.mark.slow]
 

@@ -25,7 +25,7 @@ from deploy import cli
 from deploy.simulation import simulate
 from federation import job_file
 from federation.event_log import read_events
-from monitoring.run_view import fold
+from monitoring.run_fold import fold
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from federation.events import Event
 from federation.messages import FailureKind
 from monitoring.comparison import ComparedRun, changed_keys, render, write_comparison
 from monitoring.comparison_plots import draw_comparison, has_accuracy
-from monitoring.run_view import fold
+from monitoring.run_fold import fold
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,8 @@ from support.small_jobs import small_job
 from federation import job_file
 from federation.events import Event, RunStarted
 from monitoring.model_card import ModelFile, model_card
-from monitoring.run_view import RunView, fold
+from monitoring.run_fold import fold
+from monitoring.run_view import RunView
 
 MODEL = ModelFile(
     size=7_800, sha256="a5" * 32, num_tensors=2, num_values=1_930, types=("BF16", "F32")

@@ -5,7 +5,7 @@ import re
 from support import event_samples
 
 from monitoring.outcome import lines
-from monitoring.run_view import fold
+from monitoring.run_fold import fold
 
 
 def test_plain_outcome():

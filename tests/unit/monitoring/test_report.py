@@ -15,7 +15,7 @@ from federation.events import DataDistributed, Event, ModelEvaluated, SiteAnswer
 from federation.messages import FailureKind
 from monitoring.plots import MAX_SITES_SHOWN, draw_all, shown_sites, site_colours
 from monitoring.report import FAILURE_MEANINGS, render, write_report
-from monitoring.run_view import fold
+from monitoring.run_fold import fold
 
 pytestmark = pytest.mark.slow
 

@@ -21,15 +21,10 @@ from federation.events import (
     StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums
-from monitoring.run_view import (
-    RunFold,
-    RunView,
-    accuracy_of,
-    fold,
-    loss_of,
-    perplexity,
-    result,
-)
+from monitoring.round_view import accuracy_of, loss_of, perplexity
+from monitoring.run_fold import RunFold, fold
+from monitoring.run_result import result
+from monitoring.run_view import RunView
 
 
 def test_quiet_run_is_complete():

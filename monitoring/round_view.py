@@ -1,0 +1,154 @@
+"""One round of a run, as its events tell it, and what its sums mean."""
+
+import math
+from dataclasses import dataclass
+
+from federation.events import (
+    CheckpointSaved,
+    ModelEvaluated,
+    RoundFinished,
+    SiteAnswered,
+    SiteFailed,
+    StepTaken,
+)
+from federation.messages import MetricSums, Phase
+
+RUNNING = "running"
+
+Reports = tuple[SiteAnswered | SiteFailed, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundView:
+    """One round.
+
+    Attributes:
+        index: 1 for the first.
+        started_at: When its tasks went out, in seconds since the epoch.
+        cohort: Sites that were asked.
+        reports: What became of each task, in order of arrival.
+        steps: Further exchanges of secure aggregation.
+        finished: Its canonical line; None while it runs.
+        evaluated: The model after it; None if that was not evaluated, or not yet.
+        saved: Its checkpoint; None if that is not durable, or not yet.
+    """
+
+    index: int
+    started_at: float
+    cohort: tuple[str, ...]
+    reports: Reports
+    steps: tuple[StepTaken, ...]
+    finished: RoundFinished | None
+    evaluated: ModelEvaluated | None
+    saved: CheckpointSaved | None
+
+    @property
+    def status(self) -> str:
+        """``running``, ``completed``, ``lost`` or ``discarded``."""
+        return RUNNING if self.finished is None else self.finished.status
+
+    @property
+    def training_loss(self) -> float | None:
+        """Mean loss while the sites trained, pooled over them."""
+        return loss_of(self.finished.training if self.finished else None)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean held-out loss of the model after this round."""
+        return loss_of(self.evaluated.pooled if self.evaluated else None)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Held-out accuracy of the model after this round."""
+        return accuracy_of(self.evaluated.pooled if self.evaluated else None)
+
+    @property
+    def answered(self) -> int:
+        """Number of sites whose update was folded in."""
+        if self.finished is not None:
+            return len(self.finished.answered)
+        return sum(isinstance(report, SiteAnswered) for report in self.reports)
+
+    @property
+    def sites_evaluated(self) -> int | None:
+        """How many sites' held-out data the loss is over; None if not evaluated."""
+        return None if self.evaluated is None else len(self.evaluated.sites)
+
+    @property
+    def num_unheard(self) -> int:
+        """Sites that the loss lacks, of as many as a round asks."""
+        if self.evaluated is None:
+            return 0
+        # The last model is evaluated by all sites, which may be more than a cohort.
+        return max(0, len(self.cohort) - len(self.evaluated.sites))
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Number of refused or missing answers by kind."""
+        return dict(self.finished.failed) if self.finished else {}
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes from all sites."""
+        if self.finished is not None:
+            return self.finished.bytes_up
+        steps = sum(sum(step.bytes_up) for step in self.steps)
+        return steps + sum(report.bytes_up for report in self.reports)
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes to all sites."""
+        if self.finished is not None:
+            return self.finished.bytes_down
+        steps = sum(sum(step.bytes_down) for step in self.steps)
+        return steps + sum(report.bytes_down for report in self.reports)
+
+    @property
+    def epsilon(self) -> float | None:
+        """Largest epsilon that a site has told with its answer to this round."""
+        if self.finished is not None:
+            return self.finished.epsilon
+        spent = [r.spent for r in self.reports if isinstance(r, SiteAnswered)]
+        return max((told.epsilon for told in spent if told), default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Duration with its checkpoint; None while the round runs."""
+        if self.finished is None:
+            return None
+        return self.finished.seconds + (self.saved.seconds if self.saved else 0.0)
+
+    @property
+    def update_clip(self) -> float | None:
+        """What updates were clipped to, in weight units; None if nothing is."""
+        return None if self.finished is None else self.finished.update_clip
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Where the aggregator's time went."""
+        if self.finished is None or self.saved is None:
+            return self.finished.phases if self.finished else ()
+        checkpoint = Phase(
+            name="checkpoint",
+            start_seconds=self.finished.seconds,
+            seconds=self.saved.seconds,
+        )
+        return (*self.finished.phases, checkpoint)
+
+
+def loss_of(sums: MetricSums | None) -> float | None:
+    """Mean loss in nats, or None if nothing was predicted."""
+    return sums.loss if sums is not None and sums.count else None
+
+
+def accuracy_of(sums: MetricSums | None) -> float | None:
+    """Fraction of right predictions, or None if nothing was predicted."""
+    return sums.accuracy if sums is not None and sums.count else None
+
+
+def perplexity(loss: float) -> float:
+    """``exp`` of the mean loss of a token in nats; infinite if that overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
