@@ -357,6 +357,8 @@ class StoreUse:
         sent_bytes: Content written by those that did not.
         received_bytes: Content read by those that did not.
         seconds: How long all of them took, at the same time or one after another.
+        requests: What the service was asked for them: parts, pages and attempts; 0 on
+            this machine.
     """
 
     operation: str
@@ -365,6 +367,7 @@ class StoreUse:
     sent_bytes: int
     received_bytes: int
     seconds: float
+    requests: int = 0
 
     def plus(self, other: "StoreUse | None") -> "StoreUse":
         """Add calls of the same operation."""
@@ -377,28 +380,36 @@ class StoreUse:
             sent_bytes=self.sent_bytes + other.sent_bytes,
             received_bytes=self.received_bytes + other.received_bytes,
             seconds=self.seconds + other.seconds,
+            requests=self.requests + other.requests,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUsed:
-    """A bucket was used since the last such event.
+    """A store was used since the last such event.
 
     What a killed coordinator had not told, and the copies at the very end of a run,
     are in no event.
 
     Attributes:
         at: When.
-        url: Where the bucket is; no secrets.
+        url: Where the store is; no secrets.
         way: How it was reached, which decides on the price: ``same region``,
-            ``other region``, ``internet`` or ``unknown``.
+            ``other region``, ``internet``, ``this machine`` or ``unknown``.
         uses: What for, by operation.
+        who: ``coordinator``, the name of a site, or ``all sites`` where a simulation
+            deals one dataset out.
+        spared_calls: Reads that the disk cache made unnecessary.
+        spared_bytes: What they would have received.
     """
 
     at: float
     url: str
     way: str
     uses: tuple[StoreUse, ...]
+    who: str = ""
+    spared_calls: int = 0
+    spared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

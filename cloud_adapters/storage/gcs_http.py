@@ -26,6 +26,7 @@ from google.auth.transport.requests import AuthorizedSession
 from requests.adapters import HTTPAdapter
 
 from cloud_adapters.storage import gcs_errors
+from cloud_adapters.storage.request_count import note_request
 from federation.protocols import Buffer
 
 DEFAULT_ENDPOINT = "https://storage.googleapis.com"
@@ -115,6 +116,7 @@ class GcsHttp:
             StoreError: There is no answer, or not one of ``ask.ok``.
         """
         session = self._plain if ask.is_session else self._session(ask.doing)
+        note_request()
         with translated(ask.doing, keep_cause=not ask.is_session):
             response = session.request(
                 ask.method,

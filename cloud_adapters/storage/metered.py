@@ -1,39 +1,43 @@
-"""What a store is used for: calls, bytes and seconds, as a bill will have them.
+"""What a store is used for: calls, requests, bytes and seconds, as a bill has them.
 
-A call may be several requests (parts, pages, attempts), which only the service
-counts. Bytes are those of the content; what failed calls moved is not known.
+A call may be several requests (parts, pages, attempts). Bytes are those of the
+content; what failed calls moved is not known.
 """
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from cloud_adapters.storage.request_count import RequestCount, counting
 from federation.events import StoreUse
 from federation.protocols import Buffer, Clock, ObjectInfo, ObjectStore
 
 SAME_REGION = "same region"
 OTHER_REGION = "other region"
 INTERNET = "internet"
+THIS_MACHINE = "this machine"
 UNKNOWN = "unknown"
 
 _CLOUDS = {"s3": "aws", "gs": "gcp"}
 
 
 def way_to(scheme: str, region: str, *, from_cloud: str, from_region: str) -> str:
-    """Name the way between a place and a bucket: it decides on the price.
+    """Name the way between a place and a store: it decides on the price.
 
     Args:
-        scheme: Of the bucket's URL, ``s3`` or ``gs``.
+        scheme: Of the store's URL.
         region: Of the bucket; empty if unknown.
         from_cloud: Cloud of the place: ``aws``, ``gcp``, another, or empty if unknown.
         from_region: Its region there; empty if unknown.
 
     Returns:
-        One of the four constants of this module.
+        One of the five constants of this module.
     """
+    if scheme not in _CLOUDS:
+        return THIS_MACHINE
     if not from_cloud:
         return UNKNOWN
-    if from_cloud != _CLOUDS.get(scheme):
+    if from_cloud != _CLOUDS[scheme]:
         return INTERNET
     if not region or not from_region:
         return UNKNOWN
@@ -119,8 +123,15 @@ class MeteredStore:
     def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:
         """Objects under a prefix, in the order of their keys."""
         # The seconds are the consumer's too: the pages come while it works.
-        with self._call("list"):
-            yield from self._store.list(prefix, start_after=start_after)
+        with self._noted("list") as note:
+            found = self._store.list(prefix, start_after=start_after)
+            while True:
+                # What the consumer asks of others meanwhile is not this call's.
+                with counting(note.requests):
+                    info = next(found, None)
+                if info is None:
+                    return
+                yield info
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
@@ -138,6 +149,11 @@ class MeteredStore:
 
     @contextmanager
     def _call(self, operation: str) -> Iterator["_Note"]:
+        with self._noted(operation) as note, counting(note.requests):
+            yield note
+
+    @contextmanager
+    def _noted(self, operation: str) -> Iterator["_Note"]:
         note, failed = _Note(), 1
         begin = self._clock.monotonic()
         try:
@@ -155,12 +171,15 @@ class MeteredStore:
                     sent_bytes=note.sent_bytes,
                     received_bytes=note.received_bytes,
                     seconds=self._clock.monotonic() - begin,
+                    requests=note.requests.number,
                 )
             )
 
 
 class _Note:
-    """What is known of a call when it has gone well."""
+    """What is known of a call; its bytes when it has gone well."""
 
-    sent_bytes = 0
-    received_bytes = 0
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.requests = RequestCount()

@@ -14,6 +14,7 @@ import boto3
 from botocore.config import Config
 
 from cloud_adapters.storage import s3_errors
+from cloud_adapters.storage.request_count import note_request
 from cloud_adapters.storage.retry import Retry
 from federation.errors import (
     ObjectNotFound,
@@ -167,6 +168,7 @@ class S3Calls:
         if self.owner is not None:
             parameters["ExpectedBucketOwner"] = self.owner
         request = getattr(self.client, operation)
+        note_request()
         answer: Answer = self.understand(
             doing, lambda: request(Bucket=self.bucket, **parameters)
         )

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 from cloud_adapters.storage.checksums import Checksums, crc32c
+from cloud_adapters.storage.request_count import carried
 from cloud_adapters.storage.s3_calls import (
     CRC32C,
     PUT_ID,
@@ -240,7 +241,8 @@ class _Upload:
                 while pending and sum(pending.values()) + size > BYTES_IN_FLIGHT:
                     sent += _ended(pending)
                 digest = digests.submit(self._checksums.update, part)
-                pending[pool.submit(self._send, number, part, digest)] = size
+                send = carried(self._send)
+                pending[pool.submit(send, number, part, digest)] = size
                 # Nothing here may hold it: the next one is filled meanwhile.
                 del part
             while pending:

@@ -1,12 +1,14 @@
 """What is noted of the calls to a store."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from support.faulty_store import FaultyStore, outage
 
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.storage.metered import Meter, MeteredStore, way_to
+from cloud_adapters.storage.request_count import carried, note_request
 from federation.clock import VirtualClock
 from federation.errors import ObjectNotFound, StoreUnavailable
 from federation.events import StoreUse
@@ -119,6 +121,7 @@ def test_conditions_and_metadata_pass():
         ("s3", "", "aws", "us-east-1", "unknown"),
         ("s3", "us-east-1", "aws", "", "unknown"),
         ("s3", "us-east-1", "", "us-east-1", "unknown"),
+        ("file", "", "aws", "us-east-1", "this machine"),
     ],
 )
 def test_ways(scheme: str, region: str, cloud: str, where: str, expected: str):
@@ -136,3 +139,61 @@ def test_uses_add_up():
     assert use.plus(use) == StoreUse(
         operation="put", calls=2, failed=2, sent_bytes=4, received_bytes=6, seconds=1.0
     )
+
+
+class Asking(FaultyStore):
+    """A store that asks its service twice for each read, as when one attempt fails."""
+
+    def read(self, *args: Any, **options: Any) -> bytes:
+        note_request()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(carried(note_request)).result()
+        return super().read(*args, **options)
+
+    def list(self, *args: Any, **options: Any) -> Any:
+        for info in super().list(*args, **options):
+            note_request()
+            yield info
+
+
+def test_requests_are_those_of_the_call():
+    """Also in threads that work for it; not those that others make meanwhile."""
+    store, meter = metered(Asking(MemoryStore()))
+    other, elsewhere = metered(Asking(MemoryStore()))
+    for one in (store, other):
+        one.put("a", [b"x"])
+        one.put("b", [b"x"])
+    for info in store.list():
+        other.read(info.key)
+        store.read(info.key)
+    note_request()  # Nobody's.
+    assert {use.operation: use.requests for use in meter.take()} == {
+        "put": 0,
+        "list": 2,
+        "read": 4,
+    }
+    assert {use.operation: use.requests for use in elsewhere.take()} == {
+        "put": 0,
+        "read": 4,
+    }
+
+
+@pytest.mark.slow
+def test_requests_of_buckets(s3_server: Any, gcs_server: Any):
+    """As many as the services have seen: parts and sessions included."""
+    from support import gcs_stores  # noqa: PLC0415 (slow to import)
+
+    for server, store in (
+        (s3_server, s3_server.store()),
+        (gcs_server, gcs_stores.store(gcs_server)),
+    ):
+        ours, meter = metered(store)
+        before = len(server.requests)
+        ours.put("large", iter([bytes(9 * 1024 * 1024)]))
+        ours.read("large")
+        ours.stat("large")
+        assert len(list(ours.list())) == 1
+        ours.copy("large", "copy")
+        ours.delete("large")
+        counted = sum(use.requests for use in meter.take())
+        assert counted == len(server.requests) - before
