@@ -30,12 +30,15 @@ values of one parameter.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import nn
 
 from federation.errors import JobError
 from privacy.dp_sgd.capture import backprops_of, check_every_use_seen, watched
+from privacy.dp_sgd.convolution import Workspace
 from privacy.dp_sgd.ghost import (
     Call,
     Matrices,
@@ -100,6 +103,7 @@ class ClippedSum:
         self.clipping = clipping
         if clipping == "auto":
             self.clipping = choose(self.sum_d.numel(), batch_size=batch_size)
+        self._workspace = Workspace()
         self._is_checked = False
 
     def add_(self, loss: Callable[[], torch.Tensor], num_records: int) -> None:
@@ -144,19 +148,19 @@ class ClippedSum:
         matrices: Matrices = {}
         if self.clipping == "ghost":
             matrices, calls = split(calls)
-        gradients = _sum_by_parameter(calls)
+        self._workspace.begin()
+        gradients = _sum_by_parameter(calls, self._workspace)
         for uses in matrices.values():
             _accumulate(gradients, bias_gradients(uses))
-        # Once: where a gradient does not lie row by row this is a copy, and the
-        # gradient itself goes before the next one is copied.
-        rows = {p: _rows(gradients.pop(p)) for p in list(gradients)}
-        norms_square = [_norms_square(rows_bp) for rows_bp in rows.values()]
+        rows = {p: _Rows.of(gradients.pop(p)) for p in list(gradients)}
+        norms_square = [_norms_square(part.rows_bp) for part in rows.values()]
         norms_square += [gram_norms_square(uses) for uses in matrices.values()]
         factors, bad = _factors(torch.stack(norms_square).sum(0), self._limit)
-        for parameter, rows_bp in rows.items():
+        for parameter, part in rows.items():
             if bad is not None:
-                rows_bp[bad] = 0.0
-            _add_rows_(self._parts[parameter], rows_bp, factors)
+                part.rows_bp[bad] = 0.0
+            sum_p = _weighted_sum(part.rows_bp, factors)
+            self._parts[parameter].view(parameter.shape).add_(part.in_place(sum_p))
         for parameter, uses in matrices.items():
             matrix_oi = self._parts[parameter].view(parameter.shape)
             for use in uses:
@@ -206,11 +210,12 @@ def choose(num_values: int, *, batch_size: int) -> str:
     return "hooks" if num_bytes <= _MOST_GRADIENT_BYTES else "ghost"
 
 
-def _sum_by_parameter(calls: Sequence[Call]) -> Gradients:
+def _sum_by_parameter(calls: Sequence[Call], workspace: Workspace) -> Gradients:
     """Gradients of each parameter by record, added up over the uses of it."""
     total: Gradients = {}
     for use, backprops in calls:
-        _accumulate(total, record_gradients(use.layer, use.inputs, backprops))
+        found = record_gradients(use.layer, use.inputs, backprops, workspace)
+        _accumulate(total, found)
     return total
 
 
@@ -220,21 +225,46 @@ def _accumulate(total: Gradients, more: Gradients) -> None:
         total[parameter] = gradient if held is None else held + gradient
 
 
-def _rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Shape ``(B, p)`` of ``(B, ...)``."""
-    return gradient.reshape(len(gradient), -1)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Gradients of one parameter as they lie in memory.
+
+    Norms do not ask for the order of values, and a sum is put in order at its end:
+    copies of all records' gradients cost as much as their norms.
+
+    Attributes:
+        rows_bp: One row a record.
+        shape: Shape of a row before it was made flat.
+        axes: Where each axis of the parameter is in that shape.
+    """
+
+    rows_bp: torch.Tensor
+    shape: torch.Size
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> Self:
+        """Take ``(B, *parameter)``; a copy only if its values have gaps."""
+        strides = gradient.stride()
+        order = sorted(range(1, gradient.ndim), key=lambda axis: -strides[axis])
+        lying = gradient.permute(0, *order)
+        axes = tuple(order.index(axis) for axis in range(1, gradient.ndim))
+        return cls(lying.reshape(len(lying), -1), lying.shape[1:], axes)
+
+    def in_place(self, sum_p: torch.Tensor) -> torch.Tensor:
+        """A sum over the rows, in the parameter's shape."""
+        return sum_p.view(self.shape).permute(self.axes)
 
 
-def _add_rows_(
-    sum_p: torch.Tensor, rows_bp: torch.Tensor, factors: torch.Tensor
-) -> None:
-    """Add each record's row times its factor, as ``sum_margin`` says."""
+def _weighted_sum(rows_bp: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Sum of the records' rows times their factors, float64, as ``sum_margin`` says."""
     if rows_bp.numel() <= _SMALL:
-        sum_p.addmv_(rows_bp.double().t(), factors.double())
-        return
+        return torch.mv(rows_bp.double().t(), factors.double())
+    sum_p = torch.zeros(rows_bp.shape[1], dtype=torch.float64, device=rows_bp.device)
     for start in range(0, len(rows_bp), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         sum_p.add_(torch.mv(rows_bp[chunk].t(), factors[chunk]))
+    return sum_p
 
 
 def _norms_square(rows_bp: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from privacy.dp_sgd import convolution
+
 Gradients = dict[nn.Parameter, torch.Tensor]
 """Gradient of each parameter for each record: shape ``(B, *parameter)``, float32."""
 
@@ -112,7 +114,10 @@ def trained_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def record_gradients(
-    layer: nn.Module, inputs: torch.Tensor, backprops: torch.Tensor
+    layer: nn.Module,
+    inputs: torch.Tensor,
+    backprops: torch.Tensor,
+    workspace: convolution.Workspace,
 ) -> Gradients:
     """Gradients of a layer's parameters, for each record.
 
@@ -120,6 +125,7 @@ def record_gradients(
         layer: A layer of ``trained_layers``.
         inputs: What it was called with, shape ``(B, ...)``.
         backprops: Gradient of the loss by its outputs, shape ``(B, ...)``.
+        workspace: Memory that some of the gradients lie in.
 
     Returns:
         By parameter; float32, also where the layer computes with fewer digits.
@@ -128,7 +134,10 @@ def record_gradients(
     if kind is None:
         return _fallback(layer, inputs, backprops)
     inputs = inputs.float() if inputs.is_floating_point() else inputs
-    found = opacus().samplers[kind](layer, [inputs], backprops.float())
+    backprops = backprops.float()
+    if convolution.is_covered(layer):
+        return convolution.gradients(layer, inputs, backprops, workspace)
+    found = opacus().samplers[kind](layer, [inputs], backprops)
     if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
         for gradient in found.values():
             gradient[:, layer.padding_idx] = 0.0

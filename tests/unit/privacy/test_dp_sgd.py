@@ -91,6 +91,20 @@ class Twice(nn.Module):
         return self.out(self.square(torch.tanh(self.square(x))).mean((1, 2)))
 
 
+class TwiceConvolved(nn.Module):
+    """One convolution called twice: both calls' gradients are held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, stride=2, bias=False)
+        self.square = nn.Conv2d(4, 4, 3, padding="same")
+        self.out = nn.Linear(36, CLASSES)
+
+    def forward(self, x: torch.Tensor):
+        x = self.square(torch.tanh(self.square(self.first(x))))
+        return self.out(x.flatten(1))
+
+
 def convolutions():
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1, padding_mode="circular"),
@@ -131,6 +145,7 @@ KINDS = {
     "bare parameter": (Bare, lambda n: torch.randn(n, 4), classify),
     "layer called twice": (Twice, lambda n: torch.randn(n, 2, 3, 4), classify),
     "convolutions": (convolutions, images, classify),
+    "convolution called twice": (TwiceConvolved, images, classify),
     "frozen front": (frozen_front, images, classify),
 }
 
