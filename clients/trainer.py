@@ -85,6 +85,10 @@ class TorchTrainer:
         self._train_data = train
         self._held_out = held_out
         self._objective = OBJECTIVES[job.training.task]
+        if private is None:
+            # Data that is far away begins to come while the first task is on its way
+            # and held-out data is read. After a resume this is the wrong guess.
+            self._indices(1)
 
     def layout(self) -> Layout:
         """Layout of the model."""

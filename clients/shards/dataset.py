@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from clients.datasets import Batch, Indices
 from clients.shards.index import INDEX_KEY, DatasetIndex, Split, read_index
 from clients.shards.order import shard_order
-from clients.shards.shelf import MEMORY_BYTES, THREADS, Shelf
+from clients.shards.shelf import MEMORY_BYTES, PATIENCE, THREADS, Shelf
 from cloud_adapters.storage.cached import ObjectCache
+from cloud_adapters.storage.retry import Retry
 from federation.errors import CorruptObject
 from federation.protocols import ObjectStore
 
@@ -56,6 +57,7 @@ def open_dataset(
     *,
     cache: ObjectCache | None = None,
     reading: Reading = _AS_IN_MEMORY,
+    retry: Retry = PATIENCE,
 ) -> tuple["ShardedDataset", "ShardedDataset"]:
     """Open a dataset: its index and labels are read, and no example.
 
@@ -63,6 +65,7 @@ def open_dataset(
         store: Where ``crossfed data shard`` wrote it.
         cache: Where shards are kept on disk; None for nowhere.
         reading: How it is read.
+        retry: How long an outage may last once the index is read.
 
     Returns:
         The training and the held-out part.
@@ -80,6 +83,7 @@ def open_dataset(
         window=reading.window,
         memory_bytes=reading.memory_bytes,
         threads=reading.threads,
+        retry=retry,
     )
     return (
         _open_split(store, index, index.train, shelf, reading),

@@ -82,6 +82,8 @@ def telling_ahead(
 ) -> Iterator[Indices]:
     """Pass batches on, and tell the dataset in advance of those that follow.
 
+    The dataset hears of the first ones at once, before any is asked for.
+
     Args:
         dataset: If it is not a ``ReadsAhead``, nothing is told.
         batches: What is to be read, and perhaps what comes after.
@@ -89,20 +91,27 @@ def telling_ahead(
     """
     source = iter(batches)
     if not isinstance(dataset, ReadsAhead):
-        yield from islice(source, num_batches)
-        return
+        return islice(source, num_batches)
     told: deque[Indices] = deque()
-    num_told = passed = 0
-    while num_batches is None or passed < num_batches:
-        while not told or num_told < dataset.examples_ahead:
-            following = next(source, None)
-            if following is None:
-                break
-            dataset.expect(following)
-            told.append(following)
-            num_told += len(following)
-        if not told:
-            return
-        num_told -= len(told[0])
-        passed += 1
+    _tell(dataset, source, told)
+    return islice(_passed_on(dataset, source, told), num_batches)
+
+
+def _passed_on(
+    dataset: ReadsAhead, source: Iterator[Indices], told: deque[Indices]
+) -> Iterator[Indices]:
+    while told:
         yield told.popleft()
+        _tell(dataset, source, told)
+
+
+def _tell(dataset: ReadsAhead, source: Iterator[Indices], told: deque[Indices]) -> None:
+    """Tell of so many batches that the next one is there, and enough beyond it."""
+    num_told = sum(map(len, told))
+    while not told or num_told < dataset.examples_ahead:
+        following = next(source, None)
+        if following is None:
+            return
+        dataset.expect(following)
+        told.append(following)
+        num_told += len(following)

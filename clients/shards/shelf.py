@@ -16,11 +16,16 @@ from clients.shards.index import (
 )
 from clients.shards.rows import RowLayout, Rows
 from cloud_adapters.storage.cached import ObjectCache
+from cloud_adapters.storage.retry import Retry
 from federation.errors import CorruptObject, ObjectNotFound
 from federation.protocols import ObjectStore
 
 MEMORY_BYTES = 512 * 1024 * 1024
 THREADS = 4
+# An outage of minutes is waited out: a site that gives up has lost its round.
+PATIENCE = Retry(
+    attempts=24, base_seconds=1.0, cap_seconds=30.0, deadline_seconds=600.0
+)
 
 _DECODE: dict[str, Callable[[bytes | memoryview, RowLayout], Rows]] = {
     "tar": tar_shard.decode,
@@ -43,6 +48,7 @@ class Shelf:
         window: int,
         memory_bytes: int = MEMORY_BYTES,
         threads: int = THREADS,
+        retry: Retry = PATIENCE,
     ) -> None:
         """Nothing is read yet.
 
@@ -54,8 +60,10 @@ class Shelf:
                 are larger than ``memory_bytes``.
             memory_bytes: Of the shards that are open.
             threads: Shards that are fetched in advance at the same time; 0 for none.
+            retry: Attempts beyond the store's own: a training waits rather than ends.
         """
         self._store = store
+        self._retry = retry
         self._index = index
         self._cache = cache
         shards = (*index.train.shards, *index.held_out.shards)
@@ -72,19 +80,11 @@ class Shelf:
 
         Raises:
             CorruptObject: It is cut short, gone, or not what the index names.
-            StoreUnavailable: The store is out of reach.
+            StoreUnavailable: The store is out of reach, and was for long.
         """
-        key = split.shards[number].key
-        future, is_ours = self._claim(split, number)
-        if is_ours:
-            self._fill(future, split, number)
-        try:
-            return future.result()
-        except BaseException:
-            with self._mutex:  # So that it is tried again.
-                if self._open.get(key) is future:
-                    del self._open[key], self._bytes[key]
-            raise
+        # Only who needs a shard is patient: threads that fetch in advance would keep a
+        # process that wants to end.
+        return self._retry.call(lambda _: self._rows(split, number))
 
     def expect(self, split: Split, numbers: Iterable[int]) -> None:
         """Begin to fetch shards that are not open."""
@@ -126,6 +126,19 @@ class Shelf:
             self._bytes[shard.key] = shard.bytes
             self._forget_oldest()
             return future, True
+
+    def _rows(self, split: Split, number: int) -> Rows:
+        key = split.shards[number].key
+        future, is_ours = self._claim(split, number)
+        if is_ours:
+            self._fill(future, split, number)
+        try:
+            return future.result()
+        except BaseException:
+            with self._mutex:  # So that it is tried again.
+                if self._open.get(key) is future:
+                    del self._open[key], self._bytes[key]
+            raise
 
     def _forget_oldest(self) -> None:
         total = sum(self._bytes.values())
