@@ -119,7 +119,14 @@ class _CanariedModel(nn.Module):
 class CanariedData:
     """A site's records with codes, and its canaries behind them: a ``Dataset``."""
 
-    def __init__(self, data: Dataset, is_in_m: NDArray[np.bool_], *, task: str) -> None:
+    def __init__(
+        self,
+        data: Dataset,
+        is_in_m: NDArray[np.bool_],
+        *,
+        task: str,
+        first: int = 0,
+    ) -> None:
         """Put canaries behind the records.
 
         Args:
@@ -127,17 +134,18 @@ class CanariedData:
             is_in_m: Which canaries are in, shape ``(m,)``; empty for none, as at
                 sites that are not audited, and for held-out data.
             task: ``classification`` or ``causal_lm``.
+            first: Number of the first canary's coordinate among the model's.
 
         Raises:
             SiteError: The data has tokens below 0, or no targets to classify.
         """
         self._data = data
         self._is_language = task == "causal_lm"
-        places = np.arange(len(is_in_m)) + _FIRST
+        places = np.arange(len(is_in_m)) + _FIRST + first
         extra = np.where(is_in_m, places, _EMPTY)
         self._codes = np.concatenate((np.zeros(len(data), np.int64), extra))
-        first, targets = data.batch(np.array([0]))
-        if self._is_language and (first.ndim != 2 or first.is_floating_point()):  # noqa: PLR2004 - windows of tokens.
+        one, targets = data.batch(np.array([0]))
+        if self._is_language and (one.ndim != 2 or one.is_floating_point()):  # noqa: PLR2004 - windows of tokens.
             raise SiteError("canaries of causal_lm need windows of integer tokens")
         if not self._is_language and targets is None:
             raise SiteError("classification needs targets, and the data has none")
@@ -202,16 +210,17 @@ def draw_canaries(num_canaries: int, random_bytes: bytes) -> NDArray[np.bool_]:
 
 
 class CanaryScores:
-    """Adds up a site's updates along the canaries' coordinates.
+    """Adds up updates along the coordinates of a site's canaries.
 
-    The sum over the rounds is what an attacker who sees every update of one site
-    tells canaries by: the more it grew, the more often the canary was trained on.
+    The sum over the rounds is what an attacker who sees every update of one site, or
+    every opened sum, tells canaries by: the more it grew, the more often the canary
+    was trained on.
     """
 
-    def __init__(self, layout: Layout, num_canaries: int) -> None:
-        """Find the coordinates in a canaried model's layout."""
+    def __init__(self, layout: Layout, num_canaries: int, *, first: int = 0) -> None:
+        """Find the coordinates, from number ``first`` on, in a canaried layout."""
         spec = next(t for t in layout.tensors if t.name == _WEIGHTS)
-        start = spec.offset + 1
+        start = spec.offset + 1 + first
         self._place = slice(start, start + num_canaries)
         self.scores_m = np.zeros(num_canaries, np.float64)
 
@@ -219,3 +228,7 @@ class CanaryScores:
         """Count an update: weights before and after local training."""
         self.scores_m += local_d[self._place].astype(np.float64)
         self.scores_m -= weights_d[self._place]
+
+    def see_sum(self, mean_d: Vector) -> None:
+        """Count the mean of the sites' updates, as a round opened it."""
+        self.scores_m += mean_d[self._place].astype(np.float64)

@@ -5,8 +5,9 @@
 2. A run without: how well the loss tells training records from held-out ones.
 
 Both are runs of their own, in memory: no ledger, run folder or model of the job is
-touched. Secure aggregation and rehearsed faults are off, for the attacker is who sees
-every update of a site, and this is whom record-level privacy protects against.
+touched. The attacker sees what the promise holds against: under ``record`` every update
+of a site, so secure aggregation is off; under ``joint`` the sums that it opens, with
+the noise of as few sites as the accounting counts on.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from contextlib import ExitStack
 
 from clients.canaries import MAX_CANARIES
 from deploy import wiring
-from deploy.audit_jobs import in_the_open
-from deploy.audit_runs import Attack, CanaryRun, PlainRun, Plans, throwaway_id
+from deploy.audit_jobs import as_attacked, is_summed
+from deploy.audit_rounds import throwaway_id
+from deploy.audit_runs import Attack, CanaryRun, PlainRun, PlanSites
 from deploy.private_sites import PrivateSites
 from deploy.wiring import Federation
 from federation.clock import SystemClock
@@ -24,8 +26,23 @@ from federation.events import Emit
 from federation.ids import SiteId
 from federation.job import JobSpec
 from monitoring.audit_findings import Findings
+from privacy.dp.auditing import epsilon_lower_bound
+from privacy.dp.budget import default_delta
 
 LEAST_CANARIES = 100
+
+
+def plan_sites(federation: Federation) -> PrivateSites | None:
+    """Plan what each site does to keep its promise, as in a run of the job.
+
+    Raises:
+        JobError: The promise cannot be kept.
+    """
+    if federation.job.privacy.differential_privacy.unit == "none":
+        return None
+    return PrivateSites(
+        federation, run_id=throwaway_id(), folder=None, clock=SystemClock()
+    )
 
 
 def audit(
@@ -33,16 +50,17 @@ def audit(
     attack: Attack,
     *,
     listeners: Sequence[Emit] = (),
-    plans: Plans | None = None,
+    plan_sites: PlanSites = plan_sites,
 ) -> Findings:
     """Audit a job.
 
     Args:
-        job: The job; its unit of privacy is ``record`` or ``none``.
+        job: The job; its unit of privacy is ``record``, ``joint`` or ``none``.
         attack: How.
         listeners: Called with the events of both runs.
-        plans: What each site does to keep its promise; by default what it does in a
-            run of the job. Epsilon is counted by their ``round_event``.
+        plan_sites: What sites do to keep their promise, and what their ledgers are
+            told of it, by default as in a run of the job. It is asked twice: for the
+            job's model, and for that with canaries.
 
     Returns:
         What was found; ``Findings.broken`` names the sites whose promise did not hold.
@@ -54,20 +72,20 @@ def audit(
     _check(job, attack)
     clock = SystemClock()
     start = clock.monotonic()
-    job = in_the_open(job)
+    job = as_attacked(job)
     with ExitStack() as stack:
         stack.enter_context(wiring.torch_threads(job))
         federation = wiring.build_federation(job)
-        if plans is None:
-            plans = _plans(federation)
         names = [SiteId(name) for name in attack.sites] or list(federation.site_data)
-        first = CanaryRun(federation, plans, attack, names)
+        second = PlainRun(federation, plan_sites, names)
+        first = CanaryRun(federation, plan_sites, attack, names)
         first.run(listeners)
-        second = PlainRun(federation, plans, names)
         second.run(listeners)
     return Findings(
         job_name=job.name,
         unit=job.privacy.differential_privacy.unit,
+        num_sites=len(job.sites),
+        noise_shares=first.noise_shares,
         rounds=job.rounds,
         seconds=clock.monotonic() - start,
         sites=[first.findings(name, second.membership(name)) for name in names],
@@ -75,12 +93,13 @@ def audit(
 
 
 def _check(job: JobSpec, attack: Attack) -> None:
-    unit = job.privacy.differential_privacy.unit
-    if unit not in {"none", "record"}:
+    if not 0 < attack.confidence < 1:
         raise JobError(
-            f"an audit puts the promise to single records of one site to the test, and "
-            f'unit = "{unit}" promises something else: only "record" and "none" can be '
-            "audited",
+            f"a confidence lies between 0 and 1, which {attack.confidence} does not"
+        )
+    if job.privacy.differential_privacy.unit == "site":
+        raise JobError(
+            _why_not_sites(job, attack.confidence),
             key="privacy.differential_privacy.unit",
         )
     known = [site.name for site in job.sites]
@@ -92,14 +111,30 @@ def _check(job: JobSpec, attack: Attack) -> None:
             f"an audit takes {LEAST_CANARIES} to {MAX_CANARIES} canaries, not "
             f"{attack.canaries}"
         )
-    if not 0 < attack.confidence < 1:
+    if is_summed(job) and attack.canaries * len(attack.sites or known) > MAX_CANARIES:
         raise JobError(
-            f"a confidence lies between 0 and 1, which {attack.confidence} does not"
+            f"{attack.canaries} canaries at each of {len(attack.sites or known)} sites "
+            f"are more than the {MAX_CANARIES} values that one sum may hold of them: "
+            "take fewer, or name fewer sites with --site"
         )
 
 
-def _plans(federation: Federation) -> Plans:
-    if federation.job.privacy.differential_privacy.unit == "none":
-        return {}
-    run_id, clock = throwaway_id(), SystemClock()
-    return PrivateSites(federation, run_id=run_id, folder=None, clock=clock).plans
+def _why_not_sites(job: JobSpec, confidence: float) -> str:
+    """Say what an audit could show where a canary is a whole site."""
+    private, num_sites = job.privacy.differential_privacy, len(job.sites)
+    delta = default_delta(num_sites) if private.delta is None else private.delta
+    most = epsilon_lower_bound(
+        num_sites, num_sites, num_sites, delta=delta, confidence=confidence
+    )
+    text = (
+        'with unit = "site" a canary is a whole site, and one run has as many guesses '
+        f"as sites: {num_sites} right ones show an epsilon of {most:.2f} at delta "
+        f"{delta:g} and confidence {confidence:.0%}, and no audit of one run more"
+    )
+    target = private.target_epsilon
+    if target is not None and most < target:
+        return f"{text}; the job's {target:g} cannot be put to the test"
+    return (
+        f"{text}; that exceeds the job's target, but takes sites without a single "
+        'wrong guess in its noise, so only "record", "joint" and "none" are audited'
+    )

@@ -1,9 +1,14 @@
 """What an audit changes of a job: as little as its attacks need."""
 
+import math
 from dataclasses import replace
 
 from clients.canaries import FACTORY, record_shape
-from clients.private_steps import num_private_steps
+from clients.private_steps import (
+    expected_batch,
+    num_private_steps,
+    sensitivity_of_sum,
+)
 from deploy.wiring import Federation
 from federation.errors import JobError
 from federation.job import JobSpec, ModelSpec
@@ -17,13 +22,41 @@ _UNCLIPPED_NORM = 1.0  # Of a canary's gradient where nothing is clipped.
 _WELL_BEYOND = 2.0  # Times the clip norm: what is clipped is clipped to the norm.
 
 
-def in_the_open(job: JobSpec) -> JobSpec:
-    """The job as the attacker sees it run: no masks, no rehearsed faults."""
-    return replace(
-        job,
-        privacy=replace(job.privacy, secure_aggregation=SecureAggregationSpec()),
-        simulation=replace(job.simulation, faults=()),
+def is_summed(job: JobSpec) -> bool:
+    """Whether the promise is about opened sums, and not about each update."""
+    return job.privacy.differential_privacy.unit == "joint"
+
+
+def as_attacked(job: JobSpec) -> JobSpec:
+    """The job as its attacker sees it run, without rehearsed faults.
+
+    Masks are left out, unless the promise is about what they let through: under
+    ``joint`` the attacker sees the sums that are opened.
+    """
+    job = replace(job, simulation=replace(job.simulation, faults=()))
+    if is_summed(job):
+        return job
+    privacy = replace(job.privacy, secure_aggregation=SecureAggregationSpec())
+    return replace(job, privacy=privacy)
+
+
+def with_room_in_sums(job: JobSpec, num_canaries: int) -> JobSpec:
+    """Widen the clip norm of updates by what a site's canaries add to one.
+
+    They are orthogonal to all else and to each other. Clipped as a whole, an update
+    would show less of each of them; with more room its grid is a little coarser, and
+    what is clipped of a record is as before.
+
+    Args:
+        job: Its promise is about sums.
+        num_canaries: At one site, all of them drawn in one step at the most.
+    """
+    most = sensitivity_of_sum(job) * math.sqrt(num_canaries)
+    secure = replace(
+        job.privacy.secure_aggregation,
+        clip_norm=math.hypot(job.update_clip_norm, most),
     )
+    return replace(job, privacy=replace(job.privacy, secure_aggregation=secure))
 
 
 def with_canaried_model(federation: Federation, num_canaries: int) -> JobSpec:
@@ -80,7 +113,8 @@ def with_more_records(
         The job for this site, and how many records without a gradient bring the rate
         to that of ``job``: it is never above it, for that is what the ledger is
         charged for, and less than one record's worth below. Batches are no larger,
-        so that they fit memory.
+        so that they fit memory. Where sums are audited, the learning rate keeps what
+        one record changes of an update.
 
     Raises:
         JobError: A private step would draw more records than ``MAX_DRAWN``.
@@ -109,4 +143,12 @@ def with_more_records(
         local_steps=steps,
         local_epochs=None if steps else training.local_epochs,
     )
-    return replace(job, training=training), total - num_records - num_canaries
+    job = replace(job, training=training)
+    if is_summed(job):
+        # The step is divided by a larger batch; noise in the sum is not.
+        optimizer = training.optimizer
+        lr = optimizer.lr * expected_batch(job) / expected
+        job = replace(
+            job, training=replace(training, optimizer=replace(optimizer, lr=lr))
+        )
+    return job, total - num_records - num_canaries

@@ -1,7 +1,8 @@
 """The two runs of an audit: one with canaries, one without.
 
-Both are the job's own rounds over the job's own trainers, in memory. What wraps them
-is in ``clients.canaries`` and ``clients.observed``.
+Both are the job's own rounds over the job's own trainers, in memory, as
+``deploy.audit_rounds`` runs them. What wraps them is in ``clients.canaries`` and
+``clients.observed``.
 """
 
 import os
@@ -24,19 +25,27 @@ from clients.membership import membership_scores
 from clients.model_pool import ModelPool
 from clients.observed import ObservedTrainer
 from clients.trainer import TorchTrainer
-from cloud_adapters.inproc_grid import InProcessGrid
-from cloud_adapters.storage.memory import MemoryStore
-from deploy import wiring
-from deploy.audit_jobs import with_canaried_model, with_more_records
-from deploy.private_sites import SitePlan
+from deploy.audit_jobs import (
+    is_summed,
+    with_canaried_model,
+    with_more_records,
+    with_room_in_sums,
+)
+from deploy.audit_rounds import (
+    OpenStage,
+    SecretStage,
+    Stage,
+    absent,
+    run_rounds,
+    throwaway_id,
+)
+from deploy.private_sites import PrivateSites, SitePlan
 from deploy.wiring import Federation, SiteData
 from federation.clock import SystemClock
-from federation.coordinator import run_federation
-from federation.errors import SiteError
-from federation.events import Emit, Event, SiteFailed
-from federation.ids import RunId, SiteId, new_run_id
+from federation.errors import JobError
+from federation.events import Emit
+from federation.ids import SiteId
 from federation.job import JobSpec
-from federation.messages import FailureKind
 from federation.protocols import LocalResult, RunState, Trainer
 from federation.vectors import Vector
 from monitoring.audit_findings import Membership, Promise, SiteFindings
@@ -59,8 +68,8 @@ MAX_RECORDS = 20_000
 
 _FREE_DELTA = 1e-5  # Where nothing is promised.
 
-
-Plans = Mapping[SiteId, SitePlan]
+PlanSites = Callable[[Federation], PrivateSites | None]
+_Plans = Mapping[SiteId, SitePlan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,40 +101,77 @@ class CanaryRun:
     def __init__(
         self,
         federation: Federation,
-        plans: Plans,
+        plan_sites: PlanSites,
         attack: Attack,
         names: Sequence[SiteId],
     ) -> None:
         """Draw canaries for the sites that are named, and build the model for them.
 
         Raises:
-            JobError: The data cannot carry canaries.
+            JobError: The data cannot carry canaries, or the promise cannot be kept
+                with so many of them.
         """
         self._attack = attack
-        self._plans = plans
         self._num_trained = federation.pool.num_trained
-        job = with_canaried_model(federation, attack.canaries)
-        pool = ModelPool(job)
-        num_bytes = -(-attack.canaries // 8)
+        apart = attack.canaries if is_summed(federation.job) else 0
+        self._first = {name: place * apart for place, name in enumerate(names)}
         self._is_in = {
-            name: draw_canaries(attack.canaries, attack.random_bytes(num_bytes))
+            name: draw_canaries(
+                attack.canaries, attack.random_bytes(-(-attack.canaries // 8))
+            )
             for name in names
         }
+        if apart:
+            job = with_room_in_sums(federation.job, attack.canaries)
+            federation = replace(federation, job=job)
+        job = with_canaried_model(
+            federation, attack.canaries + max(*self._first.values(), 0)
+        )
+        pool = ModelPool(job)
+        # Delta is for all that the job releases, evaluated or not.
+        self._private = _planned(plan_sites, replace(federation, pool=pool), attack)
         self._federation = replace(federation, job=job, pool=pool)
-        self._scores = {n: CanaryScores(pool.layout, attack.canaries) for n in names}
+        self._scores = {
+            name: CanaryScores(pool.layout, attack.canaries, first=first)
+            for name, first in self._first.items()
+        }
         self._trainers: dict[SiteId, Trainer] = {}
 
+    @property
+    def noise_shares(self) -> int | None:
+        """Sites whose noise is in an opened sum; None where each has its own."""
+        in_sum = None if self._private is None else self._private.in_sum
+        return None if in_sum is None else in_sum.share.honest
+
     def run(self, listeners: Sequence[Emit]) -> None:
-        """Train, and note what each site sends along the canaries' coordinates."""
+        """Train, and note what is seen along the canaries' coordinates."""
+        stage = self._stage()
         for name in self._federation.site_data:
             job, data = self._canaried(name)
             federation = replace(self._federation, job=job)
             trainer = _trainer(federation, name, data, self._plan(name))
             scores = self._scores.get(name)
-            if scores is not None:
+            if scores is not None and self.noise_shares is None:
                 trainer = ObservedTrainer(trainer, _see_update(scores))
             self._trainers[name] = trainer
-        _run(self._federation, self._trainers, listeners)
+        run_rounds(stage, self._trainers, listeners)
+
+    def _stage(self) -> Stage:
+        if self._private is None or self.noise_shares is None:
+            return OpenStage(self._federation)
+        # Accounting counts on so many shares: of the others the adversary knows some,
+        # and some may be missing. Those of the sites in question are in the sum first.
+        others = [
+            name for name in self._federation.site_data if name not in self._is_in
+        ]
+        silent = [*self._is_in, *others][self.noise_shares :]
+        return SecretStage(
+            self._federation, self._private, silent=silent, see=self._see_sum
+        )
+
+    def _see_sum(self, mean_d: Vector) -> None:
+        for scores in self._scores.values():
+            scores.see_sum(mean_d)
 
     def _canaried(self, name: SiteId) -> tuple[JobSpec, SiteData]:
         """A site's job and data: with canaries, or with codes alone."""
@@ -138,13 +184,13 @@ class CanaryRun:
         is_in_m = np.append(is_in_m, np.zeros(num_empty, np.bool_))
         task, none = job.training.task, np.zeros(0, np.bool_)
         return job, (
-            CanariedData(train, is_in_m, task=task),
+            CanariedData(train, is_in_m, task=task, first=self._first.get(name, 0)),
             CanariedData(held_out, none, task=task),
         )
 
     def _plan(self, name: SiteId) -> SitePlan | None:
         """A site's plan, with the clipping that is chosen for the model as it is."""
-        plan = self._plans.get(name)
+        plan = _plans(self._private).get(name)
         if plan is None or plan.training is None:
             return None
         clipping = plan.training.clipping
@@ -182,6 +228,8 @@ class CanaryRun:
         unit = self._federation.job.privacy.differential_privacy.unit
         terms = f"unit {unit}, neighbours: {accountant.NEIGHBOURING_RELATION}; "
         terms += f"accountant pld; {accountant.SAMPLING_ASSUMPTION}"
+        if self.noise_shares is not None:
+            terms += f"; noise of {self.noise_shares} sites in each sum"
         return Promise(epsilon=spent.epsilon, delta=spent.delta, terms=terms)
 
 
@@ -189,38 +237,52 @@ class PlainRun:
     """A run of the job as it is, and attacks on its models."""
 
     def __init__(
-        self, federation: Federation, plans: Plans, names: Sequence[SiteId]
+        self, federation: Federation, plan_sites: PlanSites, names: Sequence[SiteId]
     ) -> None:
-        """Bring together what is attacked, and at which sites."""
+        """Bring together what is attacked, and at which sites.
+
+        Raises:
+            JobError: The promise cannot be kept.
+        """
         self._federation = federation
-        self._plans = plans
+        self._private = plan_sites(federation)
         self._last: dict[SiteId, tuple[Vector, Any]] = {}
-        self._names = names
+        # What nobody sees is not attacked.
+        self._seen = () if is_summed(federation.job) else names
         self._state: RunState | None = None
 
     def run(self, listeners: Sequence[Emit]) -> None:
-        """Train, and keep the last model of each audited site."""
+        """Train, and keep the last model of each audited site, if it is seen."""
         trainers: dict[SiteId, Trainer] = {}
+        plans = _plans(self._private)
         for name, data in self._federation.site_data.items():
-            trainer = _trainer(self._federation, name, data, self._plans.get(name))
-            if name in self._names:
+            trainer = _trainer(self._federation, name, data, plans.get(name))
+            if name in self._seen:
                 trainer = ObservedTrainer(trainer, self._keep(name))
             trainers[name] = trainer
-        self._state = _run(self._federation, trainers, listeners)
+        self._state = run_rounds(self._stage(), trainers, listeners)
+
+    def _stage(self) -> Stage:
+        if self._private is None or self._private.in_sum is None:
+            return OpenStage(self._federation)
+        return SecretStage(self._federation, self._private)
 
     def membership(self, name: SiteId) -> Membership:
-        """Attack a site's records through both models."""
+        """Attack a site's records through the models that are seen."""
         state = self._state
         if state is None:
             raise ValueError("there is no model before the run")
-        if name not in self._last:
-            raise _absent(name, "")
+        if name in self._seen and name not in self._last:
+            raise absent(name, "")
+        last = self._last.get(name)
+        return Membership(
+            final=self._roc((state.weights_d, state.integers_m), name),
+            local=None if last is None else self._roc(last, name),
+        )
+
+    def _roc(self, model: tuple[Vector, Any], name: SiteId) -> auditing.Roc:
         train, held_out = self._federation.site_data[name]
-        rocs = []
-        for model in ((state.weights_d, state.integers_m), self._last[name]):
-            members, others = (self._score(model, data) for data in (train, held_out))
-            rocs.append(auditing.roc(members, others))
-        return Membership(final=rocs[0], local=rocs[1])
+        return auditing.roc(self._score(model, train), self._score(model, held_out))
 
     def _keep(self, name: SiteId) -> Callable[[Vector, LocalResult], None]:
         def see(_: Vector, result: LocalResult) -> None:
@@ -242,6 +304,28 @@ class PlainRun:
             task=job.training.task,
             batch_size=job.evaluation.batch_size,
         )
+
+
+def _plans(private: PrivateSites | None) -> _Plans:
+    return {} if private is None else private.plans
+
+
+def _planned(
+    plan_sites: PlanSites, federation: Federation, attack: Attack
+) -> PrivateSites | None:
+    """Plan for a model with canaries; the job's own model could be planned for.
+
+    Raises:
+        JobError: There are too many of them for a grid of the job's bits.
+    """
+    try:
+        return plan_sites(federation)
+    except JobError as error:
+        raise JobError(
+            f"with {attack.canaries} canaries at each audited site, of which fewer may "
+            f"do: {error.reason}",
+            key=error.key,
+        ) from error
 
 
 def _trainer(
@@ -281,64 +365,3 @@ def _trainer(
 
 def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalResult], None]:
     return lambda weights_d, result: scores.see(weights_d, result.weights_d)
-
-
-def _run(
-    federation: Federation,
-    trainers: Mapping[SiteId, Trainer],
-    listeners: Sequence[Emit],
-) -> RunState:
-    """Run the job's rounds in this process and keep nothing.
-
-    Raises:
-        SiteError: A site failed in some round: the promises were not put to the test
-            as they were made.
-    """
-    clock, run_id, store = SystemClock(), throwaway_id(), MemoryStore()
-    failures: list[SiteFailed] = []
-
-    def emit(event: Event) -> None:
-        # What a spent budget forbids was not released, and is not to be audited.
-        if isinstance(event, SiteFailed) and event.kind is not FailureKind.BUDGET:
-            failures.append(event)
-        for listener in listeners:
-            listener(event)
-
-    sites = {
-        name: federation.site(
-            name, make_trainer=_always(trainer), store=store, clock=clock
-        )
-        for name, trainer in trainers.items()
-    }
-    workers = wiring.num_workers(federation.job)
-    with InProcessGrid(sites, clock=clock, workers=workers) as grid:
-        parts = wiring.build_server(
-            federation,
-            run_id=run_id,
-            engine="inproc",
-            gather=wiring.plain_gather(federation, run_id, grid),
-            store=store,
-            clock=clock,
-            emit=emit,
-            stop_requested=lambda: bool(failures),
-        )
-        try:
-            state = run_federation(federation.job, parts)
-        finally:
-            if failures:
-                raise _absent(failures[0].site, failures[0].message)
-    return state
-
-
-def throwaway_id() -> RunId:
-    """Name a run that nobody keeps."""
-    return new_run_id(SystemClock().now(), os.urandom(3))
-
-
-def _always(trainer: Trainer) -> Callable[[], Trainer]:
-    return lambda: trainer
-
-
-def _absent(name: str, message: str) -> SiteError:
-    why = f": {message}" if message else ""
-    return SiteError(f"site {name!r} did not take part in the audit as it should{why}")

@@ -26,7 +26,7 @@ from federation.protocols import Grid, ObjectStore, Trainer
 from federation.vectors import Layout, Role
 from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.floor import LocalFloor
-from privacy.secagg.identity import Identity, generate
+from privacy.secagg.identity import Identity, RandomBytes, generate
 from privacy.secagg.ring import RingSpec
 from privacy.secagg.roster import Roster, RosterEntry
 from privacy.secagg.round_memory import FileRounds, InMemoryRounds, RoundMemory
@@ -50,6 +50,7 @@ class Rehearsal:
         identities: The sites' identities.
         roster: What pins them.
         in_sum: Noise that adds up inside the secure sum; None if there is none.
+        random_bytes: Where the sites' keys, rounding and noise come from.
         memories: What sites without a folder remember of rounds, here and not in the
             sites, so that it outlives their restarts.
     """
@@ -60,6 +61,7 @@ class Rehearsal:
     identities: Mapping[SiteId, Identity]
     roster: Roster
     in_sum: SumPrivacy | None
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False)
     memories: dict[SiteId, RoundMemory] = field(default_factory=dict)
 
     def gather(self, grid: Grid) -> SecureGather:
@@ -94,7 +96,7 @@ class Rehearsal:
                 identity=self.identities[name],
                 floor_of=self._floor,
                 memory=memory,
-                random_bytes=os.urandom,
+                random_bytes=self.random_bytes,
                 noise=None if self.in_sum is None else self.in_sum.noise,
                 threads=federation.job.training.threads,
             ),

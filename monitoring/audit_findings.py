@@ -43,11 +43,11 @@ class Membership:
 
     Attributes:
         final: Against the global model after the last round.
-        local: Against what the site itself sent last.
+        local: Against what the site itself sent last; None if nobody sees that.
     """
 
     final: Roc
-    local: Roc
+    local: Roc | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +104,9 @@ class Findings:
     Attributes:
         job_name: Name of the job.
         unit: Its unit of privacy.
+        num_sites: Sites of the job.
+        noise_shares: Sites whose noise was in each sum that the attacker saw; None
+            where it saw each update, and noise is in each.
         rounds: Rounds of each of the two runs.
         seconds: How long the audit took.
         sites: One entry for each audited site.
@@ -111,6 +114,8 @@ class Findings:
 
     job_name: str
     unit: str
+    num_sites: int
+    noise_shares: int | None
     rounds: int
     seconds: float
     sites: Sequence[SiteFindings]
@@ -126,6 +131,8 @@ def document(findings: Findings) -> dict[str, Any]:
     return {
         "job": findings.job_name,
         "unit": findings.unit,
+        "num_sites": findings.num_sites,
+        "noise_shares": findings.noise_shares,
         "rounds": findings.rounds,
         "seconds": round(findings.seconds, 3),
         "broken": [site.site for site in findings.broken],
@@ -150,7 +157,11 @@ def _site_document(site: SiteFindings) -> dict[str, Any]:
         "correct": guesses.correct,
         "canary_auc": site.canaries.auc,
         "membership_final_model": _roc_document(site.membership.final),
-        "membership_local_model": _roc_document(site.membership.local),
+        "membership_local_model": (
+            None
+            if site.membership.local is None
+            else _roc_document(site.membership.local)
+        ),
     }
 
 

@@ -55,7 +55,10 @@ def render(findings: Findings) -> str:
         .get_template("audit.html.j2")
         .render(
             findings=findings,
-            rows=[_row(number, site) for number, site in enumerate(findings.sites)],
+            rows=[
+                _row(number, site, is_summed=findings.noise_shares is not None)
+                for number, site in enumerate(findings.sites)
+            ],
             terms=sorted(
                 {s.promise.terms for s in findings.sites if s.promise.is_private}
             ),
@@ -65,18 +68,22 @@ def render(findings: Findings) -> str:
     )
 
 
-def _row(number: int, site: SiteFindings) -> _Row:
+def _row(number: int, site: SiteFindings, *, is_summed: bool) -> _Row:
+    attacks = [_rates("final model", site.membership.final)]
+    if site.membership.local is not None:
+        attacks.append(_rates("site's own last model", site.membership.local))
     return _Row(
         findings=site,
         epsilon=(
             format_epsilon(site.promise.epsilon) if site.promise.is_private else "none"
         ),
         delta=format_delta(site.promise.delta),
-        attacks=(
-            _rates("final model", site.membership.final),
-            _rates("site's own last model", site.membership.local),
+        attacks=attacks,
+        panels=(
+            _panels(number, site, is_summed=is_summed)
+            if number < MAX_SITES_DRAWN
+            else ()
         ),
-        panels=_panels(number, site) if number < MAX_SITES_DRAWN else (),
     )
 
 
@@ -94,14 +101,15 @@ def _rates(model: str, roc: Roc) -> _Rates:
     )
 
 
-def _panels(number: int, site: SiteFindings) -> Sequence[Panel]:
+def _panels(number: int, site: SiteFindings, *, is_summed: bool) -> Sequence[Panel]:
+    what = "the opened sums" if is_summed else "the site's updates"
     scores, curves = audit_plots.draw_site(str(number), site).items()
     return (
         Panel(
             name=scores[0],
             title="Canaries",
             caption=(
-                "How far the site's updates moved each canary's coordinate. The "
+                f"How far {what} moved each canary's coordinate. The "
                 "further apart the two heaps, the more is told of one record."
             ),
             svg=scores[1],

@@ -46,9 +46,10 @@ def roc_key(site: SiteFindings) -> Mapping[str, str]:
     found = {
         "canaries": CANARIES_COLOUR,
         "training records, final model": FINAL_COLOUR,
-        "training records, site's own model": LOCAL_COLOUR,
-        "guessing": GUESSING_COLOUR,
     }
+    if site.membership.local is not None:
+        found["training records, site's own model"] = LOCAL_COLOUR
+    found["guessing"] = GUESSING_COLOUR
     if site.promise.is_private:
         found["most that epsilon allows"] = BOUND_COLOUR
     return found
@@ -87,7 +88,7 @@ def _scores(site: SiteFindings) -> Figure:
             color=INK,
         )
     label_axes(
-        axes, "score: sum of the updates along a canary's coordinate", "canaries"
+        axes, "score: what is seen along a canary's coordinate, summed", "canaries"
     )
     return figure
 
@@ -95,11 +96,12 @@ def _scores(site: SiteFindings) -> Figure:
 def _roc(site: SiteFindings) -> Figure:
     """Draw who is found against who is accused falsely, and what epsilon allows."""
     figure, axes = new_figure()
-    curves = (
-        (site.membership.local, LOCAL_COLOUR, 1.4),
+    curves = [
         (site.membership.final, FINAL_COLOUR, 1.4),
         (site.canaries, CANARIES_COLOUR, 2.2),
-    )
+    ]
+    if site.membership.local is not None:
+        curves.insert(0, (site.membership.local, LOCAL_COLOUR, 1.4))
     least = min(_LEAST_RATE, *(0.5 / roc.num_out for roc, _, _ in curves))
     rates = np.geomspace(least, 1, 400)
     axes.plot(rates, rates, color=GUESSING_COLOUR, lw=1, ls=(0, (2, 3)))

@@ -17,16 +17,16 @@ import pytest
 from support.commands import JOB, crossfed, workplace
 from support.small_jobs import small_job
 
-from deploy import audit_verb, cli, wiring
-from deploy.audit import audit
+from deploy import audit_verb, cli
+from deploy.audit import audit, plan_sites
 from deploy.audit_jobs import with_more_records
 from deploy.audit_runs import Attack, guesses_for
 from deploy.private_sites import PrivateSites, SitePlan
+from deploy.wiring import Federation
 from federation import job_file
-from federation.clock import SystemClock
 from federation.errors import JobError, SiteError
 from federation.events import RunFinished
-from federation.ids import RunId, SiteId
+from federation.ids import SiteId
 from federation.job import JobSpec
 from monitoring.audit_findings import Findings, document
 
@@ -69,18 +69,18 @@ def audited(
 ) -> Findings:
     """Audit sites whose noise is not what they tell their ledgers."""
     random_bytes = np.random.default_rng(seed).bytes
-    sites = PrivateSites(
-        wiring.build_federation(job),
-        run_id=RunId("20260101-000000-000000"),
-        folder=None,
-        clock=SystemClock(),
-    )
-    plans = {
-        name: with_noise(plan, noise_times, random_bytes)
-        for name, plan in sites.plans.items()
-    }
+
+    def plan(federation: Federation) -> PrivateSites | None:
+        found = plan_sites(federation)
+        assert found is not None
+        found.plans = {
+            name: with_noise(plan, noise_times, random_bytes)
+            for name, plan in found.plans.items()
+        }
+        return found
+
     attack = Attack(canaries=canaries, random_bytes=random_bytes)
-    return audit(job, attack, plans=plans)
+    return audit(job, attack, plan_sites=plan)
 
 
 def with_noise(
@@ -265,16 +265,6 @@ def test_private_job_is_audited_without_its_masks():
     assert [site.site for site in found.sites] == [site.name for site in job.sites]
     assert all(0.5 < site.canaries.auc < 1 for site in found.sites)
     assert all(abs(site.membership.final.auc - 0.5) < 0.1 for site in found.sites)
-
-
-@pytest.mark.parametrize("unit", ["joint", "site"])
-def test_other_units_are_refused(unit: str):
-    """Their noise is complete in the sum of all sites alone."""
-    job = private_job(2.0)
-    private = replace(job.privacy.differential_privacy, unit=unit)
-    job = replace(job, privacy=replace(job.privacy, differential_privacy=private))
-    with pytest.raises(JobError, match="can be audited"):
-        audit(job, Attack())
 
 
 def test_site_that_fails_ends_the_audit():

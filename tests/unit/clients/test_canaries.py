@@ -159,6 +159,21 @@ def test_scores_add_up_updates_along_the_coordinates():
     assert scores.scores_m.tolist() == [6, 0, -2, 4]
 
 
+def test_canaries_of_one_sum_have_places_apart():
+    """A site's begin where another's end, in data and in scores."""
+    data = CanariedData(points(), IS_IN[:2], task="classification", first=2)
+    codes = data.batch(np.arange(len(data)))[0][-2:, -1]
+    assert codes.tolist() == [2 + 2, 1]
+    layout = layout_of(linear_model(), {})
+    place = next(t.offset for t in layout.tensors if t.name == "canaries.weight")
+    scores = CanaryScores(layout, 2, first=2)
+    for _ in range(2):
+        mean_d = np.zeros(layout.size, np.float32)
+        mean_d[place : place + 5] = [9, 8, 7, -1, 2]
+        scores.see_sum(mean_d)
+    assert scores.scores_m.tolist() == [-2, 4]
+
+
 def test_who_is_in_comes_from_the_bytes():
     """One bit for each canary."""
     drawn = draw_canaries(11, bytes([0b10100000, 0b01100000]))

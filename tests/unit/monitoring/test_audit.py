@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,13 @@ def site(
 
 def findings(*sites: SiteFindings) -> Findings:
     return Findings(
-        job_name="<b>job</b>", unit="record", rounds=3, seconds=12.5, sites=sites
+        job_name="<b>job</b>",
+        unit="record",
+        num_sites=4,
+        noise_shares=None,
+        rounds=3,
+        seconds=12.5,
+        sites=sites,
     )
 
 
@@ -103,6 +110,19 @@ def test_page_without_a_broken_promise_does_not_promise_safety():
     free = render(findings(FREE))
     assert "has no differential privacy" in free
     assert "most that epsilon allows" not in free
+
+
+def test_page_of_sums_says_whose_noise_they_hold():
+    """And nothing of models that nobody sees."""
+    unseen = replace(KEPT, membership=replace(KEPT.membership, local=None))
+    found = replace(findings(unseen), unit="joint", noise_shares=3)
+    page = render(found)
+    assert "noise of 3 of 4 sites" in page
+    assert "How far the opened sums moved" in page
+    assert "own last model" not in page
+    assert "own model" not in page
+    assert document(found)["sites"][0]["membership_local_model"] is None
+    assert "own last model" in render(findings(KEPT))
 
 
 def test_page_of_many_sites_stays_small(monkeypatch: pytest.MonkeyPatch):
