@@ -66,7 +66,7 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     shard.add_argument(
         "--replace",
         action="store_true",
-        help="replace another version; its shards stay for those who read them",
+        help="replace another version and delete its shards",
     )
     _add_service(shard)
     shard.set_defaults(verb=_shard)

@@ -2,7 +2,7 @@
 
 ``index.json`` lies beside the shards and is written last, so what it names is there.
 Every other object is named after its content: a new version of the dataset writes new
-objects, and whoever read the old index goes on reading the old ones.
+objects and then deletes the old ones, and whoever read the old index is told so.
 """
 
 import hashlib
@@ -107,6 +107,13 @@ class DatasetIndex:
         """16 hexadecimal digits that follow from the content and nothing else."""
         text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of all objects that belong to it, without that of the index."""
+        splits = (self.train, self.held_out)
+        labels = {part.labels.key for part in splits if part.labels is not None}
+        return frozenset(labels | {s.key for part in splits for s in part.shards})
 
     def encode(self) -> bytes:
         """Make the bytes of ``index.json``."""

@@ -13,11 +13,17 @@ from clients.shards.index import (
     Shard,
     Split,
     check_content,
+    read_index,
 )
 from clients.shards.rows import RowLayout, Rows
 from cloud_adapters.storage.cached import ObjectCache
 from cloud_adapters.storage.retry import Retry
-from federation.errors import CorruptObject, ObjectNotFound
+from federation.errors import (
+    CorruptObject,
+    FederationError,
+    ObjectNotFound,
+    SiteError,
+)
 from federation.protocols import ObjectStore
 
 MEMORY_BYTES = 512 * 1024 * 1024
@@ -80,6 +86,7 @@ class Shelf:
 
         Raises:
             CorruptObject: It is cut short, gone, or not what the index names.
+            SiteError: It is gone, and another version of the dataset is there.
             StoreUnavailable: The store is out of reach, and was for long.
         """
         # Only who needs a shard is patient: threads that fetch in advance would keep a
@@ -102,17 +109,32 @@ class Shelf:
             try:
                 content = self._store.read(about.key)
             except ObjectNotFound as error:
-                raise CorruptObject(
-                    f"{about.key!r} is not in {self._store.url}, and {INDEX_KEY} names "
-                    "it: write the dataset again with `crossfed data shard`, which "
-                    "sends what is missing"
-                ) from error
+                raise self._gone(about) from error
             check_content(content, about, self._store.url)
             return content
 
         if self._cache is None:
             return fetch()
         return self._cache.get(about.sha256, about.bytes, fetch)
+
+    def _gone(self, about: Shard | Labels) -> FederationError:
+        """Say why an object is not there."""
+        try:
+            now = read_index(self._store).version
+        except FederationError:
+            now = self._index.version
+        if now == self._index.version:
+            return CorruptObject(
+                f"{about.key!r} is not in {self._store.url}, and {INDEX_KEY} names "
+                "it: write the dataset again with `crossfed data shard`, which "
+                "sends what is missing"
+            )
+        return SiteError(
+            f"the dataset in {self._store.url} was replaced while it was read: it is "
+            f"of version {now} now, and this process has opened version "
+            f"{self._index.version}, whose shards are gone; start again with the new "
+            "one, or write the old data to a URL of its own"
+        )
 
     def _claim(self, split: Split, number: int) -> tuple[Future[Rows], bool]:
         """Find a shard that is open or coming, or promise to open it."""

@@ -1,6 +1,7 @@
 """Writing a dataset as shards: in parallel, and again without sending twice."""
 
 import io
+import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -15,11 +16,13 @@ from clients.datasets import Dataset, Indices
 from clients.shards import parquet_shard, tar_shard
 from clients.shards.index import (
     INDEX_KEY,
+    SPLITS,
     DatasetIndex,
     Labels,
     Shard,
     Split,
     digest_of,
+    read_index,
 )
 from clients.shards.rows import Rows, narrow
 from cloud_adapters.storage.checksums import crc32c
@@ -30,6 +33,9 @@ SHARD_BYTES = 32 * 1024 * 1024
 
 _CODECS = {"tar": tar_shard, "parquet": parquet_shard}
 _PROBE = 256
+_OURS = re.compile(
+    r"[a-z_]+/(\d{6,}-[0-9a-f]{16}\.(tar|parquet)|labels-[0-9a-f]{16}\.npy)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,7 @@ def write_dataset(
     1. Write the shards that are not there. They are named after their content, so a
        call that was killed is made again and goes on.
     2. Write the index, which makes the dataset visible.
+    3. If it may have replaced another version, delete what no index names any more.
 
     Args:
         store: Where to.
@@ -76,7 +83,8 @@ def write_dataset(
         shard_bytes: Size of a shard, about.
         workers: Shards that are made and sent at the same time; as many are in
             memory.
-        replace: Whether another version may be replaced. Its shards stay.
+        replace: Whether another version may be replaced. Its shards are deleted, and
+            so are those that a writer left who never came to its index.
         report: Is told after each shard, from this thread.
 
     Raises:
@@ -107,6 +115,8 @@ def write_dataset(
         held_out=writer.split("held_out", held_out),
     )
     _publish(store, index, before, replace=replace)  # 2.
+    if replace:
+        _delete_others(store, index)  # 3.
     return index
 
 
@@ -126,7 +136,7 @@ def _publish(
         return
     try:
         if store.read(INDEX_KEY, if_version=before) == raw:
-            return
+            return  # Also if a call that replaced was killed before it had deleted all.
     except ObjectNotFound as error:
         raise ObjectChanged(
             f"{INDEX_KEY} in {store.url} was deleted meanwhile: run this again"
@@ -134,9 +144,27 @@ def _publish(
     if not replace:
         raise ObjectExists(
             f"{store.url} holds another dataset or another version of this one: use "
-            "another URL, or --replace (jobs that run keep reading the old shards)"
+            "another URL, or --replace (jobs that read the old one now will end)"
         )
     store.put(INDEX_KEY, [raw], if_version=before)
+
+
+def _delete_others(store: ObjectStore, index: DatasetIndex) -> None:
+    """Delete shards and labels, and nothing else, that the index does not name."""
+    if read_index(store).version != index.version:
+        raise ObjectChanged(
+            f"somebody else has replaced the dataset in {store.url} just now: see with "
+            "`crossfed data info` which one is there, and run this again"
+        )
+    named = index.keys
+    for name in SPLITS:
+        others = [
+            info.key
+            for info in store.list(f"{name}/")
+            if _OURS.fullmatch(info.key) and info.key not in named
+        ]
+        for key in others:
+            store.delete(key)
 
 
 class _Writer:

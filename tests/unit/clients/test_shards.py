@@ -18,7 +18,7 @@ from clients.shards.index import INDEX_KEY, DatasetIndex, read_index
 from clients.shards.verify import verify_dataset
 from clients.shards.write import Progress, write_dataset
 from cloud_adapters.storage.memory import MemoryStore
-from federation.errors import CorruptObject, ObjectExists, SiteError
+from federation.errors import CorruptObject, SiteError
 
 ENCODINGS = ("tar", "parquet")
 
@@ -173,19 +173,6 @@ def test_what_is_missing_or_cut_short_is_sent_again():
     assert write(store, images(), report=seen.append) == index
     assert seen[-1].sent_bytes == shards[0].bytes + shards[1].bytes
     assert_same(open_dataset(store)[0], memory(images()))
-
-
-def test_another_version_is_refused_unless_it_may_be_replaced():
-    """Then whoever reads the old one still finds its shards."""
-    store = MemoryStore()
-    write(store, images())
-    old, _ = open_dataset(store)
-    with pytest.raises(ObjectExists, match=r"memory://.*--replace"):
-        write(store, images(51))
-    assert len(open_dataset(store)[0]) == 50
-    write(store, images(51), replace=True)
-    assert_same(open_dataset(store)[0], memory(images(51)))
-    assert_same(old, memory(images()))
 
 
 def test_a_pinned_version():
