@@ -1,5 +1,11 @@
-"""Checksums of what is stored: CRC32C against accidents, SHA-256 for identity."""
+"""Checksums of what is stored: CRC32C against accidents, SHA-256 for identity.
 
+SHA-256 has to see a content in order, and takes most of the time; CRC32C may be taken
+of parts in any order, and joined. So each has a method of its own beside the one for
+both: whoever moves large contents runs them in different threads.
+"""
+
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 
@@ -7,6 +13,10 @@ import google_crc32c
 import numpy as np
 
 from federation.protocols import Buffer
+
+_POLYNOMIAL = 0x82F63B78  # Castagnoli's, reversed: RFC 3720, section 12.1.
+_TO_THE_0TH = 1 << 31  # Reversed: the highest bit is that of x^0.
+_TO_THE_8TH = 1 << 23
 
 
 class Checksums:
@@ -20,13 +30,23 @@ class Checksums:
 
     def update(self, piece: Buffer) -> None:
         """Take the next piece."""
-        view = memoryview(piece)
-        if not view.nbytes:
-            return
-        raw = _bytes_of(view)
+        self.update_crc32c(piece)
+        self.update_sha256(piece)
+
+    def update_crc32c(self, piece: Buffer) -> None:
+        """Take the next piece for CRC32C and size; the other sum needs it as well."""
+        raw = _bytes_of(piece)
         self._crc = google_crc32c.extend(self._crc, raw)
-        self._sha256.update(raw.data)
-        self.size += view.nbytes
+        self.size += raw.size
+
+    def join_crc32c(self, crc32c: str, size: int) -> None:
+        """Take the next piece for CRC32C and size, by its own checksum."""
+        self._crc = _times(_zeros(size), self._crc) ^ int(crc32c, 16)
+        self.size += size
+
+    def update_sha256(self, piece: Buffer) -> None:
+        """Take the next piece for SHA-256; the other sum needs it as well."""
+        self._sha256.update(_bytes_of(piece).data)
 
     @property
     def crc32c(self) -> str:
@@ -45,29 +65,44 @@ class Checksums:
             yield piece
 
 
-class Crc32c:
-    """The checksum against accidents alone: many times as fast as both."""
+def checksums_of(data: Iterable[Buffer]) -> Checksums | None:
+    """Sum a content before it is sent; None if it can be gone through only once.
 
-    def __init__(self) -> None:
-        """Begin with the empty content."""
-        self._crc = 0
-        self.size = 0
-
-    def update(self, piece: Buffer) -> None:
-        """Take the next piece."""
-        raw = _bytes_of(piece)
-        self._crc = google_crc32c.extend(self._crc, raw)
-        self.size += raw.size
-
-    @property
-    def crc32c(self) -> str:
-        """CRC32C (Castagnoli) as 8 hexadecimal digits."""
-        return f"{self._crc:08x}"
+    For services that take an object's metadata before its content.
+    """
+    if iter(data) is data:
+        return None
+    checksums = Checksums()
+    for piece in data:
+        checksums.update(piece)
+    return checksums
 
 
 def crc32c(content: Buffer) -> str:
     """CRC32C of a content, as 8 hexadecimal digits."""
     return f"{google_crc32c.value(_bytes_of(content)):08x}"
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(num_bytes: int) -> int:
+    """What so many bytes behind a content multiply its checksum by: x^8 to the n."""
+    product, square = _TO_THE_0TH, _TO_THE_8TH
+    while num_bytes:
+        if num_bytes & 1:
+            product = _times(product, square)
+        square = _times(square, square)
+        num_bytes >>= 1
+    return product
+
+
+def _times(first: int, second: int) -> int:
+    """Multiply polynomials over GF(2) modulo Castagnoli's, all of them reversed."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if first >> bit & 1:
+            product ^= second
+        second = second >> 1 ^ (_POLYNOMIAL if second & 1 else 0)
+    return product
 
 
 def _bytes_of(content: Buffer) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

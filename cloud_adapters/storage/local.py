@@ -84,7 +84,8 @@ class LocalStore:
         """Write an object whole or not at all; see ``ObjectStore.put``.
 
         1. Write the pieces to a partial file and flush it to the disk.
-        2. Under the lock of its key write its record and flush that.
+        2. Under the lock of its key write its record, and flush it if it holds
+           metadata.
         3. Give it its name: a hard link fails if the name is taken, a rename
            replaces what was there.
         4. Flush the folder, so that the name survives a power cut.

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,9 @@ CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 # Below this the second thread costs more than it saves.
 _WORTH_A_THREAD_BYTES = 1 << 20
-_PIECES_BEHIND = 2
+_PIECES_BEHIND = 4
+
+FLUSH_BYTES = 64 << 20  # What a disk takes in a moment.
 
 
 def open_inner(folder: int, name: str, *, create: bool) -> int:
@@ -111,33 +114,66 @@ def write_all(file: int, piece: Buffer) -> None:
         left = left[os.write(file, left) :]
 
 
-def write_and_sum(file: int, data: Iterable[Buffer]) -> Checksums:
-    """Write pieces, and take their checksums at the same time in another thread.
+class Flushes:
+    """Says when to flush a large file on the way, so that its end is not held up.
 
-    The sums may lag behind by a few pieces that nobody can change. Of any other a
-    producer may use the buffer again, so it is done with before the next is asked for.
+    Several threads may write to it.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing written."""
+        self._lock = threading.Lock()
+        self._unflushed_bytes = 0
+
+    def are_due(self, num_bytes: int) -> bool:
+        """Whether to flush now that so many bytes have been written."""
+        with self._lock:
+            self._unflushed_bytes += num_bytes
+            is_due = self._unflushed_bytes >= FLUSH_BYTES
+            if is_due:
+                self._unflushed_bytes = 0
+        return is_due
+
+
+def write_and_sum(file: int, data: Iterable[Buffer]) -> Checksums:
+    """Write pieces; of large ones the SHA-256 is taken in another thread meanwhile.
+
+    It may lag behind by a few pieces that nobody can change. Of any other a producer
+    may use the buffer again, so it is done with before the next is asked for. A third
+    thread flushes to the disk what has been written.
 
     Raises:
         OSError: The disk is full, for example.
     """
-    checksums = Checksums()
-    behind: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(1, "checksums") as pool:  # Starts a thread when used.
+    checksums, flushes = Checksums(), Flushes()
+    behind, flushed = deque[Future[None]](), deque[Future[None]]()
+    with (  # Their threads are started when they are used.
+        ThreadPoolExecutor(1, "sha256") as digesting,
+        ThreadPoolExecutor(1, "flush") as flushing,
+    ):
         for piece in data:
-            if not behind and memoryview(piece).nbytes < _WORTH_A_THREAD_BYTES:
-                checksums.update(piece)
-                write_all(file, piece)
-                continue
-            behind.append(pool.submit(checksums.update, piece))
+            num_bytes = memoryview(piece).nbytes
+            if not behind and num_bytes < _WORTH_A_THREAD_BYTES:
+                checksums.update_sha256(piece)
+            else:
+                behind.append(digesting.submit(checksums.update_sha256, piece))
             try:
+                checksums.update_crc32c(piece)
                 write_all(file, piece)
             finally:
-                most = _PIECES_BEHIND if isinstance(piece, bytes) else 0
-                while len(behind) > most:
-                    behind.popleft().result()
-        while behind:
-            behind.popleft().result()
+                _wait(behind, most=_PIECES_BEHIND if isinstance(piece, bytes) else 0)
+            if flushes.are_due(num_bytes):
+                flushed.append(flushing.submit(os.fsync, file))
+                _wait(flushed, most=1)
+        _wait(behind, most=0)
+        _wait(flushed, most=0)
     return checksums
+
+
+def _wait(futures: deque[Future[None]], *, most: int) -> None:
+    """Wait for the first ones, until at most so many are under way."""
+    while len(futures) > most:
+        futures.popleft().result()
 
 
 def read_range(file: int, start: int, length: int) -> bytes:

@@ -1,9 +1,14 @@
 """What a folder's store knows of its objects beside their bytes.
 
 A record holds an object's checksums and metadata. It lies in a hidden folder under a
-name made of the object's key and version, and it is on the disk before the object
-gets its name: a crash leaves a record of nothing, and never an object with the record
-of another. The next write of the key removes records of nothing.
+name made of the object's key and version, and it is written before the object gets its
+name: a crash leaves a record of nothing, and never an object with the record of
+another. The next write of the key removes records of nothing.
+
+A record with metadata is on the disk before the object gets its name. One of checksums
+alone is not flushed, which would double the time of a small write: after a power cut
+it may be missing or torn. A torn one counts as none, and the object, which was
+flushed, is read without a check until it is written again.
 
 Keys are spread over a few folders, each with a lock. Whoever gives an object its name,
 or takes it away, holds the lock of its folder: that makes writes on condition atomic.
@@ -11,6 +16,7 @@ A file that another program put in the store, or changed, has no record.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -70,6 +76,7 @@ def recorded(folder: int, info: ObjectInfo) -> Iterator[None]:
     """Write an object's record; it goes again if the object does not get its name.
 
     Under the lock of the folder. At the end no other record of the key is left.
+    It is flushed if it holds metadata, which nothing could bring back.
 
     Raises:
         OSError: The disk is full, for example.
@@ -79,10 +86,12 @@ def recorded(folder: int, info: ObjectInfo) -> Iterator[None]:
         file = os.open(name, _RECORD_FLAGS, 0o666, dir_fd=folder)
         try:
             write_all(file, _encode(info))
-            os.fsync(file)
+            if info.metadata:
+                os.fsync(file)
         finally:
             os.close(file)
-        os.fsync(folder)
+        if info.metadata:
+            os.fsync(folder)
         yield
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -104,7 +113,8 @@ def with_record(folder: int, info: ObjectInfo) -> ObjectInfo:
     """Add what the record says to what the file says.
 
     Raises:
-        FileNotFoundError: It has no record, or no longer.
+        FileNotFoundError: It has no record, or no longer, or one that a power cut has
+            torn.
         CorruptObject: The record is damaged.
     """
     file = os.open(_name(info), READ_FLAGS, dir_fd=folder)
@@ -112,6 +122,8 @@ def with_record(folder: int, info: ObjectInfo) -> ObjectInfo:
         content = read_range(file, 0, _MAX_RECORD_BYTES + 1)
     finally:
         os.close(file)
+    if _is_torn(content):
+        raise FileNotFoundError(errno.ENOENT, "torn", _name(info))
     try:
         return _decode(content, info)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -137,6 +149,11 @@ def _encode(info: ObjectInfo) -> bytes:
         "metadata": dict(info.metadata),
     }
     return json.dumps(record).encode()
+
+
+def _is_torn(content: bytes) -> bool:
+    """Whether a record did not get to the disk whole: what did not reads as zeros."""
+    return not content.endswith(b"}") or b"\0" in content
 
 
 def _decode(content: bytes, info: ObjectInfo) -> ObjectInfo:

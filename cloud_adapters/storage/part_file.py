@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cloud_adapters.storage.local_errors import ADVICE
-from cloud_adapters.storage.local_files import FOLDER_FLAGS, read_range
+from cloud_adapters.storage.local_files import FOLDER_FLAGS, Flushes, read_range
 from cloud_adapters.storage.parts import Part
 from federation.errors import StoreUnavailable
 
@@ -22,7 +22,6 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _SUFFIX = ".partial"
 _PARTS_SUFFIX = ".parts"
 _THERE = b"1"
-_READ_BYTES = 8 << 20
 
 
 @contextlib.contextmanager
@@ -56,7 +55,7 @@ class PartFile:
         self._target = target
         self._path = target.with_name(f".{target.name}.{digest}{_SUFFIX}")
         self._parts_path = self._path.with_suffix(_PARTS_SUFFIX)
-        self._size = size
+        self._flushes = Flushes()
         with contextlib.ExitStack() as opened:
             self._file = os.open(self._path, _FLAGS, 0o666)
             opened.callback(os.close, self._file)
@@ -83,11 +82,12 @@ class PartFile:
             num_written = os.pwrite(self._file, left, at)
             left, at = left[num_written:], at + num_written
         os.pwrite(self._parts, _THERE, part.number)
+        if self._flushes.are_due(part.length):
+            os.fsync(self._file)
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the content, to check it."""
-        for start in range(0, self._size, _READ_BYTES):
-            yield read_range(self._file, start, _READ_BYTES)
+    def read(self, part: Part) -> bytes:
+        """Give a part's content, to check it."""
+        return read_range(self._file, part.start, part.length)
 
     def forget(self) -> None:
         """Take every part for missing."""

@@ -9,12 +9,12 @@ hours. Parts are asked for by their place, so what has arrived stays.
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloud_adapters.storage.checksums import Checksums, Crc32c
+from cloud_adapters.storage.checksums import Checksums, crc32c
 from cloud_adapters.storage.part_file import PartFile, file_errors
 from cloud_adapters.storage.parts import PART_BYTES, Part, fetch_all, parts_of
 from cloud_adapters.storage.retry import Retry
@@ -22,6 +22,7 @@ from federation.errors import CorruptObject, ObjectChanged, StoreUnavailable
 from federation.protocols import ObjectInfo, ObjectStore
 
 WORKERS = 8
+PIECE_BYTES = 1 << 20  # Of a file: it stays in the processor's cache until it is used.
 PATIENT = Retry(attempts=4, base_seconds=2.0, cap_seconds=60.0, deadline_seconds=900.0)
 
 
@@ -55,7 +56,7 @@ def stream(
         ValueError: ``part_bytes`` or ``ahead`` is not positive.
     """
     pinned = _pin(store, key, if_version, retry)
-    checksums = pinned.checksums()
+    checksums = Checksums()
     fetched: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(ahead, "stream") as pool:
         try:
@@ -66,12 +67,12 @@ def stream(
                 if not fetched:
                     break
                 content = fetched.popleft().result()
-                checksums.update(content)
+                pinned.add(checksums, content)
                 yield content
         finally:
             for future in fetched:  # The consumer has left, or a part failed.
                 future.cancel()
-    pinned.check_sums(checksums)
+    pinned.check(checksums)
 
 
 def download(
@@ -119,15 +120,15 @@ def download(
     with file_errors("write", path):
         file = PartFile(path, digest, info.size)
         try:
-            resumed = _fetch_missing(pinned, parts, file, workers)  # 2.
+            fetched = _fetch_missing(pinned, parts, file, workers)  # 2.
             try:
-                pinned.check(file.pieces())  # 3.
+                _check(pinned, parts, file, fetched)  # 3.
             except CorruptObject:
-                if not resumed:
+                if len(fetched) == len(parts):
                     raise
                 file.forget()
-                _fetch_missing(pinned, parts, file, workers)
-                pinned.check(file.pieces())
+                fetched = _fetch_missing(pinned, parts, file, workers)
+                _check(pinned, parts, file, fetched)
             file.publish()  # 4.
         except StoreUnavailable:
             raise
@@ -167,7 +168,7 @@ def upload(
 class FilePieces:
     """The content of a file in pieces, as often as it is asked for."""
 
-    def __init__(self, path: Path, piece_bytes: int = PART_BYTES) -> None:
+    def __init__(self, path: Path, piece_bytes: int = PIECE_BYTES) -> None:
         """Look at the file.
 
         Raises:
@@ -224,21 +225,17 @@ class _Pinned:
             )
         return content
 
-    def checksums(self) -> Checksums | Crc32c:
-        """Begin to sum what is to be checked: SHA-256 only where it is all we have."""
-        return Checksums() if self.info.crc32c is None else Crc32c()
-
-    def check(self, pieces: Iterable[bytes]) -> None:
-        """Check the whole content."""
-        checksums = self.checksums()
-        for piece in pieces:
+    def add(self, checksums: Checksums, piece: bytes) -> None:
+        """Sum the next piece: SHA-256 only where it is all that is known."""
+        if self.info.crc32c is None:
             checksums.update(piece)
-        self.check_sums(checksums)
+        else:
+            checksums.update_crc32c(piece)
 
-    def check_sums(self, actual: Checksums | Crc32c) -> None:
+    def check(self, actual: Checksums) -> None:
         """Check the whole content's size and checksum against what is known."""
         info = self.info
-        if isinstance(actual, Checksums):
+        if info.crc32c is None:
             is_same = info.sha256 in {None, actual.sha256}
         else:
             is_same = info.crc32c == actual.crc32c
@@ -261,10 +258,27 @@ def _pin(store: ObjectStore, key: str, if_version: str | None, retry: Retry) -> 
 
 def _fetch_missing(
     pinned: _Pinned, parts: Sequence[Part], file: PartFile, workers: int
-) -> bool:
-    """Fetch what is not there, and say whether anything was."""
-    missing = [part for part in parts if not file.has(part)]
-    fetch_all(
-        missing, lambda part: file.fill(part, pinned.fetch(part)), workers=workers
-    )
-    return len(missing) < len(parts)
+) -> Mapping[int, str]:
+    """Fetch what is not there, and return its CRC32C by the part's number."""
+    fetched: dict[int, str] = {}
+
+    def fetch(part: Part) -> None:
+        content = pinned.fetch(part)
+        fetched[part.number] = crc32c(content)
+        file.fill(part, content)
+
+    fetch_all([part for part in parts if not file.has(part)], fetch, workers=workers)
+    return fetched
+
+
+def _check(
+    pinned: _Pinned, parts: Sequence[Part], file: PartFile, fetched: Mapping[int, str]
+) -> None:
+    """Check a whole file; only what came in an earlier attempt is read again."""
+    checksums = Checksums()
+    for part in parts:
+        if part.number in fetched and pinned.info.crc32c is not None:
+            checksums.join_crc32c(fetched[part.number], part.length)
+        else:
+            pinned.add(checksums, file.read(part))
+    pinned.check(checksums)

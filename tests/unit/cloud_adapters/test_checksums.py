@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloud_adapters.storage.checksums import Checksums, Crc32c, crc32c
+from cloud_adapters.storage import local_files
+from cloud_adapters.storage.checksums import Checksums, checksums_of, crc32c
 from cloud_adapters.storage.local_files import write_and_sum
 from federation.protocols import Buffer
 
@@ -25,17 +27,41 @@ def plain_crc32c(content: bytes) -> str:
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
 def test_pieces_make_the_whole(pieces: list[bytes]):
-    """However a content is cut, and in whatever buffers it comes."""
-    both, one = Checksums(), Crc32c()
+    """However a content is cut, in whatever buffers, and whichever way it is summed."""
+    both, one_by_one, joined = Checksums(), Checksums(), Checksums()
     kinds = (bytes, bytearray, memoryview, lambda b: memoryview(bytearray(b)))
     for number, piece in enumerate(pieces):
         both.update(kinds[number % 4](piece))
-        one.update(kinds[number % 4](piece))
+        one_by_one.update_crc32c(kinds[number % 4](piece))
+        one_by_one.update_sha256(kinds[number % 4](piece))
+        joined.join_crc32c(plain_crc32c(piece), len(piece))
     content = b"".join(pieces)
     expected = plain_crc32c(content)
-    assert expected == both.crc32c == one.crc32c == crc32c(content)
-    assert both.sha256 == hashlib.sha256(content).hexdigest()
-    assert both.size == one.size == len(content)
+    found = {sums.crc32c for sums in (both, one_by_one, joined)}
+    assert found == {expected} == {crc32c(content)}
+    assert both.sha256 == one_by_one.sha256 == hashlib.sha256(content).hexdigest()
+    assert both.size == one_by_one.size == joined.size == len(content)
+
+
+def test_joining_large_parts():
+    """Parts of the sizes that are sent, the last one shorter."""
+    parts = [bytes([n]) * size for n, size in enumerate((8 << 20, 8 << 20, 12_345))]
+    whole, joined = Checksums(), Checksums()
+    for part in parts:
+        whole.update_crc32c(part)
+        joined.join_crc32c(crc32c(part), len(part))
+    assert joined.crc32c == whole.crc32c
+
+
+def test_only_what_can_be_read_again_is_summed_before():
+    """A stream is not used up; what gives a new iterator each time has sums."""
+    stream = iter([b"ab", b"c"])
+    assert checksums_of(stream) is None
+    assert list(stream) == [b"ab", b"c"]
+    for data in ([b"ab", b"c"], (b"abc",), {b"abc": 1}.keys()):
+        sums = checksums_of(data)
+        assert sums is not None
+        assert (sums.crc32c, sums.size) == (crc32c(b"abc"), 3)
 
 
 def test_values_of_other_types():
@@ -53,8 +79,12 @@ def test_watching_passes_pieces_on():
     assert checksums.crc32c == "e3069283"
 
 
-def test_sums_of_large_pieces(tmp_path: Path):
-    """In another thread, with small pieces in between and a buffer used again."""
+def test_sums_of_large_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In another thread, with small pieces in between and a buffer used again.
+
+    The disk is busy with them meanwhile.
+    """
+    monkeypatch.setattr(local_files, "FLUSH_BYTES", 3 << 20)
     buffer = bytearray(1 << 20)
 
     def pieces() -> Iterator[Buffer]:

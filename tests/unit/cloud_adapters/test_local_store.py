@@ -135,22 +135,6 @@ def test_an_object_without_its_name_changes_nothing(tmp_path: Path):
     assert len(records(tmp_path)) == 1
 
 
-def test_records_go_with_their_objects(tmp_path: Path):
-    """One record for each object, however often it was written."""
-    store = LocalStore(tmp_path)
-    for name in ("a", "b", "c"):
-        for content in (b"1", b"2"):
-            store.put(name, [content])
-    with pytest.raises(ObjectExists):
-        store.put("a", [b"3"], if_absent=True)
-    with pytest.raises(ObjectChanged):
-        store.put("a", [b"3"], if_version="0-0-0")
-    assert len(records(tmp_path)) == 3
-    for name in ("a", "b", "c"):
-        store.delete(name)
-    assert records(tmp_path) == []
-
-
 def damage(path: Path) -> None:
     """Change a bit as a bad disk does: without a trace in size or time."""
     content, found = bytearray(path.read_bytes()), path.stat()
@@ -172,21 +156,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path):
         store.copy("a/object", "b")
     assert [info.key for info in store.list()] == ["a/object"]
     assert store.read("a/object", start=0, length=3) == b"012"
-
-
-@pytest.mark.parametrize(
-    "record", [b"", b"[]", b"{}", b'{"key": "object", "size": 1}', b"[" * 20_000]
-)
-def test_a_damaged_record_is_found(tmp_path: Path, record: bytes):
-    """It does not pass for an object of which nothing is known."""
-    store = LocalStore(tmp_path)
-    store.put("object", [b"x"])
-    (path,) = records(tmp_path)
-    path.write_bytes(record)
-    with pytest.raises(CorruptObject, match="'object'"):
-        store.stat("object")
-    store.put("object", [b"y"])
-    assert store.read("object") == b"y"
 
 
 def test_files_of_others_have_no_checksum(tmp_path: Path):
