@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from clients.batches import ALONE, Rank
 from clients.datasets import Batch, Indices
 from clients.shards.index import INDEX_KEY, DatasetIndex, Split, read_index
 from clients.shards.order import shard_order
@@ -172,11 +173,15 @@ class ShardedDataset:
         window = self.reading.window * max(s.examples for s in self.split.shards)
         return min(window, len(self.chosen))
 
-    def epoch_order(self, rng: np.random.Generator) -> Indices | None:
-        """One epoch in the order of shards, if that is how this is read."""
+    def epoch_order(
+        self, rng: np.random.Generator, rank: Rank = ALONE
+    ) -> Indices | None:
+        """A rank's share of an epoch in the order of shards, if this is read so."""
         if self.reading.order == "examples":
             return None
-        return shard_order(self._shard_of(self.chosen), rng, window=self.reading.window)
+        return shard_order(
+            self._shard_of(self.chosen), rng, window=self.reading.window, rank=rank
+        )
 
     def expect(self, indices: Indices) -> None:
         """Begin to fetch the shards of some examples, in the order of their need."""

@@ -8,12 +8,13 @@ repeats or loses nothing.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from clients.batches import ALONE, Rank
 from clients.datasets import Indices
 
 
@@ -26,8 +27,10 @@ class ReadsAhead(Protocol):
         """How many examples it wants to know of in advance."""
         ...
 
-    def epoch_order(self, rng: np.random.Generator) -> Indices | None:
-        """One epoch, each example once; None if any order will do."""
+    def epoch_order(
+        self, rng: np.random.Generator, rank: Rank = ALONE
+    ) -> Indices | None:
+        """A rank's share of one epoch, each example once; None if any order will do."""
         ...
 
     def expect(self, indices: Indices) -> None:
@@ -40,41 +43,59 @@ def shard_order(
     rng: np.random.Generator,
     *,
     window: int,
-    rank: int = 0,
-    ranks: int = 1,
+    rank: Rank = ALONE,
 ) -> Indices:
     """Order of an epoch: shards at random, examples at random in a window of shards.
+
+    Ranks share the shards out like cards, so that each shard is read by one of them.
+    Those who got more examples than others then give the last ones away, and only the
+    shards of those are read twice.
 
     Args:
         shard_of: Shape ``(n,)``: the shard of each example.
         rng: Where chance comes from; the same for all ranks.
         window: Shards whose examples are shuffled together.
         rank: Which of several readers asks.
-        ranks: How many there are. They share the shards out like cards, so one may
-            get an example more than another, or a shard.
 
     Returns:
-        Indices into ``shard_of``; over all ranks, each once.
+        Indices into ``shard_of``, ``rank.share(n)`` of them; over all ranks, each once.
 
     Raises:
-        ValueError: ``window`` is not positive, or ``rank`` is none of ``ranks``.
+        ValueError: ``window`` is not positive, or there are fewer examples than ranks.
     """
-    if window < 1 or not 0 <= rank < ranks:
-        raise ValueError(f"window {window}, rank {rank} of {ranks} is not possible")
+    if window < 1:
+        raise ValueError(f"a window of {window} shards is not possible")
+    ranks = rank.world_size
+    shares = [Rank(rank=r, world_size=ranks).share(len(shard_of)) for r in range(ranks)]
     by_shard = np.argsort(shard_of, kind="stable")
     ends = np.flatnonzero(np.diff(shard_of[by_shard])) + 1
     members = np.split(by_shard, ends)
     order = rng.permutation(len(members))
-    pieces = []
+    dealt: list[list[Indices]] = [[np.empty(0, dtype=np.int64)] for _ in range(ranks)]
     for number, start in enumerate(range(0, len(order), window * ranks)):
-        dealt = order[start + rank : start + window * ranks : ranks]
-        if not len(dealt):
-            continue
-        together = np.concatenate([members[shard] for shard in dealt])
-        # Of the window and not of the rank: ranks draw independently of each other.
-        of_window = np.random.default_rng([int(rng.integers(2**62)), number, rank])
-        pieces.append(of_window.permutation(together))
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+        drawn = int(rng.integers(2**62))
+        for r, pieces in enumerate(dealt):
+            shards = order[start + r : start + window * ranks : ranks]
+            if len(shards):
+                together = np.concatenate([members[shard] for shard in shards])
+                of_window = np.random.default_rng([drawn, number, r])
+                pieces.append(of_window.permutation(together))
+    return _levelled([np.concatenate(pieces) for pieces in dealt], shares)[rank.rank]
+
+
+def _levelled(dealt: Sequence[Indices], shares: Sequence[int]) -> list[Indices]:
+    """Bring each rank to its share: who has more gives from its end."""
+    spare = np.concatenate(
+        [mine[share:] for mine, share in zip(dealt, shares, strict=True)]
+    )
+    lacks = np.array(
+        [max(0, s - len(mine)) for mine, s in zip(dealt, shares, strict=True)]
+    )
+    given = np.split(spare, np.cumsum(lacks)[:-1])
+    return [
+        np.concatenate([mine[:share], more])
+        for mine, share, more in zip(dealt, shares, given, strict=True)
+    ]
 
 
 def telling_ahead(

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from clients.batches import stepwise
+from clients.batches import ALONE, Rank, Shuffle, epochwise, stepwise
 from clients.datasets import Indices
+from clients.shards.dataset import ORDERS
 from clients.shards.order import shard_order, telling_ahead
 from federation.ids import SiteId
 
@@ -23,19 +24,48 @@ def shards_of(sizes: list[int]) -> Indices:
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
+def of_ranks(number: int) -> list[Rank]:
+    return [Rank(rank=rank, world_size=number) for rank in range(number)]
+
+
 @settings(max_examples=40)
 @given(sizes, st.integers(1, 5), st.integers(1, 4))
 def test_each_example_once_over_all_ranks(sizes: list[int], window: int, ranks: int):
-    """Whatever the window, and each shard at one rank."""
+    """Whatever the window, and no rank has more than one more than another."""
     shard_of = shards_of(sizes)
+    assume(len(shard_of) >= ranks)
     orders = [
-        shard_order(shard_of, rng(), window=window, rank=rank, ranks=ranks)
-        for rank in range(ranks)
+        shard_order(shard_of, rng(), window=window, rank=rank)
+        for rank in of_ranks(ranks)
     ]
     whole = np.concatenate(orders)
     assert sorted(whole.tolist()) == list(range(len(shard_of)))
+    assert max(map(len, orders)) - min(map(len, orders)) <= 1
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_each_shard_is_read_by_one_rank(each: int, size: int, window: int, ranks: int):
+    """Where they can be shared out evenly."""
+    shard_of = shards_of([size] * (each * ranks))
+    orders = [
+        shard_order(shard_of, rng(), window=window, rank=rank)
+        for rank in of_ranks(ranks)
+    ]
     seen = [set(shard_of[order].tolist()) for order in orders]
-    assert sum(map(len, seen)) == len(sizes)
+    assert [len(shards) for shards in seen] == [each] * ranks
+    assert len(set().union(*seen)) == each * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_few_shards_are_read_twice(ranks: int):
+    """Only those whose examples make up for the last hand of cards."""
+    shard_of = shards_of([10] * 40)
+    orders = [
+        shard_order(shard_of, rng(), window=2, rank=rank) for rank in of_ranks(ranks)
+    ]
+    seen = [set(shard_of[order].tolist()) for order in orders]
+    assert 40 <= sum(map(len, seen)) <= 40 + 2 * ranks
 
 
 @given(sizes, st.integers(1, 5))
@@ -68,22 +98,27 @@ def test_a_view_of_scattered_examples():
     assert len(np.flatnonzero(np.diff(shard_of[order]))) == 2
 
 
-@pytest.mark.parametrize(
-    ("window", "rank", "ranks"), [(0, 0, 1), (1, 1, 1), (1, -1, 2)]
-)
-def test_wrong_arguments(window: int, rank: int, ranks: int):
+def test_wrong_arguments():
     """Each is refused."""
-    with pytest.raises(ValueError, match="not possible"):
-        shard_order(shards_of([1]), rng(), window=window, rank=rank, ranks=ranks)
+    with pytest.raises(ValueError, match="window of 0 shards is not possible"):
+        shard_order(shards_of([1]), rng(), window=0)
+    for rank, ranks in ((1, 1), (-1, 2)):
+        with pytest.raises(ValueError, match=f"rank {rank} of {ranks} is not possible"):
+            Rank(rank=rank, world_size=ranks)
+    with pytest.raises(ValueError, match="2 examples are too few for 3 ranks"):
+        shard_order(shards_of([1, 1]), rng(), window=1, rank=of_ranks(3)[0])
 
 
 @settings(max_examples=40)
-@given(sizes, st.integers(1, 7), st.integers(0, 40))
-def test_the_middle_of_an_epoch(sizes: list[int], batch_size: int, behind: int):
+@given(sizes, st.integers(1, 7), st.integers(0, 40), st.integers(1, 3))
+def test_the_middle_of_an_epoch(
+    sizes: list[int], batch_size: int, behind: int, ranks: int
+):
     """A walk that begins behind some batches is the rest of the whole walk."""
     shard_of = shards_of(sizes)
+    assume(len(shard_of) >= ranks)
 
-    def walk(first: int, number: int) -> list[list[int]]:
+    def walk(first: int, number: int, rank: Rank) -> list[list[int]]:
         found = stepwise(
             len(shard_of),
             batch_size=batch_size,
@@ -91,11 +126,85 @@ def test_the_middle_of_an_epoch(sizes: list[int], batch_size: int, behind: int):
             num_batches=number,
             seed=3,
             site=SiteId("a"),
-            shuffle=lambda generator: shard_order(shard_of, generator, window=2),
+            shuffle=shuffle_of(shard_of),
+            rank=rank,
         )
         return [batch.tolist() for batch in found]
 
-    assert walk(behind, 9) == walk(0, behind + 9)[behind:]
+    for rank in of_ranks(ranks):
+        assert walk(behind, 9, rank) == walk(0, behind + 9, rank)[behind:]
+
+
+def shuffle_of(shard_of: Indices) -> Shuffle:
+    def shuffle(generator: np.random.Generator, rank: Rank = ALONE) -> Indices:
+        return shard_order(shard_of, generator, window=2, rank=rank)
+
+    return shuffle
+
+
+@settings(max_examples=60)
+@given(
+    sizes,
+    st.integers(1, 7),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.sampled_from(ORDERS),
+)
+def test_ranks_share_every_epoch(
+    sizes: list[int], batch_size: int, ranks: int, epoch: int, order: str
+):
+    """Over all ranks each example once; as many batches everywhere, none empty."""
+    shard_of = shards_of(sizes)
+    assume(len(shard_of) >= ranks)
+
+    def walk(rank: Rank, first: int, number: int) -> list[Indices]:
+        return list(
+            epochwise(
+                len(shard_of),
+                batch_size=batch_size,
+                first_epoch=first,
+                num_epochs=number,
+                seed=3,
+                site=SiteId("a"),
+                shuffle=shuffle_of(shard_of) if order == "shards" else None,
+                rank=rank,
+            )
+        )
+
+    walks = [walk(rank, epoch, 1) for rank in of_ranks(ranks)]
+    seen = np.concatenate([np.concatenate(batches) for batches in walks])
+    assert sorted(seen.tolist()) == list(range(len(shard_of)))
+    assert len({len(batches) for batches in walks}) == 1
+    lengths = {len(batch) for batches in walks for batch in batches}
+    assert max(lengths) <= batch_size
+    assert batch_size == 1 or min(lengths) > 0
+    for rank, batches in zip(of_ranks(ranks), walks, strict=True):  # A resume.
+        later = walk(rank, 0, epoch + 1)[epoch * len(batches) :]
+        assert [b.tolist() for b in later] == [b.tolist() for b in batches]
+
+
+@settings(max_examples=40)
+@given(sizes, st.integers(1, 7), st.integers(2, 4))
+def test_ranks_walk_through_whole_epochs(sizes: list[int], batch_size: int, ranks: int):
+    """Step by step too: what all have read after an epoch each is all there is."""
+    shard_of = shards_of(sizes)
+    assume(len(shard_of) >= ranks)
+    read: list[int] = []
+    for rank in of_ranks(ranks):
+        walk = stepwise(
+            len(shard_of),
+            batch_size=batch_size,
+            first_batch=0,
+            num_batches=len(shard_of),
+            seed=3,
+            site=SiteId("a"),
+            shuffle=shuffle_of(shard_of),
+            rank=rank,
+        )
+        mine = np.concatenate(list(walk))
+        assert len(mine) == len(shard_of) * min(batch_size, len(shard_of) // ranks)
+        read += mine[: rank.share(len(shard_of))].tolist()
+    assert sorted(read) == list(range(len(shard_of)))
 
 
 class Listener:
@@ -106,7 +215,7 @@ class Listener:
     def __init__(self) -> None:
         self.told: list[int] = []
 
-    def epoch_order(self, _: np.random.Generator) -> Indices | None:
+    def epoch_order(self, _: np.random.Generator, __: Rank = ALONE) -> Indices | None:
         return None
 
     def expect(self, indices: Indices) -> None:
