@@ -133,7 +133,8 @@ def test_audit_separates_the_pipeline_from_one_with_half_the_shares(noise: float
 
 
 @pytest.mark.parametrize(
-    ("num_sites", "threshold", "colluding"), [(3, None, 1), (4, None, 2), (5, 4, 1)]
+    ("num_sites", "threshold", "colluding"),
+    [(2, None, 1), (3, None, 1), (4, None, 2), (5, 4, 1)],
 )
 def test_sum_holds_as_little_noise_as_the_accounting_counts_on(
     num_sites: int, threshold: int | None, colluding: int
@@ -145,7 +146,8 @@ def test_sum_holds_as_little_noise_as_the_accounting_counts_on(
     job = joint_job(
         2.0,
         num_sites=num_sites,
-        secure={} if threshold is None else {"threshold": threshold},
+        secure={"two_sites_waiver": True}
+        | ({} if threshold is None else {"threshold": threshold}),
         private={"colluding_sites": colluding},
     )
     found = audited(job, canaries=2 * CANARIES // 3, sites=("site-1",))
