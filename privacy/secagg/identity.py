@@ -7,8 +7,6 @@ never passes for another. Keys that live for one run are in ``keys``, not here.
 """
 
 import hashlib
-import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import (
 
 from privacy.secagg.canonical import fields
 from privacy.secagg.errors import BadSignature, KeyFileRefused
+from privacy.secret_files import read_private, write_new
 
 # Bytes that nobody can predict, as many as asked for: ``os.urandom`` in
 # production, a keyed stream in tests.
@@ -31,10 +30,8 @@ RandomBytes = Callable[[int], bytes]
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-MAX_KEY_FILE_BYTES = 1 << 14
 
 _DOMAIN = b"xsa-v1 signature"
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class Label(StrEnum):
@@ -48,6 +45,8 @@ class Label(StrEnum):
     SHARES = "shares"
     DECLINE = "decline"
     CERTIFICATE = "certificate"
+    PROPOSAL = "proposal"  # of a run, by the aggregator
+    PROMISE = "promise"  # of a site, for a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class Identity:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, protection
         )
         try:
-            _write_new(path, pem)
+            write_new(path, pem)
         except FileExistsError:
             raise KeyFileRefused(
                 f"{path} exists: an identity is never overwritten; move it away first"
@@ -164,7 +163,7 @@ def load(path: Path, *, passphrase: bytes | None = None) -> Identity:
             may be read or written by others, or holds no Ed25519 key that the
             passphrase opens.
     """
-    pem = _read_private(path)
+    pem = read_private(path)
     try:
         key = serialization.load_pem_private_key(pem, passphrase)
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -179,47 +178,3 @@ def load(path: Path, *, passphrase: bytes | None = None) -> Identity:
 
 def _signed(label: Label, body: bytes) -> bytes:
     return fields(_DOMAIN, label.value.encode(), body)
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    handle = os.open(path, flags, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        os.fchmod(handle, 0o600)  # Whatever the umask is.
-        file.write(data)
-        file.flush()
-        os.fsync(handle)
-
-
-def _read_private(path: Path) -> bytes:
-    # O_NONBLOCK: a pipe in the key's place must not hang the agent.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        handle = os.open(path, flags)
-    except OSError as error:
-        raise KeyFileRefused(f"cannot open {path}: {error.strerror}") from error
-    try:
-        _check_private(path, os.fstat(handle))
-        data = os.read(handle, MAX_KEY_FILE_BYTES + 1)
-    except OSError as error:
-        raise KeyFileRefused(f"cannot read {path}: {error.strerror}") from error
-    finally:
-        os.close(handle)
-    if len(data) > MAX_KEY_FILE_BYTES:
-        raise KeyFileRefused(f"{path} is too long for a key file")
-    return data
-
-
-def _check_private(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise KeyFileRefused(f"{path} is not a regular file")
-    if status.st_uid != os.geteuid():
-        raise KeyFileRefused(
-            f"{path} belongs to user {status.st_uid}, not to this process's user"
-        )
-    if status.st_mode & _OTHERS:
-        mode = stat.S_IMODE(status.st_mode)
-        raise KeyFileRefused(
-            f"{path} has mode {mode:04o}: others may reach the key; chmod it to 0600 "
-            "and, if anyone else had access, make a new identity"
-        )

@@ -1,0 +1,255 @@
+"""The aggregator's certificate authority: one root, that every site pins.
+
+Certificates are on the curve P-256 and signed by a root that signs nothing but the
+certificates of this federation: servers that sites connect to, and the sites
+themselves, whose requests (PKCS #10) the root answers. No private key is made here but
+those of the machine that this runs on.
+"""
+
+import datetime as dt
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from federation.protocols import Clock
+from privacy.secagg.errors import KeyFileRefused
+from privacy.secret_files import read_private, write_new
+
+AUTHORITY_DAYS = 3650
+CERTIFICATE_DAYS = 90
+# Clocks of machines that have just met may differ by this much.
+EARLY_SECONDS = 300
+MAX_REQUEST_BYTES = 1 << 14
+
+PrivateKey = ec.EllipticCurvePrivateKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Authority:
+    """A root certificate and the key behind it.
+
+    Attributes:
+        certificate: What sites pin.
+        key: Signs; it stays in its file on the aggregator's host.
+        clock: Tells from when certificates hold.
+    """
+
+    certificate: x509.Certificate
+    key: PrivateKey = field(repr=False)
+    clock: Clock
+
+    @classmethod
+    def create(cls, name: str, *, clock: Clock) -> "Authority":
+        """Make a new root."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        builder = _builder(subject, subject, key.public_key(), clock, AUTHORITY_DAYS)
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=True, path_length=0), critical=True
+        ).add_extension(_usage(signs_certificates=True), critical=True)
+        builder = builder.add_extension(
+            x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+        )
+        return cls(certificate=builder.sign(key, hashes.SHA256()), key=key, clock=clock)
+
+    @classmethod
+    def load(cls, folder: Path, *, clock: Clock) -> "Authority":
+        """Read what ``save`` wrote.
+
+        Raises:
+            KeyFileRefused: A file is missing, open to others or damaged.
+        """
+        certificate = _certificate(folder / "ca.crt")
+        key = load_key(folder / "ca.key")
+        if _public_bytes(certificate.public_key()) != _public_bytes(key.public_key()):
+            raise KeyFileRefused(
+                f"{folder / 'ca.key'} does not belong to {folder / 'ca.crt'}: restore "
+                "both from the same copy"
+            )
+        return cls(certificate=certificate, key=key, clock=clock)
+
+    def save(self, folder: Path) -> None:
+        """Write certificate and key; neither may be there.
+
+        Raises:
+            KeyFileRefused: A file is there, or cannot be written.
+        """
+        try:
+            write_new(folder / "ca.key", key_pem(self.key))
+            write_new(folder / "ca.crt", self.pem, mode=0o644)
+        except OSError as error:
+            raise KeyFileRefused(
+                f"cannot write {error.filename}: {error.strerror}; an authority is "
+                "never overwritten"
+            ) from error
+
+    @property
+    def pem(self) -> bytes:
+        """The root certificate."""
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the root certificate, 64 hexadecimal digits: compare it."""
+        return self.certificate.fingerprint(hashes.SHA256()).hex()
+
+    def issue_server(self, hosts: tuple[str, ...], key: PrivateKey) -> bytes:
+        """Certify a server under names and addresses; PEM."""
+        names: list[x509.GeneralName] = [_general_name(host) for host in hosts]
+        return self._issue(
+            hosts[0], key.public_key(), ExtendedKeyUsageOID.SERVER_AUTH, names
+        )
+
+    def issue_site(self, name: str, request: bytes) -> bytes:
+        """Certify a site by its signing request; PEM.
+
+        Args:
+            name: Of the site; whatever name the request holds is not looked at.
+            request: PKCS #10, PEM.
+
+        Raises:
+            KeyFileRefused: It is none, is not signed by its own key or uses another
+                curve.
+        """
+        if len(request) > MAX_REQUEST_BYTES:
+            raise KeyFileRefused("a signing request has at most 16 KiB")
+        try:
+            asked = x509.load_pem_x509_csr(request)
+            public = asked.public_key()
+            valid = asked.is_signature_valid
+        except (ValueError, TypeError) as error:
+            raise KeyFileRefused(f"that is no signing request: {error}") from None
+        if not isinstance(public, ec.EllipticCurvePublicKey) or not valid:
+            raise KeyFileRefused("a signing request is signed by an elliptic-curve key")
+        return self._issue(name, public, ExtendedKeyUsageOID.CLIENT_AUTH, [])
+
+    def _issue(
+        self,
+        name: str,
+        public: ec.EllipticCurvePublicKey,
+        purpose: x509.ObjectIdentifier,
+        names: list[x509.GeneralName],
+    ) -> bytes:
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        builder = _builder(
+            subject, self.certificate.subject, public, self.clock, CERTIFICATE_DAYS
+        )
+        builder = (
+            builder.add_extension(
+                x509.BasicConstraints(ca=False, path_length=None), critical=True
+            )
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(
+                    self.key.public_key()
+                ),
+                critical=False,
+            )
+        )
+        if names:
+            builder = builder.add_extension(
+                x509.SubjectAlternativeName(names), critical=False
+            )
+        signed = builder.sign(self.key, hashes.SHA256())
+        return signed.public_bytes(serialization.Encoding.PEM)
+
+
+def new_key() -> PrivateKey:
+    """Make a key for a server or a site."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_pem(key: PrivateKey) -> bytes:
+    """The key as it lies in a file that nobody else can read."""
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def load_key(path: Path) -> PrivateKey:
+    """Read a key.
+
+    Raises:
+        KeyFileRefused: The file is missing, open to others or no such key.
+    """
+    try:
+        key = serialization.load_pem_private_key(read_private(path), None)
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise KeyFileRefused(
+            f"{path} is no elliptic-curve key: restore it from its copy"
+        )
+    return key
+
+
+def signing_request(name: str, key: PrivateKey) -> bytes:
+    """Ask for a certificate of a key; PEM."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    return request.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public: ec.EllipticCurvePublicKey,
+    clock: Clock,
+    days: int,
+) -> x509.CertificateBuilder:
+    now = dt.datetime.fromtimestamp(clock.now(), dt.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(seconds=EARLY_SECONDS))
+        .not_valid_after(now + dt.timedelta(days=days))
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise KeyFileRefused(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise KeyFileRefused(f"{path} is no certificate: restore it") from None
+
+
+def _public_bytes(key: object) -> bytes:
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        return b""
+    return key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )

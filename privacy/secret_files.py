@@ -1,0 +1,65 @@
+"""Files that hold keys: made once, for their owner alone, and read only if so."""
+
+import os
+import stat
+from pathlib import Path
+
+from privacy.secagg.errors import KeyFileRefused
+
+MAX_KEY_FILE_BYTES = 1 << 14
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def write_new(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Write a file that must not exist, through to the disk.
+
+    Raises:
+        OSError: It exists or cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(path, flags, mode)
+    with os.fdopen(handle, "wb") as file:
+        os.fchmod(handle, mode)  # Whatever the umask is.
+        file.write(data)
+        file.flush()
+        os.fsync(handle)
+
+
+def read_private(path: Path) -> bytes:
+    """Read a short file that nobody else may reach.
+
+    Raises:
+        KeyFileRefused: It is missing, open to others, a link or too long.
+    """
+    # O_NONBLOCK: a pipe in the key's place must not hang the agent.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        handle = os.open(path, flags)
+    except OSError as error:
+        raise KeyFileRefused(f"cannot open {path}: {error.strerror}") from error
+    try:
+        _check_private(path, os.fstat(handle))
+        data = os.read(handle, MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise KeyFileRefused(f"cannot read {path}: {error.strerror}") from error
+    finally:
+        os.close(handle)
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise KeyFileRefused(f"{path} is too long for a key file")
+    return data
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise KeyFileRefused(f"{path} is not a regular file")
+    if status.st_uid != os.geteuid():
+        raise KeyFileRefused(
+            f"{path} belongs to user {status.st_uid}, not to this process's user"
+        )
+    if status.st_mode & _OTHERS:
+        mode = stat.S_IMODE(status.st_mode)
+        raise KeyFileRefused(
+            f"{path} has mode {mode:04o}: others may reach the key; chmod it to 0600 "
+            "and, if anyone else had access, make a new identity"
+        )
