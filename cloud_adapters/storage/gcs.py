@@ -16,7 +16,7 @@ from itertools import chain
 from google.auth.credentials import Credentials
 
 from cloud_adapters.storage import gcs_errors
-from cloud_adapters.storage.checksums import Checksums
+from cloud_adapters.storage.checksums import Checksums, checksums_of
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
 from cloud_adapters.storage.gcs_lookup import (
     Resource,
@@ -110,7 +110,8 @@ class GcsStore:
 
         The service compares the content with its CRC32C before giving it its name.
         The SHA-256 has to be known when an upload begins: ``stat`` has that of
-        contents in a list or tuple, and of those of one chunk, and None of others.
+        contents of one chunk and of those that can be gone through twice, such as
+        lists and files, and None of streams.
         """
         check_conditions(if_absent=if_absent, if_version=if_version)
         kept = check_metadata(metadata)
@@ -128,8 +129,9 @@ class GcsStore:
                 lambda it: insert(self._http, new, first.content, sums, it)
             )
         else:
-            session = UploadSession(self._http, self._retry, new, _sums_of(data))
-            sums = session.sums
+            known = checksums_of(data)
+            session = UploadSession(self._http, self._retry, new, known)
+            sums = session.sums if known is None else known
             resource = writing.through(session, chain([first], parts))
         self._check(resource, new, size=sums.size, crc32c=sums.crc32c)
         return _info(key, resource, sha256=sums.sha256)
@@ -303,16 +305,6 @@ def _generation(version: str | None, doing: str) -> str | None:
     if version is None or (version.isdecimal() and int(version) > 0):
         return version
     raise ObjectChanged(f"cannot {doing}: no object has the version {version[:40]!r}")
-
-
-def _sums_of(data: Iterable[Buffer]) -> Checksums | None:
-    """Count a content before it is sent, if it can be read twice."""
-    if not isinstance(data, list | tuple):
-        return None
-    sums = Checksums()
-    for piece in data:
-        sums.update(piece)
-    return sums
 
 
 def _is_key(name: str) -> bool:

@@ -6,12 +6,12 @@ the whole against the CRC32C and the size of all that the source gave.
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-from cloud_adapters.storage.checksums import Checksums, crc32c
+from cloud_adapters.storage.checksums import Checksums, checksums_of, crc32c
+from cloud_adapters.storage.parts import Buffers
 from cloud_adapters.storage.request_count import carried
 from cloud_adapters.storage.s3_calls import (
     CRC32C,
@@ -29,6 +29,7 @@ from federation.errors import (
     ObjectExists,
     ObjectNotFound,
     StoreError,
+    StoreUnavailable,
 )
 from federation.protocols import Buffer, ObjectInfo
 
@@ -72,29 +73,6 @@ def part_bytes(number: int) -> int:
     return PART_BYTES << (number - 1) // PARTS_OF_ONE_SIZE
 
 
-class Buffers:
-    """Buffers of parts that have been sent, to be filled again.
-
-    Fresh memory costs more than the copy into it.
-    """
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._free: deque[bytearray] = deque()
-
-    def take(self, size: int) -> bytearray:
-        """Give one of so many bytes; what is in it does not matter."""
-        with contextlib.suppress(IndexError):
-            while len(buffer := self._free.pop()) != size:
-                pass  # Left from smaller parts.
-            return buffer
-        return bytearray(size)
-
-    def give_back(self, buffer: bytearray) -> None:
-        """Take one back that nobody reads any more."""
-        self._free.append(buffer)
-
-
 def cut(data: Iterable[Buffer], buffers: Buffers) -> Iterator[bytearray]:
     """Cut content into parts of the sizes that S3 takes, each in a buffer of its own.
 
@@ -132,21 +110,8 @@ def put(calls: S3Calls, write: Write, data: Iterable[Buffer]) -> ObjectInfo:
     front = list(itertools.islice(parts, 2))
     if len(front) == 1:
         return _put_whole(calls, write, front[0])
-    upload = _Upload(calls, write, _seen_before(data), buffers)
+    upload = _Upload(calls, write, checksums_of(data), buffers)
     return upload.put(_chain(front, parts))
-
-
-def _seen_before(data: Iterable[Buffer]) -> Checksums | None:
-    """Checksums of content that is in memory as a whole; None for a stream.
-
-    The metadata of a multipart upload is fixed before its content.
-    """
-    if not isinstance(data, list | tuple):
-        return None
-    checksums = Checksums()
-    for piece in data:
-        checksums.update(piece)
-    return checksums
 
 
 def _chain(front: list[bytearray], rest: Iterator[bytearray]) -> Iterator[bytearray]:
@@ -184,11 +149,31 @@ def _put_whole(calls: S3Calls, write: Write, content: bytearray) -> ObjectInfo:
     return calls.retry.call(request)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A part that the service has."""
+
+    number: int
+    size: int
+    crc32c: str
+    etag: str
+
+    def entry(self) -> Answer:
+        """What names it when the upload is completed."""
+        checksum = encode_crc32c(self.crc32c)
+        return {
+            "PartNumber": self.number,
+            "ETag": self.etag,
+            "ChecksumCRC32C": checksum,
+        }
+
+
 class _Upload:
     """A multipart upload.
 
     1. Begin it; nothing is visible under the key until the end.
-    2. Send parts in parallel, each tried again by itself.
+    2. Send parts in parallel, each tried again by itself. CRC32C is taken part by part;
+       SHA-256, unless the content was read before, in a thread of its own.
     3. Complete it, under the write's condition.
     If anything fails, wait for what is in flight and remove all parts.
     """
@@ -202,8 +187,8 @@ class _Upload:
     ) -> None:
         self._calls = calls
         self._write = write
-        self._checksums = Checksums()
         self._known = known
+        self._checksums = Checksums()
         self._buffers = buffers
         self._doing = f"write {calls.where(write.key)}"
         self._upload: Answer = {}
@@ -222,16 +207,16 @@ class _Upload:
                 self._calls,
                 self._write,
                 upload=self._upload,
-                parts=sent,
-                written=_info(self._write, self._checksums),
+                parts=[part.entry() for part in sent],
+                written=_info(self._write, self._joined(sent)),
             )
         except BaseException as error:
             abort(self._calls, self._upload, self._doing, error)
             raise
 
-    def _send_all(self, parts: Iterator[bytearray]) -> list[Answer]:
-        sent: list[Answer] = []
-        pending: dict[Future[Answer], int] = {}
+    def _send_all(self, parts: Iterator[bytearray]) -> list[_Sent]:
+        sent: list[_Sent] = []
+        pending: dict[Future[_Sent], int] = {}
         pool = ThreadPoolExecutor(NUM_WORKERS, "s3-upload")
         # One thread, so in order: a digest takes as long as all the rest of a part.
         digests = ThreadPoolExecutor(1, "s3-digest")
@@ -240,7 +225,9 @@ class _Upload:
                 size = len(part)
                 while pending and sum(pending.values()) + size > BYTES_IN_FLIGHT:
                     sent += _ended(pending)
-                digest = digests.submit(self._checksums.update, part)
+                digest = None
+                if self._known is None:
+                    digest = digests.submit(self._checksums.update_sha256, part)
                 send = carried(self._send)
                 pending[pool.submit(send, number, part, digest)] = size
                 # Nothing here may hold it: the next one is filled meanwhile.
@@ -251,28 +238,43 @@ class _Upload:
             # Also on failure: a part that came after the removal would stay behind.
             pool.shutdown(wait=True, cancel_futures=True)
             digests.shutdown()
-        return sorted(sent, key=lambda entry: int(entry["PartNumber"]))
+        return sorted(sent, key=lambda part: part.number)
 
-    def _send(self, number: int, part: bytearray, digest: Future[None]) -> Answer:
-        checksum = encode_crc32c(crc32c(part))
+    def _send(self, number: int, part: bytearray, digest: Future[None] | None) -> _Sent:
+        checksum = crc32c(part)
         answer = self._calls.call(
             "upload_part",
             f"{self._doing}, part {number}",
             **self._upload,
             PartNumber=number,
             Body=part,
-            ChecksumCRC32C=checksum,
+            ChecksumCRC32C=encode_crc32c(checksum),
         )
-        digest.result()
+        if digest is not None:
+            digest.result()
+        size = len(part)
         self._buffers.give_back(part)
-        return {
-            "PartNumber": number,
-            "ETag": answer["ETag"],
-            "ChecksumCRC32C": checksum,
-        }
+        return _Sent(number=number, size=size, crc32c=checksum, etag=answer["ETag"])
+
+    def _joined(self, sent: list[_Sent]) -> Checksums:
+        """Checksums of the whole content, of which each part has its CRC32C.
+
+        Raises:
+            StoreUnavailable: It is not what was read before.
+        """
+        for part in sent:
+            self._checksums.join_crc32c(part.crc32c, part.size)
+        if self._known is None:
+            return self._checksums
+        if self._known.crc32c != self._checksums.crc32c:
+            raise StoreUnavailable(
+                f"cannot {self._doing}: its content has changed while it was read; "
+                "write it when it is whole"
+            )
+        return self._known
 
 
-def _ended(pending: dict[Future[Answer], int]) -> list[Answer]:
+def _ended(pending: dict[Future[_Sent], int]) -> list[_Sent]:
     """Wait until a part has been sent, and take all that are out of ``pending``."""
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
     for future in done:

@@ -1,0 +1,69 @@
+"""Contents that go in many parts: what every store with services' limits promises."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.transfer import upload
+from federation.errors import CorruptObject, StoreUnavailable
+from federation.protocols import ObjectStore
+
+pytestmark = pytest.mark.slow
+
+CONTENT = bytes(range(251)) * 35_000  # More than 8 MiB.
+
+
+@pytest.fixture
+def local_store(tmp_path: Path) -> ObjectStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture(params=["gcs", "local", "s3"])
+def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
+    store: ObjectStore = request.getfixturevalue(f"{request.param}_store")
+    yield store
+    store.close()
+
+
+def test_files_keep_their_digest(store: ObjectStore, tmp_path: Path):
+    """A file can be read twice, so the service is told its SHA-256 beforehand."""
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    info = upload(store, "key", path)
+    assert info.sha256 == hashlib.sha256(CONTENT).hexdigest()
+    found = store.stat("key")
+    assert (found.sha256, found.crc32c) == (info.sha256, info.crc32c)
+    assert store.read("key") == CONTENT
+
+
+def test_streams_are_read_once(store: ObjectStore):
+    """And have both checksums when they are there."""
+    pieces = (CONTENT[at : at + 100_000] for at in range(0, len(CONTENT), 100_000))
+    info = store.put("key", pieces)
+    assert info.sha256 == hashlib.sha256(CONTENT).hexdigest()
+    assert store.read("key") == CONTENT
+
+
+def test_content_that_differs_when_it_is_read_again(store: ObjectStore):
+    """No object has the digest of another content."""
+
+    class Changing:
+        times = 0
+
+        def __iter__(self) -> Iterator[bytes]:
+            self.times += 1
+            last = bytes([self.times])
+            yield CONTENT
+            yield last
+
+    content = Changing()
+    if isinstance(store, LocalStore):  # It reads once.
+        digest = hashlib.sha256(CONTENT + b"\1").hexdigest()
+        assert store.put("key", content).sha256 == digest
+        return
+    with pytest.raises((StoreUnavailable, CorruptObject), match=r"write .*key"):
+        store.put("key", content)
+    assert list(store.list()) == []
