@@ -178,9 +178,13 @@ def _cut(members_c: Sequence[Indices], shares_ck: NDArray[np.float64]) -> list[I
     """Cut each class at the sites' cumulative shares, rounded to whole examples."""
     pieces_ck = []
     for members, shares_k in zip(members_c, shares_ck, strict=True):
-        ends = np.rint(np.cumsum(shares_k)[:-1] * len(members)).astype(np.int64)
-        pieces_ck.append(np.split(members, ends))
+        pieces_ck.append(np.split(members, cuts(shares_k, len(members))))
     return [np.concatenate(of_site) for of_site in zip(*pieces_ck, strict=True)]
+
+
+def cuts(shares_k: NDArray[np.float64], num_examples: int) -> Indices:
+    """Where one site's examples end and the next one's begin, shape ``(k - 1,)``."""
+    return np.rint(np.cumsum(shares_k)[:-1] * num_examples).astype(np.int64)
 
 
 def _by_group(train: "Dataset", held_out: "Dataset", num_sites: int) -> Parts:

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from federation.errors import JobError
@@ -86,6 +87,20 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     _add_service(info)
     info.set_defaults(verb=_info)
 
+    balance = inner.add_parser(
+        "balance",
+        parents=[common],
+        allow_abbrev=False,
+        help="show how evenly a run's sites were loaded, and the shares that are even",
+    )
+    balance.add_argument(
+        "run", metavar="RUN", help="folder, run id or job name; it measured the speeds"
+    )
+    balance.add_argument(
+        "--root", type=Path, default=Path("runs"), help="folder of all runs"
+    )
+    balance.set_defaults(verb=_balance)
+
 
 def _add_service(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -131,6 +146,39 @@ def _info(options: argparse.Namespace) -> int:
     if options.verify and not options.json:
         _say("every shard is what the index says")
     return DONE
+
+
+def _balance(options: argparse.Namespace) -> int:
+    from deploy import balance  # noqa: PLC0415 -- imports torch
+    from deploy.run_folder import find_run  # noqa: PLC0415
+
+    found = balance.of_run(find_run(options.run, options.root))
+    if options.json:
+        _say(json.dumps(found, indent=2))
+        return DONE
+    _print_balance("as it was", found["now"])
+    if found["proportional"] is not None:
+        _print_balance("by speed", found["proportional"])
+        speeds = ", ".join(map(str, found["speeds"]))
+        _say("\nin the job, below [data]:")
+        _say(f'partition = {{ kind = "proportional", speeds = [{speeds}] }}')
+    if found["same_steps"]:
+        _say(
+            "\nThis job has every site take local_steps, however much it holds: with "
+            "local_epochs a round takes as long as an epoch here says."
+        )
+    return DONE
+
+
+def _print_balance(title: str, found: Mapping[str, Any]) -> None:
+    width = max(len("site"), *(len(row["site"]) for row in found["sites"]))
+    _say(f"{title}: an epoch takes {found['seconds']:.3g} s, {found['idle']:.1%} idle")
+    _say(f"  {'site':<{width}}  examples  examples/s  load  seconds")
+    for row in found["sites"]:
+        _say(
+            f"  {row['site']:<{width}}  {row['examples']:>8,}  {row['speed']:>10,.4g}  "
+            f"{row['load']:>4.2f}  {row['seconds']:>7.3g}"
+        )
 
 
 def _options(texts: list[str]) -> dict[str, Any]:
