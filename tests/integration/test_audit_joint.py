@@ -121,15 +121,16 @@ def test_audit_separates_the_pipeline_from_one_with_half_the_shares(noise: float
     """Through data, model, clipping, ring, noise, masks and the opened sum.
 
     With other seeds the right pipeline would be called broken with a probability
-    below 1e-20, far less than the confidence allows, and the wrong one would be let
-    through once in 7, 100 or 35 times for a multiplier of 1, 2 or 3.
+    below 1e-20, far less than the confidence allows. The wrong one would pass at one
+    site in 12, 1 and 3 % of them for a multiplier of 1, 2 and 3: at all three sites
+    once in 600 times at the most.
     """
     job = joint_job(noise)
-    kept = audited(job, canaries=CANARIES, sites=("site-0",))
-    broken = audited(job, canaries=CANARIES, sites=("site-0",), noise_times=0.5)
+    kept = audited(job, canaries=CANARIES)
+    broken = audited(job, canaries=CANARIES, noise_times=0.5)
     assert kept.broken == []
-    assert broken.broken == broken.sites
-    assert broken.sites[0].promise == kept.sites[0].promise
+    assert broken.broken != []
+    assert [s.promise for s in broken.sites] == [s.promise for s in kept.sites]
 
 
 @pytest.mark.parametrize(
