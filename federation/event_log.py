@@ -12,26 +12,20 @@ is the work of ``monitoring.run_fold``.
 """
 
 import contextlib
-import dataclasses
 import json
-import math
 import os
 import types
-from collections.abc import Callable, Mapping
-from enum import Enum
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, Union, cast, get_args, get_origin, get_type_hints
+from typing import Self, cast, get_args
 
 from federation.errors import CorruptObject, RunNotFound, StoreUnavailable
 from federation.events import Event
+from federation.typed_json import decode, encode, refuse_constant
 
 KINDS: Mapping[str, type[Event]] = types.MappingProxyType(
     {kind.__name__: kind for kind in get_args(Event)}
 )
-
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_SHOWN_CHARS = 60
 
 
 class EventWriter:
@@ -90,7 +84,7 @@ class EventWriter:
 
 def to_line(event: Event) -> str:
     """Write an event as one line of JSON, without the line break."""
-    record = {"event": type(event).__name__, **_encode(event)}
+    record = {"event": type(event).__name__, **encode(event)}
     return json.dumps(record, allow_nan=False, separators=(", ", ": "))
 
 
@@ -100,13 +94,13 @@ def from_line(line: str | bytes) -> Event | None:
     Raises:
         ValueError: The line is not JSON, or not an event as ``to_line`` writes it.
     """
-    record = json.loads(line, parse_constant=_refuse_constant)
+    record = json.loads(line, parse_constant=refuse_constant)
     if not isinstance(record, dict) or not isinstance(record.get("event"), str):
         raise ValueError('not an object with a string "event"')  # noqa: TRY004
     kind = KINDS.get(record["event"])
     if kind is None:
         return None
-    return cast("Event", _decode(record, kind, where=record["event"]))
+    return cast("Event", decode(record, kind, where=record["event"]))
 
 
 def read_events(path: Path) -> list[Event]:
@@ -166,119 +160,3 @@ def _mend_last_line(path: Path) -> None:
             file.write(b"\n")
         else:
             file.truncate(len(content) - len(last))
-
-
-def _encode(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _encode(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-        }
-    if isinstance(value, tuple):
-        return [_encode(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _decode(value: Any, hint: Any, *, where: str) -> Any:
-    """Rebuild a value of the type that the hint names."""
-    origin = get_origin(hint)
-    if origin in {Union, types.UnionType}:
-        return _decode_optional(value, hint, where)
-    if origin is tuple:
-        return _decode_tuple(value, get_args(hint), where)
-    if dataclasses.is_dataclass(hint):
-        return _decode_fields(value, cast("type", hint), where)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _decode_member(value, hint, where)
-    return _SCALARS[hint](value, where)
-
-
-def _decode_optional(value: Any, hint: Any, where: str) -> Any:
-    (inner,) = [arm for arm in get_args(hint) if arm is not type(None)]
-    return None if value is None else _decode(value, inner, where=where)
-
-
-def _decode_tuple(value: Any, items: tuple[Any, ...], where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _unlike(value, "a list", where)
-    if items[-1] is Ellipsis:
-        items = (items[0],) * len(value)
-    if len(items) != len(value):
-        raise _unlike(value, f"a list of {len(items)}", where)
-    return tuple(
-        _decode(item, hint, where=f"{where}[{index}]")
-        for index, (item, hint) in enumerate(zip(value, items, strict=True))
-    )
-
-
-def _decode_fields(value: Any, kind: type, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise _unlike(value, "an object", where)
-    known = {
-        name: _decode(value[name], hint, where=f"{where}.{name}")
-        for name, hint in _hints(kind).items()
-        if name in value
-    }
-    for field in dataclasses.fields(kind):
-        if field.name not in known and field.default is dataclasses.MISSING:
-            raise ValueError(f"{where} has no {field.name!r}")
-    return kind(**known)
-
-
-def _decode_member(value: Any, kind: type[Enum], where: str) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        raise _unlike(value, f"a {kind.__name__}", where) from None
-
-
-def _decode_float(value: Any, where: str) -> float:
-    if isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _unlike(value, "a number", where)
-    try:
-        return float(value)
-    except OverflowError:
-        raise _unlike(value, "a number that a float can hold", where) from None
-
-
-def _decode_int(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _unlike(value, "a whole number", where)
-    return value
-
-
-def _decode_bool(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _unlike(value, "true or false", where)
-    return value
-
-
-def _decode_str(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _unlike(value, "a string", where)
-    return value
-
-
-_SCALARS: Mapping[type, Callable[[Any, str], object]] = {
-    float: _decode_float,
-    int: _decode_int,
-    bool: _decode_bool,
-    str: _decode_str,
-}
-
-
-def _unlike(value: Any, wanted: str, where: str) -> ValueError:
-    return ValueError(f"{where} is {repr(value)[:_SHOWN_CHARS]}, not {wanted}")

@@ -22,6 +22,8 @@ from federation.job_checks import check
 
 MAX_JOB_FILE_BYTES = 1 << 20
 
+Table = typing.TypeVar("Table")
+
 _TOO_LARGE = 2**63  # TOML's whole numbers have 64 bits.
 # TOMLDecodeError and UnicodeDecodeError are ValueErrors; a plain one is raised for
 # a number of too many digits, and a RecursionError for brackets without end.
@@ -41,20 +43,38 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
         JobError: The file cannot be read, is not TOML, or asks for something that
             is unknown, out of range, unsafe or not built yet.
     """
+    document = read_toml(path)
+    for override in overrides:
+        _override(document, override)
+    return parse(document)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of at most ``MAX_JOB_FILE_BYTES``.
+
+    Raises:
+        JobError: It cannot be read, is too large or is not TOML.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_JOB_FILE_BYTES + 1)
     except OSError as error:
-        raise JobError(f"cannot read the job file {path}: {error.strerror}") from error
+        raise JobError(f"cannot read {path}: {error.strerror}") from error
     if len(raw) > MAX_JOB_FILE_BYTES:
         raise JobError(f"{path} is larger than {MAX_JOB_FILE_BYTES} bytes")
     try:
-        document = tomllib.loads(raw.decode())
+        return tomllib.loads(raw.decode())
     except _NOT_TOML as error:
         raise JobError(f"{path} is not TOML: {error}") from error
-    for override in overrides:
-        _override(document, override)
-    return parse(document)
+
+
+def build(cls: type[Table], table: Any) -> Table:
+    """Build a dataclass whose fields are declared with ``job_keys.key``.
+
+    Raises:
+        JobError: A key is unknown, missing or of another type or range.
+    """
+    return typing.cast("Table", _build(cls, table, ""))
 
 
 def loads(text: str) -> JobSpec:
