@@ -32,7 +32,8 @@ import torch
 
 from clients import data
 from clients.factories import call_factory, import_factory
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation import job_file
 from federation.event_log import read_events
 from federation.events import RoundFinished, RunFinished

@@ -21,6 +21,13 @@ _POSSIBLE = (
     "Cloud Storage) or memory://"
 )
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_ACCOUNT = re.compile(r"[0-9]{12}")
+_KMS_KEYS = {
+    "s3": re.compile(r"arn:aws[a-z-]*:kms:[a-z0-9-]+:[0-9]{12}:(key|alias)/[\w/-]+"),
+    "gs": re.compile(r"projects/[^/]+/locations/[^/]+/keyRings/[^/]+/cryptoKeys/[^/]+"),
+}
+_ARN_FORM = "the ARN of a key of AWS KMS"
+_NAME_FORM = "projects/P/locations/L/keyRings/R/cryptoKeys/K"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +58,17 @@ class StoreOptions:
         endpoint: URL of a service other than the cloud's own; the environment's
             or the cloud's if empty.
         region: Of an S3 bucket; the environment's if empty.
+        bucket_owner: Account number that an S3 bucket must belong to; any if empty.
+        kms_key: Key with which the service itself encrypts what is written: an ARN
+            for ``s3``, ``projects/...`` for ``gs``; as the bucket is configured if
+            empty.
         retry: How often to try; the store's own rule if None.
     """
 
     endpoint: str = ""
     region: str = ""
+    bucket_owner: str = ""
+    kms_key: str = ""
     retry: Retry | None = None
 
 
@@ -102,12 +115,19 @@ def open_store(
         NotAuthenticated: There are no credentials for it.
     """
     parsed = parse_url(url)
+    if not parsed.is_remote and (options.kms_key or options.bucket_owner):
+        raise JobError(
+            f"{url!r} is not in a cloud: kms_key and bucket_owner are of buckets; "
+            "storage.encryption encrypts on this machine",
+            key=_KEY,
+        )
     if parsed.scheme == "memory":
         return MemoryStore()
     if parsed.scheme == "file":
         return LocalStore(Path(parsed.place) / below)
     prefix = "/".join(part for part in (parsed.prefix, below) if part)
     try:
+        _check_options(parsed.scheme, options)
         if parsed.scheme == "s3":
             return _open_s3(parsed.place, prefix, options)
         return _open_gcs(parsed.place, prefix, options)
@@ -132,14 +152,33 @@ def _parse_bucket(url: str, scheme: str, rest: str) -> StoreUrl:
     return StoreUrl(scheme=scheme, place=bucket, prefix=prefix)
 
 
+def _check_options(scheme: str, options: StoreOptions) -> None:
+    """Refuse what the service would refuse only when the first object is written."""
+    owner, key = options.bucket_owner, options.kms_key
+    if owner and (scheme != "s3" or _ACCOUNT.fullmatch(owner) is None):
+        raise ValueError(
+            f"bucket_owner {owner!r} must be an account number of 12 digits, and is "
+            "of s3:// alone"
+        )
+    if key and _KMS_KEYS[scheme].fullmatch(key) is None:
+        form = _ARN_FORM if scheme == "s3" else _NAME_FORM
+        raise ValueError(f"kms_key {key!r} must be {form} for {scheme}://")
+
+
 def _open_s3(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
     from cloud_adapters.storage.s3 import S3Store  # noqa: PLC0415 -- slow to import
+    from cloud_adapters.storage.s3_calls import ServerSideEncryption  # noqa: PLC0415
 
+    encryption = None
+    if options.kms_key:
+        encryption = ServerSideEncryption(kind="aws:kms", kms_key=options.kms_key)
     return S3Store(
         bucket,
         prefix,
         endpoint_url=options.endpoint or None,
         region=options.region or None,
+        encryption=encryption,
+        bucket_owner=options.bucket_owner or None,
         retry=options.retry,
     )
 
@@ -148,5 +187,9 @@ def _open_gcs(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
     from cloud_adapters.storage.gcs import GcsStore  # noqa: PLC0415 -- slow to import
 
     return GcsStore(
-        bucket, prefix, endpoint=options.endpoint or None, retry=options.retry
+        bucket,
+        prefix,
+        endpoint=options.endpoint or None,
+        kms_key=options.kms_key or None,
+        retry=options.retry,
     )

@@ -31,7 +31,7 @@ from federation.errors import (
 )
 
 if TYPE_CHECKING:
-    from deploy.simulation import RunResult
+    from deploy.run_result import RunResult
     from federation.events import DataDistributed, Emit, Event
     from federation.job import JobSpec
 

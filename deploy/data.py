@@ -15,6 +15,8 @@ from clients.shards.index import DatasetIndex, Split
 from clients.shards.verify import verify_dataset
 from cloud_adapters.storage.cached import ObjectCache
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
+from deploy.encryption import DATASET, KeyName, encrypted_with
+from deploy.store_meters import Watch
 from federation.errors import JobError
 from federation.protocols import ObjectStore
 
@@ -29,21 +31,30 @@ _OPTIONS: Mapping[str, type] = {
     "warm_up": bool,
     "endpoint": str,
     "region": str,
+    "bucket_owner": str,
+    "encryption_key": str,
+    "encryption_endpoint": str,
 }
 _OF_READING = ("version", "order", "window")
 _ITSELF = StoreOptions()
 
 
 def load_data(
-    source: str, options: Mapping[str, Any], *, key: str = "data"
+    source: str,
+    options: Mapping[str, Any],
+    *,
+    key: str = "data",
+    watch: Watch | None = None,
 ) -> tuple[Dataset, Dataset]:
     """Load a data source: a function, or the URL of a dataset in shards.
 
     Args:
         source: ``module:function``; or a URL that ``crossfed data shard`` wrote to.
         options: Keyword arguments of the function; or, of a URL, ``version``,
-            ``order``, ``window``, ``warm_up``, ``endpoint`` and ``region``.
+            ``order``, ``window``, ``warm_up``, ``endpoint``, ``region``,
+            ``bucket_owner``, ``encryption_key`` and ``encryption_endpoint``.
         key: Table of the job file that holds ``source`` and ``options``.
+        watch: Notes what a store is used for.
 
     Returns:
         The training and the held-out dataset.
@@ -51,16 +62,27 @@ def load_data(
     Raises:
         JobError: There is no such function or store, or it has no such option.
         SiteError: The function failed, or there is no dataset.
+        KeyRefused: The dataset is encrypted, and the key is not its own.
         StoreError: The dataset is damaged, or its store out of reach.
     """
     if "://" not in source:
         return data.load(source, options, key=key)
     reading = _reading(options, f"{key}.options")
     service = StoreOptions(
-        endpoint=options.get("endpoint", ""), region=options.get("region", "")
+        endpoint=options.get("endpoint", ""),
+        region=options.get("region", ""),
+        bucket_owner=options.get("bucket_owner", ""),
     )
-    store = _store(source, f"{key}.source", service)
-    pair = open_dataset(store, cache=_cache(source), reading=reading)
+    lock = KeyName(
+        name=options.get("encryption_key", ""),
+        endpoint=options.get("encryption_endpoint", ""),
+        argument=f"{key}.options.encryption_key",
+    )
+    store, cache = _store(source, f"{key}.source", service), _cache(source)
+    if watch is not None:
+        store = watch(store, service.region, cache)
+    store = encrypted_with(lock, store, place=DATASET)
+    pair = open_dataset(store, cache=cache, reading=reading)
     if options.get("warm_up"):
         for part in pair:
             part.warm_up()

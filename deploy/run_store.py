@@ -13,16 +13,18 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloud_adapters.storage.metered import UNKNOWN, Meter, MeteredStore, way_to
+from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.transfer import download, upload
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
+from deploy import store_meters
 from deploy.encryption import encrypted
 from deploy.run_folder import RunFolder, newest_run
+from deploy.store_meters import StoreMeters, User
 from federation.errors import ObjectNotFound, RunNotFound
-from federation.events import Event, RoundFinished, StoreUsed
+from federation.events import Event, RoundFinished
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.protocols import Clock, ObjectStore
+from federation.protocols import ObjectStore
 
 
 def in_bucket(job: JobSpec) -> bool:
@@ -44,16 +46,27 @@ def open_bucket(job: JobSpec, run_id: str = "") -> ObjectStore:
 def _open_plain(job: JobSpec, run_id: str) -> ObjectStore:
     """Open a place without decrypting what is there."""
     below = f"{job.name}/{run_id}" if run_id else job.name
+    return open_store(job.storage.url, below=below, options=store_options(job))
+
+
+def store_options(job: JobSpec) -> StoreOptions:
+    """What a job says of its store, besides the URL."""
     storage = job.storage
-    options = StoreOptions(endpoint=storage.endpoint, region=storage.region)
-    return open_store(storage.url, below=below, options=options)
+    return StoreOptions(
+        endpoint=storage.endpoint,
+        region=storage.region,
+        bucket_owner=storage.bucket_owner,
+        kms_key=storage.kms_key,
+    )
 
 
-class MeteredBucket:
-    """A run's place in its bucket, with what it is used for by whom."""
+class RunPlace:
+    """Where a run keeps its checkpoints, as each of those who use it reaches it."""
 
-    def __init__(self, job: JobSpec, run_id: RunId, clock: Clock) -> None:
-        """Open the place.
+    def __init__(
+        self, job: JobSpec, run: RunFolder, run_id: RunId, meters: StoreMeters
+    ) -> None:
+        """Open the run's place in its bucket, or its folder.
 
         Raises:
             JobError: The URL names no store.
@@ -62,32 +75,20 @@ class MeteredBucket:
         """
         self._job = job
         self._run_id = run_id
-        self._bucket = _open_plain(job, run_id)
-        self._clock = clock
-        self._meters: dict[str, Meter] = {}
-        # Where the coordinator runs is not in the job.
-        self.store = self._metered(UNKNOWN)
+        self._meters = meters
+        self._plain = (
+            _open_plain(job, run_id) if in_bucket(job) else LocalStore(run.path)
+        )
+        self.store = self._of(store_meters.coordinator(job))
 
     def store_of(self, name: SiteId) -> ObjectStore:
         """Return the same place, as one of the sites reaches it."""
         site = next(site for site in self._job.sites if site.name == name)
-        scheme = parse_url(self._job.storage.url).scheme
-        cloud = "" if site.cloud == "local" else site.cloud
+        return self._of(store_meters.site(site))
+
+    def _of(self, user: User) -> ObjectStore:
         region = self._job.storage.region
-        return self._metered(
-            way_to(scheme, region, from_cloud=cloud, from_region=site.region)
-        )
-
-    def used(self) -> Iterator[StoreUsed]:
-        """Tell what it was used for since the last time."""
-        for way, meter in sorted(self._meters.items()):
-            if uses := tuple(meter.take()):
-                url = self._bucket.url
-                yield StoreUsed(at=self._clock.now(), url=url, way=way, uses=uses)
-
-    def _metered(self, way: str) -> ObjectStore:
-        meter = self._meters.setdefault(way, Meter())
-        metered = MeteredStore(self._bucket, meter, self._clock)
+        metered = self._meters.metered(self._plain, user, region=region)
         return encrypted(self._job, metered, run_id=self._run_id)
 
 

@@ -2,26 +2,21 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from numpy.typing import NDArray
 
 from cloud_adapters.faults import FaultInjector, Restartable
 from cloud_adapters.inproc_grid import InProcessGrid
-from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.transcript import check_fresh, recorded
 from deploy import model_export, run_store, wiring
-from deploy.encryption import encrypted
 from deploy.private_sites import PrivateSites
 from deploy.protection import Rehearsal, rehearse
 from deploy.run_folder import RunFolder, leave_report, replace_file, runs_root
+from deploy.run_result import RunResult, result_of
+from deploy.store_meters import StoreMeters
 from federation import job_file
 from federation.clock import SystemClock
 from federation.coordinator import run_federation
@@ -31,53 +26,19 @@ from federation.events import CheckpointSaved, Emit, Event, RunFinished, RunStar
 from federation.gather import Gather
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import JobSpec
-from federation.protocols import Grid, ObjectStore, RunState, SiteHandler, Trainer
-from monitoring.round_view import accuracy_of, loss_of
+from federation.protocols import (
+    Clock,
+    Grid,
+    ObjectStore,
+    RunState,
+    SiteHandler,
+    Trainer,
+)
 from monitoring.run_fold import RunFold
 from monitoring.run_result import result
-from monitoring.run_view import COMPLETED, EXHAUSTED, RunView
+from monitoring.run_view import COMPLETED, EXHAUSTED
 
 ENGINES = ("inproc", "flower")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """What a run came to.
-
-    Attributes:
-        status: ``completed``, ``stopped``, or ``exhausted`` if the sites' privacy
-            budgets allowed no further round.
-        run_id: The run.
-        rounds_completed: Rounds after which the weights changed.
-        rounds_now: Rounds that this call ran: 0 if all were done before.
-        loss: Pooled held-out loss of the final model, in nats; None if it was not
-            evaluated.
-        accuracy: Its pooled held-out accuracy; None if it was not evaluated.
-        view: Everything else that the run's events tell: rounds, sites, bytes.
-        weights: The final model: arrays by tensor name, float32 and int64.
-        folder: Where the run is kept; None if it is not.
-    """
-
-    status: str
-    run_id: str
-    rounds_completed: int
-    rounds_now: int
-    loss: float | None
-    accuracy: float | None
-    view: RunView
-    weights: Mapping[str, NDArray[Any]]
-    folder: Path | None
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The final model for ``torch.nn.Module.load_state_dict``.
-
-        Tied weights appear under one of their names: load with ``strict=False``.
-        """
-        return {name: torch.from_numpy(a) for name, a in self.weights.items()}
-
-    def summary(self) -> dict[str, Any]:
-        """The content of ``result.json``."""
-        return result(self.view)
 
 
 def simulate(
@@ -131,11 +92,21 @@ def simulate(
         return done
     with ExitStack() as stack:
         stack.enter_context(wiring.torch_threads(job))
-        federation = wiring.build_federation(job)
+        clock = SystemClock()
+        meters = StoreMeters(clock)
+        federation = wiring.build_federation(job, meters)
         if engine == "inproc":
             federation.pool.reserve(wiring.num_workers(job))
         # Before the folder is made: a promise that cannot be kept leaves nothing.
-        simulation = _Simulation(federation, run, engine, stop_requested, transcript)
+        simulation = _Simulation(
+            federation,
+            run,
+            engine=engine,
+            stop_requested=stop_requested,
+            transcript=transcript,
+            clock=clock,
+            meters=meters,
+        )
         if run is not None:
             stack.enter_context(run.locked())
             # Again: another process may have come and gone.
@@ -181,29 +152,7 @@ def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
         weights = model_export.read(run.model)
     except CorruptObject:
         return None  # It will be written again, from the last checkpoint.
-    return _result(view, weights, run, rounds_now=0)
-
-
-def _result(
-    view: RunView,
-    weights: Mapping[str, NDArray[Any]],
-    run: RunFolder | None,
-    *,
-    rounds_now: int,
-) -> RunResult:
-    last = view.last_evaluated
-    sums = None if last is None else last.pooled
-    return RunResult(
-        status=view.status,
-        run_id=view.started.run_id,
-        rounds_completed=view.rounds_completed,
-        rounds_now=rounds_now,
-        loss=loss_of(sums),
-        accuracy=accuracy_of(sums),
-        view=view,
-        weights=weights,
-        folder=None if run is None else run.path,
-    )
+    return result_of(view, weights, run, rounds_now=0)
 
 
 class _Simulation:
@@ -213,16 +162,20 @@ class _Simulation:
         self,
         federation: wiring.Federation,
         run: RunFolder | None,
+        *,
         engine: str,
         stop_requested: Callable[[], bool],
         transcript: Path | None,
+        clock: Clock,
+        meters: StoreMeters,
     ) -> None:
         self._job = federation.job
         self._transcript = transcript
         self._run = run
         self._engine = engine
         self._stop_requested = stop_requested
-        self._clock = SystemClock()
+        self._clock = clock
+        self._meters = meters
         self._start = self._clock.monotonic()
         self._fold = RunFold()
         self._federation = federation
@@ -243,20 +196,17 @@ class _Simulation:
         if self._job.privacy.secure_aggregation.enabled:
             self._rehearsal = rehearse(federation, self._run_id, self._private)
         # Holds checkpoints, and in a simulation what sites keep.
-        self._store: ObjectStore = (
-            MemoryStore()
-            if run is None
-            else encrypted(self._job, LocalStore(run.path), run_id=self._run_id)
-        )
-        self._bucket: run_store.MeteredBucket | None = None
+        self._store: ObjectStore = MemoryStore()
+        self._place: run_store.RunPlace | None = None
         # What takes note of events first; those who only look on come after it.
         self._records: list[Emit] = [self._fold.add]
         self._copies: run_store.Copies | None = None
-        if run is not None and run_store.in_bucket(self._job):
-            self._bucket = run_store.MeteredBucket(self._job, self._run_id, self._clock)
-            self._store = self._bucket.store
-            self._copies = run_store.Copies(run, self._store)
-            self._records.append(self._copies.listen)
+        if run is not None:
+            self._place = run_store.RunPlace(self._job, run, self._run_id, meters)
+            self._store = self._place.store
+            if run_store.in_bucket(self._job):
+                self._copies = run_store.Copies(run, self._store)
+                self._records.append(self._copies.listen)
         self._listeners: Sequence[Emit] = ()
         self._first_round: int | None = None
 
@@ -289,13 +239,18 @@ class _Simulation:
                 raise
 
     def _emit(self, event: Event) -> None:
+        if isinstance(event, RunFinished):  # It is the last one.
+            self._tell_use()
         for listener in (*self._records, *self._listeners):
             listener(event)
         if isinstance(event, RunStarted):
             self._begin(event)
-        if isinstance(event, CheckpointSaved) and self._bucket is not None:
-            for used in self._bucket.used():
-                self._emit(used)
+        if isinstance(event, CheckpointSaved):
+            self._tell_use()
+
+    def _tell_use(self) -> None:
+        for used in self._meters.used():
+            self._emit(used)
 
     def _begin(self, event: RunStarted) -> None:
         """From here on the run is this coordinator's: leave what tells of it."""
@@ -343,8 +298,8 @@ class _Simulation:
 
     def _site(self, name: SiteId) -> SiteHandler:
         trainer, store = self._trainer(name), self._store
-        if self._bucket is not None:
-            store = self._bucket.store_of(name)
+        if self._place is not None:
+            store = self._place.store_of(name)
         if self._rehearsal is None:
             return self._federation.site(
                 name, make_trainer=trainer, store=store, clock=self._clock
@@ -393,7 +348,7 @@ class _Simulation:
             self._copies.leave()
         first = self._first_round or 1
         rounds_now = sum(row.index >= first for row in view.rounds)
-        return _result(view, weights, self._run, rounds_now=rounds_now)
+        return result_of(view, weights, self._run, rounds_now=rounds_now)
 
     def _leave_failure(self, error: BaseException) -> None:
         """Write what is known of a run that ends before its time.

@@ -20,7 +20,9 @@ from clients.model_pool import ModelPool
 from clients.partition import count_labels, partition
 from clients.site import Site
 from clients.trainer import TorchTrainer
+from deploy import store_meters
 from deploy.data import load_data
+from deploy.store_meters import StoreMeters, User, Watch
 from federation import job_file
 from federation.coordinator import ServerParts
 from federation.errors import JobError
@@ -71,35 +73,54 @@ class Federation:
         )
 
 
-def build_federation(job: JobSpec) -> Federation:
+def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federation:
     """Build the model and deal out the data of a simulation.
+
+    Args:
+        job: The job.
+        meters: Note what the stores of the sites' data are used for.
 
     Raises:
         JobError: A factory cannot be imported or called.
         SiteError: The data is not what a site can use, or a site gets none.
     """
-    return Federation(job=job, pool=ModelPool(job), site_data=deal_data(job))
+    return Federation(job=job, pool=ModelPool(job), site_data=deal_data(job, meters))
 
 
-def deal_data(job: JobSpec) -> Mapping[SiteId, SiteData]:
+def deal_data(
+    job: JobSpec, meters: StoreMeters | None = None
+) -> Mapping[SiteId, SiteData]:
     """Load the data and give every site its own."""
     own = {
         SiteId(site.name): load_data(
-            site.data.source, site.data.options, key=f"sites[{index}].data"
+            site.data.source,
+            site.data.options,
+            key=f"sites[{index}].data",
+            watch=_watch(meters, store_meters.site(site)),
         )
         for index, site in enumerate(job.sites)
         if site.data is not None
     }
     names = [SiteId(site.name) for site in job.sites if site.data is None]
     if job.data is not None and names:
-        own |= _deal(job, names)
+        own |= _deal(job, names, meters)
     return {SiteId(site.name): own[SiteId(site.name)] for site in job.sites}
 
 
-def _deal(job: JobSpec, names: Sequence[SiteId]) -> dict[SiteId, SiteData]:
+def _watch(meters: StoreMeters | None, user: User) -> Watch | None:
+    return None if meters is None else meters.watch(user)
+
+
+def _deal(
+    job: JobSpec, names: Sequence[SiteId], meters: StoreMeters | None
+) -> dict[SiteId, SiteData]:
     if job.data is None:
         raise JobError("is missing", key="data")
-    train, held_out = load_data(job.data.source, job.data.options)
+    train, held_out = load_data(
+        job.data.source,
+        job.data.options,
+        watch=_watch(meters, store_meters.all_sites(job)),
+    )
     parts = partition(
         train,
         held_out,

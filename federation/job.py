@@ -3,7 +3,8 @@
 Every key carries its documentation, unit and range in its field; ``job_file``
 reads files against them and the reference page is generated from them. Values
 are checked one by one there; what cannot be seen in one value is refused by
-``job_checks``. The ``[privacy]`` tables are in ``privacy_job``.
+``job_checks``. The ``[privacy]`` tables are in ``privacy_job``,
+``[storage]`` in ``storage_job``.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from federation.job_keys import key
 from federation.privacy_job import PrivacySpec
+from federation.storage_job import StorageSpec
 
 # Keys that other parts of the product will bring. Naming one is refused with this
 # word instead of "unknown key", so that nobody believes it was in force.
@@ -372,49 +374,6 @@ class SimulationSpec:
         low=0,
     )
     faults: tuple[FaultSpec, ...] = key("Misfortunes to rehearse.", default=())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncryptionSpec:
-    """Encryption of what is stored, before it leaves this machine."""
-
-    endpoint: str = key(
-        "URL of the key service, where that is not the cloud's own.", default=""
-    )
-    # The last one: its name hides the function from those after it.
-    key: str = key(
-        "What wraps the data keys of objects: `file:PATH` of a key file, "
-        "`aws-kms:ARN` of a key or alias, or "
-        "`gcp-kms:projects/P/locations/L/keyRings/R/cryptoKeys/K`."
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageSpec:
-    """Where runs are kept."""
-
-    url: str = key(
-        "Folder of all runs: `file://` and a path, relative to the working "
-        "directory; `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX` for checkpoints and "
-        "results, with a copy of all but the checkpoints in the folder `runs`; or "
-        "`memory://` to keep nothing.",
-        default="file://runs",
-    )
-    endpoint: str = key(
-        "URL of the service of a bucket, where that is not the cloud's own.", default=""
-    )
-    region: str = key(
-        "Region of the bucket: tells what reading costs, and where an S3 bucket is if "
-        "the environment does not say it.",
-        default="",
-    )
-    encryption: EncryptionSpec | None = key(
-        "Encryption of checkpoints, and of all files in a bucket; none by default.",
-        default=None,
-    )
-    keep_checkpoints: int = key(
-        "Checkpoints that are kept, newest first.", default=3, low=1
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ class RunFold:
         self._warnings: list[Warned] = []
         self._skipped: list[CheckpointSkipped] = []
         # Of all coordinators: a round that runs again is paid for again.
-        self._storage: dict[tuple[str, str], StoreUsed] = {}
+        self._storage: dict[tuple[str, str, str], StoreUsed] = {}
 
     @property
     def has_started(self) -> bool:
@@ -171,11 +171,20 @@ class RunFold:
         self._spent[site] = larger(self._spent.get(site), spent)
 
     def _use(self, event: StoreUsed) -> None:
-        before = self._storage.get((event.url, event.way))
+        place = (event.url, event.who, event.way)
+        before = self._storage.get(place)
         uses = {} if before is None else {use.operation: use for use in before.uses}
         uses |= {use.operation: use.plus(uses.get(use.operation)) for use in event.uses}
         ordered = tuple(uses[operation] for operation in sorted(uses))
-        self._storage[event.url, event.way] = replace(event, uses=ordered)
+        spared = (
+            (0, 0) if before is None else (before.spared_calls, before.spared_bytes)
+        )
+        self._storage[place] = replace(
+            event,
+            uses=ordered,
+            spared_calls=event.spared_calls + spared[0],
+            spared_bytes=event.spared_bytes + spared[1],
+        )
 
     def _seconds_now(self) -> float:
         if self._finished is not None:

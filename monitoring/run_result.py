@@ -25,7 +25,14 @@ def result(view: RunView) -> dict[str, Any]:
         ],
         "sites": [_site_result(site) for site in view.sites],
         "storage": [
-            {"url": used.url, "way": used.way, "uses": [asdict(u) for u in used.uses]}
+            {
+                "url": used.url,
+                "who": used.who,
+                "way": used.way,
+                "uses": [asdict(use) for use in used.uses],
+                "spared_calls": used.spared_calls,
+                "spared_bytes": used.spared_bytes,
+            }
             for used in view.storage
         ],
         "seconds": view.seconds,

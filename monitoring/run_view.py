@@ -65,8 +65,8 @@ class RunView:
         warnings: What a person should know.
         checkpoints: Durable states, by round.
         skipped: Checkpoints that were torn or corrupt.
-        storage: What buckets were used for, by all coordinators, one entry for each
-            URL and way.
+        storage: What stores were used for, by all coordinators, one entry for each
+            URL, user and way.
     """
 
     started: RunStarted

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from clients.batches import epoch_order
 from clients.data import Examples
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation.ids import SiteId
 from federation.job import JobSpec
 

@@ -11,7 +11,8 @@ import pytest
 from support.small_jobs import small_job
 
 from deploy import cli
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation.errors import BucketNotFound, JobError
 from federation.job import JobSpec
 
@@ -113,6 +114,43 @@ def test_data_in_a_bucket(bucket: tuple[str, str], tmp_path: Path):
     kept = {p.name for p in (tmp_path / "cache").iterdir() if len(p.name) == 64}
     assert len(kept) > 3
     check_same(simulate(ours, folder=None), expected)
+
+
+def test_what_each_site_reads_is_told(bucket: tuple[str, str], tmp_path: Path):
+    """By site and way; what the cache spares is told instead of read."""
+    url, endpoint = bucket
+    shards(f"{url}/blobs", "--endpoint", endpoint, "--region", "us-east-1")
+    options = {"endpoint": endpoint, "region": "us-east-1"}
+    own = {"source": f"{url}/blobs", "options": options}
+    sites = [
+        {"name": "a", "cloud": "aws", "region": "us-east-1", "data": own},
+        {"name": "b", "cloud": "gcp", "region": "us-east-1", "data": own},
+    ]
+    ours = small_job(rounds=2, training=STEPS, sites=sites)
+    first = {used.who: used for used in simulate(ours, folder=None).view.storage}
+    near, far = ("a", "b") if url.startswith("s3") else ("b", "a")
+    assert (first[near].way, first[far].way) == ("same region", "internet")
+    assert {used.url for used in first.values()} == {f"{url}/blobs"}
+    reads = {
+        who: next(use for use in used.uses if use.operation == "read")
+        for who, used in first.items()
+    }
+    assert all(use.requests >= use.calls > 1 for use in reads.values())
+    shards_bytes = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir())
+    assert sum(use.received_bytes for use in reads.values()) >= shards_bytes
+    again = {used.who: used for used in simulate(ours, folder=None).view.storage}
+    for used in again.values():
+        (read,) = (use for use in used.uses if use.operation == "read")
+        assert read.calls == 1  # The index: all else is in the cache.
+        assert used.spared_calls > 1
+        assert used.spared_bytes > 1000
+
+
+def test_data_of_all_sites_is_of_all_sites(tmp_path: Path):
+    """A simulation reads it once, wherever it lies."""
+    shards(f"file://{tmp_path}/blobs")
+    (used,) = simulate(job(f"file://{tmp_path}/blobs"), folder=None).view.storage
+    assert (used.who, used.way) == ("all sites", "this machine")
 
 
 def test_missing_bucket(bucket: tuple[str, str]):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from support.toy import merged
 
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation import job_file
 from federation.errors import QuorumNotMet
 from federation.events import Event, RoundFinished, RunFinished, SiteFailed

@@ -11,7 +11,8 @@ from torch.nn import functional as F  # noqa: N812 -- its usual name
 
 from clients import data, models
 from clients.factories import import_factory
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation import job_file
 from federation.errors import JobError
 from federation.job import JobSpec

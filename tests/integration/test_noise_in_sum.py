@@ -15,7 +15,8 @@ from support.noisy_jobs import WIDTH, noisy_job
 from clients.data import digits
 from clients.frozen_features import oriented_gradients
 from deploy import sum_privacy, wiring
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation import job_file
 from federation.errors import JobError
 from federation.events import Event, PrivacyPlanned, RoundFinished, SiteAnswered

@@ -7,7 +7,8 @@ import torch
 
 from clients.data import digits
 from clients.frozen_features import oriented_gradients
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation import job_file
 from federation.errors import BudgetExceeded, JobError
 from federation.events import PrivacyPlanned, SiteAnswered

@@ -14,7 +14,8 @@ import pytest
 from support.small_jobs import small_job
 
 from deploy import run_store
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation.errors import (
     JobError,
     RunConflict,
@@ -95,7 +96,9 @@ def test_checkpoints_are_in_the_bucket_and_files_in_both(bucket: Any, tmp_path: 
     store.close()
     local = simulate(small_job(**bucket | {"storage": {}}), folder=tmp_path / "local")
     check_same(done, local)
-    assert local.summary()["storage"] == []
+    (here,) = local.summary()["storage"]
+    assert (here["who"], here["way"]) == ("coordinator", "this machine")
+    assert all(use["requests"] == 0 for use in here["uses"])
 
 
 def test_what_the_bucket_was_used_for(bucket: Any, tmp_path: Path):
@@ -104,12 +107,28 @@ def test_what_the_bucket_was_used_for(bucket: Any, tmp_path: Path):
     done = simulate(job, folder=tmp_path / "run")
     (storage,) = json.loads((tmp_path / "run" / "result.json").read_text())["storage"]
     assert storage["url"] == f"{job.storage.url}/small/{done.run_id}"
-    assert storage["way"] == "unknown"
+    assert (storage["who"], storage["way"]) == ("coordinator", "unknown")
     uses = {use["operation"]: use for use in storage["uses"]}
     saved = sum(checkpoint.bytes_written for checkpoint in done.view.checkpoints)
     assert uses["put"]["sent_bytes"] > saved > 0
-    assert uses["put"]["calls"] >= 4 * 3
+    assert uses["put"]["requests"] >= uses["put"]["calls"] >= 4 * 3
     assert all(use["failed"] == 0 for name, use in uses.items() if name == "put")
+
+
+def test_the_way_follows_from_where_the_coordinator_is(bucket: Any, tmp_path: Path):
+    """As the job says it, and on resume as it says it then."""
+    bucket["storage"]["coordinator"] = {"cloud": "aws", "region": "us-east-1"}
+    listed: list[str] = []
+    simulate(
+        small_job(**bucket),
+        folder=tmp_path / "run",
+        listeners=[lambda event: listed.append(type(event).__name__)],
+        stop_requested=lambda: "CheckpointSaved" in listed,
+    )
+    bucket["storage"]["coordinator"] = {"cloud": "other"}
+    done = simulate(small_job(**bucket), folder=tmp_path / "run", resume=True)
+    near = {"s3": "same region", "gs": "internet"}[bucket["storage"]["url"][:2]]
+    assert {used.way for used in done.view.storage} == {near, "internet"}
 
 
 def test_a_killed_run_goes_on_elsewhere(bucket: Any, tmp_path: Path):

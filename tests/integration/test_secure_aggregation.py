@@ -32,7 +32,8 @@ from support.secure_runs import (
 from clients import masking
 from clients.secure_site import SecureSite
 from cloud_adapters.faults import FaultInjector
-from deploy.simulation import RunResult, simulate
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
 from federation import events, job_file, wire
 from federation.clock import SystemClock
 from federation.job import FaultSpec, JobSpec

@@ -207,10 +207,13 @@ def test_what_buckets_were_used_for_adds_up():
     near = StoreUsed(at=1.0, url="s3://b", way="same region", uses=(stat, put))
     far = replace(near, way="internet", uses=(put,))
     events = event_samples.resumed()
-    view = fold([*events, near, far, *events, near])
-    assert [used.way for used in view.storage] == ["same region", "internet"]
+    site = replace(near, who="a", spared_calls=1, spared_bytes=5)
+    view = fold([*events, near, far, site, *events, near, site])
+    found = [(used.who, used.way) for used in view.storage]
+    assert found == [("", "same region"), ("", "internet"), ("a", "same region")]
     assert view.storage[0].uses == (put.plus(put), stat.plus(stat))
     assert view.storage[1].uses == (put,)
+    assert (view.storage[2].spared_calls, view.storage[2].spared_bytes) == (2, 10)
 
 
 def test_nothing_started_is_an_error():
