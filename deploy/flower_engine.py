@@ -14,7 +14,7 @@ from cloud_adapters.faults import FaultInjector
 from cloud_adapters.flower_simulation import import_flower, run_on_flower_simulation
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import wiring
+from deploy import run_store, wiring
 from federation import job_file
 from federation.clock import SystemClock
 from federation.errors import JobError
@@ -88,6 +88,12 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
             "sites in other processes keep integers of role keep unencrypted; use "
             "--engine inproc",
             key="storage.encryption",
+        )
+    if run_store.in_bucket(job) and keeps:
+        raise JobError(
+            "sites in other processes keep integers of role keep on this machine, and "
+            "another could not go on with the run: use --engine inproc, or file://",
+            key="storage.url",
         )
     if folder is None and keeps:
         raise JobError(
