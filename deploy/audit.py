@@ -135,6 +135,6 @@ def _why_not_sites(job: JobSpec, confidence: float) -> str:
     if target is not None and most < target:
         return f"{text}; the job's {target:g} cannot be put to the test"
     return (
-        f"{text}; that exceeds the job's target, but takes sites without a single "
-        'wrong guess in its noise, so only "record", "joint" and "none" are audited'
+        f"{text}; that exceeds the job's target, but only guesses with next to no "
+        "mistake would, so no such audit is made"
     )
