@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator
 
-from monitoring import privacy_words
+from monitoring import privacy_words, storage_use
 from monitoring.round_view import accuracy_of, loss_of, perplexity
 from monitoring.run_view import RunView
 
 
 def lines(view: RunView) -> Iterator[str]:
-    """Say status, rounds, quality of the model, and what was spent of a budget."""
+    """Say status, rounds, quality of the model, and what was used up for it."""
     yield f"status      {view.status}"
     yield f"rounds      {view.rounds_completed}"
     yield from (f"{name:<11} {text}" for name, text in quality(view))
     if view.privacy is not None:
         yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
+    storage = storage_use.line(view)
+    if storage is not None:
+        yield f"storage     {storage}"
 
 
 def quality(view: RunView) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
-from monitoring import plots, privacy_words, report_privacy, units
+from monitoring import plots, privacy_words, report_privacy, storage_use, units
 from monitoring.round_view import RUNNING, accuracy_of, loss_of, perplexity
 from monitoring.run_view import COMPLETED, RunView
 from monitoring.site_view import SiteView
@@ -123,6 +123,9 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
             best_round=_best_round(view),
             job_toml=job_toml,
             versions=versions,
+            stores=storage_use.shown(view),
+            store_rows=storage_use.rows,
+            store_total=storage_use.total(view.storage),
             **report_privacy.context(view),
         )
     )

@@ -3,6 +3,7 @@
 import re
 
 from support import event_samples
+from support.stored_runs import stored
 
 from monitoring.outcome import lines
 from monitoring.run_fold import fold
@@ -43,3 +44,11 @@ def test_language_outcome():
     events = event_samples.language(1)
     assert re.fullmatch(r"perplexity  [\d.]+", list(lines(fold(events)))[-1])
     assert len(list(lines(fold(events[:1])))) == 2
+
+
+def test_clouds_are_told_of_in_one_line():
+    """Without what happened on this machine, which costs nothing."""
+    assert list(lines(fold(stored())))[-1] == (
+        "storage     12 requests, 2.0 MB written, 5.0 MB read, 5.0 MB of that over the "
+        "internet, the cache spared 4 reads of 12.5 MB"
+    )

@@ -9,9 +9,16 @@ import matplotlib as mpl
 import pytest
 from support import event_samples
 from support.event_samples import Script, run
+from support.stored_runs import stored
 
 from federation.errors import StoreUnavailable
-from federation.events import DataDistributed, Event, ModelEvaluated, SiteAnswered
+from federation.events import (
+    DataDistributed,
+    Event,
+    ModelEvaluated,
+    SiteAnswered,
+    StoreUsed,
+)
 from federation.messages import FailureKind
 from monitoring.plots import MAX_SITES_SHOWN, draw_all, shown_sites, site_colours
 from monitoring.report import FAILURE_MEANINGS, render, write_report
@@ -46,6 +53,7 @@ RUNS = {
     "joint": event_samples.joint(),
     "whole sites": event_samples.whole_sites(),
     "exhausted": event_samples.exhausted(),
+    "stored": stored(),
     "private, in progress": event_samples.private(3)[:4],
     "only started": event_samples.two_sites(1)[:1],
     "in progress": event_samples.troubled()[:30],
@@ -388,3 +396,31 @@ def test_unwritable_report_is_a_store_error(tmp_path: Path):
     view = fold(event_samples.two_sites(1))
     with pytest.raises(StoreUnavailable, match="cannot write the report"):
         write_report(view, JOB, VERSIONS, tmp_path / "missing" / "report.html")
+
+
+def test_what_stores_were_used_for():
+    """By store, user, way and operation, with a line of totals and the cache."""
+    text = _section(render(fold(stored()), JOB, VERSIONS), "storage")
+    run_in_bucket = "s3://federation-runs/experiments/two-clouds/20260101-000000-abcdef"
+    assert f"{run_in_bucket} coordinator same region put 3 7 - 2.0 MB - 1.5 s" in text
+    assert "stat 2 2 1 - - 0.2 s" in text
+    assert "internet read 2 3 - - 5.0 MB 0.2 s" in text
+    assert "spared by the cache 4 - - - 12.5 MB -" in text
+    assert "All stores 9 15 1 2.0 MB 10.0 MB 2.2 s" in text
+    assert "spared 4 reads of 12.5 MB" in text
+
+
+def test_no_store_no_section():
+    """A run that is kept nowhere and reads from no store has nothing to tell."""
+    page = render(fold(event_samples.two_sites(2)), JOB, VERSIONS)
+    assert 'id="storage"' not in page
+
+
+def test_many_stores_are_cut_and_still_counted():
+    """The line of totals is over all of them."""
+    events = stored()
+    used = next(event for event in events if isinstance(event, StoreUsed))
+    many = [replace(used, who=f"site-{i}") for i in range(150)]
+    text = _section(render(fold([*events, *many]), JOB, VERSIONS), "storage")
+    assert "100 of 153 entries" in text
+    assert "All stores 309 465 1" in text
