@@ -56,7 +56,8 @@ class PartitionSpec:
     )
     speeds: tuple[float, ...] = key(
         "Speed of each site that is dealt to, in the order of the sites and in one "
-        "unit, for example examples a second; `proportional` only.",
+        "unit, for example examples a second; `proportional` only. "
+        "`crossfed data balance RUN` tells those that a run measured.",
         default=(),
     )
     alpha: float = key(
