@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     served = any(isinstance(v, str) and v in _SERVED for v in params.values())
     if served or _SERVERS & set(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what lives to the end: torch, and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from federation.errors import BudgetExceeded, JobError
 from federation.events import PrivacyPlanned, SiteAnswered
 from federation.messages import FailureKind
 
+pytestmark = pytest.mark.slow
+
 JOB = Path(__file__).parents[2] / "jobs" / "private.toml"
 DP = "privacy.differential_privacy"
 
@@ -27,7 +29,6 @@ def accuracy(result: RunResult) -> float:
     return float((found == held_out.targets).mean())
 
 
-@pytest.mark.slow
 def test_private_run_learns_and_keeps_to_its_budget(tmp_path: Path):
     """At least 88 % at epsilon 8, and every number is in the ledgers."""
     seen: list[object] = []
@@ -49,7 +50,6 @@ def test_private_run_learns_and_keeps_to_its_budget(tmp_path: Path):
         assert (tmp_path / "run" / "sites" / site.site / "ledger.jsonl").exists()
 
 
-@pytest.mark.slow
 def test_run_stops_before_the_budget_is_exceeded():
     """With the model of the last round that it allows."""
     job = job_file.load(
