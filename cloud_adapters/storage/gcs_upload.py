@@ -27,7 +27,7 @@ from federation.errors import CorruptObject, StoreError, StoreUnavailable
 from federation.protocols import Buffer
 
 BLOCK_BYTES = 256 * 1024  # Chunks are multiples of this, but for the last.
-# Each waits for an answer, so few and large ones: benchmarks/storage_gcs.py.
+# Each waits for an answer, so few and large ones: benchmarks/storage_cloud.py.
 CHUNK_BYTES = 32 * 1024 * 1024
 
 PUT_ID = "crossfed-put-id"

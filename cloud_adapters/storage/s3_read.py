@@ -4,8 +4,9 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+import google_crc32c
+
 from cloud_adapters.storage import s3_errors
-from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.s3_calls import (
     READ_SECONDS,
     Answer,
@@ -54,6 +55,7 @@ class Read:
         # Grows in place; joining pieces would take the memory twice.
         self._content = io.BytesIO()
         self._received = 0
+        self._crc = 0
         self._info: ObjectInfo | None = None
 
     def attempt(self, if_version: str | None) -> bytes:
@@ -124,6 +126,7 @@ class Read:
         missing = int(answer["ContentLength"])
         for piece in _stream(self._calls, self._doing, answer["Body"]):
             self._content.write(piece)
+            self._crc = google_crc32c.extend(self._crc, piece)
             self._received += len(piece)
             missing -= len(piece)
         if missing:
@@ -139,7 +142,7 @@ class Read:
         is_whole = info is not None and self._start == 0 and len(content) == info.size
         if info is None or not is_whole or info.crc32c is None:
             return content
-        if crc32c(content) != info.crc32c:
+        if f"{self._crc:08x}" != info.crc32c:
             self._begin_again()
             self._num_mismatches += 1
             raise CorruptObject(
