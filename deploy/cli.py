@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy import audit_verb, data_verb, model_verbs, tool_verbs
+from deploy import audit_verb, data_verb, model_verbs, storage_verb, tool_verbs
 from federation.errors import (
     BudgetExceeded,
     CheckpointMismatch,
@@ -191,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     data_verb.add_verb(verbs, common)
     tool_verbs.add_verbs(verbs, common)
     model_verbs.add_verbs(verbs, common)
+    storage_verb.add_verb(verbs, common)
     return parser
 
 

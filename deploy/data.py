@@ -1,5 +1,6 @@
 """Data of a job: from a function, or from shards in an object store."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,13 +12,14 @@ from clients import data
 from clients.datasets import Dataset
 from clients.shards import write
 from clients.shards.dataset import Reading, open_dataset
-from clients.shards.index import DatasetIndex, Split
+from clients.shards.index import INDEX_KEY, DatasetIndex, Split
 from clients.shards.verify import verify_dataset
 from cloud_adapters.storage.cached import ObjectCache
+from cloud_adapters.storage.encrypted_format import MAGIC
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
-from deploy.encryption import DATASET, KeyName, encrypted_with
+from deploy.encryption import DATASET, NO_KEY, KeyName, encrypted_with
 from deploy.store_meters import Watch
-from federation.errors import JobError
+from federation.errors import JobError, ObjectExists, ObjectNotFound
 from federation.protocols import ObjectStore
 
 CACHE_DIR, CACHE_GIB = "CROSSFED_CACHE_DIR", "CROSSFED_CACHE_GIB"
@@ -97,6 +99,7 @@ def shard(
     name: str,
     report: Callable[[write.Progress], None],
     service: StoreOptions = _ITSELF,
+    encryption: KeyName = NO_KEY,
     encoding: str = "tar",
     shard_bytes: int = write.SHARD_BYTES,
     workers: int = 4,
@@ -111,6 +114,7 @@ def shard(
         name: What the dataset is called.
         report: Is told of progress.
         service: Where the store of ``url`` is, if that is not what the URL says.
+        encryption: Key that encrypts the dataset; none for one in clear.
         encoding: ``tar`` or ``parquet``.
         shard_bytes: Size of a shard, about.
         workers: Shards that are made at the same time.
@@ -118,12 +122,16 @@ def shard(
 
     Raises:
         JobError: Source or URL are not of the permitted form.
+        KeyRefused: The key cannot be used, or the dataset there has another.
         StoreError: The store is out of reach, or holds another version.
     """
     if shard_bytes < 1 or workers < 1:
         raise JobError("give --shard-size and --workers at least 1")
     store = _store(url, "URL", service)
     try:
+        if not encryption:
+            _check_in_clear(store)
+        store = encrypted_with(encryption, store, place=DATASET)
         train, held_out = load_data(source, options, key="SOURCE")
         index = write.write_dataset(
             store,
@@ -142,22 +150,29 @@ def shard(
 
 
 def info(
-    url: str, *, service: StoreOptions = _ITSELF, verify: bool = False
+    url: str,
+    *,
+    service: StoreOptions = _ITSELF,
+    encryption: KeyName = NO_KEY,
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Say what lies in a store.
 
     Args:
         url: Where ``crossfed data shard`` wrote to.
         service: Where its store is, if that is not what the URL says.
+        encryption: Key of an encrypted dataset.
         verify: Read everything and hold it against the index.
 
     Raises:
         JobError: The URL is not of the permitted form.
         SiteError: There is no dataset.
+        KeyRefused: The dataset is encrypted, and the key is not its own.
         StoreError: The dataset is damaged, or its store out of reach.
     """
     store = _store(url, "URL", service)
     try:
+        store = encrypted_with(encryption, store, place=DATASET)
         train, held_out = open_dataset(store, reading=Reading(threads=0))
         if verify:
             verify_dataset(store, train, held_out)
@@ -165,6 +180,19 @@ def info(
     finally:
         store.close()
     return found | {"verified": verify}
+
+
+def _check_in_clear(store: ObjectStore) -> None:
+    """Refuse to write a dataset in clear over an encrypted one.
+
+    Shards are named after what they hold, so that those of both have one name.
+    """
+    with contextlib.suppress(ObjectNotFound):
+        if store.read(INDEX_KEY, start=0, length=len(MAGIC)) == MAGIC:
+            raise ObjectExists(
+                f"{store.url} holds an encrypted dataset: name its key with "
+                "--encryption-key, or choose another URL for one in clear"
+            )
 
 
 def facts(index: DatasetIndex, url: str) -> dict[str, Any]:

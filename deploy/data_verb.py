@@ -14,6 +14,7 @@ from federation.errors import JobError
 if TYPE_CHECKING:
     from clients.shards.write import Progress
     from cloud_adapters.urls import StoreOptions
+    from deploy.encryption import KeyName
 
 DONE = 0
 
@@ -69,6 +70,12 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace another version and delete its shards",
     )
+    shard.add_argument(
+        "--kms-key",
+        default="",
+        metavar="KEY",
+        help="the cloud's own encryption: key ARN of AWS, or name of Google",
+    )
     _add_service(shard)
     shard.set_defaults(verb=_shard)
 
@@ -110,12 +117,35 @@ def _add_service(parser: argparse.ArgumentParser) -> None:
         help="a service other than the cloud's own",
     )
     parser.add_argument("--region", default="", help="of an S3 bucket")
+    parser.add_argument(
+        "--bucket-owner", default="", metavar="ACCOUNT", help="of an S3 bucket"
+    )
+    parser.add_argument(
+        "--encryption-key",
+        default="",
+        metavar="KEY",
+        help="encrypts here: file:PATH, aws-kms:ARN or gcp-kms:NAME",
+    )
+    parser.add_argument(
+        "--encryption-endpoint", default="", metavar="URL", help="of the key's service"
+    )
 
 
 def _service(options: argparse.Namespace) -> "StoreOptions":
     from cloud_adapters.urls import StoreOptions  # noqa: PLC0415 -- keeps `--help` fast
 
-    return StoreOptions(endpoint=options.endpoint, region=options.region)
+    return StoreOptions(
+        endpoint=options.endpoint,
+        region=options.region,
+        bucket_owner=options.bucket_owner,
+        kms_key=getattr(options, "kms_key", ""),
+    )
+
+
+def _encryption(options: argparse.Namespace) -> "KeyName":
+    from deploy.encryption import KeyName  # noqa: PLC0415 -- keeps `--help` fast
+
+    return KeyName(name=options.encryption_key, endpoint=options.encryption_endpoint)
 
 
 def _shard(options: argparse.Namespace) -> int:
@@ -128,6 +158,7 @@ def _shard(options: argparse.Namespace) -> int:
             _options(options.option),
             name=options.name or options.source,
             service=_service(options),
+            encryption=_encryption(options),
             encoding=options.format,
             shard_bytes=int(options.shard_size * _MIB),
             workers=options.workers,
@@ -141,7 +172,12 @@ def _shard(options: argparse.Namespace) -> int:
 def _info(options: argparse.Namespace) -> int:
     from deploy import data  # noqa: PLC0415 -- imports torch
 
-    found = data.info(options.url, service=_service(options), verify=options.verify)
+    found = data.info(
+        options.url,
+        service=_service(options),
+        encryption=_encryption(options),
+        verify=options.verify,
+    )
     _print(found, options)
     if options.verify and not options.json:
         _say("every shard is what the index says")

@@ -8,6 +8,7 @@ The card is written last and, where an export is replaced, removed first: an exp
 whole when its card is there.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ from safetensors import SafetensorError
 
 from cloud_adapters.storage import transfer
 from deploy.run_folder import RunFolder
-from federation.errors import CorruptObject, ObjectExists, RunNotFound
+from federation.errors import (
+    CorruptObject,
+    ObjectExists,
+    ObjectNotFound,
+    RunNotFound,
+)
 from federation.protocols import Buffer, ObjectStore
 from monitoring.model_card import ModelFile, model_card
 from monitoring.run_view import COMPLETED, EXHAUSTED, RunView
@@ -63,6 +69,7 @@ def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Ex
         ObjectExists: Something else is there, and ``overwrite`` is not set.
         CorruptObject: The model's file is not whole, or what the store gives back is
             not what was sent.
+        KeyRefused: The store encrypts, and what is there has another key.
         StoreUnavailable: The store is out of reach.
     """
     view = _ended(run)  # 1.
@@ -81,6 +88,8 @@ def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Ex
     }
     written = 0
     if overwrite:  # 2.
+        with contextlib.suppress(ObjectNotFound):
+            store.stat(CARD)  # With a wrong key this fails while all is there.
         store.delete(CARD)
     for key, pieces in contents.items():
         written += _write(store, key, pieces, digests[key], overwrite=overwrite)

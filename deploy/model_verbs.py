@@ -4,6 +4,7 @@ Arguments in and text out; the work is in ``deploy.export`` and ``deploy.checkpo
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,15 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
         "--overwrite", action="store_true", help="replace another export there"
     )
     export.add_argument(
+        "--encryption-key",
+        default="",
+        metavar="KEY",
+        help="encrypt it with file:PATH, aws-kms:ARN or gcp-kms:NAME (in clear)",
+    )
+    export.add_argument(
+        "--encryption-endpoint", default="", metavar="URL", help="of the key's service"
+    )
+    export.add_argument(
         "--root", type=Path, default=Path("runs"), help="folder of all runs"
     )
     export.set_defaults(verb=_export)
@@ -68,14 +78,24 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from deploy.export import export  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.encryption import (  # noqa: PLC0415 -- keeps `--help` fast
+        EXPORT,
+        KeyName,
+        encrypted_with,
+    )
+    from deploy.export import export  # noqa: PLC0415
     from deploy.run_folder import find_run  # noqa: PLC0415
 
     run = find_run(options.run, options.root)
-    with _opened(options.to, argument="--to") as store:
-        done = export(run, store, overwrite=options.overwrite)
+    lock = KeyName(name=options.encryption_key, endpoint=options.encryption_endpoint)
+    with _opened(options.to, argument="--to") as plain:
+        store = encrypted_with(lock, plain, place=EXPORT)
+        with contextlib.closing(store):
+            done = export(run, store, overwrite=options.overwrite)
+    if not lock:
+        _tell("the export is in clear: --encryption-key encrypts one")
     if options.json:
-        _say(json.dumps(asdict(done), indent=2))
+        _say(json.dumps({**asdict(done), "encrypted": bool(lock)}, indent=2))
     else:
         _say(done.url)
         for key, digest in done.sha256.items():
@@ -138,3 +158,8 @@ def _opened(url: str, *, argument: str) -> Iterator["ObjectStore"]:
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # Nobody may be left to read it.
+        sys.stderr.write(f"crossfed: {text}\n")

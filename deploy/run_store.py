@@ -40,11 +40,11 @@ def open_bucket(job: JobSpec, run_id: str = "") -> ObjectStore:
         KeyRefused: The job's key file cannot be used.
         NotAuthenticated: There are no credentials for it.
     """
-    return encrypted(job, _open_plain(job, run_id), run_id=run_id)
+    return encrypted(job, open_plain(job, run_id), run_id=run_id)
 
 
-def _open_plain(job: JobSpec, run_id: str) -> ObjectStore:
-    """Open a place without decrypting what is there."""
+def open_plain(job: JobSpec, run_id: str) -> ObjectStore:
+    """Open a place as ``open_bucket`` does, without decrypting what is there."""
     below = f"{job.name}/{run_id}" if run_id else job.name
     return open_store(job.storage.url, below=below, options=store_options(job))
 
@@ -77,7 +77,7 @@ class RunPlace:
         self._run_id = run_id
         self._meters = meters
         self._plain = (
-            _open_plain(job, run_id) if in_bucket(job) else LocalStore(run.path)
+            open_plain(job, run_id) if in_bucket(job) else LocalStore(run.path)
         )
         self.store = self._of(store_meters.coordinator(job))
 

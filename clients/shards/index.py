@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cloud_adapters.storage.encrypted_format import MAGIC
 from federation.errors import CorruptObject, ObjectNotFound, SiteError
 from federation.protocols import ObjectStore
 
@@ -189,6 +190,11 @@ def check_content(
 
 def _decode(raw: bytes, url: str) -> DatasetIndex:
     where = f"{INDEX_KEY} in {url}"
+    if raw.startswith(MAGIC):
+        raise CorruptObject(
+            f"{where} is encrypted: name its key, in the option encryption_key of the "
+            "data or with --encryption-key"
+        )
     try:
         document = json.loads(raw)
         name, number = document["format"], document["format_version"]

@@ -111,6 +111,11 @@ class KeyFile:
             ) from error
         return plaintext
 
+    def is_newest(self, wrapped: bytes) -> bool:
+        """Whether a key was wrapped with the newest of the file."""
+        blob = unmark(KIND, wrapped, self.name)
+        return blob[:_ID_BYTES].hex() == list(self._keys)[-1]
+
     def close(self) -> None:
         """Do nothing: the file is not open."""
 

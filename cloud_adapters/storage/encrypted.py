@@ -114,7 +114,7 @@ class EncryptedStore:
         check_conditions(if_absent=if_absent, if_version=if_version)
         kept = check_metadata(metadata)
         bound = self._prefix + key
-        made = self._keys.generate(_context(bound))
+        made = self._keys.generate(context_of(bound))
         cipher = Cipher(
             key=bound,
             segment_bytes=self._segment_bytes,
@@ -242,7 +242,7 @@ class EncryptedStore:
         info = self._store.stat(key)
         opened = self._open_version(info)
         wrapped = (keys or self._keys).wrap(
-            opened.cipher.data_key, _context(opened.cipher.key)
+            opened.cipher.data_key, context_of(opened.cipher.key)
         )
         header = Header(segment_bytes=opened.cipher.segment_bytes, wrapped=wrapped)
 
@@ -357,7 +357,7 @@ class EncryptedStore:
     def _cipher(self, key: str, header: Header) -> Cipher:
         bound = self._prefix + key
         try:
-            data_key = self._keys.unwrap(header.wrapped, _context(bound))
+            data_key = self._keys.unwrap(header.wrapped, context_of(bound))
         except CorruptObject as error:
             raise CorruptObject(f"{self._where(key)} is damaged: {error}") from error
         return Cipher(
@@ -390,6 +390,6 @@ def _decrypted(cipher: Cipher, first: int, stored: memoryview) -> Iterator[bytes
         yield cipher.decrypt(first + at, stored[begin : begin + step])
 
 
-def _context(key: str) -> Mapping[str, str]:
+def context_of(key: str) -> Mapping[str, str]:
     """What a data key is bound to: an object's key, with the place it is in."""
     return {"crossfed": "object", "key": key}

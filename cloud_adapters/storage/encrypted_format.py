@@ -77,8 +77,8 @@ class Header:
         """
         if not content.startswith(MAGIC):
             raise CorruptObject(
-                f"{where} is not encrypted, and this run's objects have to be: it was "
-                "written without storage.encryption, or by somebody else"
+                f"{where} is not encrypted, and what is read with a key has to be: it "
+                "was written without one, or by somebody else"
             )
         if len(content) < HEADER_BYTES:
             raise CorruptObject(f"{where} is cut off in its header")

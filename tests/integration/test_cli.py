@@ -44,6 +44,9 @@ def test_verbs_and_options_are_frozen() -> None:
     job = {"job", "--set", "--seed"}
     passphrase = {"--passphrase-file"}
     run = {"--out", "--resume", "--engine", "--transcript"}
+    key = {"--encryption-key", "--encryption-endpoint"}
+    service = key | {"--endpoint", "--region", "--bucket-owner"}
+    place = key | {"place", "--endpoint", "--region", "--root"}
     assert verbs_of(_parser()) == {
         "simulate": common | job | run,
         "check-job": common | job,
@@ -62,9 +65,14 @@ def test_verbs_and_options_are_frozen() -> None:
         "data": {"-h", "--help"},
         "data shard": common
         | {"source", "url", "--option", "--name", "--format", "--shard-size"}
-        | {"--workers", "--replace", "--endpoint", "--region"},
-        "data info": common | {"url", "--verify", "--endpoint", "--region"},
-        "export": common | {"run", "--to", "--overwrite", "--root"},
+        | {"--workers", "--replace", "--kms-key"}
+        | service,
+        "data info": common | {"url", "--verify"} | service,
+        "data balance": common | {"run", "--root"},
+        "export": common | {"run", "--to", "--overwrite", "--root"} | key,
+        "storage": {"-h", "--help"},
+        "storage rewrap": common | place | {"--to", "--to-endpoint"},
+        "storage decrypt": common | place | {"--out"},
         "checkpoints": common | {"run", "--verify", "--prune", "--root"},
     }
 

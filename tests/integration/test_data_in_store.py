@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from support.small_jobs import small_job
 
+from cloud_adapters.keys.key_file import add_key
 from deploy import cli
 from deploy.run_result import RunResult
 from deploy.simulation import simulate
-from federation.errors import BucketNotFound, JobError
+from federation.errors import BucketNotFound, CorruptObject, JobError, KeyRefused
 from federation.job import JobSpec
 
 pytestmark = pytest.mark.slow
@@ -244,3 +245,86 @@ def test_no_cache(
     options = {"endpoint": endpoint, "region": "us-east-1"}
     simulate(job(f"{url}/blobs", options=options), folder=None)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    add_key(tmp_path / "keys.toml")
+    return f"file:{tmp_path}/keys.toml"
+
+
+@pytest.mark.parametrize("encoding", ["tar", "parquet"])
+def test_encrypted_shards(tmp_path: Path, key: str, encoding: str):
+    """The run is the same, and no object is in clear; in both orders."""
+    url = f"file://{tmp_path}/blobs"
+    lock = ("--encryption-key", key)
+    shards(url, "--format", encoding, *lock)
+    files = [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
+    objects = [path for path in files if ".about" not in path.parts]
+    assert len(objects) >= 5
+    assert all(p.read_bytes().startswith(b"crossfed\x01") for p in objects)
+    options: dict[str, Any] = {"encryption_key": key}
+    expected = simulate(job(BLOBS), folder=None)
+    check_same(simulate(job(url, options=options), folder=None), expected)
+    options |= {"order": "shards", "window": 2}
+    assert simulate(job(url, options=options), folder=None).status == "completed"
+    assert cli.main(["data", "info", url, "--verify", *lock]) == cli.DONE
+    times = {path: path.stat().st_mtime_ns for path in objects}
+    shards(url, "--format", encoding, *lock)  # All are there already.
+    assert {path: path.stat().st_mtime_ns for path in objects} == times
+
+
+def test_encrypted_shards_and_wrong_keys(
+    tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+):
+    """None, another, and writing with either: each is told, and nothing changes."""
+    url = f"file://{tmp_path}/blobs"
+    shards(url, "--encryption-key", key)
+    add_key(tmp_path / "other.toml")
+    before = {p: p.read_bytes() for p in (tmp_path / "blobs").rglob("*") if p.is_file()}
+    with pytest.raises(CorruptObject, match="is encrypted: name its key"):
+        simulate(job(url), folder=None)
+    other = f"file:{tmp_path}/other.toml"
+    with pytest.raises(KeyRefused, match=r"not in .*other\.toml"):
+        simulate(job(url, options={"encryption_key": other}), folder=None)
+    with pytest.raises(JobError, match=r"options\.encryption_key: .x. names"):
+        simulate(job(url, options={"encryption_key": "x"}), folder=None)
+    capsys.readouterr()
+    for more, words in (
+        ([], "holds an encrypted dataset"),
+        (["--replace"], "holds an encrypted dataset"),
+        (["--encryption-key", other], "other.toml"),
+        (["--encryption-key", other, "--replace"], "other.toml"),
+    ):
+        assert cli.main(["data", "shard", BLOBS, url, *more]) == cli.FAILED
+        assert words in capsys.readouterr().err
+    after = {p: p.read_bytes() for p in (tmp_path / "blobs").rglob("*") if p.is_file()}
+    assert after == before
+
+
+def test_a_dataset_in_clear_is_not_encrypted_over(
+    tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+):
+    """It has to go first, or the new one elsewhere."""
+    url = f"file://{tmp_path}/blobs"
+    shards(url)
+    capsys.readouterr()
+    command = ["data", "shard", BLOBS, url, "--encryption-key", key, "--replace"]
+    assert cli.main(command) == cli.FAILED
+    assert "is not encrypted" in capsys.readouterr().err
+    assert cli.main(["data", "info", url, "--verify"]) == cli.DONE
+
+
+def test_the_clouds_own_encryption(
+    bucket: tuple[str, str], capsys: pytest.CaptureFixture[str]
+):
+    """A key of the bucket's cloud passes through; one of the other is refused."""
+    url, endpoint = bucket
+    arn = "arn:aws:kms:us-east-1:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+    name = "projects/p-1/locations/l/keyRings/r/cryptoKeys/k"
+    ours, theirs = (arn, name) if url.startswith("s3") else (name, arn)
+    service = ("--endpoint", endpoint, "--region", "us-east-1")
+    command = ["data", "shard", BLOBS, f"{url}/blobs", *service]
+    assert cli.main([*command, "--kms-key", theirs]) == cli.BAD_JOB
+    assert "kms_key" in capsys.readouterr().err
+    assert cli.main([*command, "--kms-key", ours]) == cli.DONE

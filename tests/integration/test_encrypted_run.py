@@ -13,7 +13,7 @@ import pytest
 from support.small_jobs import small_job
 
 from cloud_adapters.keys.key_file import add_key
-from deploy import run_store
+from deploy import cli, run_store
 from deploy.simulation import simulate
 from federation.errors import CorruptObject, JobError, KeyRefused
 from federation.events import CheckpointSaved, Event
@@ -207,3 +207,36 @@ def test_job_must_name_a_key(key: str, words: str, tmp_path: Path):
         simulate(job, folder=tmp_path / "run")
     assert caught.value.key == "storage.encryption.key"
     assert not (tmp_path / "run").exists()
+
+
+def test_run_goes_over_to_another_key(
+    key: Path, tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """In a folder and in a bucket: its job names the new key, and it is resumed."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+    url = f"s3://{s3_server.bucket()}/runs"
+    bucket = {"url": url, "endpoint": s3_server.url, "region": "us-east-1"}
+    add_key(tmp_path / "other.toml")
+    for storage in ({}, bucket):
+        folder = tmp_path / ("run" if not storage else "run-in-bucket")
+        stop_after_round_2(tables(key, **storage), folder)
+        to = f"file:{tmp_path}/other.toml"
+        assert cli.main(["storage", "rewrap", str(folder), "--to", to]) == cli.DONE
+        assert f"{tmp_path}/other.toml" in (folder / "job.toml").read_text()
+        with pytest.raises(KeyRefused):
+            simulate(small(tables(key, **storage)), folder=folder, resume=True)
+        assert cli.main(["checkpoints", str(folder), "--verify"]) == cli.DONE
+        job = small(tables(tmp_path / "other.toml", **storage))
+        done = simulate(job, folder=folder, resume=True)
+        assert (done.status, done.rounds_now) == ("completed", 2)
+        # An export is in clear unless a key is named.
+        for more, begins in (([], b"---"), (["--encryption-key", to], b"crossfed")):
+            place = tmp_path / f"export-{len(more)}-{len(storage)}"
+            command = ["export", str(folder), "--to", f"file://{place}", *more]
+            assert cli.main(command) == cli.DONE
+            assert (place / "README.md").read_bytes().startswith(begins)
+        out = ["--encryption-key", to, "--out", str(place / "clear")]
+        assert cli.main(["storage", "decrypt", f"file://{place}", *out]) == cli.DONE
+        model = (folder / "model.safetensors").read_bytes()
+        assert (place / "clear" / "model.safetensors").read_bytes() == model

@@ -1,0 +1,138 @@
+"""The verb ``storage`` of the command line: what lies encrypted in stores.
+
+Arguments in and text out; the work is in ``deploy.rewrap``.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from federation.errors import JobError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from deploy.encryption import KeyName
+    from deploy.rewrap import Place
+
+DONE = 0
+
+# The `verbs.add_parser` of argparse's own type, which is not public.
+_Verbs = Any
+
+
+def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+    """Add the verb to those of the command line."""
+    storage = verbs.add_parser(
+        "storage", allow_abbrev=False, help="look after what is encrypted in stores"
+    )
+    inner = storage.add_subparsers(required=True, metavar="VERB")
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument(
+        "place",
+        metavar="PLACE",
+        help="folder, run id or job name; or URL of a run's place, dataset or export",
+    )
+    place.add_argument(
+        "--encryption-key",
+        default="",
+        metavar="KEY",
+        help="its key, file:PATH, aws-kms:ARN or gcp-kms:NAME (the job's, of a run)",
+    )
+    place.add_argument(
+        "--encryption-endpoint", default="", metavar="URL", help="of the key's service"
+    )
+    place.add_argument(
+        "--endpoint",
+        default="",
+        metavar="URL",
+        help="a service other than the cloud's own",
+    )
+    place.add_argument("--region", default="", help="of an S3 bucket")
+    place.add_argument(
+        "--root", type=Path, default=Path("runs"), help="folder of all runs"
+    )
+
+    rewrap = inner.add_parser(
+        "rewrap",
+        parents=[place, common],
+        allow_abbrev=False,
+        help="wrap all data keys with the newest key, or with another one",
+    )
+    rewrap.add_argument(
+        "--to", default="", metavar="KEY", help="another key (the newest of the same)"
+    )
+    rewrap.add_argument(
+        "--to-endpoint", default="", metavar="URL", help="of the other key's service"
+    )
+    rewrap.set_defaults(verb=_rewrap)
+
+    decrypt = inner.add_parser(
+        "decrypt",
+        parents=[place, common],
+        allow_abbrev=False,
+        help="write the contents into a folder, in clear",
+    )
+    decrypt.add_argument("--out", type=Path, required=True, metavar="DIR")
+    decrypt.set_defaults(verb=_decrypt)
+
+
+def _rewrap(options: argparse.Namespace) -> int:
+    from deploy import rewrap  # noqa: PLC0415 -- imports torch
+
+    to = _key(options.to, options.to_endpoint, "--to")
+    with _opened(options, is_changed=True) as place:
+        done = rewrap.rewrap(place, to=to)
+    if options.json:
+        _say(json.dumps(rewrap.facts(done), indent=2))
+        return DONE
+    _say(done.url)
+    _say(f"{done.rewrapped:>8,}  wrapped anew")
+    _say(f"{done.already:>8,}  had the key already")
+    _say(f"{done.changed:>8,}  changed meanwhile, and are as others wrote them")
+    _say(f"{done.in_clear:>8,}  are not encrypted")
+    return DONE
+
+
+def _decrypt(options: argparse.Namespace) -> int:
+    from deploy import rewrap  # noqa: PLC0415 -- imports torch
+
+    with _opened(options, is_changed=False) as place:
+        written = rewrap.decrypt(place, options.out)
+    if options.json:
+        _say(json.dumps({"folder": str(options.out), "bytes": written}, indent=2))
+    else:
+        for key, size in written.items():
+            _say(f"{size:>12,}  {options.out / key}")
+    return DONE
+
+
+def _opened(
+    options: argparse.Namespace, *, is_changed: bool
+) -> "AbstractContextManager[Place]":
+    from cloud_adapters.urls import StoreOptions  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import rewrap  # noqa: PLC0415
+
+    if options.place == "memory://":
+        raise JobError("memory:// ends with this command", key="PLACE")
+    return rewrap.opened(
+        options.place,
+        options.root,
+        key=_key(
+            options.encryption_key, options.encryption_endpoint, "--encryption-key"
+        ),
+        service=StoreOptions(endpoint=options.endpoint, region=options.region),
+        is_changed=is_changed,
+    )
+
+
+def _key(name: str, endpoint: str, argument: str) -> "KeyName":
+    from deploy.encryption import KeyName  # noqa: PLC0415 -- keeps `--help` fast
+
+    return KeyName(name=name, endpoint=endpoint, argument=argument)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
