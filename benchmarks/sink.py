@@ -264,5 +264,5 @@ def sink(kind: str, *, tls: bool) -> Iterator[str]:
             process.stdout.close()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 1:
     serve(*sys.argv[1:])

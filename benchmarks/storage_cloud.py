@@ -1,7 +1,6 @@
 """Our S3 and Cloud Storage against boto3's and Google's clients: time, peak memory.
 
-    python benchmarks/storage_cloud.py --store s3 [--repetitions 5] [--gigabytes 2]
-    python benchmarks/storage_cloud.py --store gcs
+    python benchmarks/storage_cloud.py [--store s3] [--repetitions 5] [--gigabytes 2]
 
 All run against ``sink.py`` on this machine, over TLS unless ``--plain`` is given.
 Theirs get the best of several settings, with their own checksums (boto3: CRC-32;
@@ -280,7 +279,7 @@ def on_large(kind: Any, url: str, gigabytes: int, repetitions: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--store", choices=tuple(THEIRS), required=True)
+    parser.add_argument("--store", choices=tuple(THEIRS), help="by default both")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--gigabytes", type=int, default=2)
     parser.add_argument("--plain", action="store_true", help="HTTP in place of TLS")
@@ -288,19 +287,24 @@ def main() -> None:
     parser.add_argument("--url", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.update(KEYS)
-    kind = THEIRS[options.store]
     if options.url:
-        large(kind, options.url, options.large, options.gigabytes)
+        large(THEIRS[options.store], options.url, options.large, options.gigabytes)
         return
     print(json.dumps(facts("storage_cloud", **vars(options))), flush=True)
+    for kind in THEIRS.values() if options.store is None else [THEIRS[options.store]]:
+        run(kind, options)
+
+
+def run(kind: Any, options: argparse.Namespace) -> None:
+    """All cases of one store, or the one upload that is asked for."""
     with sink(kind.name, tls=not options.plain) as url:
         if options.large:
             large(kind, url, options.large, options.gigabytes)
             return
         for line in cases(kind, url, options.repetitions):
-            print(json.dumps(line), flush=True)
+            print(json.dumps({"store": kind.name, **line}), flush=True)
         line = on_large(kind, url, options.gigabytes, max(1, options.repetitions // 2))
-        print(json.dumps(line))
+        print(json.dumps({"store": kind.name, **line}), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from botocore.exceptions import ClientError
 
 from cloud_adapters.keys.context import check_data_key, mark, unmark
 from cloud_adapters.storage import s3_errors
+from cloud_adapters.storage.meanings import Meaning
 from cloud_adapters.storage.retry import Retry
-from cloud_adapters.storage.s3_errors import Meaning
 from federation.errors import (
     CorruptObject,
     KeyRefused,
@@ -228,6 +228,4 @@ def translate(error: Exception, doing: str) -> StoreError:
     if isinstance(error, ClientError):
         words = error.response.get("Error", {}).get("Message", "no message")
         said = f"{code}: {words}"
-    return meaning.error(
-        f"cannot {doing}: {meaning.advice} ({said})", temporary=meaning.is_temporary
-    )
+    return meaning.told(doing, said)

@@ -31,8 +31,8 @@ from cloud_adapters.keys.context import (
     mark,
     unmark,
 )
-from cloud_adapters.storage.gcs_errors import Meaning
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, translated
+from cloud_adapters.storage.meanings import Meaning
 from cloud_adapters.storage.retry import Retry
 from federation.errors import (
     CorruptObject,
@@ -164,7 +164,7 @@ class GcpKms:
             "verifiedAdditionalAuthenticatedDataCrc32c",
         )
         if not all(answer.get(name) is True for name in verified):
-            raise _unclear(
+            raise _UNCLEAR.told(
                 f"wrap a data key with {self.name}", "checksums not verified"
             )
         blob = self._decoded(answer, "ciphertext", "wrap a data key")
@@ -237,9 +237,9 @@ class GcpKms:
             content = base64.b64decode(answer[name], validate=True)
             checksum = int(answer[f"{name}Crc32c"])
         except (KeyError, TypeError, ValueError, binascii.Error):
-            raise _unclear(doing, f"no {name}") from None
+            raise _UNCLEAR.told(doing, f"no {name}") from None
         if google_crc32c.value(content) != checksum:
-            raise _unclear(doing, f"another checksum of the {name}")
+            raise _UNCLEAR.told(doing, f"another checksum of the {name}")
         return content
 
 
@@ -259,7 +259,7 @@ def _answer(
     except requests.RequestException:
         body = None
     if not isinstance(body, dict):
-        raise _unclear(doing, f"status {response.status_code}, no JSON")
+        raise _UNCLEAR.told(doing, f"status {response.status_code}, no JSON")
     if response.status_code == _OK:
         return body
     raise _refusal(
@@ -277,14 +277,4 @@ def _refusal(
     else:
         meaning = STATUSES.get(status, _UNCLEAR)
     words = " ".join(str(fields.get("message", "")).split())[:_MAX_WORDS]
-    return meaning.error(
-        f"cannot {doing}: {meaning.advice} ({http_status} {status} {words})",
-        temporary=meaning.is_temporary,
-    )
-
-
-def _unclear(doing: str, details: str) -> StoreError:
-    return _UNCLEAR.error(
-        f"cannot {doing}: {_UNCLEAR.advice} ({details})",
-        temporary=_UNCLEAR.is_temporary,
-    )
+    return meaning.told(doing, f"{http_status} {status} {words}")

@@ -7,57 +7,31 @@ token, or the URL of an upload session, which is a permission by itself.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import google.auth.exceptions as auth
 import requests
 import urllib3.exceptions
 
+from cloud_adapters.storage.meanings import (
+    CHANGED,
+    CONFLICT,
+    CORRUPT,
+    GONE,
+    NO_BUCKET,
+    QUOTA,
+    REFUSED,
+    UNREACHABLE,
+    Meaning,
+    of_status,
+)
 from federation.errors import (
-    BucketNotFound,
-    CorruptObject,
     NotAuthenticated,
-    ObjectChanged,
-    ObjectNotFound,
     StoreError,
     StoreForbidden,
     StoreThrottled,
     StoreUnavailable,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """What an answer or an exception means to us.
-
-    Attributes:
-        error: What to raise.
-        advice: What a person can do.
-        is_temporary: Whether the same request may succeed a moment later.
-    """
-
-    error: type[StoreError]
-    advice: str
-    is_temporary: bool = False
-
-
-_GONE = Meaning(ObjectNotFound, "there is no such object")
-_NO_BUCKET = Meaning(
-    BucketNotFound,
-    "the bucket does not exist: correct its name in the URL, or create it",
-)
-_CHANGED = Meaning(ObjectChanged, "the object is not of the version that was named")
-_CONFLICT = Meaning(
-    StoreUnavailable,
-    "others write the same object at the same time; try again later",
-    is_temporary=True,
-)
-_CORRUPT = Meaning(
-    CorruptObject,
-    "other bytes arrived than were sent: if it happens again, look for a proxy or "
-    "a network device on the way that changes traffic",
-    is_temporary=True,
-)
 _FORBIDDEN = Meaning(
     StoreForbidden,
     "these credentials may not do this, or the object does not exist and they may "
@@ -106,16 +80,6 @@ _THROTTLED = Meaning(
     "per second): use fewer workers, or other keys",
     is_temporary=True,
 )
-_BUSY = Meaning(
-    StoreUnavailable,
-    "the service has a fault of its own: try again later, and see its status page",
-    is_temporary=True,
-)
-_UNREACHABLE = Meaning(
-    StoreUnavailable,
-    "the connection failed or broke: check network, endpoint, proxy and firewall",
-    is_temporary=True,
-)
 _UPLOAD_GONE = Meaning(
     StoreUnavailable,
     "the upload session has ended before the upload: put the object again",
@@ -125,9 +89,6 @@ _TOO_LARGE = Meaning(
     "the service does not take an object of this size (at most 5 TiB): write it in "
     "several objects",
 )
-_QUOTA = Meaning(
-    StoreUnavailable, "a quota is used up: free space or ask for a higher one"
-)
 _KEPT = Meaning(
     StoreForbidden,
     "a retention policy or a hold keeps the object: wait for its end, or write "
@@ -136,9 +97,6 @@ _KEPT = Meaning(
 _UNSUPPORTED = Meaning(
     StoreUnavailable,
     "the endpoint does not do this: it has to speak Cloud Storage's JSON API",
-)
-_REFUSED = Meaning(
-    StoreUnavailable, "the service refuses the request as it is: correct what it names"
 )
 _TLS = Meaning(
     StoreUnavailable,
@@ -150,11 +108,11 @@ _TLS = Meaning(
 REASONS: Mapping[str, Meaning] = {
     "accountDisabled": _BILLING,
     "UserProjectAccountProblem": _BILLING,
-    "conditionNotMet": _CHANGED,
-    "conflict": _CONFLICT,
+    "conditionNotMet": CHANGED,
+    "conflict": CONFLICT,
     "objectUnderActiveHold": _KEPT,
     "orgPolicyViolated": _PERIMETER,
-    "quotaExceeded": _QUOTA,
+    "quotaExceeded": QUOTA,
     "rateLimitExceeded": _THROTTLED,
     "retentionPolicyNotMet": _KEPT,
     "uploadTooLarge": _TOO_LARGE,
@@ -163,15 +121,15 @@ REASONS: Mapping[str, Meaning] = {
 }
 
 STATUSES: Mapping[int, Meaning] = {
-    400: _REFUSED,
+    400: REFUSED,
     401: _NOT_ACCEPTED,
     403: _FORBIDDEN,
-    404: _GONE,
+    404: GONE,
     405: _UNSUPPORTED,
-    408: _UNREACHABLE,
-    409: _CONFLICT,
+    408: UNREACHABLE,
+    409: CONFLICT,
     410: _UPLOAD_GONE,
-    412: _CHANGED,
+    412: CHANGED,
     413: _TOO_LARGE,
     429: _THROTTLED,
     499: _UPLOAD_GONE,
@@ -180,28 +138,27 @@ STATUSES: Mapping[int, Meaning] = {
 
 # The service has no reason of their own for these; its words tell.
 WORDS: Mapping[tuple[int, str], Meaning] = {
-    (400, r"crc32c|md5|checksum|doesn't match calculated"): _CORRUPT,
+    (400, r"crc32c|md5|checksum|doesn't match calculated"): CORRUPT,
     (400, r"kms"): _KMS,
     (403, r"kms"): _KMS,
     (403, r"billing"): _BILLING,
-    (404, r"bucket does not exist"): _NO_BUCKET,
+    (404, r"bucket does not exist"): NO_BUCKET,
 }
 
 # The first row that fits counts: special ones come before their parents.
 EXCEPTIONS: Mapping[type[Exception], Meaning] = {
     auth.DefaultCredentialsError: _NO_CREDENTIALS,
     auth.RefreshError: _NOT_RENEWED,
-    auth.TransportError: _UNREACHABLE,
+    auth.TransportError: UNREACHABLE,
     auth.GoogleAuthError: _NOT_ACCEPTED,
     requests.exceptions.SSLError: _TLS,
-    requests.exceptions.InvalidURL: _REFUSED,
-    requests.exceptions.InvalidSchema: _REFUSED,
-    requests.RequestException: _UNREACHABLE,
-    urllib3.exceptions.HTTPError: _UNREACHABLE,
-    OSError: _UNREACHABLE,
+    requests.exceptions.InvalidURL: REFUSED,
+    requests.exceptions.InvalidSchema: REFUSED,
+    requests.RequestException: UNREACHABLE,
+    urllib3.exceptions.HTTPError: UNREACHABLE,
+    OSError: UNREACHABLE,
 }
 
-MAX_WAIT_SECONDS = 60.0  # More than that, a person should hear of it.
 _MAX_WORDS = 300
 
 
@@ -218,17 +175,11 @@ def of_answer(
     status = response.status_code
     reason, words = _said(response)
     meaning = _meaning(status, reason, words)
-    if is_session and meaning is _GONE:
+    if is_session and meaning is GONE:
         meaning = _UPLOAD_GONE
-    asked = response.headers.get("Retry-After", "")
     said = " ".join(filter(None, (str(status), reason, words)))
-    return meaning.error(
-        f"cannot {doing}: {meaning.advice} ({said})",
-        temporary=meaning.is_temporary,
-        wait_seconds=(
-            min(float(asked), MAX_WAIT_SECONDS) if asked.isdecimal() else 0.0
-        ),
-    )
+    asked = response.headers.get("Retry-After", "")
+    return meaning.told(doing, said, asked_to_wait=asked)
 
 
 def of_exception(error: Exception, doing: str) -> StoreError:
@@ -237,32 +188,26 @@ def of_exception(error: Exception, doing: str) -> StoreError:
     Only the exception's kind is repeated: its words may hold a session's URL.
     """
     meaning = next(
-        (row for kind, row in EXCEPTIONS.items() if isinstance(error, kind)), _REFUSED
+        (row for kind, row in EXCEPTIONS.items() if isinstance(error, kind)), REFUSED
     )
     if isinstance(error, auth.RefreshError):
         if error.retryable:
-            meaning = _UNREACHABLE
+            meaning = UNREACHABLE
         elif re.search(r"\biat\b|\bclock\b", str(error)):
             meaning = _CLOCK_SKEW
-    return meaning.error(
-        f"cannot {doing}: {meaning.advice} ({type(error).__name__})",
-        temporary=meaning.is_temporary,
-    )
+    return meaning.told(doing, type(error).__name__)
 
 
-def corrupt(doing: str, details: str) -> CorruptObject:
+def corrupt(doing: str, details: str) -> StoreError:
     """Say that what we counted is not what the service counted."""
-    return CorruptObject(
-        f"cannot {doing}: {_CORRUPT.advice} ({details})", temporary=True
-    )
+    return CORRUPT.told(doing, details)
 
 
 def _meaning(status: int, reason: str, words: str) -> Meaning:
     for (its_status, pattern), row in WORDS.items():
         if status == its_status and re.search(pattern, words, re.IGNORECASE):
             return row
-    other = _BUSY if status >= 500 else _REFUSED  # noqa: PLR2004 (an HTTP status)
-    return REASONS.get(reason) or STATUSES.get(status, other)
+    return REASONS.get(reason) or STATUSES.get(status) or of_status(status)
 
 
 def _said(response: requests.Response) -> tuple[str, str]:

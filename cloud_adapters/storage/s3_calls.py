@@ -180,11 +180,7 @@ class S3Calls:
         """Take no empty answer for a short one: an end of all objects, for example."""
         field_name = _ALWAYS_THERE.get(operation)
         if field_name is not None and field_name not in answer:
-            unclear = s3_errors.UNCLEAR
-            raise unclear.error(
-                f"cannot {doing}: {unclear.advice} (no {field_name} in its answer)",
-                temporary=unclear.is_temporary,
-            )
+            raise s3_errors.UNCLEAR.told(doing, f"no {field_name} in its answer")
 
     def understand(self, doing: str, request: Callable[[], _Result]) -> _Result:
         """Do something with the client or its streams, and translate what it raises."""

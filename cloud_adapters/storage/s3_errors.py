@@ -6,7 +6,6 @@ what the service says; never a header, a signature or a token.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
@@ -14,54 +13,31 @@ import botocore.exceptions as boto
 import urllib3.exceptions
 from botocore.parsers import ResponseParserError
 
+from cloud_adapters.storage.meanings import (
+    BUSY,
+    CHANGED,
+    CONFLICT,
+    CORRUPT,
+    GONE,
+    NO_BUCKET,
+    QUOTA,
+    REFUSED,
+    UNREACHABLE,
+    Meaning,
+    of_status,
+)
 from federation.errors import (
     BucketNotFound,
-    CorruptObject,
     NotAuthenticated,
-    ObjectChanged,
-    ObjectNotFound,
     StoreError,
     StoreForbidden,
     StoreThrottled,
     StoreUnavailable,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """What a code or an exception means to us.
-
-    Attributes:
-        error: What to raise.
-        advice: What a person can do.
-        is_temporary: Whether the same request may succeed a moment later.
-    """
-
-    error: type[StoreError]
-    advice: str
-    is_temporary: bool = False
-
-
-_GONE = Meaning(ObjectNotFound, "there is no such object")
-_NO_BUCKET = Meaning(
-    BucketNotFound,
-    "the bucket does not exist: correct its name in the URL, or create it",
-)
 _ELSEWHERE = Meaning(
     BucketNotFound,
     "the bucket lies in another region: name that region in the job or in AWS_REGION",
-)
-_CHANGED = Meaning(ObjectChanged, "the object is not of the version that was named")
-_CONFLICT = Meaning(
-    StoreUnavailable,
-    "others write the same object at the same time; try again later",
-    is_temporary=True,
-)
-_CORRUPT = Meaning(
-    CorruptObject,
-    "other bytes arrived than were sent: if it happens again, look for a proxy or "
-    "a network device on the way that changes traffic",
-    is_temporary=True,
 )
 _FORBIDDEN = Meaning(
     StoreForbidden,
@@ -99,23 +75,10 @@ _THROTTLED = Meaning(
     "more prefixes",
     is_temporary=True,
 )
-_BUSY = Meaning(
-    StoreUnavailable,
-    "the service has a fault of its own: try again later, and see its status page",
-    is_temporary=True,
-)
-_UNREACHABLE = Meaning(
-    StoreUnavailable,
-    "the connection failed or broke: check network, endpoint, proxy and firewall",
-    is_temporary=True,
-)
 _TOO_LARGE = Meaning(
     StoreUnavailable,
     "the service does not take an object or a part of this size: write it in several "
     "objects",
-)
-_QUOTA = Meaning(
-    StoreUnavailable, "a quota is used up: free space or ask for a higher one"
 )
 _ARCHIVED = Meaning(
     StoreUnavailable,
@@ -131,9 +94,6 @@ _UNSUPPORTED = Meaning(
     "the endpoint does not do this: it has to support conditional writes and "
     "CRC32C checksums, as Amazon S3 does",
 )
-_REFUSED = Meaning(
-    StoreUnavailable, "the service refuses the request as it is: correct what it names"
-)
 _TLS = Meaning(
     StoreUnavailable,
     "the endpoint's certificate is not trusted here: set AWS_CA_BUNDLE to your "
@@ -146,22 +106,22 @@ UNCLEAR = Meaning(
 )
 
 CODES: Mapping[str, Meaning] = {
-    "NoSuchKey": _GONE,
-    "NoSuchVersion": _GONE,
-    "NoSuchBucket": _NO_BUCKET,
-    "InvalidBucketName": _NO_BUCKET,
+    "NoSuchKey": GONE,
+    "NoSuchVersion": GONE,
+    "NoSuchBucket": NO_BUCKET,
+    "InvalidBucketName": NO_BUCKET,
     "PermanentRedirect": _ELSEWHERE,
     "TemporaryRedirect": _ELSEWHERE,
     "AuthorizationHeaderMalformed": _ELSEWHERE,
     "IllegalLocationConstraintException": _ELSEWHERE,
-    "PreconditionFailed": _CHANGED,
-    "ConditionalRequestConflict": _CONFLICT,
-    "OperationAborted": _CONFLICT,
-    "BadDigest": _CORRUPT,
-    "XAmzContentChecksumMismatch": _CORRUPT,
-    "XAmzContentSHA256Mismatch": _CORRUPT,
-    "IncompleteBody": _UNREACHABLE,
-    "RequestTimeout": _UNREACHABLE,
+    "PreconditionFailed": CHANGED,
+    "ConditionalRequestConflict": CONFLICT,
+    "OperationAborted": CONFLICT,
+    "BadDigest": CORRUPT,
+    "XAmzContentChecksumMismatch": CORRUPT,
+    "XAmzContentSHA256Mismatch": CORRUPT,
+    "IncompleteBody": UNREACHABLE,
+    "RequestTimeout": UNREACHABLE,
     "AccessDenied": _FORBIDDEN,
     "AllAccessDisabled": _FORBIDDEN,
     "AccountProblem": _FORBIDDEN,
@@ -190,26 +150,26 @@ CODES: Mapping[str, Meaning] = {
     "Throttling": _THROTTLED,
     "ThrottlingException": _THROTTLED,
     "KMS.ThrottlingException": _THROTTLED,
-    "InternalError": _BUSY,
-    "ServiceUnavailable": _BUSY,
+    "InternalError": BUSY,
+    "ServiceUnavailable": BUSY,
     "EntityTooLarge": _TOO_LARGE,
     "EntityTooSmall": _TOO_LARGE,
     "MaxMessageLengthExceeded": _TOO_LARGE,
-    "QuotaExceeded": _QUOTA,
-    "ServiceQuotaExceeded": _QUOTA,
-    "XMinioStorageFull": _QUOTA,
+    "QuotaExceeded": QUOTA,
+    "ServiceQuotaExceeded": QUOTA,
+    "XMinioStorageFull": QUOTA,
     "InvalidObjectState": _ARCHIVED,
     "NoSuchUpload": _UPLOAD_GONE,
     "NotImplemented": _UNSUPPORTED,
     "MethodNotAllowed": _UNSUPPORTED,
     "InvalidStorageClass": _UNSUPPORTED,
-    "KeyTooLongError": _REFUSED,
-    "MetadataTooLarge": _REFUSED,
-    "InvalidArgument": _REFUSED,
-    "InvalidRequest": _REFUSED,
-    "InvalidPart": _REFUSED,
-    "InvalidPartOrder": _REFUSED,
-    "MalformedXML": _REFUSED,
+    "KeyTooLongError": REFUSED,
+    "MetadataTooLarge": REFUSED,
+    "InvalidArgument": REFUSED,
+    "InvalidRequest": REFUSED,
+    "InvalidPart": REFUSED,
+    "InvalidPartOrder": REFUSED,
+    "MalformedXML": REFUSED,
 }
 
 # Where the code says nothing: answers to HEAD have no body, and some endpoints
@@ -219,15 +179,15 @@ STATUSES: Mapping[int, Meaning] = {
     307: _ELSEWHERE,
     401: _WRONG_KEY,
     403: _FORBIDDEN,
-    404: _GONE,
+    404: GONE,
     405: _UNSUPPORTED,
-    408: _UNREACHABLE,
-    409: _CONFLICT,
-    412: _CHANGED,
+    408: UNREACHABLE,
+    409: CONFLICT,
+    412: CHANGED,
     413: _TOO_LARGE,
     429: _THROTTLED,
     501: _UNSUPPORTED,
-    507: _QUOTA,
+    507: QUOTA,
 }
 
 # The first row that fits counts: special ones come before their parents.
@@ -243,21 +203,19 @@ EXCEPTIONS: Mapping[type[Exception], Meaning] = {
     boto.InvalidConfigError: _NO_CREDENTIALS,
     boto.SSOError: _EXPIRED,
     boto.SSLError: _TLS,
-    boto.FlexibleChecksumError: _CORRUPT,
-    boto.HTTPClientError: _UNREACHABLE,
-    boto.ConnectionError: _UNREACHABLE,
-    boto.IncompleteReadError: _UNREACHABLE,
-    urllib3.exceptions.HTTPError: _UNREACHABLE,
-    HTTPException: _UNREACHABLE,
-    OSError: _UNREACHABLE,
+    boto.FlexibleChecksumError: CORRUPT,
+    boto.HTTPClientError: UNREACHABLE,
+    boto.ConnectionError: UNREACHABLE,
+    boto.IncompleteReadError: UNREACHABLE,
+    urllib3.exceptions.HTTPError: UNREACHABLE,
+    HTTPException: UNREACHABLE,
+    OSError: UNREACHABLE,
     ResponseParserError: UNCLEAR,
-    boto.BotoCoreError: _REFUSED,
+    boto.BotoCoreError: REFUSED,
 }
 
 # What to translate; all else that is raised on the way is a mistake in the code.
 FAILURES = (boto.ClientError, *EXCEPTIONS)
-
-MAX_WAIT_SECONDS = 60.0  # More than that, a person should hear of it.
 
 
 def code_of(error: BaseException | None) -> str:
@@ -287,10 +245,7 @@ def _meaning_of_answer(code: str, status: int) -> Meaning:
     row = CODES.get(code)
     if row is None and code.startswith("KMS."):
         row = _KMS_FORBIDDEN
-    row = row or STATUSES.get(status)
-    if row is None:
-        row = _BUSY if status >= 500 else _REFUSED  # noqa: PLR2004 (an HTTP status)
-    return row
+    return row or STATUSES.get(status) or of_status(status)
 
 
 def translate(error: Exception, doing: str) -> StoreError:
@@ -300,23 +255,16 @@ def translate(error: Exception, doing: str) -> StoreError:
         error: What was raised, one of ``FAILURES``; keep it as the cause.
         doing: What was being done, and where: ``read s3://bucket/key``.
     """
-    meaning = meaning_of(error)
-    said = "; ".join(_said(error))
-    return meaning.error(
-        f"cannot {doing}: {meaning.advice} ({said})",
-        temporary=meaning.is_temporary,
-        wait_seconds=_asked_to_wait(error),
+    return meaning_of(error).told(
+        doing,
+        "; ".join(_said(error)),
+        asked_to_wait=_headers(error).get("retry-after", ""),
     )
 
 
-def _asked_to_wait(error: Exception) -> float:
+def _headers(error: Exception) -> Mapping[str, str]:
     if not isinstance(error, boto.ClientError):
-        return 0.0
-    asked = _headers(error).get("retry-after", "")
-    return min(float(asked), MAX_WAIT_SECONDS) if asked.isdecimal() else 0.0
-
-
-def _headers(error: boto.ClientError) -> Mapping[str, str]:
+        return {}
     answer: Mapping[str, Any] = error.response.get("ResponseMetadata", {})
     headers: Mapping[str, str] = answer.get("HTTPHeaders", {})
     return headers

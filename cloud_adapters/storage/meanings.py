@@ -1,0 +1,88 @@
+"""What any service may answer, in this product's errors, and how that is told.
+
+Each service has tables of its own, from what it says to one of these rows or to a row
+of its own: ``s3_errors``, ``gcs_errors``, and those of the key services.
+"""
+
+from dataclasses import dataclass
+
+from federation.errors import (
+    BucketNotFound,
+    CorruptObject,
+    ObjectChanged,
+    ObjectNotFound,
+    StoreError,
+    StoreUnavailable,
+)
+
+MAX_WAIT_SECONDS = 60.0  # More than that, a person should hear of it.
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What an answer or an exception means to us.
+
+    Attributes:
+        error: What to raise.
+        advice: What a person can do.
+        is_temporary: Whether the same request may succeed a moment later.
+    """
+
+    error: type[StoreError]
+    advice: str
+    is_temporary: bool = False
+
+    def told(self, doing: str, said: str, *, asked_to_wait: str = "") -> StoreError:
+        """Make the error.
+
+        Args:
+            doing: What was being done, and where: ``read s3://bucket/key``.
+            said: What the service says, as far as it is safe to repeat.
+            asked_to_wait: The answer's Retry-After, of which only seconds count.
+        """
+        seconds = float(asked_to_wait) if asked_to_wait.isdecimal() else 0.0
+        return self.error(
+            f"cannot {doing}: {self.advice} ({said})",
+            temporary=self.is_temporary,
+            wait_seconds=min(seconds, MAX_WAIT_SECONDS),
+        )
+
+
+GONE = Meaning(ObjectNotFound, "there is no such object")
+NO_BUCKET = Meaning(
+    BucketNotFound,
+    "the bucket does not exist: correct its name in the URL, or create it",
+)
+CHANGED = Meaning(ObjectChanged, "the object is not of the version that was named")
+CONFLICT = Meaning(
+    StoreUnavailable,
+    "others write the same object at the same time; try again later",
+    is_temporary=True,
+)
+CORRUPT = Meaning(
+    CorruptObject,
+    "other bytes arrived than were sent: if it happens again, look for a proxy or "
+    "a network device on the way that changes traffic",
+    is_temporary=True,
+)
+BUSY = Meaning(
+    StoreUnavailable,
+    "the service has a fault of its own: try again later, and see its status page",
+    is_temporary=True,
+)
+UNREACHABLE = Meaning(
+    StoreUnavailable,
+    "the connection failed or broke: check network, endpoint, proxy and firewall",
+    is_temporary=True,
+)
+QUOTA = Meaning(
+    StoreUnavailable, "a quota is used up: free space or ask for a higher one"
+)
+REFUSED = Meaning(
+    StoreUnavailable, "the service refuses the request as it is: correct what it names"
+)
+
+
+def of_status(status: int) -> Meaning:
+    """What a status of HTTP means that no table has."""
+    return BUSY if status >= 500 else REFUSED  # noqa: PLR2004 (an HTTP status)
