@@ -77,11 +77,17 @@ def kinds(replies: Sequence[Reply]) -> list[str]:
 
 
 class Gate:
-    """Sites wait here until the test lets them go on."""
+    """Sites wait here until the test lets them go on.
 
-    def __init__(self, *held: str) -> None:
-        """Hold the named sites, in round 1."""
+    For them alone time passes: ``clock`` moves on when one is held, so that it misses
+    its deadline and no other does, however busy the machine is.
+    """
+
+    def __init__(self, *held: str, seconds: float = SHORT) -> None:
+        """Hold the named sites, in round 1, each for ``seconds`` of the clock."""
         self._held = held
+        self._seconds = seconds
+        self.clock = VirtualClock()
         self.entered = threading.Semaphore(0)
         self.opened = threading.Event()
         self.passed = threading.Semaphore(0)
@@ -89,6 +95,7 @@ class Gate:
     def __call__(self, task: RoundTask) -> SiteUpdate:
         """Answer, after the gate was opened."""
         if task.site in self._held and task.round_index == 1:
+            self.clock.sleep(self._seconds)
             self.entered.release()
             self.opened.wait(timeout=PATIENT)
             self.passed.release()
@@ -125,7 +132,7 @@ def _threads_end() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "crossfed-site" and thread not in before:
-            thread.join(timeout=10)
+            thread.join(timeout=PATIENT)
             assert not thread.is_alive()
 
 
@@ -254,7 +261,7 @@ def test_handler_that_returns_no_message():
 def test_hanging_site_gives_up_its_thread():
     """The others go on, and it is busy until it comes back; then it is late."""
     gate = Gate(SITES[0])
-    with grid_of(gate) as grid:
+    with grid_of(gate, clock=gate.clock) as grid:
         first = list(grid.exchange(tasks(), deadline_seconds=SHORT))
         second = list(grid.exchange(tasks(2), deadline_seconds=PATIENT))
         gate.opened.set()
@@ -270,7 +277,7 @@ def test_hanging_site_gives_up_its_thread():
 def test_late_answer_counts_its_bytes_up_and_keeps_no_update():
     """The task's bytes were counted with the deadline."""
     gate = Gate(SITES[0])
-    with grid_of(gate) as grid:
+    with grid_of(gate, clock=gate.clock) as grid:
         (missed,) = grid.exchange(tasks(sites=SITES[:1]), deadline_seconds=SHORT)
         gate.opened.set()
         _wait_until(lambda: not grid._busy)
@@ -284,7 +291,7 @@ def test_late_answer_counts_its_bytes_up_and_keeps_no_update():
 def test_every_site_hangs():
     """Each has its own deadline, and there is always a thread for the next."""
     gate = Gate(*SITES)
-    with grid_of(gate) as grid:
+    with grid_of(gate, clock=gate.clock) as grid:
         replies = list(grid.exchange(tasks(), deadline_seconds=SHORT))
         again = list(grid.exchange(tasks(2), deadline_seconds=PATIENT))
         gate.opened.set()
@@ -300,7 +307,7 @@ def test_crash_after_the_deadline_is_not_told_twice():
         gate(task)
         return toy.failure(task.site, round_index=task.round_index)
 
-    with grid_of(answer) as grid:
+    with grid_of(answer, clock=gate.clock) as grid:
         list(grid.exchange(tasks(sites=SITES[:1]), deadline_seconds=SHORT))
         gate.opened.set()
         _wait_until(lambda: not grid._busy)
@@ -347,7 +354,9 @@ def test_left_exchange_does_not_make_its_sites_busy():
     """The next task of a site waits until it has finished the last."""
     gate = Gate(SITES[0])
     with grid_of(gate, workers=2) as grid:
-        replies = grid.exchange(tasks(sites=SITES[1:] + SITES[:1]), deadline_seconds=9)
+        replies = grid.exchange(
+            tasks(sites=SITES[1:] + SITES[:1]), deadline_seconds=PATIENT
+        )
         next(replies)
         gate.entered.acquire()
         replies.close()
@@ -363,9 +372,9 @@ def test_left_exchange_does_not_make_its_sites_busy():
 def test_site_that_hangs_in_a_left_exchange():
     """Its thread is given up when its deadline passes, and it is busy."""
     gate = Gate(SITES[0])
-    with grid_of(gate) as grid:
+    with grid_of(gate, clock=gate.clock) as grid:
         replies = grid.exchange(
-            tasks(sites=SITES[1:] + SITES[:1]), deadline_seconds=0.2
+            tasks(sites=SITES[1:] + SITES[:1]), deadline_seconds=SHORT
         )
         next(replies)
         gate.entered.acquire()
@@ -419,19 +428,21 @@ def test_close_in_the_middle_wakes_who_waits():
     closer.join()
 
 
-def test_close_does_not_wait_for_hanging_sites():
+def test_close_does_not_wait_for_hanging_sites(monkeypatch: pytest.MonkeyPatch):
     """Nor for those that were given up."""
+    monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", PATIENT)
     gate = Gate(SITES[0])
-    grid = grid_of(gate)
+    grid = grid_of(gate, clock=gate.clock)
     with closing(grid):
         list(grid.exchange(tasks(), deadline_seconds=SHORT))
         start = SystemClock().monotonic()
-    assert SystemClock().monotonic() - start < inproc_grid.CLOSING_SECONDS
+    assert SystemClock().monotonic() - start < PATIENT / 2
     gate.opened.set()
 
 
-def test_close_waits_a_little_for_sites_at_work():
+def test_close_waits_a_little_for_sites_at_work(monkeypatch: pytest.MonkeyPatch):
     """They may be inside a library that must not be cut off."""
+    monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", PATIENT)
     gate = Gate(SITES[0])
     with grid_of(gate, workers=2) as grid:
         replies = grid.exchange(tasks(sites=SITES[::-1]), deadline_seconds=PATIENT)
@@ -512,8 +523,9 @@ def test_left_exchange_keeps_no_update():
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
+    end = SystemClock().monotonic() + PATIENT
+    while SystemClock().monotonic() < end:
         if condition():
             return
         SystemClock().sleep(0.001)
-    raise AssertionError("it did not come to pass within 5 s")
+    raise AssertionError(f"it did not come to pass within {PATIENT:g} s")
