@@ -67,21 +67,39 @@ def parse_place(url: str, *, partition: str = "aws") -> Place:
 
 
 def site_policy(
-    *, reads: Sequence[Place], writes: Place, kms_key: str | None = None
+    *,
+    reads: Sequence[Place],
+    writes: Place,
+    kms_key: str | None = None,
+    encryption_key: str | None = None,
+    may_rewrap: bool = False,
 ) -> str:
     """Write the policy of a site's role, as JSON.
 
     Args:
         reads: Where its data lie.
         writes: The one place that it writes to, and may read and clear.
-        kms_key: ARN of the key that encrypts these places; None for keys of S3.
+        kms_key: ARN of the key with which S3 encrypts these places; None for keys of
+            S3. It is used through S3 alone.
+        encryption_key: ARN of the key of ``storage.encryption``, with which the site
+            itself encrypts; None for none. It is used for data keys of objects alone.
+        may_rewrap: Whether it may also wrap data keys anew with that key.
 
     Raises:
-        ValueError: ``kms_key`` is not the ARN of one key.
+        ValueError: A key is not the ARN of one.
     """
-    if kms_key is not None and _KMS_KEY.fullmatch(kms_key) is None:
-        raise ValueError(f"{kms_key!r} is not the ARN of a KMS key")
-    return _render("aws-site.json.j2", reads=reads, writes=writes, kms_key=kms_key)
+    for key in (kms_key, encryption_key):
+        if key is not None and _KMS_KEY.fullmatch(key) is None:
+            raise ValueError(f"{key!r} is not the ARN of a KMS key")
+    actions = ["kms:Decrypt", "kms:GenerateDataKey"]
+    return _render(
+        "aws-site.json.j2",
+        reads=reads,
+        writes=writes,
+        kms_key=kms_key,
+        encryption_key=encryption_key,
+        encryption_actions=[*actions, "kms:Encrypt"] if may_rewrap else actions,
+    )
 
 
 def bucket_policy(place: Place) -> str:
@@ -116,7 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     site = kinds.add_parser("site", help="policy of a site's role")
     site.add_argument("--reads", action="append", default=[], metavar="S3_URL")
     site.add_argument("--writes", required=True, metavar="S3_URL")
-    site.add_argument("--kms-key", metavar="ARN")
+    site.add_argument("--kms-key", metavar="ARN", help="the bucket's own")
+    site.add_argument(
+        "--encryption-key", metavar="ARN", help="of storage.encryption in the job"
+    )
+    site.add_argument(
+        "--rewraps", action="store_true", help="allow crossfed storage rewrap as well"
+    )
     bucket = kinds.add_parser("bucket", help="policy of a bucket")
     bucket.add_argument("url", metavar="S3_URL")
     kinds.add_parser("lifecycle", help="lifecycle of a bucket")
@@ -138,6 +162,8 @@ def _policy(options: argparse.Namespace) -> str:
             reads=[parse_place(url, partition=partition) for url in options.reads],
             writes=parse_place(options.writes, partition=partition),
             kms_key=options.kms_key,
+            encryption_key=options.encryption_key,
+            may_rewrap=options.rewraps,
         )
     if options.kind == "bucket":
         return bucket_policy(parse_place(options.url, partition=partition))

@@ -7,7 +7,7 @@ bound to its key, to a version of it and to the additional authenticated data.
 import base64
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +44,14 @@ class FakeKms(GoogleServer):
     Attributes:
         keys: By name.
         allowed: Whether the caller may use them.
+        allows: Decides by permission and key instead, if set.
         faults: Refusals that the next requests get.
     """
 
     def __init__(self) -> None:
         self.keys: dict[str, Key] = {}
         self.allowed = True
+        self.allows: Callable[[str, str], bool] | None = None
         self.faults: list[Refusal] = []
         self.spoil: str | None = None
         self._api = Api("cloudkms.v1")
@@ -76,7 +78,9 @@ class FakeKms(GoogleServer):
         body = json.loads(request.body)
         self._api.check_request(call.method_id, body)
         name = call.params["name"]
-        if not self.allowed:
+        verb_of = call.method_id.rpartition(".")[2].capitalize()
+        permission = f"cloudkms.cryptoKeyVersions.useTo{verb_of}"
+        if not (self.allowed if self.allows is None else self.allows(permission, name)):
             raise Refusal(403, "PERMISSION_DENIED", f"Permission denied on {name}")
         if name not in self.keys:
             raise Refusal(404, "NOT_FOUND", f"CryptoKey {name} not found.")

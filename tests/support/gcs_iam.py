@@ -8,6 +8,18 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+# Of Cloud KMS, as its documentation lists them:
+# https://cloud.google.com/kms/docs/reference/permissions-and-roles.
+PERMISSIONS_OF_ROLES = {
+    "roles/cloudkms.cryptoKeyEncrypterDecrypter": {
+        "cloudkms.cryptoKeyVersions.useToDecrypt",
+        "cloudkms.cryptoKeyVersions.useToEncrypt",
+        "cloudkms.locations.get",
+        "cloudkms.locations.list",
+        "resourcemanager.projects.get",
+    }
+}
+
 _STRING = r'("(?:[^"\\]|\\.)*")'
 _EXPRESSION = re.compile(
     rf"resource\.name\.startsWith\({_STRING}\) \|\| "

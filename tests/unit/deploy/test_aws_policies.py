@@ -9,6 +9,7 @@ from urllib.request import Request, urlopen
 import pytest
 from support import s3_server as servers
 
+from cloud_adapters.storage.encrypted import context_of
 from cloud_adapters.storage.s3 import S3Store
 from deploy import aws_policies
 from federation.errors import StoreForbidden
@@ -54,11 +55,11 @@ def site_client(s3_server: servers.S3Server) -> Iterator[Any]:
         service.delete_bucket(Bucket=bucket)
 
 
-def without_conditions() -> str:
-    """The test server takes a condition on s3:prefix for one that never holds."""
+def without_conditions(**options: Any) -> str:
+    """The test server takes a condition that it does not know for one that fails."""
     kept = [
         {name: value for name, value in entry.items() if name != "Condition"}
-        for entry in statements().values()
+        for entry in statements(**options).values()
     ]
     return json.dumps({"Version": "2012-10-17", "Statement": kept})
 
@@ -155,7 +156,7 @@ def test_listing_is_for_own_prefixes(statement: str, allowed: set[str]):
 
 def test_policy_has_no_wide_grant():
     """No statement is for all actions or all resources."""
-    for entry in statements(kms_key=KEY).values():
+    for entry in statements(kms_key=KEY, encryption_key=KEY).values():
         actions = entry["Action"]
         for action in [actions] if isinstance(actions, str) else actions:
             assert "*" not in action
@@ -188,16 +189,35 @@ def test_refused_places(url: str, capsys: pytest.CaptureFixture[str]):
     assert "PREFIX" in capsys.readouterr().err
 
 
-def test_refused_key():
+@pytest.mark.parametrize("name", ["kms_key", "encryption_key"])
+def test_refused_key(name: str):
     """An alias or a pattern is not one key."""
+    options: dict[str, Any] = {name: "arn:aws:kms:*:key/*"}
     with pytest.raises(ValueError, match="KMS"):
-        aws_policies.site_policy(reads=[], writes=WRITES, kms_key="arn:aws:kms:*:key/*")
+        aws_policies.site_policy(reads=[], writes=WRITES, **options)
+
+
+def test_encryption_key_is_for_data_keys_of_objects():
+    """The condition, which the test server does not know, is on the real context."""
+    assert "EncryptBeforeSending" not in statements()
+    granted = statements(encryption_key=KEY)["EncryptBeforeSending"]
+    assert granted["Resource"] == KEY
+    asked = granted["Condition"]["StringEquals"]
+    assert asked == {
+        f"kms:EncryptionContext:{name}": value
+        for name, value in context_of("key").items()
+        if name != "key"
+    }
 
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
         (["site", "--reads", "s3://data/x", "--writes", "s3://runs/x"], "Statement"),
+        (
+            ["site", "--writes", "s3://runs/x", "--encryption-key", KEY, "--rewraps"],
+            "Statement",
+        ),
         (["--partition", "aws-cn", "bucket", "s3://runs/x"], "Statement"),
         (["lifecycle"], "Rules"),
     ],

@@ -9,12 +9,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support import gcs_iam, gcs_stores
+from support import gcs_iam, gcs_stores, key_services
 from support.fake_gcs import KIB_256, FakeGcs
+from support.fake_kms import FakeKms
 from support.gcs_iam import Binding
 
+from cloud_adapters.storage.encrypted import EncryptedStore
 from cloud_adapters.storage.gcs import GcsStore
-from deploy.gcp_policies import condition, main, parse_place, role
+from cloud_adapters.storage.memory import MemoryStore
+from deploy.gcp_policies import condition, key_binding, main, parse_place, role
 from federation.errors import ObjectNotFound, StoreForbidden
 
 pytestmark = pytest.mark.slow
@@ -147,3 +150,64 @@ def test_command_prints_what_gcloud_takes(
     said = json.loads(capsys.readouterr().out)
     assert set(said) == {"title", "description", "expression"}
     assert '"projects/_/buckets/runs/objects/sites/a/"' in said["expression"]
+
+
+KEY = "projects/p-1/locations/europe-west4/keyRings/ring/cryptoKeys/runs"
+SITE = "site@p-1.iam.gserviceaccount.com"
+
+
+def test_binding_of_a_key(capsys: pytest.CaptureFixture[str]):
+    """One role on one key, for one account."""
+    assert main(["key", KEY, SITE]) == 0
+    (binding,) = json.loads(capsys.readouterr().out)["bindings"]
+    assert binding == {
+        "role": "roles/cloudkms.cryptoKeyEncrypterDecrypter",
+        "members": [f"serviceAccount:{SITE}"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "account"),
+    [
+        (KEY.rpartition("/cryptoKeys")[0], SITE),
+        (f"{KEY}/cryptoKeyVersions/1", SITE),
+        (KEY, "allUsers"),
+        (KEY, "someone@example.com"),
+    ],
+)
+def test_refused_bindings_of_keys(
+    key: str, account: str, capsys: pytest.CaptureFixture[str]
+):
+    """A ring, a version, everybody and a person are not what a site needs."""
+    assert main(["key", key, account]) == 2
+    assert capsys.readouterr().err
+
+
+@pytest.fixture
+def kms(kms_server: FakeKms) -> Iterator[FakeKms]:
+    """Cloud KMS, which gives the site what the printed policies say."""
+    yield kms_server
+    kms_server.allows = None
+
+
+def test_policy_of_a_key_is_all_that_encryption_needs(kms: FakeKms):
+    """Held against the permissions of Google's predefined role."""
+    own, other = kms.add_key(), kms.add_key()
+    policies = {own: json.loads(key_binding(own, SITE))}
+
+    def allows(permission: str, key: str) -> bool:
+        bindings = policies.get(key, {"bindings": []})["bindings"]
+        return any(
+            f"serviceAccount:{SITE}" in entry["members"]
+            and permission in gcs_iam.PERMISSIONS_OF_ROLES[entry["role"]]
+            for entry in bindings
+        )
+
+    kms.allows = allows
+    service = key_services.gcp_kms_service(kms, own)
+    store = EncryptedStore(MemoryStore(), service, prefix="job/run/")
+    store.put("blob", [b"weights"])
+    assert store.read("blob") == b"weights"
+    store.rewrap("blob")
+    with pytest.raises(StoreForbidden, match="cryptoKeyEncrypterDecrypter"):
+        key_services.gcp_kms_service(kms, other).generate({})
