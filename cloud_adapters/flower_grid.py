@@ -13,6 +13,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_site
+from cloud_adapters.flower_roll_call import RollCall, gist, meet
 from federation import wire
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
@@ -38,6 +39,9 @@ LATE_SECONDS = 60.0
 QUEUE = 2
 # Flower's own delays, where nodes share processes.
 GRACE_SECONDS = 2.0
+# Nodes of ours send heartbeats every three seconds: see flower_node.
+SILENT_SECONDS = 12.0
+LOOK_SECONDS = 1.0
 # Answers that may be held back for one that is due before them.
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
@@ -80,21 +84,27 @@ class FlowerGrid:
         api: FlowerApi,
         sites: Sequence[SiteId],
         *,
-        job_text: str,
         clock: Clock,
+        job_text: str = "",
+        roll_call: RollCall | None = None,
+        required: int | None = None,
         ordered: bool = False,
         workers: int | None = None,
         connect_seconds: float = CONNECT_SECONDS,
         poll_seconds: float = POLL_SECONDS,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Give each site a node, in ascending order of their ids, and greet them.
+        """Find a node for each site, and have it ready for work.
 
         Args:
             api: Flower's own grid.
             sites: In the order of the job.
-            job_text: Handed to every site with its tasks.
             clock: Measures deadlines and durations.
+            job_text: Handed to every site with its tasks; empty where sites know it.
+            roll_call: Tells which node is which site. Without it nodes are as good
+                as each other: they are dealt out in ascending order of their ids.
+            required: Sites that must be there after ``connect_seconds``; all of them
+                by default.
             ordered: Yield replies in the order of the tasks, so that sums of
                 floating-point updates are the same in every run; otherwise as they
                 arrive.
@@ -119,13 +129,27 @@ class FlowerGrid:
         self._stopped = stopped
         self._late: dict[str, _Question] = {}
         deadline = clock.monotonic() + connect_seconds
-        nodes = self._wait_for_nodes(len(sites), deadline)
-        self._nodes = dict(zip(sites, nodes, strict=True))
-        self._greet(deadline)
+        self._sites = tuple(sites)
+        self._nodes: dict[SiteId, int]
+        self._next_look = clock.monotonic()
+        if roll_call is None:
+            nodes = self._wait_for_nodes(len(sites), deadline)
+            self._nodes = dict(zip(sites, nodes, strict=True))
+            self._greet(deadline)
+        else:
+            self._nodes = meet(
+                api,
+                roll_call,
+                self._sites,
+                deadline=deadline,
+                required=len(sites) if required is None else required,
+                clock=clock,
+                pause=self._pause,
+            )
 
     def sites(self) -> Sequence[SiteId]:
         """Every site, in the order of the job."""
-        return tuple(self._nodes)
+        return self._sites
 
     def exchange(
         self, tasks: Sequence[Task], *, deadline_seconds: float
@@ -138,7 +162,7 @@ class FlowerGrid:
             ValueError: A task is for a site that the grid does not have.
             FederationError: Flower has ended.
         """
-        unknown = [task.site for task in tasks if task.site not in self._nodes]
+        unknown = [task.site for task in tasks if task.site not in self._sites]
         if unknown:
             raise ValueError(f"the grid has no sites {unknown}")
         exchange = _Exchange(
@@ -153,6 +177,7 @@ class FlowerGrid:
                 self._push(exchange, deadline_seconds)
                 late = self._pull(exchange)
                 self._expire(exchange, deadline_seconds)
+                self._give_up_silent(exchange)
                 ready = [*late, *self._ready(exchange)]
                 yield from ready
                 if not ready and exchange.is_open():
@@ -166,13 +191,17 @@ class FlowerGrid:
             if index >= exchange.next_index + exchange.ahead:
                 return
             exchange.waiting.popleft()
-            frame = wire.encode_bytes(task)
+            frame = wire.encode_bytes(task) if task.site in self._nodes else b""
             question = _Question(
                 index=index,
                 task=task,
                 asked_seconds=self._clock.monotonic(),
                 bytes_down=len(frame),
             )
+            if not frame:
+                failure = _failure(task, FailureKind.UNREACHABLE, "was never there")
+                exchange.landed[index] = self._reply(question, failure, bytes_up=0)
+                continue
             message = Message(
                 flower_site.pack(
                     frame,
@@ -221,6 +250,35 @@ class FlowerGrid:
                 reply = self._reply(question, failure, bytes_up=0)
                 exchange.landed[question.index] = reply
 
+    def _give_up_silent(self, exchange: _Exchange) -> None:
+        """Do not wait for nodes whose heartbeats have stopped."""
+        now = self._clock.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        silent = self._silent()
+        for message_id, question in list(exchange.pending.items()):
+            if self._nodes[question.task.site] in silent:
+                del exchange.pending[message_id]
+                self._late[message_id] = question
+                text = f"has sent no heartbeat for {SILENT_SECONDS:g} s"
+                failure = _failure(question.task, FailureKind.UNREACHABLE, text)
+                reply = self._reply(question, failure, bytes_up=0)
+                exchange.landed[question.index] = reply
+
+    def _silent(self) -> set[int]:
+        """Nodes whose last heartbeat is old, where Flower tells of it."""
+        get_nodes = getattr(self._api, "get_nodes", None)
+        if get_nodes is None:
+            return set()
+        latest = self._clock.now() - SILENT_SECONDS
+        return {
+            node.node_id
+            for node in get_nodes()
+            # A node is counted as online for two intervals after a heartbeat.
+            if node.online_until - 2 * node.heartbeat_interval < latest
+        }
+
     def _ready(self, exchange: _Exchange) -> list[Reply]:
         """Take out the replies that may be handed on."""
         if not self._ordered:
@@ -240,7 +298,7 @@ class FlowerGrid:
             kind = FailureKind.UNREACHABLE
             if error.code in _CRASHES:
                 kind = FailureKind.CRASHED
-            text = f"Flower error {error.code}: {_gist(error.reason)}"
+            text = f"Flower error {error.code}: {gist(error.reason)}"
             return self._reply(question, _failure(task, kind, text), bytes_up=0)
         frame = b""
         try:
@@ -282,7 +340,7 @@ class FlowerGrid:
                 if reply.has_error():
                     raise SiteError(
                         "a Flower node cannot run a site: "
-                        f"{wire.one_line(_gist(reply.error.reason))}"
+                        f"{wire.one_line(gist(reply.error.reason))}"
                     )
             if silent:
                 self._pause_before(deadline, f"{len(silent)} Flower nodes are silent")
@@ -308,11 +366,6 @@ def _ahead(tasks: Sequence[Task]) -> int:
 def _kind(task: Task) -> TaskKind:
     # Flower knows no kind for steps of secure aggregation; they belong to training.
     return task.kind if isinstance(task, RoundTask) else TaskKind.TRAIN
-
-
-def _gist(reason: str | None) -> str:
-    """Drop the traceback that Ray puts before what a process raised."""
-    return (reason or "").rpartition("occurred. Message: ")[2].strip()
 
 
 def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:

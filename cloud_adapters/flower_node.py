@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -76,6 +76,7 @@ _LOG = logging.getLogger(__name__)
 # What a proxy or a server that is being restarted says.
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _UNAUTHORIZED = 401
+_RAISED = 2  # ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 Uniform = Callable[[float, float], float]
 Answer = TypeVar("Answer")
@@ -259,7 +260,12 @@ class FlowerNode:
             state=RecordDict(),
             run_config={},
         )
-        return self.app(message, context)
+        try:
+            return self.app(message, context)
+        except Exception as error:  # noqa: BLE001 -- a message never ends the node
+            _LOG.warning("a message was refused", exc_info=error)
+            text = f"{type(error).__name__}: {error}"
+            return Message(Error(code=_RAISED, reason=text[:500]), reply_to=message)
 
     def _send(
         self, client: FleetHttpClient, node: Node, reply: Message, seconds: float

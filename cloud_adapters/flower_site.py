@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -38,6 +39,9 @@ MAX_HANDLERS = 256  # that a process keeps; the one used longest ago goes first
 
 _ARRAYS, _FRAME, _ABOUT = "frame", "bytes", "about"
 _STYPE = f"crossfed.wire.v{wire.VERSION}"
+_BYTES_STYPE = "crossfed.bytes.v1"
+
+MAX_SECONDS = 1e9
 
 # What this process has built and what it is busy with. Module state, because Flower
 # unpickles the app anew for every message.
@@ -64,6 +68,58 @@ def client_app(handler_for: HandlerFor, *, threads: int = 1) -> ClientApp:
     return app
 
 
+class Agent(Protocol):
+    """A site that stays: ``deploy.site_agent``."""
+
+    def introduce(self, sealed: bytes) -> bytes:
+        """Answer a proposal."""
+        ...
+
+    def answer(self, task: Task) -> SiteMessage:
+        """Answer a task."""
+        ...
+
+
+def agent_app(agent: Agent) -> ClientApp:
+    """Make the app of a node in whose process a site stays.
+
+    A query holds a proposal of a run and is answered with an introduction; what is
+    malformed or forged gets no answer but an error. Jobs do not travel with tasks.
+    """
+    app = ClientApp()
+
+    def introduce(message: Message, context: Context) -> Message:  # noqa: ARG001
+        sealed = unpack_bytes(message.content)
+        return Message(pack_bytes(agent.introduce(sealed)), reply_to=message)
+
+    def answer(message: Message, context: Context) -> Message:  # noqa: ARG001
+        task = _task(message)
+        seconds = _deadline(message)
+        found = _within(seconds, task, lambda: agent.answer(task))
+        frame = wire.encode_bytes(found)
+        return Message(RecordDict({_ARRAYS: _arrays(frame)}), reply_to=message)
+
+    app.query()(introduce)
+    app.train()(answer)
+    app.evaluate()(answer)
+    return app
+
+
+def pack_bytes(content: bytes) -> RecordDict:
+    """Put bytes that are no frame into the content of a Flower message."""
+    array = Array("uint8", (len(content),), _BYTES_STYPE, content)
+    return RecordDict({_ARRAYS: ArrayRecord({_FRAME: array})})
+
+
+def unpack_bytes(content: RecordDict) -> bytes:
+    """Take them out again.
+
+    Raises:
+        ProtocolError: There are none.
+    """
+    return _array_of(content, _BYTES_STYPE)
+
+
 def pack(
     frame: bytes, *, site: SiteId, job_text: str, deadline_seconds: float
 ) -> RecordDict:
@@ -80,10 +136,14 @@ def unpack(content: RecordDict) -> bytes:
     Raises:
         ProtocolError: There is none.
     """
+    return _array_of(content, _STYPE)
+
+
+def _array_of(content: RecordDict, stype: str) -> bytes:
     record = content.array_records.get(_ARRAYS)
     array = None if record is None else record.get(_FRAME)
-    if array is None or array.stype != _STYPE:
-        raise ProtocolError(f"a Flower message without a frame of type {_STYPE}")
+    if array is None or array.stype != stype:
+        raise ProtocolError(f"a Flower message without a frame of type {stype}")
     return array.data
 
 
@@ -104,20 +164,39 @@ def _answer(
     message: Message,
     context: Context,  # noqa: ARG001 -- Flower calls with it
 ) -> Message:
-    about = message.content.config_records[_ABOUT]
-    task = wire.decode(unpack(message.content))
-    if not isinstance(task, RoundTask | SecureTask) or task.site != about["site"]:
-        raise ProtocolError(f"a message for {about['site']!r} that is not its task")
-    job_text = str(about["job"])
+    task = _task(message)
+    job_text = str(_about(message)["job"])
 
     def handle() -> SiteMessage:
         handler = _handler(handler_for, job_text, task.site)
         _limit_torch(threads)
         return handler.handle(task)
 
-    answer = _within(float(str(about["deadline_seconds"])), task, handle)
+    answer = _within(_deadline(message), task, handle)
     frame = wire.encode_bytes(answer)
     return Message(RecordDict({_ARRAYS: _arrays(frame)}), reply_to=message)
+
+
+def _about(message: Message) -> ConfigRecord:
+    about = message.content.config_records.get(_ABOUT)
+    if about is None:
+        raise ProtocolError("a Flower message that does not say what it is about")
+    return about
+
+
+def _task(message: Message) -> Task:
+    site = _about(message).get("site")
+    task = wire.decode(unpack(message.content))
+    if not isinstance(task, RoundTask | SecureTask) or task.site != site:
+        raise ProtocolError(f"a message for {site!r} that is not its task")
+    return task
+
+
+def _deadline(message: Message) -> float:
+    seconds = _about(message).get("deadline_seconds")
+    if not isinstance(seconds, float) or not 0 < seconds < MAX_SECONDS:
+        raise ProtocolError("a Flower message without a deadline")
+    return seconds
 
 
 def _handler(handler_for: HandlerFor, job_text: str, site: SiteId) -> SiteHandler:

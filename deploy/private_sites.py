@@ -7,7 +7,7 @@ accountant is told and what the trainer does come from the same functions of
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -143,22 +143,20 @@ class PrivateSites:
             ),
         )
 
+    def promises(self) -> tuple[SitePrivacy, ...]:
+        """What every site promises."""
+        return tuple(_promise(name, plan) for name, plan in self.plans.items())
+
     def planned(self, *, at: float) -> PrivacyPlanned:
-        """Tell what every site promises."""
-        job = self._federation.job
-        return PrivacyPlanned(
-            at=at,
-            unit=job.privacy.differential_privacy.unit,
-            relation=_RELATIONS[job.privacy.differential_privacy.unit],
-            accountant="pld",
-            sampling=_SAMPLINGS[job.privacy.differential_privacy.unit],
-            holds_against=_holds_against(job),
+        """Tell what every site promises, and what that means."""
+        return planned(
+            self._federation.job,
+            self.promises(),
+            replaced=self._federation.pool.replaced,
             signal_to_noise=(
                 None if self.in_sum is None else self.in_sum.signal_to_noise
             ),
-            sites=tuple(_promise(name, plan) for name, plan in self.plans.items()),
-            replaced=self._federation.pool.replaced,
-            withheld=tuple(_withheld(job)),
+            at=at,
         )
 
     def _ledger(self, name: SiteId, plan: SitePlan) -> FileLedger | InMemoryLedger:
@@ -183,6 +181,30 @@ class PrivateSites:
             ledger = InMemoryLedger(terms, clock=self._clock)
         self._ledgers[name] = ledger
         return ledger
+
+
+def planned(
+    job: JobSpec,
+    promises: Sequence[SitePrivacy],
+    *,
+    replaced: tuple[str, ...],
+    signal_to_noise: float | None = None,
+    at: float,
+) -> PrivacyPlanned:
+    """Tell what the sites promise, and what that means."""
+    unit = job.privacy.differential_privacy.unit
+    return PrivacyPlanned(
+        at=at,
+        unit=unit,
+        relation=_RELATIONS[unit],
+        accountant="pld",
+        sampling=_SAMPLINGS[unit],
+        holds_against=_holds_against(job),
+        signal_to_noise=signal_to_noise,
+        sites=tuple(promises),
+        replaced=replaced,
+        withheld=tuple(_withheld(job)),
+    )
 
 
 def _named(name: SiteId, federation: Federation) -> SitePlan:

@@ -7,7 +7,7 @@ live in one process.
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from deploy.private_sites import PrivateSites
 from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
 from federation.errors import JobError
+from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Grid, ObjectStore, Trainer
@@ -120,7 +121,7 @@ class Rehearsal:
             max_epsilon=contract.differential_privacy.largest_epsilon,
             max_delta=contract.differential_privacy.largest_delta,
             max_rounds=contract.max_rounds,
-            header_slots=_header_slots(self.federation.job),
+            header_slots=header_slots(self.federation.job),
             noise_share=None if self.in_sum is None else self.in_sum.share,
             require_hybrid=contract.hybrid,
             accept_two_sites=contract.two_site_waiver,
@@ -141,7 +142,7 @@ def rehearse(
         JobError: The model has what cannot be summed in secret.
     """
     job, layout = federation.job, federation.pool.layout
-    _check_layout(layout)
+    check_layout(layout)
     aggregator = generate(os.urandom)
     identities = {SiteId(site.name): generate(os.urandom) for site in job.sites}
     roster = Roster(
@@ -169,11 +170,46 @@ def _contract(
     roster: Roster,
     private: PrivateSites | None,
 ) -> Contract:
-    job, layout = federation.job, federation.pool.layout
+    sizes = [len(train) for train, _ in federation.site_data.values()]
+    return contract_of(
+        federation.job,
+        federation.pool.layout,
+        run_id=run_id,
+        roster=roster,
+        promises=() if private is None else private.promises(),
+        ring_noise_std=_ring_noise_std(private),
+        max_examples=max(sizes),
+    )
+
+
+def contract_of(
+    job: JobSpec,
+    layout: Layout,
+    *,
+    run_id: RunId,
+    roster: Roster,
+    promises: Sequence[SitePrivacy],
+    ring_noise_std: float = 0.0,
+    max_examples: int | None = None,
+) -> Contract:
+    """Write down what all parties of a run agree to.
+
+    Args:
+        job: The job.
+        layout: Layout of its model.
+        run_id: The run.
+        roster: Pins the parties.
+        promises: What the sites promise; empty without differential privacy.
+        ring_noise_std: Noise of one site inside the sum, in steps of the grid.
+        max_examples: Most examples of a site, where the job does not say.
+
+    Raises:
+        JobError: The job's numbers do not fit into the ring, or the job must say how
+            many examples a site has at most.
+    """
     secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
-    terms = NO_PRIVACY if private is None else _privacy_terms(job, private)
+    terms = _privacy_terms(job, promises, ring_noise_std)
     ring = _ring(job, terms)
-    uniform = job.aggregation.weights == "uniform"
     return Contract(
         run_id=run_id,
         code_hash=code_hash(),
@@ -192,13 +228,19 @@ def _contract(
         scale=ring.scale,
         amplitude=ring.amplitude,
         weight_rule=job.aggregation.weights,
-        max_examples=1 if uniform else _max_examples(job, federation),
+        max_examples=_max_examples(job, max_examples),
         max_rounds=job.rounds + 1,  # The last is for evaluation alone.
-        header_slots=_header_slots(job),
+        header_slots=header_slots(job),
         differential_privacy=terms,
         hybrid=secure.hybrid,
         two_site_waiver=secure.two_sites_waiver,
     )
+
+
+def _ring_noise_std(private: PrivateSites | None) -> float:
+    if private is None or private.in_sum is None:
+        return 0.0
+    return private.in_sum.ring.noise_std
 
 
 def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
@@ -216,35 +258,53 @@ def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
         raise JobError(str(error), key="privacy.secure_aggregation") from None
 
 
-def _header_slots(job: JobSpec) -> tuple[str, ...]:
+def header_slots(job: JobSpec) -> tuple[str, ...]:
+    """Slots of the header that a site of this job sends."""
     adapts = job.privacy.differential_privacy.adaptive_clip
     return ADAPTIVE_SLOTS if adapts else HEADER_SLOTS
 
 
-def _privacy_terms(job: JobSpec, private: PrivateSites) -> PrivacyTerms:
+def _privacy_terms(
+    job: JobSpec, promises: Sequence[SitePrivacy], ring_noise_std: float
+) -> PrivacyTerms:
     """What the contract claims of differential privacy: what holds for every site."""
-    asked, plans = job.privacy.differential_privacy, private.plans
-    events = [plan.round_event for plan in plans.values()]
+    if not promises:
+        return NO_PRIVACY
+    asked = job.privacy.differential_privacy
     return PrivacyTerms(
         profile=asked.unit,
         mechanism=_MECHANISMS[asked.unit],
-        noise_multiplier=min(event.noise_multiplier for event in events),
-        sampling_rate=max(event.sampling_rate for event in events),
-        steps_per_round=max(event.steps for event in events),
-        delta=max(plan.delta for plan in plans.values()),
-        epsilon_cap=max(plan.epsilon_cap for plan in plans.values()),
+        noise_multiplier=min(site.noise_multiplier for site in promises),
+        sampling_rate=max(site.sampling_rate for site in promises),
+        steps_per_round=max(site.steps_per_round for site in promises),
+        delta=max(site.delta for site in promises),
+        epsilon_cap=max(site.epsilon_cap for site in promises),
         clip_norm=asked.clip_norm,
-        ring_noise_std=0.0 if private.in_sum is None else private.in_sum.ring.noise_std,
+        ring_noise_std=ring_noise_std,
     )
 
 
-def _max_examples(job: JobSpec, federation: Federation) -> int:
-    largest = max(len(train) for train, _ in federation.site_data.values())
+def _max_examples(job: JobSpec, largest: int | None) -> int:
+    if job.aggregation.weights == "uniform":
+        return 1
     allowed = job.privacy.secure_aggregation.max_examples
-    return largest if allowed is None else allowed
+    if allowed is None:
+        allowed = largest
+    if allowed is None:
+        raise JobError(
+            "is missing: no site tells how many examples it has, so the job must say "
+            "the most; or set aggregation.weights to uniform",
+            key="privacy.secure_aggregation.max_examples",
+        )
+    return allowed
 
 
-def _check_layout(layout: Layout) -> None:
+def check_layout(layout: Layout) -> None:
+    """Refuse a model that has what cannot be summed in secret.
+
+    Raises:
+        JobError: It has.
+    """
     for spec in layout.tensors:
         if spec.role is Role.MAX:
             raise JobError(

@@ -1,42 +1,36 @@
 """Run a whole federation here: the function behind ``crossfed simulate``."""
 
-import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from cloud_adapters.faults import FaultInjector, Restartable
 from cloud_adapters.inproc_grid import InProcessGrid
-from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.transcript import check_fresh, recorded
 from deploy import model_export, run_store, wiring
 from deploy.private_sites import PrivateSites
 from deploy.protection import Rehearsal, rehearse
-from deploy.run_folder import RunFolder, leave_report, replace_file, runs_root
+from deploy.run_folder import RunFolder, runs_root
+from deploy.run_record import RunRecord
 from deploy.run_result import RunResult, result_of
 from deploy.store_meters import StoreMeters
 from federation import job_file
 from federation.clock import SystemClock
 from federation.coordinator import run_federation
-from federation.errors import CorruptObject, FederationError, RunConflict, RunNotFound
-from federation.event_log import EventWriter
-from federation.events import CheckpointSaved, Emit, Event, RunFinished, RunStarted
+from federation.errors import CorruptObject, RunConflict, RunNotFound
+from federation.events import Emit, Event
 from federation.gather import Gather
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import JobSpec
 from federation.protocols import (
     Clock,
     Grid,
-    ObjectStore,
     RunState,
     SiteHandler,
     Trainer,
 )
-from monitoring.run_fold import RunFold
-from monitoring.run_result import result
-from monitoring.run_view import COMPLETED, EXHAUSTED
 
 ENGINES = ("inproc", "flower")
 
@@ -106,6 +100,7 @@ def simulate(
             transcript=transcript,
             clock=clock,
             meters=meters,
+            listeners=listeners,
         )
         if run is not None:
             stack.enter_context(run.locked())
@@ -113,7 +108,7 @@ def simulate(
             _check_folder(run, resume=resume)
             if run.run_id() not in {None, simulation.run_id}:
                 raise RunConflict(f"{run.path} was begun by another process just now")
-        return simulation.run(listeners)
+        return simulation.run()
 
 
 def _run_folder(job: JobSpec, folder: Path | None, *, resume: bool) -> RunFolder | None:
@@ -168,6 +163,7 @@ class _Simulation:
         transcript: Path | None,
         clock: Clock,
         meters: StoreMeters,
+        listeners: Sequence[Emit],
     ) -> None:
         self._job = federation.job
         self._transcript = transcript
@@ -175,9 +171,6 @@ class _Simulation:
         self._engine = engine
         self._stop_requested = stop_requested
         self._clock = clock
-        self._meters = meters
-        self._start = self._clock.monotonic()
-        self._fold = RunFold()
         self._federation = federation
         now = self._clock.now()
         if run is None:
@@ -195,74 +188,33 @@ class _Simulation:
         self._rehearsal: Rehearsal | None = None
         if self._job.privacy.secure_aggregation.enabled:
             self._rehearsal = rehearse(federation, self._run_id, self._private)
-        # Holds checkpoints, and in a simulation what sites keep.
-        self._store: ObjectStore = MemoryStore()
-        self._place: run_store.RunPlace | None = None
-        # What takes note of events first; those who only look on come after it.
-        self._records: list[Emit] = [self._fold.add]
-        self._copies: run_store.Copies | None = None
-        if run is not None:
-            self._place = run_store.RunPlace(self._job, run, self._run_id, meters)
-            self._store = self._place.store
-            if run_store.in_bucket(self._job):
-                self._copies = run_store.Copies(run, self._store)
-                self._records.append(self._copies.listen)
-        self._listeners: Sequence[Emit] = ()
-        self._first_round: int | None = None
+        self._record = RunRecord(
+            self._job,
+            run,
+            self._run_id,
+            layout=federation.pool.layout,
+            clock=clock,
+            meters=meters,
+            introduce=self._facts,
+            listeners=listeners,
+        )
 
     @property
     def run_id(self) -> RunId:
         """The run."""
         return self._run_id
 
-    def run(self, listeners: Sequence[Emit]) -> RunResult:
+    def run(self) -> RunResult:
         """Run the federation and leave its files."""
-        self._listeners = listeners
-        with contextlib.closing(self._store):
-            return self._leave(self._record())
-
-    def _record(self) -> RunState:
-        """Drive the run, with everything that happens on record."""
         with ExitStack() as stack:
-            if self._run is not None:
-                if self._run.exists():
-                    for event in self._run.read_events():
-                        self._fold.add(event)
-                log = stack.enter_context(EventWriter(self._run.events))
-                self._records.insert(0, log)
             if self._private is not None:
                 stack.enter_context(self._private)
-            try:
-                return self._drive()
-            except BaseException as error:
-                self._leave_failure(error)
-                raise
+            return self._record.keep(self._drive)
 
-    def _emit(self, event: Event) -> None:
-        if isinstance(event, RunFinished):  # It is the last one.
-            self._tell_use()
-        for listener in (*self._records, *self._listeners):
-            listener(event)
-        if isinstance(event, RunStarted):
-            self._begin(event)
-        if isinstance(event, CheckpointSaved):
-            self._tell_use()
-
-    def _tell_use(self) -> None:
-        for used in self._meters.used():
-            self._emit(used)
-
-    def _begin(self, event: RunStarted) -> None:
-        """From here on the run is this coordinator's: leave what tells of it."""
-        self._first_round = event.first_round
-        if self._run is not None:
-            self._run.write_job(self._job)
-            self._run.flush_events()
-        if self._copies is not None:
-            self._copies.begin()
-        self._emit(wiring.data_distributed(self._federation, at=self._clock.now()))
+    def _facts(self) -> Iterator[Event]:
+        yield wiring.data_distributed(self._federation, at=self._clock.now())
         if self._private is not None:
-            self._emit(self._private.planned(at=self._clock.now()))
+            yield self._private.planned(at=self._clock.now())
 
     def _drive(self) -> RunState:
         """Run the round loop over the chosen engine."""
@@ -297,9 +249,7 @@ class _Simulation:
             return self._coordinate(grid)
 
     def _site(self, name: SiteId) -> SiteHandler:
-        trainer, store = self._trainer(name), self._store
-        if self._place is not None:
-            store = self._place.store_of(name)
+        trainer, store = self._trainer(name), self._record.store_of(name)
         if self._rehearsal is None:
             return self._federation.site(
                 name, make_trainer=trainer, store=store, clock=self._clock
@@ -327,60 +277,9 @@ class _Simulation:
             run_id=self._run_id,
             engine=self._engine,
             gather=self._gather(recorded(grid, self._transcript)),
-            store=self._store,
+            store=self._record.store,
             clock=self._clock,
-            emit=self._emit,
+            emit=self._record.emit,
             stop_requested=self._stop_requested,
         )
         return run_federation(self._job, parts)
-
-    def _leave(self, state: RunState) -> RunResult:
-        """Write what a run leaves, the most precious file first."""
-        view = self._fold.view()
-        layout = self._federation.pool.layout
-        weights = model_export.named_arrays(layout, state)
-        if self._run is not None:
-            if view.status in {COMPLETED, EXHAUSTED}:
-                replace_file(self._run.model, model_export.file_pieces(layout, weights))
-            self._run.write_result(result(view))
-            leave_report(self._run)
-        if self._copies is not None:
-            self._copies.leave()
-        first = self._first_round or 1
-        rounds_now = sum(row.index >= first for row in view.rounds)
-        return result_of(view, weights, self._run, rounds_now=rounds_now)
-
-    def _leave_failure(self, error: BaseException) -> None:
-        """Write what is known of a run that ends before its time.
-
-        What cannot be written is left out: ``error`` is what a person must see.
-        """
-        if self._first_round is None:
-            return
-        with contextlib.suppress(FederationError):
-            if self._fold.view().finished is None:
-                self._note_end(error)
-        if self._run is None:
-            return
-        with contextlib.suppress(FederationError):
-            self._run.write_result(result(self._fold.view()))
-            # Drawing takes seconds, and an interrupted person waits.
-            if not isinstance(error, KeyboardInterrupt):
-                leave_report(self._run)
-            if self._copies is not None:
-                self._copies.leave()
-
-    def _note_end(self, error: BaseException) -> None:
-        """Record an end that the round loop did not foresee."""
-        view = self._fold.view()
-        is_stop = isinstance(error, KeyboardInterrupt)
-        event = RunFinished(
-            at=self._clock.now(),
-            status="stopped" if is_stop else "failed",
-            rounds_completed=view.rounds_completed,
-            last_round=view.rounds[-1].index if view.rounds else 0,
-            message=f"{type(error).__name__}: {error}",
-            seconds=self._clock.monotonic() - self._start,
-        )
-        for record in reversed(self._records):
-            record(event)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import deploy.run_record
+import deploy.run_store
 import deploy.simulation
 from cloud_adapters.storage.local import LocalStore
 from federation.protocols import Buffer, ObjectInfo
@@ -53,12 +55,12 @@ def prepare(kind: str) -> None:
         _listen(*LISTENED[kind], die)
     elif kind in STORED:
         _KillingStore.kind = kind
-        deploy.simulation.LocalStore = _KillingStore  # type: ignore[misc]
+        deploy.run_store.LocalStore = _KillingStore  # type: ignore[misc]
     elif kind == "model is written":
-        pieces = deploy.simulation.model_export.file_pieces
-        deploy.simulation.model_export.file_pieces = lambda *a: _first(pieces(*a))
+        pieces = deploy.run_record.model_export.file_pieces
+        deploy.run_record.model_export.file_pieces = lambda *a: _first(pieces(*a))
     elif kind == "result is written, no report yet":
-        deploy.simulation.leave_report = lambda *_: die()
+        deploy.run_record.leave_report = lambda *_: die()
     else:
         raise ValueError(kind)
 

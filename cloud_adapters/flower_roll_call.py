@@ -1,0 +1,126 @@
+"""Which of Flower's nodes speaks for which site."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flwr.app import Message
+from flwr.serverapp import Grid as FlowerApi
+
+from cloud_adapters import flower_site
+from federation import wire
+from federation.errors import ProtocolError, SiteError
+from federation.ids import SiteId
+from federation.protocols import Clock
+
+
+# flwr.common.constant.ErrorCode.NODE_UNAVAILABLE, which is not public.
+_GONE = 5
+
+
+class RollCall(Protocol):
+    """What nodes are asked, and how their answers are read: ``deploy.roll_call``."""
+
+    @property
+    def question(self) -> bytes:
+        """What every node is asked."""
+        ...
+
+    def site_of(self, answer: bytes) -> SiteId:
+        """Tell a site by its node's answer.
+
+        Raises:
+            ProtocolError: The answer is not to be believed.
+            SiteError: The site does not take part; the message says why.
+        """
+        ...
+
+
+def meet(
+    api: FlowerApi,
+    roll_call: RollCall,
+    sites: Sequence[SiteId],
+    *,
+    deadline: float,
+    required: int,
+    clock: Clock,
+    pause: Callable[[], None],
+) -> dict[SiteId, int]:
+    """Ask every node who it is, until all sites are there or time is up.
+
+    Args:
+        api: Flower's own grid.
+        roll_call: What to ask.
+        sites: Who is waited for; other nodes are left in peace.
+        deadline: On the clock's monotonic time.
+        required: Sites that must be there by then.
+        clock: Tells time.
+        pause: Waits between two looks.
+
+    Returns:
+        The node of each site that is there.
+
+    Raises:
+        SiteError: A site refuses the run, two nodes claim one site, or too few sites
+            are there.
+    """
+    call = _Call(roll_call=roll_call, sites=sites)
+    while not call.is_over() and clock.monotonic() < deadline:
+        for node in set(api.get_node_ids()) - call.met:
+            call.met.add(node)
+            question = flower_site.pack_bytes(roll_call.question)
+            for message_id in api.push_messages([Message(question, node, "query")]):
+                call.asked[message_id] = node
+        for reply in api.pull_messages(list(call.asked)) if call.asked else ():
+            call.note(reply)
+        if not call.is_over():
+            pause()
+    missing = [site for site in sites if site not in call.nodes]
+    if call.complaints or len(call.nodes) < required:
+        text = "; ".join(call.complaints) or f"{', '.join(missing)} did not connect"
+        raise SiteError(f"the run cannot begin: {text}")
+    return call.nodes
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """Who has been asked, and what came of it."""
+
+    roll_call: RollCall
+    sites: Sequence[SiteId]
+    asked: dict[str, int] = field(default_factory=dict)
+    met: set[int] = field(default_factory=set)
+    nodes: dict[SiteId, int] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return len(self.nodes) == len(self.sites) or bool(self.complaints)
+
+    def note(self, reply: Message) -> None:
+        """Take in what a node answered."""
+        node = self.asked.pop(reply.metadata.reply_to_message_id)
+        if reply.has_error() and reply.error.code == _GONE:
+            self.met.discard(node)  # It may come back.
+            return
+        try:
+            site = self._site_of(node, reply)
+        except (ProtocolError, SiteError) as error:
+            self.complaints.append(str(error))
+        else:
+            if site in self.sites:
+                self.nodes[site] = node
+
+    def _site_of(self, node: int, reply: Message) -> SiteId:
+        if reply.has_error():
+            reason = wire.one_line(gist(reply.error.reason))
+            raise SiteError(f"Flower node {node} cannot answer: {reason}")
+        site = self.roll_call.site_of(flower_site.unpack_bytes(reply.content))
+        if site in self.nodes:
+            raise SiteError(f"two nodes speak for site {site!r}: stop one of them")
+        return site
+
+
+def gist(reason: str | None) -> str:
+    """Drop the traceback that Ray puts before what a process raised."""
+    return (reason or "").rpartition("occurred. Message: ")[2].strip()

@@ -1,0 +1,166 @@
+"""How a coordinator and a site agree on a run: a proposal, and an introduction.
+
+Before the first round the coordinator proposes the run to every node: its job, the
+release and the hash of the code that it runs, signed by the aggregator's identity. A
+site checks it against the roster and its own floor, builds model and data, and answers
+who it is and what it promises, signed by its identity and bound to the proposal by its
+digest. Nothing is sent of records but what differential privacy makes public anyway.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from deploy.run_folder import versions
+from federation.errors import ProtocolError
+from federation.events import SitePrivacy
+from federation.ids import RunId, SiteId
+from federation.typed_json import decode, encode, refuse_constant
+from privacy.secagg.identity import SIGNATURE_BYTES, Identity, Label, PublicIdentity
+from privacy.secagg.roster import Roster
+
+VERSION = 1
+MAX_BYTES = 1 << 21  # a job file has at most half of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What the aggregator asks a site to take part in.
+
+    Attributes:
+        version: Of this message.
+        run_id: The run.
+        job: Text of the job file.
+        release: Release of crossfed at the aggregator.
+        code_hash: Of the code that decides what a site does; 64 hexadecimal digits.
+        nonce: Fresh for every start of a coordinator; 32 hexadecimal digits.
+    """
+
+    version: int
+    run_id: str
+    job: str
+    release: str
+    code_hash: str
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a site answers.
+
+    Attributes:
+        version: Of this message.
+        site: Its name.
+        proposal: SHA-256 of the proposal that this answers, 64 hexadecimal digits.
+        release: Release of crossfed at the site.
+        refused: Why it does not take part; empty if it does.
+        privacy: What it promises for its records; None without differential privacy.
+        num_examples: Training examples that it holds; 0 if that is not to leave it.
+    """
+
+    version: int
+    site: str
+    proposal: str
+    release: str
+    refused: str
+    privacy: SitePrivacy | None
+    num_examples: int
+
+
+def release() -> str:
+    """The release that is installed here."""
+    return versions()["crossfed"]
+
+
+def seal_proposal(proposal: Proposal, aggregator: Identity) -> bytes:
+    """Sign a proposal."""
+    return _seal(proposal, aggregator, Label.PROPOSAL)
+
+
+def open_proposal(sealed: bytes, roster: Roster) -> Proposal:
+    """Check and read a proposal.
+
+    Raises:
+        ProtocolError: It is not from the roster's aggregator, or not well formed.
+    """
+    aggregator = PublicIdentity(roster.aggregator_key)
+    found = _open(sealed, aggregator, Label.PROPOSAL, Proposal, who="the aggregator")
+    if not isinstance(found, Proposal):
+        raise ProtocolError("that is no proposal")
+    return found
+
+
+def seal_introduction(introduction: Introduction, site: Identity) -> bytes:
+    """Sign an introduction."""
+    return _seal(introduction, site, Label.PROMISE)
+
+
+def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introduction:
+    """Check and read a site's introduction.
+
+    Args:
+        sealed: What a node answered.
+        roster: Pins the sites' keys.
+        proposal: What it must be an answer to.
+
+    Raises:
+        ProtocolError: The site is not in the roster, its signature is wrong, or it
+            answers another proposal.
+    """
+    claimed = _parse(_body(sealed), Introduction)
+    if not isinstance(claimed, Introduction):
+        raise ProtocolError("that is no introduction")
+    entry = roster.entry(SiteId(claimed.site))
+    key = PublicIdentity(entry.public_key)
+    _verify(sealed, key, Label.PROMISE, who=f"site {entry.site!r}")
+    if claimed.proposal != digest(proposal):
+        raise ProtocolError(f"site {entry.site!r} answers another proposal")
+    if claimed.privacy is not None and claimed.privacy.site != claimed.site:
+        raise ProtocolError(f"site {entry.site!r} promises for another site")
+    return claimed
+
+
+def digest(sealed: bytes) -> str:
+    """SHA-256 of what was sealed, 64 hexadecimal digits."""
+    return hashlib.sha256(sealed).hexdigest()
+
+
+def run_id_of(proposal: Proposal) -> RunId:
+    """The run."""
+    return RunId(proposal.run_id)
+
+
+def _seal(value: Proposal | Introduction, identity: Identity, label: Label) -> bytes:
+    body = json.dumps(encode(value), allow_nan=False).encode()
+    return identity.sign(label, body) + body
+
+
+def _body(sealed: bytes) -> bytes:
+    if not SIGNATURE_BYTES < len(sealed) <= MAX_BYTES:
+        raise ProtocolError(f"{len(sealed)} bytes are no signed message")
+    return sealed[SIGNATURE_BYTES:]
+
+
+def _verify(sealed: bytes, key: PublicIdentity, label: Label, *, who: str) -> None:
+    key.verify(label, _body(sealed), sealed[:SIGNATURE_BYTES], who=who)
+
+
+def _open(
+    sealed: bytes, key: PublicIdentity, label: Label, kind: type, *, who: str
+) -> object:
+    _verify(sealed, key, label, who=who)
+    return _parse(_body(sealed), kind)
+
+
+def _parse(body: bytes, kind: type) -> object:
+    try:
+        found = json.loads(body, parse_constant=refuse_constant)
+        version = found.get("version") if isinstance(found, dict) else None
+        if version != VERSION:
+            raise ProtocolError(
+                f"a message of version {version!r:.20} arrived and this is version "
+                f"{VERSION}: install the same release of crossfed on both sides"
+            )
+        return decode(found, kind, where=kind.__name__)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a malformed {kind.__name__}: {error}") from error

@@ -1,0 +1,175 @@
+"""``site.toml``: what a site's operator decides, and no job can change."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from federation import job_file
+from federation.errors import JobError
+from federation.ids import check_name
+from federation.job_keys import key
+
+UNITS = ("none", "site", "joint", "record")  # from the weakest promise on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorSpec:
+    """The aggregator, and how it proves who it is."""
+
+    address: str = key("`HOST:PORT` of the aggregator.")
+    authority: str = key("Certificate file (PEM) of the authority that it pins.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteDataSpec:
+    """The site's own data."""
+
+    source: str = key(
+        "`module:function` that returns `(train, held_out)`, or the URL of shards. "
+        "Empty for the part of the job's own dataset that a simulation deals to "
+        "this site, to rehearse with public data.",
+        default="",
+    )
+    options: Mapping[str, Any] = key(
+        "Keyword arguments of the function, or options of the URL.", default={}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloorSpec:
+    """What the site demands of every job; a job below it is refused."""
+
+    privacy: str = key(
+        "Weakest unit of differential privacy that is accepted.",
+        default="record",
+        choices=UNITS,
+    )
+    max_epsilon: float = key(
+        "Largest epsilon of a run; not looked at if `privacy` is `none`.",
+        default=8.0,
+        above=0.0,
+    )
+    max_delta: float = key(
+        "Largest delta of a run; likewise.", default=1e-4, above=0.0, below=1.0
+    )
+    secure_aggregation: bool = key(
+        "Whether updates must be summed in secret.", default=True
+    )
+    min_sites: int = key("Fewest updates in a sum.", default=2, low=2)
+    colluding_sites: int = key(
+        "Other sites that may collude with the aggregator without learning this "
+        "site's update.",
+        default=0,
+        low=0,
+    )
+    max_clip_norm: float = key(
+        "Largest clip norm of an update under secure aggregation.",
+        default=10.0,
+        above=0.0,
+    )
+    max_rounds: int = key("Most rounds of a run.", default=10_000, low=1)
+    functions: tuple[str, ...] = key(
+        "What a job may name as model, `module:function`, or `module:*` for every "
+        "function that the module itself defines. They are called with the job's "
+        "options, so name nothing that can call something else.",
+        default=(
+            "clients.models:*",
+            "clients.data:digits",
+            "clients.data:breast_cancer",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFile:
+    """A site's configuration."""
+
+    name: str = key("Name of the site, as in the roster and in jobs.")
+    folder: str = key(
+        "Where keys, ledgers and what is kept between rounds lie, relative to this "
+        "file.",
+        default=".",
+    )
+    roster: str = key(
+        "Roster file, relative to `folder`; made by `crossfed keys trust` and "
+        "compared by people.",
+        default="roster.toml",
+    )
+    identity: str = key(
+        "Key file of the site's identity, relative to `folder`.",
+        default="identity.pem",
+    )
+    node_key: str = key(
+        "Key file that Flower knows the site by, relative to `folder`.",
+        default="node.pem",
+    )
+    aggregator: AggregatorSpec = key("The aggregator.")
+    data: SiteDataSpec = key("The site's data.", default=SiteDataSpec())
+    floor: FloorSpec = key("What every job must promise.", default=FloorSpec())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteConfig:
+    """A site's configuration, with its paths made whole.
+
+    Attributes:
+        file: What was read.
+        folder: The working folder.
+        roster: Roster file.
+        identity: Key file of the identity.
+        node_key: Key file of the node.
+        authority: Certificate file of the aggregator's authority.
+    """
+
+    file: SiteFile
+    folder: Path
+    roster: Path
+    identity: Path
+    node_key: Path
+    authority: Path
+
+
+def load(path: Path) -> SiteConfig:
+    """Read a ``site.toml``.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown, missing or wrong; the
+            message names file and key.
+    """
+    try:
+        file = job_file.build(SiteFile, job_file.read_toml(path))
+        _check(file)
+    except JobError as error:
+        if str(path) in error.reason:
+            raise
+        raise JobError(f"{path}: {error}") from error
+    folder = path.parent / file.folder
+    return SiteConfig(
+        file=file,
+        folder=folder,
+        roster=folder / file.roster,
+        identity=folder / file.identity,
+        node_key=folder / file.node_key,
+        authority=folder / file.aggregator.authority,
+    )
+
+
+def _check(file: SiteFile) -> None:
+    try:
+        check_name(file.name)
+    except ValueError as error:
+        raise JobError(str(error), key="name") from None
+    check_address(file.aggregator.address, key="aggregator.address")
+
+
+def check_address(text: str, *, key: str) -> tuple[str, int]:
+    """Split ``HOST:PORT``.
+
+    Raises:
+        JobError: It is none.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise JobError(f"{text!r} is not HOST:PORT", key=key)
+    return host.strip("[]"), int(port)

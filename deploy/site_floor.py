@@ -1,0 +1,87 @@
+"""What a site demands of a job before it builds anything of it."""
+
+import re
+from collections.abc import Iterator
+
+from clients.factories import import_factory
+from deploy.site_file import UNITS, FloorSpec
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job import JobSpec
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z]\w*")
+_UNIT = "privacy.differential_privacy.unit"
+_TARGET = "privacy.differential_privacy.target_epsilon"
+_DELTA = "privacy.differential_privacy.delta"
+_SECURE = "privacy.secure_aggregation.enabled"
+
+_Faults = Iterator[tuple[str, str]]
+
+
+def check_job(job: JobSpec, floor: FloorSpec, site: SiteId) -> None:
+    """Hold a job against what a site's operator demands.
+
+    What a job's secure sum must be is checked against its contract, later.
+
+    Raises:
+        JobError: The site does not take part; ``key`` is the key of the job.
+    """
+    if site not in {spec.name for spec in job.sites}:
+        raise JobError(f"site {site!r} is not named by this job", key="sites")
+    for rule in (_privacy_faults, _other_faults, _function_faults):
+        for key, fault in rule(job, floor):
+            raise JobError(f"site {site!r} {fault}", key=key)
+
+
+def accepted_units(floor: FloorSpec) -> tuple[str, ...]:
+    """Units of privacy that are as strong as the floor's, or stronger."""
+    return UNITS[UNITS.index(floor.privacy) :]
+
+
+def _privacy_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    private = job.privacy.differential_privacy
+    if private.unit in {"joint", "site"}:
+        advice = "choose 'record', or simulate the job"
+        yield _UNIT, f"cannot plan {private.unit!r} from its own numbers: {advice}"
+    if private.unit not in accepted_units(floor):
+        demand = f"demands {floor.privacy!r} (floor.privacy)"
+        yield _UNIT, f"{demand}, and the job says {private.unit!r}"
+    if floor.privacy == "none":
+        return
+    target, delta = private.target_epsilon, private.delta
+    if target is not None and target > floor.max_epsilon:
+        yield _TARGET, f"allows {floor.max_epsilon:g} (floor.max_epsilon)"
+    if delta is not None and delta > floor.max_delta:
+        yield _DELTA, f"allows {floor.max_delta:g} (floor.max_delta)"
+
+
+def _other_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    if floor.secure_aggregation and not job.privacy.secure_aggregation.enabled:
+        yield _SECURE, "demands secure aggregation (floor.secure_aggregation)"
+    if job.rounds > floor.max_rounds:
+        yield "rounds", f"allows {floor.max_rounds} (floor.max_rounds)"
+
+
+def _function_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    named = [("model.factory", job.model.factory)]
+    if job.data is not None and "://" not in job.data.source:
+        named.append(("data.source", job.data.source))
+    for key, function in named:
+        if not is_accepted(function, floor.functions):
+            yield key, f"does not accept {function!r} (floor.functions)"
+
+
+def is_accepted(function: str, accepted: tuple[str, ...]) -> bool:
+    """Whether a job may name a function.
+
+    Nothing is imported but modules of which every function is accepted.
+    """
+    if not _FUNCTION.fullmatch(function):
+        return False
+    if function in accepted:
+        return True
+    module = function.partition(":")[0]
+    if f"{module}:*" not in accepted:
+        return False
+    # A module also holds what it has imported, which nobody meant.
+    return getattr(import_factory(function), "__module__", None) == module
