@@ -1,0 +1,96 @@
+"""``aggregator.toml``: where the aggregator listens and keeps what is its own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.site_file import check_address
+from federation import job_file
+from federation.errors import JobError
+from federation.job_keys import key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorFile:
+    """The aggregator's configuration."""
+
+    listen: str = key(
+        "`ADDRESS:PORT` where sites connect, through the proxy.", default="0.0.0.0:8443"
+    )
+    hosts: tuple[str, ...] = key(
+        "Names and addresses that sites know this host by; they go into its "
+        "certificate.",
+        default=("localhost", "127.0.0.1"),
+    )
+    superlink_port: int = key(
+        "Port of Flower's SuperLink on the loopback; 0 for any that is free.",
+        default=0,
+        low=0,
+        high=65535,
+    )
+    service_port: int = key(
+        "Port of health and enrolment on the loopback; 0 for any that is free.",
+        default=0,
+        low=0,
+        high=65535,
+    )
+    proxy: bool = key(
+        "Whether nginx stands before the SuperLink and lets in sites alone. Without "
+        "it the SuperLink listens on `listen` itself, which must be a loopback: its "
+        "other interfaces ask nobody for a key.",
+        default=True,
+    )
+    connect_seconds: float = key(
+        "How long a run waits for its sites.", default=600.0, above=0.0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorConfig:
+    """The aggregator's configuration and its folder, which holds the file.
+
+    ``ca.key``, ``ca.crt``, ``server.key``, ``server.crt``: certificates.
+    ``aggregator.pem``, ``roster.toml``: the identity, and whom it believes.
+    ``flower/``: state of the SuperLink. ``runs/``: runs. ``logs/``: logs.
+
+    Attributes:
+        file: What was read.
+        folder: The folder.
+    """
+
+    file: AggregatorFile
+    folder: Path
+
+    @property
+    def runs(self) -> Path:
+        """Folder of all runs."""
+        return self.folder / "runs"
+
+    @property
+    def flower(self) -> Path:
+        """State of the SuperLink, and the ports that were chosen."""
+        return self.folder / "flower"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs."""
+        return self.folder / "logs"
+
+
+def load(path: Path) -> AggregatorConfig:
+    """Read an ``aggregator.toml``.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown or wrong.
+    """
+    try:
+        file = job_file.build(AggregatorFile, job_file.read_toml(path))
+        host, _ = check_address(file.listen, key="listen")
+        if not file.proxy and host not in {"127.0.0.1", "::1", "localhost"}:
+            raise JobError("without a proxy it must be a loopback", key="listen")
+        if not file.hosts:
+            raise JobError("name at least one", key="hosts")
+    except JobError as error:
+        if str(path) in error.reason:
+            raise
+        raise JobError(f"{path}: {error}") from error
+    return AggregatorConfig(file=file, folder=path.parent)

@@ -1,0 +1,215 @@
+"""One run across machines, from the coordinator's side.
+
+The same round loop as in a simulation; the sites are elsewhere, so what a simulation
+knows of their data is learned from their introductions, or not at all.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from aggregator.secure_sum import SecureGather
+from clients.model_pool import ModelPool
+from deploy import private_sites, wiring
+from deploy.protection import check_layout, contract_of
+from deploy.roll_call import SignedRollCall
+from deploy.run_folder import RunFolder
+from deploy.run_record import RunRecord
+from deploy.run_result import RunResult
+from deploy.store_meters import StoreMeters
+from federation import job_file
+from federation.coordinator import run_federation
+from federation.errors import JobError
+from federation.events import Emit, Event
+from federation.gather import Gather
+from federation.ids import SiteId
+from federation.job import JobSpec
+from federation.protocols import Clock, Grid, RunState
+from privacy.secagg import identity, roster
+from privacy.secagg.identity import Identity
+from privacy.secagg.roster import Roster
+
+ENGINE = "deployed"
+
+# Makes a grid whose sites have answered a roll call; the number says how many must.
+Connect = Callable[[SignedRollCall, Sequence[SiteId], int], Grid]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parties:
+    """Who runs the aggregator, and whom it believes.
+
+    Attributes:
+        identity: The aggregator's own key.
+        roster: Pins the sites' keys and its own.
+    """
+
+    identity: Identity
+    roster: Roster
+
+    @classmethod
+    def load(cls, folder: Path) -> "Parties":
+        """Read ``aggregator.pem`` and ``roster.toml`` of a folder.
+
+        Raises:
+            KeyFileRefused: The key is missing or open to others.
+            RosterRefused: The roster is malformed or cannot be read.
+            JobError: The roster pins another aggregator.
+        """
+        found = cls(
+            identity=identity.load(folder / "aggregator.pem"),
+            roster=roster.load(folder / "roster.toml"),
+        )
+        if found.identity.public.key != found.roster.aggregator_key:
+            raise JobError(
+                f"{folder / 'roster.toml'} pins another aggregator than "
+                f"{folder / 'aggregator.pem'}: pin this one with crossfed keys trust"
+            )
+        return found
+
+
+def check(job: JobSpec, members: Roster) -> None:
+    """Refuse what a deployed run cannot do.
+
+    Raises:
+        JobError: The job asks for it; ``key`` says where.
+    """
+    names = {site.name for site in job.sites}
+    known = {entry.site for entry in members.sites}
+    if job.privacy.secure_aggregation.enabled and names != known:
+        raise JobError(
+            "under secure aggregation they must be exactly those of the roster: "
+            f"{', '.join(sorted(known))}",
+            key="sites",
+        )
+    if not names <= known:
+        raise JobError(
+            f"{', '.join(sorted(names - known))} are not in the roster: enrol them",
+            key="sites",
+        )
+    if job.privacy.differential_privacy.unit in {"joint", "site"}:
+        raise JobError(
+            "noise that adds up inside the secure sum is planned from all sites' "
+            "numbers, which deployed sites do not tell: choose 'record', or simulate",
+            key="privacy.differential_privacy.unit",
+        )
+    if job.simulation.faults:
+        raise JobError("are for simulations alone", key="simulation.faults")
+
+
+class DeployedRun:
+    """Coordinates one run; see ``run``."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        parties: Parties,
+        *,
+        clock: Clock,
+        listeners: Sequence[Emit] = (),
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Read a run's job and build its model.
+
+        Args:
+            run: Holds ``job.toml``, and whatever an earlier coordinator has left.
+            parties: The aggregator's key and roster.
+            clock: Tells time.
+            listeners: Called with every event.
+            stop_requested: Asked after every round.
+
+        Raises:
+            JobError: The job cannot be run.
+        """
+        self._run = run
+        self._parties = parties
+        self._clock = clock
+        self._stop_requested = stop_requested
+        self._job = job_file.loads(run.read_job())
+        check(self._job, parties.roster)
+        self._federation = wiring.Federation(
+            job=self._job, pool=ModelPool(self._job), site_data={}
+        )
+        if self._job.privacy.secure_aggregation.enabled:
+            check_layout(self._federation.pool.layout)
+        self._run_id = run.run_id() or run.named_id() or run.new_run_id(clock.now())
+        self._roll_call = SignedRollCall.of(
+            self._job,
+            self._run_id,
+            aggregator=parties.identity,
+            roster=parties.roster,
+        )
+        self._record = RunRecord(
+            self._job,
+            run,
+            self._run_id,
+            layout=self._federation.pool.layout,
+            clock=clock,
+            meters=StoreMeters(clock),
+            introduce=self._facts,
+            listeners=listeners,
+        )
+
+    def run(self, connect: Connect) -> RunResult:
+        """Begin the run, or go on with it from its newest checkpoint.
+
+        Args:
+            connect: Makes the grid.
+
+        Raises:
+            SiteError: A site refuses the run, or too few are there.
+            FederationError: Whatever ends a run before its time.
+        """
+        job = self._job
+        names = [SiteId(site.name) for site in job.sites]
+        # Promises of all sites are part of what the run claims.
+        private = job.privacy.differential_privacy.unit != "none"
+        required = len(names) if private else job.minimum_sites
+        with ExitStack() as stack:
+            stack.enter_context(wiring.torch_threads(job))
+            stack.enter_context(self._run.locked())
+            grid = connect(self._roll_call, names, required)
+            return self._record.keep(partial(self._coordinate, grid))
+
+    def _facts(self) -> Iterator[Event]:
+        promises = self._roll_call.promises()
+        if promises:
+            yield private_sites.planned(
+                self._job,
+                promises,
+                replaced=self._federation.pool.replaced,
+                at=self._clock.now(),
+            )
+
+    def _gather(self, grid: Grid) -> Gather:
+        job, layout = self._job, self._federation.pool.layout
+        if not job.privacy.secure_aggregation.enabled:
+            return wiring.plain_gather(self._federation, self._run_id, grid)
+        return SecureGather(
+            job,
+            layout=layout,
+            grid=grid,
+            identity=self._parties.identity,
+            contract=contract_of(
+                job,
+                layout,
+                run_id=self._run_id,
+                roster=self._parties.roster,
+                promises=self._roll_call.promises(),
+            ),
+        )
+
+    def _coordinate(self, grid: Grid) -> RunState:
+        parts = wiring.build_server(
+            self._federation,
+            run_id=self._run_id,
+            engine=ENGINE,
+            gather=self._gather(grid),
+            store=self._record.store,
+            clock=self._clock,
+            emit=self._record.emit,
+            stop_requested=self._stop_requested,
+        )
+        return run_federation(self._job, parts)
