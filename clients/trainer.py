@@ -286,8 +286,9 @@ class TorchTrainer:
         # Data that is told in advance hears of the next round's first batches too.
         ahead, shuffle = 0, None
         if isinstance(data, ReadsAhead):
-            ahead = -(-data.examples_ahead // training.batch_size)
             shuffle = data.epoch_order
+            if round_index < self._job.rounds:
+                ahead = -(-data.examples_ahead // training.batch_size)
         if training.local_steps is not None:
             num_batches = training.local_steps * training.accumulate
             walk = batches.stepwise(
