@@ -40,23 +40,32 @@ name = "right"
 
 PARTS = """
 import time
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import nn
 
 
-class Slow(nn.Module):
-    def __init__(self, seconds):
+class Held(nn.Module):
+    # Waits in the second round, and in those after it, for a file with this name.
+    def __init__(self, until):
         super().__init__()
-        self.seconds = seconds
+        self.until = until
 
     def forward(self, x):
-        time.sleep(self.seconds)
+        end = time.monotonic() + 120
+        while self.until and not Path(self.until).exists():
+            if Path("run/events.jsonl").read_text().count('"RoundStarted"') < 2:
+                break
+            if time.monotonic() > end:
+                raise TimeoutError(self.until)
+            time.sleep(0.01)
         return x
 
 
-def linear(seconds=0.0, hidden=0):
-    layers = [nn.Flatten(), Slow(seconds), nn.Dropout(0.1)]
+def linear(until="", hidden=0):
+    layers = [nn.Flatten(), Held(until), nn.Dropout(0.1)]
     if hidden:
         layers += [nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10)]
     else:
