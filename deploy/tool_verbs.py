@@ -28,6 +28,16 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     )
     doctor.add_argument("--key", type=Path, metavar="FILE", help="a key file")
     doctor.add_argument("--roster", type=Path, metavar="FILE", help="a roster file")
+    doctor.add_argument(
+        "--store",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="say who this machine is for the cloud of a store; may be repeated",
+    )
+    doctor.add_argument(
+        "--job", type=Path, metavar="JOB", help="likewise for all that a job uses"
+    )
     doctor.set_defaults(verb=_doctor)
 
     transcript = verbs.add_parser(
@@ -186,15 +196,22 @@ def _trust_key(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from dataclasses import asdict  # noqa: PLC0415 -- keeps `--help` fast
 
-    from deploy import doctor  # noqa: PLC0415 -- imports torch
+    from deploy import doctor, identities  # noqa: PLC0415 -- imports torch
+    from federation import job_file  # noqa: PLC0415
     from federation.clock import SystemClock  # noqa: PLC0415
 
-    checks = doctor.examine(
-        key=options.key,
-        roster_file=options.roster,
-        runs=Path("runs"),
-        clock=SystemClock(),
-    )
+    needs = [need for url in options.store for need in identities.needs_of_url(url)]
+    if options.job is not None:
+        needs += identities.needs_of_job(job_file.load(options.job))
+    checks = [
+        *doctor.examine(
+            key=options.key,
+            roster_file=options.roster,
+            runs=Path("runs"),
+            clock=SystemClock(),
+        ),
+        *identities.checks(needs),
+    ]
     problems = sum(check.status == "problem" for check in checks)
     if options.json:
         _say(

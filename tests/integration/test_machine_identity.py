@@ -1,0 +1,332 @@
+"""Identities without long-lived keys, end to end, and what ``doctor`` says of them."""
+
+import json
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+from support import fake_metadata
+from support.fake_imds import FakeImds
+from support.google_server import Answer, GoogleServer, Request
+from support.s3_server import REGION, quick_retry
+from support.small_jobs import small_job
+
+from cloud_adapters.storage.s3 import S3Store
+from deploy import cli, identities
+from deploy.doctor import Check
+from deploy.identities import Need
+
+pytestmark = pytest.mark.slow
+
+ROLE = "arn:aws:iam::123456789012:role/site"
+SECRETS = ("secret-of", "session-of", "token-of", "access-")
+NOWHERE = "http://127.0.0.1:9"
+
+
+class FakeSts(GoogleServer):
+    """AWS STS: roles for whoever signs, and the names of those who ask.
+
+    Attributes:
+        seconds: How long the credentials of a role live.
+        forms: What was asked.
+        signers: Ids of the keys that signed.
+    """
+
+    def __init__(self, seconds: int = 3600) -> None:
+        self.seconds = seconds
+        self.forms: list[dict[str, str]] = []
+        self.signers: list[str] = []
+        super().__init__(self._serve)
+
+    def _serve(self, request: Request) -> Answer:
+        form = {name: v[0] for name, v in parse_qs(request.body.decode()).items()}
+        self.forms.append(form)
+        _, _, scope = request.headers["authorization"].partition("Credential=")
+        self.signers.append(scope.partition("/")[0])
+        action = form["Action"]
+        inner = {"GetCallerIdentity": self._name, "AssumeRole": self._role}[action]()
+        result = f"<{action}Result>{inner}</{action}Result>"
+        body = f"<{action}Response>{result}</{action}Response>"
+        return Answer(200, {"Content-Type": "text/xml"}, body.encode())
+
+    def _name(self) -> str:
+        who = "assumed-role/site/hospital-a" if "ASIA" in self.signers[-1] else "user/u"
+        return f"<Arn>arn:aws:sts::123456789012:{who}</Arn>"
+
+    def _role(self) -> str:
+        when = datetime.now(UTC) + timedelta(seconds=self.seconds)
+        return (
+            "<Credentials><AccessKeyId>ASIAROLE</AccessKeyId>"
+            "<SecretAccessKey>secret-of-the-role</SecretAccessKey>"
+            "<SessionToken>session-of-the-role</SessionToken>"
+            f"<Expiration>{when:%Y-%m-%dT%H:%M:%SZ}</Expiration></Credentials>"
+        )
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine on which nothing is configured, and no metadata service is there."""
+    for name in os.environ:
+        if name.startswith(("AWS_", "GOOGLE_", "GCE_", "CLOUDSDK_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", NOWHERE)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", NOWHERE)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
+        monkeypatch.setenv(name, "127.0.0.1:9")
+
+
+@pytest.fixture
+def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeImds]:
+    with FakeImds() as server:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", server.url)
+        yield server
+
+
+@pytest.fixture
+def sts(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSts]:
+    with FakeSts() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", server.url)
+        yield server
+
+
+def use_role(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> None:
+    """Have a profile that assumes a role, with the credentials of another source."""
+    (folder / "config").write_text(
+        f"[profile federation]\nregion = {REGION}\nrole_arn = {ROLE}\n{source}\n"
+        "role_session_name = hospital-a\nexternal_id = agreed\nduration_seconds = 900\n"
+    )
+    (folder / "credentials").write_text(
+        "[base]\naws_access_key_id = AKIABASE\n"
+        "aws_secret_access_key = secret-of-the-base\n"
+    )
+    monkeypatch.setenv("AWS_PROFILE", "federation")
+
+
+def use_store(s3_server: Any, times: int = 1) -> None:
+    """Write and read with whatever credentials the environment gives."""
+    store = S3Store(
+        s3_server.bucket(),
+        endpoint_url=s3_server.url,
+        region=REGION,
+        retry=quick_retry(),
+    )
+    for _ in range(times):
+        store.put("key", [b"x"])
+        assert store.read("key") == b"x"
+    store.close()
+
+
+def test_role_of_an_instance(imds: FakeImds, s3_server: Any):
+    """By IMDSv2 alone: a token first, and every question with it."""
+    use_store(s3_server)
+    first, *others = imds.requests
+    assert (first.method, first.path) == ("PUT", "/latest/api/token")
+    assert len(others) >= 2
+    assert all("x-aws-ec2-metadata-token" in request.headers for request in others)
+
+
+@pytest.mark.parametrize(
+    ("source", "signer"),
+    [
+        ("source_profile = base", "AKIABASE"),
+        ("credential_source = Ec2InstanceMetadata", "ASIAINSTANCE"),
+    ],
+)
+def test_role_that_a_profile_assumes(
+    *,
+    source: str,
+    signer: str,
+    imds: FakeImds,
+    sts: FakeSts,
+    s3_server: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """With what the other account asked for, and again before it expires."""
+    use_role(monkeypatch, tmp_path, source)
+    sts.seconds = 60
+    use_store(s3_server, times=2)
+    assert len(sts.forms) >= 2
+    assert set(sts.signers) == {signer}
+    for form in sts.forms:
+        assert (form["Action"], form["RoleArn"]) == ("AssumeRole", ROLE)
+        assert form["RoleSessionName"] == "hospital-a"
+        assert (form["ExternalId"], form["DurationSeconds"]) == ("agreed", "900")
+    assert bool(imds.requests) == (signer == "ASIAINSTANCE")
+
+
+def check(cloud: Any, *, is_own: bool = True) -> Check:
+    """What doctor says, without a secret."""
+    need = Need(cloud=cloud, why="s3://bucket/x", is_own=is_own)
+    (found,) = identities.checks([need])
+    assert not any(secret in repr(found) for secret in SECRETS)
+    return found
+
+
+def test_doctor_finds_the_role_of_an_instance(imds: FakeImds, sts: FakeSts):
+    """With its name, and through which version of the service."""
+    found = check("aws")
+    assert found.status == "ok"
+    assert found.found == (
+        "the role of the instance, through IMDSv2: "
+        "arn:aws:sts::123456789012:assumed-role/site/hospital-a"
+    )
+
+
+def test_doctor_warns_of_imdsv1(imds: FakeImds, sts: FakeSts):
+    """An instance that gives its role to whoever can make it fetch a page."""
+    imds.has_version_2, imds.needs_token = False, False
+    found = check("aws")
+    assert found.status == "warning"
+    assert "through IMDSv1" in found.found
+
+
+def test_doctor_finds_a_role(
+    sts: FakeSts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """That of the profile and not that of its source."""
+    use_role(monkeypatch, tmp_path, "source_profile = base")
+    found = check("aws")
+    assert found.found.startswith("a role that the profile assumes: arn:aws:sts::")
+    assert sts.signers[-1] == "ASIAROLE"
+
+
+def test_doctor_warns_of_keys(sts: FakeSts, monkeypatch: pytest.MonkeyPatch):
+    """They work, and are what should not be there; a session's end by themselves."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUSER")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-user")
+    found = check("aws")
+    assert found.status == "warning"
+    assert "keys in the environment: arn:aws:sts::123456789012:user/u" in found.found
+    assert "does not expire" in found.found
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "session-of-the-user")
+    assert "does not expire" not in check("aws").found
+
+
+def test_doctor_without_sts(imds: FakeImds):
+    """The kind is known, and the name is not; nobody is asked for other services."""
+    found = check("aws")
+    assert found.status == "warning"
+    assert "out of reach" in found.found
+    assert check("aws", is_own=False).status == "ok"
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_doctor_finds_none(cloud: str):
+    """And says where it has looked."""
+    found = check(cloud)
+    assert found.status == "problem"
+    assert found.found.startswith("none: ")
+    assert "docs/howto/cloud-identity.md" in found.advice
+
+
+def test_doctor_and_a_profile_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    """The library's words are not repeated."""
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    found = check("aws")
+    assert (found.status, "ProfileNotFound" in found.found) == ("problem", True)
+
+
+def test_doctor_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process that a profile names may hang."""
+    monkeypatch.setattr(identities, "LIMIT_SECONDS", 0.2)
+    (tmp_path / "config").write_text("[default]\ncredential_process = sleep 5\n")
+    found = check("aws")
+    assert found.status == "problem"
+    assert "took longer" in found.found
+
+
+def external_account(services: Any) -> dict[str, Any]:
+    account = "site@p-1.iam.gserviceaccount.com"
+    verb = f"v1/projects/-/serviceAccounts/{account}:generateAccessToken"
+    pool = "projects/1/locations/global/workloadIdentityPools/aws/providers/aws"
+    return {
+        "type": "external_account",
+        "audience": f"//iam.googleapis.com/{pool}",
+        "subject_token_type": "urn:ietf:params:aws:token-type:aws4_request",
+        "token_url": f"{services.url}/v1/token",
+        "service_account_impersonation_url": f"{services.url}/{verb}",
+        "credential_source": {
+            "environment_id": "aws1",
+            "regional_cred_verification_url": (
+                "https://sts.{region}.amazonaws.com"
+                "?Action=GetCallerIdentity&Version=2011-06-15"
+            ),
+        },
+    }
+
+
+def test_doctor_finds_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a machine of AWS in Google Cloud, and whom it acts as."""
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "ASIATEST"),
+        ("AWS_SECRET_ACCESS_KEY", "secret-of-the-test"),
+        ("AWS_SESSION_TOKEN", "session-of-the-test"),
+        ("AWS_REGION", "eu-west-3"),
+        ("GOOGLE_CLOUD_PROJECT", "p-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    with fake_metadata.TokenServices() as services:
+        path = tmp_path / "google.json"
+        path.write_text(json.dumps(external_account(services)))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+        found = check("gcp")
+        assert len(services.given) == 1
+    assert found.status == "ok"
+    assert found.found == (
+        "workload identity federation of a machine in AWS: "
+        "site@p-1.iam.gserviceaccount.com"
+    )
+
+
+def test_doctor_and_a_file_without_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is named, and is no credentials."""
+    (tmp_path / "google.json").write_text("{}")
+    path = str(tmp_path / "google.json")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", path)
+    assert check("gcp").status == "problem"
+
+
+def test_what_a_job_needs():
+    """Its run, its data and its keys; a service of one's own is no cloud's."""
+    options = {
+        "encryption_key": "gcp-kms:projects/p/locations/l/keyRings/r/cryptoKeys/k"
+    }
+    job = small_job(
+        storage={
+            "url": "s3://runs/x",
+            "endpoint": "http://127.0.0.1:9",
+            "encryption": {"key": "aws-kms:arn:aws:kms:eu-west-1:123456789012:key/1"},
+        },
+        sites=[
+            {"name": "a", "data": {"source": "file://x", "options": options}},
+            {"name": "b", "data": {"source": "support.small_jobs:blobs"}},
+        ],
+    )
+    needs = identities.merged(identities.needs_of_job(job))
+    assert [(need.cloud, need.is_own) for need in needs] == [
+        ("aws", True),
+        ("gcp", True),
+    ]
+    assert list(identities.needs_of_job(small_job())) == []
+
+
+def test_command(
+    imds: FakeImds, sts: FakeSts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only where a store or a job is named."""
+    cli.main(["doctor"])
+    assert "identity" not in capsys.readouterr().out
+    assert not imds.requests
+    cli.main(["doctor", "--store", "s3://bucket/x", "--json"])
+    found = json.loads(capsys.readouterr().out)["checks"][-1]
+    assert (found["name"], found["status"]) == ("identity for AWS", "ok")
