@@ -17,6 +17,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import httpx
@@ -76,6 +77,7 @@ _LOG = logging.getLogger(__name__)
 # What a proxy or a server that is being restarted says.
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _UNAUTHORIZED = 401
+_FORBIDDEN = 403  # Said by our proxy alone.
 _RAISED = 2  # ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 Uniform = Callable[[float, float], float]
@@ -96,6 +98,9 @@ class FlowerNode:
         root_certificates: PEM of the only authorities that may speak for it; None
             for a connection without TLS, which only a loopback should have.
         key: The node's own, on the curve P-384: it is how Flower knows the node.
+        certificate: File with the certificate that the aggregator's proxy asks for,
+            and its key; None for none. It is read anew for every connection, so that
+            a renewed one is taken up.
         clock: Tells time.
         stopped: Set it to end ``run``.
         listener: Called with a word about every change of the connection.
@@ -108,10 +113,12 @@ class FlowerNode:
     root_certificates: bytes | None
     key: ec.EllipticCurvePrivateKey = field(repr=False)
     clock: Clock
+    certificate: Path | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     listener: Callable[[str], None] = _LOG.info
     uniform: Uniform = random.SystemRandom().uniform
     node_id: int | None = None
+    _is_active: bool = field(default=False, init=False)
 
     def run(self) -> None:
         """Serve until ``stopped`` is set; connect again whenever the way is lost.
@@ -143,6 +150,7 @@ class FlowerNode:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.load_verify_locations(cadata=self.root_certificates.decode("ascii"))
+            self._show_certificate(context)
         return FleetHttpClient(
             f"{scheme}://{self.address}",
             interceptors=[
@@ -153,12 +161,24 @@ class FlowerNode:
             timeout=CALL_SECONDS,
         )
 
+    def _show_certificate(self, context: ssl.SSLContext) -> None:
+        if self.certificate is None:
+            return
+        try:
+            context.load_cert_chain(self.certificate)
+        except OSError as error:  # An SSLError is one, too.
+            raise SiteError(
+                f"{self.certificate} holds no certificate with its key: "
+                f"{error.strerror or error}; restore it, or enrol the site again"
+            ) from error
+
     def _wait_seconds(self, attempt: int) -> float:
         """Full jitter, as in ``cloud_adapters.storage.retry``, and at least a bit."""
         most = min(MAX_WAIT_SECONDS, 0.5 * 2.0 ** min(attempt, 16))
         return self.uniform(0.2, most)
 
     def _activate(self, client: FleetHttpClient) -> None:
+        self._is_active = False
         public_key = _public_bytes(self.key)
         answer = self._call(
             lambda: client.ActivateNode(
@@ -167,7 +187,7 @@ class FlowerNode:
                 )
             )
         )
-        self.node_id = answer.node_id
+        self.node_id, self._is_active = answer.node_id, True
         TaskIdentity.node_id = answer.node_id
         TaskIdentity.task_id = 0
         self.listener(f"connected to {self.address} as node {answer.node_id}")
@@ -320,6 +340,12 @@ class FlowerNode:
         what = f"HTTP {response.status_code}"
         if flower is not None:
             what += f", Flower error {flower.code}: {flower.message}"
+        if response.status_code == _FORBIDDEN and not self._is_active:
+            return SiteError(
+                f"{self.address} does not let this site in: its certificate is "
+                "missing, expired or revoked; ask the aggregator's operator for an "
+                "invitation, and enrol the site again"
+            )
         if response.status_code in _PASSING or self.node_id is not None:
             return _Lost(f"{self.address} refuses: {what}")
         if response.status_code == _UNAUTHORIZED:

@@ -68,6 +68,11 @@ class FloorSpec:
         default=10.0,
         above=0.0,
     )
+    accept_two_sites: bool = key(
+        "Whether a run of two sites without record-level differential privacy is "
+        "accepted: the other site can tell this one's update.",
+        default=False,
+    )
     max_rounds: int = key("Most rounds of a run.", default=10_000, low=1)
     functions: tuple[str, ...] = key(
         "What a job may name as model, `module:function`, or `module:*` for every "
@@ -104,6 +109,12 @@ class SiteFile:
         "Key file that Flower knows the site by, relative to `folder`.",
         default="node.pem",
     )
+    certificate: str = key(
+        "File with the certificate that the aggregator's proxy asks for and its key, "
+        "relative to `folder`; made by `crossfed enroll`. Empty for none, where there "
+        "is no proxy.",
+        default="",
+    )
     aggregator: AggregatorSpec = key("The aggregator.")
     data: SiteDataSpec = key("The site's data.", default=SiteDataSpec())
     floor: FloorSpec = key("What every job must promise.", default=FloorSpec())
@@ -120,6 +131,7 @@ class SiteConfig:
         identity: Key file of the identity.
         node_key: Key file of the node.
         authority: Certificate file of the aggregator's authority.
+        certificate: File of the site's certificate and its key; None for none.
     """
 
     file: SiteFile
@@ -128,6 +140,7 @@ class SiteConfig:
     identity: Path
     node_key: Path
     authority: Path
+    certificate: Path | None = None
 
 
 def load(path: Path) -> SiteConfig:
@@ -152,6 +165,7 @@ def load(path: Path) -> SiteConfig:
         identity=folder / file.identity,
         node_key=folder / file.node_key,
         authority=folder / file.aggregator.authority,
+        certificate=folder / file.certificate if file.certificate else None,
     )
 
 
