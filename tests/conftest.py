@@ -85,6 +85,44 @@ def gcs_store(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def s3_proxy(s3_server: Any) -> Iterator[Any]:
+    """In front of it, and breaks."""
+    from support import tcp_proxy  # noqa: PLC0415
+
+    with tcp_proxy.proxy(s3_server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3_line(s3_server: Any, s3_proxy: Any) -> Iterator[Any]:
+    """A store behind it; see ``support.bad_lines``."""
+    from support import bad_lines  # noqa: PLC0415 (slow to import)
+
+    s3_proxy.clear()
+    with bad_lines.s3_line(s3_server, s3_proxy) as line:
+        yield line
+
+
+@pytest.fixture(scope="session")
+def gcs_proxy(gcs_server: Any) -> Iterator[Any]:
+    """In front of it, and breaks."""
+    from support import tcp_proxy  # noqa: PLC0415
+
+    with tcp_proxy.proxy(gcs_server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def gcs_line(gcs_server: Any, gcs_proxy: Any) -> Iterator[Any]:
+    """A store behind it; see ``support.bad_lines``."""
+    from support import bad_lines  # noqa: PLC0415 (slow to import)
+
+    gcs_proxy.clear()
+    with bad_lines.gcs_line(gcs_server, gcs_proxy) as line:
+        yield line
+
+
+@pytest.fixture(scope="session")
 def kms_server() -> Iterator[Any]:
     """One for all tests of a worker; each makes keys of its own."""
     from support import fake_kms  # noqa: PLC0415 (slow to import)

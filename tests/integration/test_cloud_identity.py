@@ -13,8 +13,9 @@ import boto3
 import pytest
 from google.auth import aws
 from support import fake_metadata, gcs_stores
+from support.buckets import quick_retry
 from support.google_server import Answer, GoogleServer
-from support.s3_server import REGION, quick_retry
+from support.s3_server import REGION
 
 from cloud_adapters.storage.gcs import GcsStore
 from cloud_adapters.storage.s3 import S3Store
@@ -31,6 +32,9 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         host = server.url.removeprefix("http://")
         for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
             monkeypatch.setenv(name, host)
+        # Read from the environment once, when another test has imported the module.
+        seen = "google.auth.compute_engine._metadata._GCE_METADATA_HOST"
+        monkeypatch.setattr(seen, host)
         monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
         yield server
 
@@ -171,7 +175,7 @@ def test_aws_machine_writes_to_google(
             gcs_stores.new_bucket(gcs_server),
             endpoint=gcs_server.url,
             credentials=credentials,
-            retry=gcs_stores.quick_retry(),
+            retry=quick_retry(),
         )
         store.put("key", [b"x"])
         assert store.read("key") == b"x"

@@ -1,24 +1,17 @@
 """Stores in the fake of Google Cloud Storage, or in a bucket that a person names."""
 
-import contextlib
 import itertools
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from google.auth.credentials import AnonymousCredentials
+from support.buckets import borrowed, quick_retry
 from support.fake_gcs import FakeGcs
 
 from cloud_adapters.storage.gcs import GcsStore
 from cloud_adapters.storage.gcs_upload import BLOCK_BYTES
-from cloud_adapters.storage.retry import Retry
-from federation.clock import VirtualClock
 
 _numbers = itertools.count(1)
-
-
-def quick_retry(**options: Any) -> Retry:
-    """Waits that take no time."""
-    return Retry(**{"clock": VirtualClock(), **options})
 
 
 def new_bucket(server: FakeGcs) -> str:
@@ -41,18 +34,7 @@ def store(
     return GcsStore(bucket or new_bucket(server), prefix, **{**defaults, **options})
 
 
-@contextlib.contextmanager
-def named_store(url: str, endpoint: str) -> Iterator[GcsStore]:
-    """A store in a bucket of somebody's; it is empty before and after.
-
-    The whole bucket, since the longest key leaves no room for a prefix.
-    """
+def named_store(url: str, endpoint: str) -> AbstractContextManager[GcsStore]:
+    """A store in a bucket of somebody's; it is empty before and after."""
     bucket = url.removeprefix("gs://").rstrip("/")
-    store = GcsStore(bucket, endpoint=endpoint or None)
-    found = next(store.list(), None)
-    assert found is None, f"{url} is not empty: tests would delete {found}"
-    try:
-        yield store
-    finally:
-        for info in store.list():
-            store.delete(info.key)
+    return borrowed(GcsStore(bucket, endpoint=endpoint or None))

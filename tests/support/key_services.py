@@ -4,16 +4,10 @@ import functools
 from typing import Any
 
 from google.auth.credentials import AnonymousCredentials
+from support.buckets import quick_retry
 
 from cloud_adapters.keys.aws_kms import AwsKms
 from cloud_adapters.keys.gcp_kms import GcpKms
-from cloud_adapters.storage.retry import Retry
-from federation.clock import VirtualClock
-
-
-def quick_retry() -> Retry:
-    """Waits that take no time."""
-    return Retry(clock=VirtualClock())
 
 
 @functools.cache

@@ -16,16 +16,16 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import boto3
 import google_crc32c
 from botocore.config import Config
+from support.buckets import borrowed, quick_retry
 
-from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3 import S3Store
-from federation.clock import VirtualClock
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"
@@ -59,25 +59,10 @@ class S3Server:
         return S3Store(options.pop("bucket", None) or self.bucket(), prefix, **options)
 
 
-@contextlib.contextmanager
-def named_store(url: str, endpoint: str) -> Iterator[S3Store]:
-    """A store in a bucket of somebody's; it is empty before and after.
-
-    The whole bucket, since the longest key leaves no room for a prefix.
-    """
+def named_store(url: str, endpoint: str) -> AbstractContextManager[S3Store]:
+    """A store in a bucket of somebody's; it is empty before and after."""
     bucket = url.removeprefix("s3://").rstrip("/")
-    store = S3Store(bucket, endpoint_url=endpoint or None)
-    found = next(store.list(), None)
-    assert found is None, f"{url} is not empty: tests would delete {found}"
-    try:
-        yield store
-    finally:
-        for info in store.list():
-            store.delete(info.key)
-
-
-def quick_retry(**options: Any) -> Retry:
-    return Retry(**{"clock": VirtualClock(), **options})
+    return borrowed(S3Store(bucket, endpoint_url=endpoint or None))
 
 
 def client(endpoint_url: str, **options: Any) -> Any:

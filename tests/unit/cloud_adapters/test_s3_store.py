@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support import s3_server as servers
+from support.buckets import quick_retry
 
 from cloud_adapters.storage import s3_copy, s3_upload
 from cloud_adapters.storage.checksums import crc32c
@@ -412,7 +413,7 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: servers.S3Se
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, "/nonexistent")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    store = S3Store("bucket", endpoint_url=s3_server.url, retry=servers.quick_retry())
+    store = S3Store("bucket", endpoint_url=s3_server.url, retry=quick_retry())
     with pytest.raises(NotAuthenticated, match=r"AWS_PROFILE.*NoCredentialsError"):
         store.read("key")
     with pytest.raises(NotAuthenticated):

@@ -7,6 +7,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support import s3_server as servers
+from support.buckets import quick_retry
 
 from cloud_adapters.keys.aws_kms import AwsKms
 from cloud_adapters.storage.encrypted import EncryptedStore, context_of
@@ -67,7 +68,7 @@ def keys(
         secret=made["SecretAccessKey"],
     )
     enforce(s3_server, "0")
-    retry = servers.quick_retry()
+    retry = quick_retry()
     yield (
         AwsKms(own, client=client, retry=retry),
         AwsKms(other, client=client, retry=retry),

@@ -8,6 +8,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support import s3_server as servers
+from support.buckets import quick_retry
 
 from cloud_adapters.storage.encrypted import context_of
 from cloud_adapters.storage.s3 import S3Store
@@ -74,9 +75,7 @@ def enforce(server: servers.S3Server, num_free_requests: str) -> None:
 
 
 def store(client: Any, place: aws_policies.Place) -> S3Store:
-    return S3Store(
-        place.bucket, place.prefix, client=client, retry=servers.quick_retry()
-    )
+    return S3Store(place.bucket, place.prefix, client=client, retry=quick_retry())
 
 
 def test_site_reads_its_data_and_does_not_change_them(site_client: Any):

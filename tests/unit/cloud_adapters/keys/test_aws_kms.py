@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 from botocore.stub import Stubber
-from support.key_services import aws_kms_service, kms_client, quick_retry
+from support.buckets import quick_retry
+from support.key_services import aws_kms_service, kms_client
 from support.s3_server import client
 
 from cloud_adapters.keys.aws_kms import CODES, AwsKms, translate

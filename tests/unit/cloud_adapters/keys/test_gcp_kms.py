@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from google.oauth2.credentials import Credentials
+from support.buckets import quick_retry
 from support.fake_kms import FakeKms, Refusal
 from support.google_server import Answer, GoogleServer
-from support.key_services import gcp_kms_service, quick_retry
+from support.key_services import gcp_kms_service
 
 from cloud_adapters.keys.context import context_bytes
 from cloud_adapters.keys.gcp_kms import GcpKms, _encoded
