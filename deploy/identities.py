@@ -5,6 +5,7 @@ question. What is told is the kind and the name of an identity, and never a secr
 a library says of a failure is not repeated, as it may hold one.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -275,6 +276,17 @@ def _name_of(error: Exception) -> str:
 
 
 def _gcp(*, is_own: bool) -> Identity:
+    # Its warnings of single attempts say less than what is found in the end.
+    log = logging.getLogger("google.auth")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return _ask_google(is_own=is_own)
+    finally:
+        log.setLevel(level)
+
+
+def _ask_google(*, is_own: bool) -> Identity:
     import google.auth  # noqa: PLC0415 -- slow to import
     from google.auth.exceptions import (  # noqa: PLC0415
         DefaultCredentialsError,

@@ -36,6 +36,9 @@ def metadata() -> GoogleServer:
         if request.path.endswith("/identity"):
             token = jwt(aud=request.query["audience"], sub="1234567890")
             return Answer(200, headers, token.encode())
+        if request.path.endswith("/token"):
+            token = {"access_token": "access-0", "expires_in": 3600}
+            return json_answer(token | {"token_type": "Bearer"})
         account = {"email": "site@p-1.iam.gserviceaccount.com", "aliases": ["default"]}
         headers["Content-Type"] = "application/json"
         return Answer(200, headers, json.dumps(account).encode())
