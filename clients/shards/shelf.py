@@ -65,7 +65,8 @@ class Shelf:
             window: Shards that are read together. Two windows are held, even if they
                 are larger than ``memory_bytes``.
             memory_bytes: Of the shards that are open.
-            threads: Shards that are fetched in advance at the same time; 0 for none.
+            threads: Shards that are fetched in advance at the same time, but no more
+                than a window has, or two; 0 for none.
             retry: Attempts beyond the store's own: a training waits rather than ends.
         """
         self._store = store
@@ -76,13 +77,20 @@ class Shelf:
         self._size = max(
             memory_bytes, 2 * (window + 1) * max(shard.bytes for shard in shards)
         )
+        # More than a window at a time would keep the first one waiting for the next.
+        threads = min(threads, max(2, window))
         self._pool = ThreadPoolExecutor(threads, "shards") if threads else None
         self._open: OrderedDict[str, Future[Rows]] = OrderedDict()
         self._bytes: dict[str, int] = {}
+        # Those of the open ones that nobody has begun to fetch.
+        self._waiting: set[Future[Rows]] = set()
         self._mutex = threading.Lock()
 
     def rows(self, split: Split, number: int) -> Rows:
         """Open a shard, or wait for it if it is on its way.
+
+        One that still waits for a thread is fetched by this one: who needs a shard now
+        does not queue behind those that are needed later.
 
         Raises:
             CorruptObject: It is cut short, gone, or not what the index names.
@@ -98,9 +106,9 @@ class Shelf:
         if self._pool is None:
             return
         for number in numbers:
-            future, is_ours = self._claim(split, number)
-            if is_ours:
-                self._pool.submit(self._fill, future, split, number)
+            future, is_new = self._claim(split, number)
+            if is_new:
+                self._pool.submit(self._fill_once, future, split, number)
 
     def content(self, about: Shard | Labels) -> bytes | memoryview:
         """Read an object of the dataset, through the cache, and check it."""
@@ -137,7 +145,7 @@ class Shelf:
         )
 
     def _claim(self, split: Split, number: int) -> tuple[Future[Rows], bool]:
-        """Find a shard that is open or coming, or promise to open it."""
+        """Find a shard that is open or coming; say whether it was neither before."""
         shard = split.shards[number]
         with self._mutex:
             future = self._open.get(shard.key)
@@ -146,14 +154,14 @@ class Shelf:
                 return future, False
             future = self._open[shard.key] = Future()
             self._bytes[shard.key] = shard.bytes
+            self._waiting.add(future)
             self._forget_oldest()
             return future, True
 
     def _rows(self, split: Split, number: int) -> Rows:
         key = split.shards[number].key
-        future, is_ours = self._claim(split, number)
-        if is_ours:
-            self._fill(future, split, number)
+        future, _ = self._claim(split, number)
+        self._fill_once(future, split, number)
         try:
             return future.result()
         except BaseException:
@@ -165,10 +173,17 @@ class Shelf:
     def _forget_oldest(self) -> None:
         total = sum(self._bytes.values())
         while total > self._size and len(self._open) > 1:
-            key, _ = self._open.popitem(last=False)
+            key, future = self._open.popitem(last=False)
             total -= self._bytes.pop(key)
+            # Nobody waits for it: who does has begun to fetch it first.
+            self._waiting.discard(future)
 
-    def _fill(self, future: Future[Rows], split: Split, number: int) -> None:
+    def _fill_once(self, future: Future[Rows], split: Split, number: int) -> None:
+        """Fetch a shard, unless somebody has begun to or it is not wanted any more."""
+        with self._mutex:
+            if future not in self._waiting:
+                return
+            self._waiting.remove(future)
         try:
             rows = self._decode(split, number)
         except BaseException as error:  # noqa: BLE001 -- whoever waits gets it
