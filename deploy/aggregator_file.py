@@ -84,13 +84,17 @@ def load(path: Path) -> AggregatorConfig:
     """
     try:
         file = job_file.build(AggregatorFile, job_file.read_toml(path))
-        host, _ = check_address(file.listen, key="listen")
-        if not file.proxy and host not in {"127.0.0.1", "::1", "localhost"}:
-            raise JobError("without a proxy it must be a loopback", key="listen")
-        if not file.hosts:
-            raise JobError("name at least one", key="hosts")
+        _check(file)
     except JobError as error:
         if str(path) in error.reason:
             raise
         raise JobError(f"{path}: {error}") from error
     return AggregatorConfig(file=file, folder=path.parent)
+
+
+def _check(file: AggregatorFile) -> None:
+    host, _ = check_address(file.listen, key="listen")
+    if not file.proxy and host not in {"127.0.0.1", "::1", "localhost"}:
+        raise JobError("without a proxy it must be a loopback", key="listen")
+    if not file.hosts:
+        raise JobError("name at least one", key="hosts")

@@ -19,7 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy import audit_verb, data_verb, model_verbs, storage_verb, tool_verbs
+from deploy import (
+    audit_verb,
+    data_verb,
+    federation_verbs,
+    model_verbs,
+    storage_verb,
+    tool_verbs,
+)
 from federation.errors import (
     BudgetExceeded,
     CheckpointMismatch,
@@ -189,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     audit_verb.add_verb(verbs, [job, common], load=_load, guard=_unable_to_exit)
     data_verb.add_verb(verbs, common)
+    federation_verbs.add_verbs(verbs, job, common, load=_load, progress=_shown)
     tool_verbs.add_verbs(verbs, common)
     model_verbs.add_verbs(verbs, common)
     storage_verb.add_verb(verbs, common)
@@ -326,6 +334,13 @@ def _progress() -> Iterator["Emit"]:
         yield plain
         with contextlib.suppress(OSError):
             plain.close()
+
+
+@contextmanager
+def _shown() -> Iterator["Emit"]:
+    """Progress that outlives its reader."""
+    with _progress() as progress:
+        yield _while_read(progress)
 
 
 def _while_read(progress: "Emit") -> "Emit":

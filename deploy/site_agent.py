@@ -257,6 +257,7 @@ class SiteAgent:
             max_delta=floor.max_delta if private else 1.0,
             max_rounds=floor.max_rounds + 1,
             header_slots=header_slots(job),
+            accept_two_sites=floor.accept_two_sites,
             require_hybrid=job.privacy.secure_aggregation.hybrid,
         )
 

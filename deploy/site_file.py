@@ -80,6 +80,7 @@ class FloorSpec:
         "options, so name nothing that can call something else.",
         default=(
             "clients.models:*",
+            "clients.frozen_features:oriented_gradients",
             "clients.data:digits",
             "clients.data:breast_cancer",
         ),

@@ -1,0 +1,98 @@
+"""A program that must always run: started, watched, started again, ended."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from federation.protocols import Clock
+
+FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 30.0
+# A program that ran for so long starts with a short wait again.
+STEADY_SECONDS = 60.0
+
+
+@dataclass(kw_only=True)
+class Child:
+    """One program, in a process group of its own.
+
+    Attributes:
+        name: What it is called in messages; its log is ``NAME.log``.
+        command: Program and arguments; no secrets, since everybody can read them.
+        environment: All of its variables.
+        logs: Folder of its log, to which every start appends.
+        clock: Tells time.
+        listener: Called with a word about every start and end.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    logs: Path
+    clock: Clock
+    listener: Callable[[str], None]
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _started: float = field(default=0.0, init=False)
+    _not_before: float = field(default=0.0, init=False)
+    _wait_seconds: float = field(default=FIRST_WAIT_SECONDS, init=False)
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process; None while none runs."""
+        return None if self._process is None else self._process.pid
+
+    def watch(self) -> None:
+        """Start the program if it does not run and its wait is over."""
+        now = self.clock.monotonic()
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            self._process = None
+            if now - self._started >= STEADY_SECONDS:
+                self._wait_seconds = FIRST_WAIT_SECONDS
+            self._not_before = now + self._wait_seconds
+            self.listener(
+                f"{self.name} ended with {code}; again in {self._wait_seconds:g} s "
+                f"(see {self.logs / self.name}.log)"
+            )
+            self._wait_seconds = min(2 * self._wait_seconds, MOST_WAIT_SECONDS)
+        if now >= self._not_before:
+            self._start(now)
+
+    def _start(self, now: float) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with (self.logs / f"{self.name}.log").open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603 -- the command is ours
+                list(self.command),
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._started = now
+        self.listener(f"{self.name} started as process {self._process.pid}")
+
+    def signal(self, number: int) -> None:
+        """Send the program itself a signal, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def stop(self, patience_seconds: float = 10.0) -> None:
+        """End the program and all that it has started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_seconds)
+        self._signal_group(process, signal.SIGKILL)
+        process.wait()
+
+    def _signal_group(self, process: subprocess.Popen[bytes], number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)

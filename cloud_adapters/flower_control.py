@@ -1,0 +1,246 @@
+"""What the aggregator's host asks of its SuperLink: runs and nodes.
+
+Flower's Control API asks nobody for a key, so it is reached on the loopback alone. A
+run needs a bundle of code; ours holds nothing but an import of the installed package.
+
+The other file that knows Flower's private modules is ``flower_node``.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import httpx
+from flwr.cli.build import build_fab_from_files
+from flwr.common.serde import fab_to_proto, user_config_to_proto
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StopRunRequest,
+    UnregisterNodeRequest,
+)
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.fab import Fab
+
+from federation.errors import StoreUnavailable
+
+CALL_SECONDS = 10.0
+
+_PYPROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "crossfed-run"
+version = "1.0.0"
+description = "Imports the installed crossfed"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41.0"]
+
+[tool.flwr.app]
+publisher = "crossfed"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+
+[tool.flwr.app.components]
+serverapp = "crossfed_run.server:app"
+clientapp = "crossfed_run.server:nothing"
+
+[tool.flwr.app.config]
+folder = ""
+config = ""
+"""
+_SERVER = """\
+from flwr.clientapp import ClientApp
+
+from deploy.flower_server import app  # noqa: F401
+
+nothing = ClientApp()
+"""
+_BUNDLE = {
+    "pyproject.toml": _PYPROJECT.encode(),
+    "LICENSE": b"Apache-2.0\n",
+    "crossfed_run/__init__.py": b"",
+    "crossfed_run/server.py": _SERVER.encode(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowerRun:
+    """What the SuperLink says of a run.
+
+    Attributes:
+        is_over: Whether nothing of it runs any more.
+        status: In Flower's words.
+    """
+
+    is_over: bool
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowerNodeInfo:
+    """What the SuperLink says of a node.
+
+    Attributes:
+        node_id: Its number.
+        status: ``registered``, ``online`` or ``offline``.
+        last_heartbeat: Seconds since 1970; 0 if there was none.
+        public_key: As it was registered.
+    """
+
+    node_id: int
+    status: str
+    last_heartbeat: float
+    public_key: bytes
+
+
+class FlowerControl:
+    """The SuperLink of this host; a context manager."""
+
+    def __init__(self, address: str, root_certificates: bytes) -> None:
+        """Connect when it is first asked.
+
+        Args:
+            address: ``127.0.0.1:PORT``.
+            root_certificates: PEM of the authority that speaks for it.
+        """
+        self._address = address
+        self._client = ControlHttpClient.from_server_address(
+            address,
+            insecure=False,
+            root_certificates=root_certificates,
+            interceptors=[],
+        )
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close connections."""
+        self._client.close()
+
+    def start(self, settings: Mapping[str, str]) -> int:
+        """Start a coordinator, and return Flower's number for the run.
+
+        Args:
+            settings: ``folder`` of the run and ``config`` of the aggregator.
+
+        Raises:
+            StoreUnavailable: The SuperLink cannot be reached or refuses.
+        """
+        bundle, _ = build_fab_from_files(_BUNDLE)
+        fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
+        request = StartRunRequest(
+            fab=fab_to_proto(fab), override_config=user_config_to_proto(dict(settings))
+        )
+        try:
+            return int(self._client.StartRun(request).run_id)
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+
+    def runs(self) -> dict[int, FlowerRun]:
+        """Every run that the SuperLink knows, by its number.
+
+        Raises:
+            StoreUnavailable: The SuperLink cannot be reached.
+        """
+        try:
+            found = self._client.ListRuns(ListRunsRequest()).run_dict
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        return {
+            run_id: FlowerRun(
+                is_over=run.status.status == "finished",
+                status=" ".join(
+                    word
+                    for word in (
+                        run.status.status,
+                        run.status.sub_status,
+                        run.status.details,
+                    )
+                    if word
+                ),
+            )
+            for run_id, run in found.items()
+        }
+
+    def stop(self, run_id: int) -> None:
+        """End a run at once.
+
+        Raises:
+            StoreUnavailable: The SuperLink cannot be reached.
+        """
+        try:
+            self._client.StopRun(StopRunRequest(run_id=run_id))
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+
+    def register(self, public_key: bytes) -> int:
+        """Let a node in, and return its number.
+
+        Args:
+            public_key: PEM, on the curve P-384.
+
+        Raises:
+            StoreUnavailable: The SuperLink cannot be reached or refuses the key.
+        """
+        try:
+            answer = self._client.RegisterNode(
+                RegisterNodeRequest(public_key=public_key)
+            )
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        return int(answer.node_id)
+
+    def unregister(self, node_id: int) -> None:
+        """Let a node in no more.
+
+        Raises:
+            StoreUnavailable: The SuperLink cannot be reached.
+        """
+        try:
+            self._client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+
+    def nodes(self) -> list[FlowerNodeInfo]:
+        """Every node that is registered.
+
+        Raises:
+            StoreUnavailable: The SuperLink cannot be reached.
+        """
+        try:
+            found = self._client.ListNodes(ListNodesRequest()).nodes_info
+        except httpx.HTTPError as error:
+            raise self._unavailable(error) from error
+        return [
+            FlowerNodeInfo(
+                node_id=node.node_id,
+                status=node.status,
+                last_heartbeat=max(0, node.online_until - 2 * node.heartbeat_interval),
+                public_key=bytes(node.public_key),
+            )
+            for node in found
+        ]
+
+    def _unavailable(self, error: httpx.HTTPError) -> StoreUnavailable:
+        text = str(error)
+        if isinstance(error, httpx.HTTPStatusError):
+            text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
+        return StoreUnavailable(
+            f"the SuperLink on {self._address} does not do what it is asked: {text}; "
+            "is `crossfed aggregator up` running? Its logs are in logs/",
+            temporary=True,
+        )

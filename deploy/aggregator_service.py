@@ -1,0 +1,201 @@
+"""``crossfed aggregator up``: Flower's processes, watched, and runs handed to them."""
+
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cloud_adapters.child_process import Child
+from cloud_adapters.flower_control import FlowerControl
+from deploy import run_queue
+from deploy.aggregator_file import AggregatorConfig
+from deploy.certificates import Authority, key_pem, new_key
+from deploy.run_folder import RunFolder, replace_file
+from deploy.run_queue import GiveUp, Outcome, Start
+from deploy.site_file import check_address
+from federation.errors import FederationError, JobError
+from federation.protocols import Clock
+from privacy.secret_files import write_new
+
+LOOK_SECONDS = 1.0
+_SECRET_BYTES = 64
+_LOOPBACK = "127.0.0.1"
+_FAILED = 1
+
+# What Flower's programs must be told so as not to call home.
+_QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+
+
+def initialise(folder: Path, hosts: Sequence[str], *, clock: Clock) -> Authority:
+    """Make an aggregator's certificates and secrets in a folder.
+
+    Raises:
+        KeyFileRefused: There are some.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    authority = Authority.create("crossfed aggregator", clock=clock)
+    authority.save(folder)
+    key = new_key()
+    # The loopback too: that is how the proxy and the coordinator connect.
+    names = tuple(dict.fromkeys((*hosts, "localhost", _LOOPBACK)))
+    write_new(folder / "server.key", key_pem(key))
+    write_new(folder / "server.crt", authority.issue_server(names, key), mode=0o644)
+    write_new(folder / "superexec.secret", secrets.token_bytes(_SECRET_BYTES))
+    return authority
+
+
+@dataclass(kw_only=True)
+class AggregatorService:
+    """Everything that runs on the aggregator's host.
+
+    Attributes:
+        config: The operator's ``aggregator.toml``.
+        config_path: Where that is.
+        clock: Tells time.
+        stopped: Set it to end ``run``.
+        listener: Called with a word about what happens.
+    """
+
+    config: AggregatorConfig
+    config_path: Path
+    clock: Clock
+    stopped: threading.Event = field(default_factory=threading.Event)
+    listener: Callable[[str], None] = print
+    _children: list[Child] = field(default_factory=list, init=False)
+
+    def run(self) -> None:
+        """Serve until ``stopped`` is set."""
+        config = self.config
+        for folder in (config.flower, config.logs, config.runs):
+            folder.mkdir(parents=True, exist_ok=True)
+        port = self._port()
+        self._children = [*self._flower(port), *self._proxy(port)]
+        authority = (config.folder / "ca.crt").read_bytes()
+        try:
+            with FlowerControl(f"{_LOOPBACK}:{port}", authority) as control:
+                self._serve(control)
+        finally:
+            for child in reversed(self._children):
+                child.stop()
+
+    def _serve(self, control: FlowerControl) -> None:
+        trouble = ""
+        while not self.stopped.is_set():
+            for child in self._children:
+                child.watch()
+            try:
+                self._move(control)
+            except FederationError as error:
+                if str(error) != trouble:
+                    self.listener(str(error))
+                trouble = str(error)
+            else:
+                trouble = ""
+            self.stopped.wait(LOOK_SECONDS)
+
+    def _move(self, control: FlowerControl) -> None:
+        """Start what is to be started."""
+        handed = run_queue.handed_over(self.config.runs)
+        if all(one.outcome is not None for one in handed):
+            return
+        for action in run_queue.decide(handed, control.runs()):
+            run = action.handed.run
+            if isinstance(action, GiveUp):
+                self.listener(f"run {run.path.name} is given up: {action.reason}")
+                run_queue.leave_outcome(
+                    run, Outcome(code=_FAILED, message=action.reason)
+                )
+                continue
+            self._start(control, action, run)
+
+    def _start(self, control: FlowerControl, action: Start, run: RunFolder) -> None:
+        number = control.start(
+            {
+                "folder": str(run.path.resolve()),
+                "config": str(self.config_path.resolve()),
+            }
+        )
+        run_queue.note_start(action.handed, number, fruitless=action.fruitless)
+        again = "" if action.handed.coordinator is None else " again"
+        self.listener(f"run {run.path.name} is started{again}")
+
+    def _port(self) -> int:
+        """Port of the SuperLink: a chosen one is kept, so that nodes find it again."""
+        file = self.config.file
+        if not file.proxy:
+            return check_address(file.listen, key="listen")[1]
+        if file.superlink_port:
+            return file.superlink_port
+        kept = self.config.flower / "port"
+        if not kept.exists():
+            replace_file(kept, [str(_free_port()).encode()])
+        return int(kept.read_text())
+
+    def _flower(self, port: int) -> list[Child]:
+        folder = self.config.folder.resolve()
+        address, secret = f"{_LOOPBACK}:{port}", str(folder / "superexec.secret")
+        link = [
+            *("--ssl-ca-certfile", str(folder / "ca.crt")),
+            *("--ssl-certfile", str(folder / "server.crt")),
+            *("--ssl-keyfile", str(folder / "server.key")),
+            *("--host", _LOOPBACK, "--port", str(port)),
+            *("--database", str(self.config.flower.resolve() / "state.db")),
+            *("--isolation", "process", "--enable-supernode-auth"),
+            *("--superexec-auth-secret-file", secret),
+            "--disable-runtime-dependency-installation",
+        ]
+        executor = [
+            *("--root-certificates", str(folder / "ca.crt")),
+            *("--runtime-api-address", address),
+            *("--superexec-auth-secret-file", secret),
+        ]
+        return [
+            self._child("superlink", [_program("flower-superlink"), *link]),
+            self._child("superexec", [_program("flower-superexec"), *executor]),
+        ]
+
+    def _proxy(self, port: int) -> list[Child]:
+        if not self.config.file.proxy:
+            return []
+        raise JobError(f"the proxy before port {port} is not built yet", key="proxy")
+
+    def _child(self, name: str, command: Sequence[str]) -> Child:
+        programs = str(Path(sys.executable).parent)
+        environment = {
+            **os.environ,
+            **_QUIET,
+            "FLWR_HOME": str(self.config.flower.resolve()),
+            "PATH": os.pathsep.join((programs, os.environ.get("PATH", os.defpath))),
+        }
+        return Child(
+            name=name,
+            command=command,
+            environment=environment,
+            logs=self.config.logs,
+            clock=self.clock,
+            listener=self.listener,
+        )
+
+
+def _program(name: str) -> str:
+    """A program that was installed beside this Python.
+
+    Raises:
+        JobError: It was not.
+    """
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise JobError(
+            f"{name} is not installed: pip install 'crossfed[flower]' beside crossfed"
+        )
+    return str(path)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,89 @@
+"""The coordinator as Flower's ServerApp: started by the aggregator's SuperExec."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid as FlowerApi
+from flwr.serverapp import ServerApp
+
+from cloud_adapters.flower_grid import FlowerGrid
+from deploy import aggregator_file
+from deploy.aggregator_file import AggregatorConfig
+from deploy.deployed_run import DeployedRun, Parties
+from deploy.roll_call import SignedRollCall
+from deploy.run_folder import RunFolder
+from deploy.run_queue import STOP, Outcome, leave_outcome
+from federation.clock import SystemClock
+from federation.errors import (
+    BudgetExceeded,
+    CheckpointMismatch,
+    FederationError,
+    JobError,
+    RunConflict,
+)
+from federation.ids import SiteId
+from federation.protocols import Grid
+
+DONE, FAILED, BAD_JOB, OUT_OF_BUDGET, STOPPED = 0, 1, 2, 3, 130
+_CODES = {"completed": DONE, "exhausted": OUT_OF_BUDGET, "stopped": STOPPED}
+
+_LOG = logging.getLogger(__name__)
+
+app = ServerApp()
+
+
+@app.main()
+def main(api: FlowerApi, context: Context) -> None:
+    """Coordinate the run that the context names."""
+    settings = context.run_config
+    config = aggregator_file.load(Path(str(settings["config"])))
+    coordinate(api, RunFolder(Path(str(settings["folder"]))), config)
+
+
+def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None:
+    """Run, or go on with, a run; leave an outcome if there is nothing more to do.
+
+    Raises:
+        RunConflict: Another coordinator works on it, and may not know yet that
+            Flower has given it up: this one makes way, without an outcome.
+    """
+    try:
+        deployed = DeployedRun(
+            run,
+            Parties.load(config.folder),
+            clock=SystemClock(),
+            stop_requested=(run.path / STOP).exists,
+        )
+        result = deployed.run(partial(_connect, api, config))
+    except RunConflict:
+        raise
+    except FederationError as error:
+        leave_outcome(run, Outcome(code=_code(error), message=str(error)))
+        raise
+    leave_outcome(run, Outcome(code=_CODES[result.status], message=result.status))
+
+
+def _connect(
+    api: FlowerApi,
+    config: AggregatorConfig,
+    roll_call: SignedRollCall,
+    sites: Sequence[SiteId],
+    required: int,
+) -> Grid:
+    return FlowerGrid(
+        api,
+        sites,
+        clock=SystemClock(),
+        roll_call=roll_call,
+        required=required,
+        connect_seconds=config.file.connect_seconds,
+    )
+
+
+def _code(error: FederationError) -> int:
+    if isinstance(error, BudgetExceeded):
+        return OUT_OF_BUDGET
+    return BAD_JOB if isinstance(error, JobError | CheckpointMismatch) else FAILED

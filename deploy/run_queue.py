@@ -1,0 +1,219 @@
+"""Runs that were handed to the aggregator, as files in their folders.
+
+``crossfed run`` writes ``job.toml`` and ``request.json``; the service starts a
+coordinator and notes it in ``coordinator.json``; the coordinator leaves
+``outcome.json`` when there is nothing more to do, whether it went well or not. A
+coordinator that ends without an outcome was killed, and the service starts another,
+which goes on from the newest checkpoint. ``stop`` asks it to end after its round.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from cloud_adapters.flower_control import FlowerRun
+from deploy.run_folder import RunFolder, replace_file
+from federation import job_file
+from federation.errors import CorruptObject, RunConflict
+from federation.job import JobSpec
+from federation.typed_json import decode, encode, refuse_constant
+
+REQUEST, COORDINATOR = "request.json", "coordinator.json"
+OUTCOME, STOP = "outcome.json", "stop"
+
+# Starts of a coordinator without a single round in between.
+MAX_FRUITLESS_STARTS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """That somebody wants a run.
+
+    Attributes:
+        at: When; seconds since 1970.
+    """
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinator:
+    """The coordinator that was started last.
+
+    Attributes:
+        flower_run: Flower's number for it, as text: it has 64 bits.
+        fruitless: Starts since the last one after which a round was finished.
+        rounds: Rounds that were finished when it was started.
+    """
+
+    flower_run: str
+    fruitless: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        code: Exit code, as in the architecture: 0 done, 1 failed, 2 the job is wrong,
+            3 the privacy budget is spent, 130 stopped on request.
+        message: What happened, and what to do.
+    """
+
+    code: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """A run that was handed over, and how far it is.
+
+    Attributes:
+        run: Its folder.
+        request: That it is wanted.
+        coordinator: Who works on it; None if nobody has begun.
+        outcome: How it ended; None if it has not.
+        rounds: Rounds that are finished.
+    """
+
+    run: RunFolder
+    request: Request
+    coordinator: Coordinator | None
+    outcome: Outcome | None
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start a coordinator for a run."""
+
+    handed: Handed
+    fruitless: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """Leave an outcome for a run whose coordinators die."""
+
+    handed: Handed
+    reason: str
+
+
+def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
+    """Hand a job over.
+
+    Raises:
+        RunConflict: There is a run in the folder.
+        StoreUnavailable: The folder cannot be written.
+    """
+    if run.exists() or (run.path / REQUEST).exists():
+        raise RunConflict(f"{run.path} holds a run: choose another folder")
+    run.path.mkdir(parents=True, exist_ok=True)
+    replace_file(run.job, [tomli_w.dumps(job_file.document(job)).encode()])
+    _write(run.path / REQUEST, Request(at=at))
+
+
+def ask_to_stop(run: RunFolder) -> None:
+    """Have a run end after its round."""
+    replace_file(run.path / STOP, [b""])
+
+
+def leave_outcome(run: RunFolder, outcome: Outcome) -> None:
+    """Say that there is nothing more to do."""
+    _write(run.path / OUTCOME, outcome)
+
+
+def note_start(handed: Handed, flower_run: int, *, fruitless: int) -> None:
+    """Say who works on a run."""
+    _write(
+        handed.run.path / COORDINATOR,
+        Coordinator(
+            flower_run=str(flower_run), fruitless=fruitless, rounds=handed.rounds
+        ),
+    )
+
+
+def read(run: RunFolder) -> Handed | None:
+    """How far a run is; None if it was not handed over.
+
+    Raises:
+        CorruptObject: A file of it is damaged.
+    """
+    request = _read(run.path / REQUEST, Request)
+    if request is None:
+        return None
+    return Handed(
+        run=run,
+        request=request,
+        coordinator=_read(run.path / COORDINATOR, Coordinator),
+        outcome=_read(run.path / OUTCOME, Outcome),
+        rounds=_finished_rounds(run),
+    )
+
+
+def handed_over(root: Path) -> list[Handed]:
+    """Every run below a folder that was handed over, the oldest first."""
+    found = [read(RunFolder(path.parent)) for path in root.glob(f"*/*/{REQUEST}")]
+    there = [handed for handed in found if handed is not None]
+    return sorted(there, key=lambda handed: (handed.request.at, handed.run.path))
+
+
+def decide(
+    handed: Sequence[Handed], flower: Mapping[int, FlowerRun]
+) -> Iterable[Start | GiveUp]:
+    """What to do next: sites work on one run at a time, the oldest first.
+
+    Args:
+        handed: Runs in the order of their requests.
+        flower: What the SuperLink says of its runs.
+    """
+    for one in handed:
+        if one.outcome is not None:
+            continue
+        before = one.coordinator
+        if before is None:
+            yield Start(handed=one, fruitless=1)
+            return
+        now = flower.get(int(before.flower_run))
+        if now is not None and not now.is_over:
+            return
+        fruitless = 1 if one.rounds > before.rounds else before.fruitless + 1
+        if fruitless <= MAX_FRUITLESS_STARTS:
+            yield Start(handed=one, fruitless=fruitless)
+            return
+        said = "it is gone" if now is None else now.status
+        yield GiveUp(
+            handed=one,
+            reason=(
+                f"{MAX_FRUITLESS_STARTS} coordinators in a row ended without a round; "
+                f"of the last one Flower says: {said}; see logs/superexec.log"
+            ),
+        )
+
+
+def _finished_rounds(run: RunFolder) -> int:
+    if not run.exists():
+        return 0
+    finished = b'"event": "RoundFinished"'
+    return run.events.read_bytes().count(finished)
+
+
+def _write(path: Path, value: Any) -> None:
+    replace_file(path, [json.dumps(encode(value), allow_nan=False).encode()])
+
+
+def _read(path: Path, kind: type) -> Any:
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(text, parse_constant=refuse_constant)
+        return decode(found, kind, where=path.name)
+    except ValueError as error:
+        raise CorruptObject(f"{path} is damaged: {error}; remove it") from error
