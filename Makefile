@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -I -m pytest
 FAST := tests/contract tests/unit --ignore=tests/unit/cloud_adapters/test_flower_grid.py \
 	-m "not slow and not flower and not deploy" -p no:logging
 
-.PHONY: help demo test test-long test-fast test-cloud test-lowest lint check format bench docs dist clean
+.PHONY: help demo nginx test test-long test-fast test-cloud test-lowest lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,12 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## Train one model across two simulated clouds and write a report
 	$(BIN)/crossfed simulate jobs/quickstart.toml
+
+nginx: ## Install nginx, which tests of the proxy start (Debian, as root)
+	@if command -v nginx >/dev/null || test -x /usr/sbin/nginx; then :; \
+	elif test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends nginx-light; \
+	else echo "make: install nginx-light, or the tests of the proxy are skipped"; fi
 
 test: $(READY) ## Run every test but the long ones
 	$(PYTEST) -m "not long" -n 2 --dist loadgroup

@@ -8,10 +8,12 @@ those of the machine that this runs on.
 
 import datetime as dt
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -126,7 +128,64 @@ class Authority:
             raise KeyFileRefused(f"that is no signing request: {error}") from None
         if not isinstance(public, ec.EllipticCurvePublicKey) or not valid:
             raise KeyFileRefused("a signing request is signed by an elliptic-curve key")
+        if not isinstance(public.curve, ec.SECP256R1):
+            raise KeyFileRefused(
+                f"a site's certificate is on the curve P-256, not {public.curve.name}"
+            )
         return self._issue(name, public, ExtendedKeyUsageOID.CLIENT_AUTH, [])
+
+    def revocation_list(self, revoked: Mapping[int, float]) -> bytes:
+        """Sign the list of certificates that hold no longer; PEM, RFC 5280 section 5.
+
+        It expires with the root and not before: it lies beside the proxy that reads
+        it, and a list that is out of date would lock out everybody.
+
+        Args:
+            revoked: When each was revoked, in seconds since 1970, by serial number.
+        """
+        now = dt.datetime.fromtimestamp(self.clock.now(), dt.UTC)
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.certificate.subject)
+            .last_update(now - dt.timedelta(seconds=EARLY_SECONDS))
+            .next_update(self.certificate.not_valid_after_utc)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(
+                    self.key.public_key()
+                ),
+                critical=False,
+            )
+            .add_extension(x509.CRLNumber(len(revoked) + 1), critical=False)
+        )
+        for serial, at in sorted(revoked.items()):
+            entry = x509.RevokedCertificateBuilder().serial_number(serial)
+            when = dt.datetime.fromtimestamp(at, dt.UTC)
+            builder = builder.add_revoked_certificate(
+                entry.revocation_date(when).build()
+            )
+        signed = builder.sign(self.key, hashes.SHA256())
+        return signed.public_bytes(serialization.Encoding.PEM)
+
+    def check_issued(self, certificate: x509.Certificate) -> None:
+        """Check that a certificate is ours and holds now; revocation is not looked at.
+
+        Raises:
+            KeyFileRefused: It is not, or does not.
+        """
+        try:
+            certificate.verify_directly_issued_by(self.certificate)
+        except (ValueError, TypeError, InvalidSignature):
+            raise KeyFileRefused("the certificate is of another authority") from None
+        now = dt.datetime.fromtimestamp(self.clock.now(), dt.UTC)
+        if (
+            not certificate.not_valid_before_utc
+            <= now
+            < certificate.not_valid_after_utc
+        ):
+            raise KeyFileRefused(
+                f"the certificate holds from {certificate.not_valid_before_utc:%F} to "
+                f"{certificate.not_valid_after_utc:%F}, and it is {now:%F}"
+            )
 
     def _issue(
         self,

@@ -1,0 +1,231 @@
+"""A real nginx: what it lets in, and what it does not."""
+
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support import proxy_server
+from support.proxy_server import RunningProxy, wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+FLEET = "POST /v1/fleet/pull-messages HTTP/1.1"
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[RunningProxy]:
+    with proxy_server.serve() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def site(proxy: RunningProxy) -> Path:
+    return proxy.issue("site-a")[0]
+
+
+def test_site_with_a_certificate_reaches_the_fleet(proxy: RunningProxy, site: Path):
+    """As it came, and nothing else of the SuperLink."""
+    before = len(proxy.fleet)
+
+    assert proxy.ask(FLEET, body=b"x" * 1000, certificate=site) == "200"
+    assert proxy.fleet[before:] == [FLEET]
+
+
+def test_a_message_of_twenty_megabytes_goes_through(proxy: RunningProxy, site: Path):
+    """Nothing of it is kept on the disk on the way."""
+    with httpx.Client(verify=proxy.context(site)) as client:
+        url = f"https://{proxy.address}/v1/fleet/push-object"
+        assert client.post(url, content=bytes(20 << 20)).text == str(20 << 20)
+    assert not [p for p in proxy.settings.work.glob("temporary/**/*") if p.is_file()]
+
+
+@pytest.mark.parametrize("way", ["GET /health", "GET /enroll", "POST /enroll"])
+def test_health_and_enrolment_need_no_certificate(proxy: RunningProxy, way: str):
+    """They go to the service."""
+    assert proxy.ask(f"{way} HTTP/1.1", body=b"{}" if "POST" in way else b"") == "200"
+    assert proxy.service[-1] == f"{way} HTTP/1.1"
+
+
+def test_fleet_without_a_certificate_is_refused(proxy: RunningProxy):
+    """Anonymous clients do not reach Flower at all."""
+    before = list(proxy.fleet)
+
+    assert proxy.ask(FLEET, body=b"x") == "403"
+    assert proxy.fleet == before
+
+
+REFUSED = [
+    "POST /v1/control/start-run HTTP/1.1",
+    "POST /v1/runtime/acquire-task HTTP/1.1",
+    "POST /v1/fleet/register-node HTTP/1.1",
+    "POST /v1/fleet/unregister-node HTTP/1.1",
+    "GET / HTTP/1.1",
+    "GET /docs HTTP/1.1",
+    "GET /openapi.json HTTP/1.1",
+    "GET /v1/fleet/pull-messages HTTP/1.1",
+    "OPTIONS /v1/fleet/pull-messages HTTP/1.1",
+    "CONNECT 127.0.0.1:22 HTTP/1.1",
+    "TRACE /v1/fleet/pull-messages HTTP/1.1",
+    "DELETE /enroll HTTP/1.1",
+    "POST /health HTTP/1.1",
+    "POST /v1/fleet/../control/start-run HTTP/1.1",
+    "POST /v1/control/../fleet/pull-messages HTTP/1.1",
+    "POST /v1/fleet/%2e%2e/control/start-run HTTP/1.1",
+    "POST /v1/fleet/..%2fcontrol%2fstart-run HTTP/1.1",
+    "POST /v1/fleet%2fpull-messages HTTP/1.1",
+    "POST /v1/fleet/%70ull-messages HTTP/1.1",
+    "POST //v1/fleet/pull-messages HTTP/1.1",
+    "POST /v1//fleet/pull-messages HTTP/1.1",
+    "POST /v1/fleet//pull-messages HTTP/1.1",
+    "POST /v1/./fleet/pull-messages HTTP/1.1",
+    "POST /v1/fleet/pull-messages/ HTTP/1.1",
+    "POST /v1/fleet/pull-messages;/../../control/start-run HTTP/1.1",
+    "POST /v1/fleet/pull-messages?x=/v1/control/ HTTP/1.1",
+    "POST /v1/fleet/pull-messages#x HTTP/1.1",
+    "POST /v1/fleet/pull-messages%00 HTTP/1.1",
+    "POST /V1/FLEET/pull-messages HTTP/1.1",
+    "POST /v1\\fleet\\pull-messages HTTP/1.1",
+    "POST https://localhost/v1/fleet/pull-messages HTTP/1.1",
+    "POST http://127.0.0.1/v1/control/start-run HTTP/1.1",
+    "POST /v1/fleet/pull-messages HTTP/1.0",
+    "POST /v1/fleet/pull-messages",
+    "POST /v1/fleet/pull-messages HTTP/2.0",
+    "POST  /v1/fleet/pull-messages HTTP/1.1",
+    "GET /health?x HTTP/1.1",
+    "GET /health/../v1/control/x HTTP/1.1",
+    "GET /enroll/ HTTP/1.1",
+    "PRI * HTTP/2.0",
+    "\x16\x03\x01",
+]
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_everything_else_is_refused(proxy: RunningProxy, site: Path, line: str):
+    """Even from a site with a certificate; none of it reaches anything."""
+    before = [*proxy.fleet, *proxy.service]
+
+    assert proxy.ask(line, certificate=site) in {
+        *("400", "403", "404", "405", "501", "505"),
+        "closed",
+    }
+    assert before == [*proxy.fleet, *proxy.service]
+
+
+def test_request_smuggling_is_refused(proxy: RunningProxy, site: Path):
+    """Two lengths, or a length and chunks: the next request would be ours to choose."""
+    before = list(proxy.fleet)
+    for headers in (
+        ("Content-Length: 4", "Transfer-Encoding: chunked"),
+        ("Content-Length: 4", "Content-Length: 5"),
+        ("Transfer-Encoding: chunked, identity",),
+        ("Content-Length: -1",),
+    ):
+        assert proxy.ask(FLEET, *headers, certificate=site) in {"400", "501"}
+    assert proxy.fleet == before
+
+
+def test_bodies_have_a_limit(proxy: RunningProxy, site: Path):
+    """64 KiB without a certificate and 64 MiB with one; told from the length alone."""
+    assert proxy.ask("POST /enroll HTTP/1.1", body=bytes(65 << 10)) == "413"
+    length = f"Content-Length: {65 << 20}"
+    assert proxy.ask(FLEET, length, certificate=site) == "413"
+    chunks = b"10001\r\n" + bytes(0x10001) + b"\r\n0\r\n\r\n"
+    with proxy.connect() as tls:
+        head = "POST /enroll HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        tls.sendall(head.encode() + chunks)
+        assert proxy_server.read_status(tls) == "413"
+
+
+def test_headers_have_a_limit(proxy: RunningProxy, site: Path):
+    """In length, each and all together."""
+    assert proxy.ask(FLEET, f"X-Long: {'x' * 9000}", certificate=site) == "400"
+    many = [f"X-{n}: {'x' * 4000}" for n in range(20)]
+    assert proxy.ask(FLEET, *many, certificate=site) == "400"
+    assert proxy.ask(f"POST /{'x' * 9000} HTTP/1.1", certificate=site) == "414"
+
+
+def test_answers_tell_no_version(proxy: RunningProxy):
+    """Neither a refusal nor an answer of the service says which nginx this is."""
+    with httpx.Client(verify=proxy.context()) as client:
+        found = client.get(f"https://{proxy.address}/nothing")
+    assert found.status_code == 404
+    assert "1." not in found.headers["server"] + found.text
+
+
+def test_older_tls_is_refused(proxy: RunningProxy):
+    """TLS 1.3 alone."""
+    context = proxy.context()
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        socket.create_connection(("127.0.0.1", proxy.port), 60.0) as plain,
+        pytest.raises(ssl.SSLError),
+    ):
+        context.wrap_socket(plain, server_hostname="127.0.0.1")
+
+
+def test_certificate_of_another_authority_is_refused(proxy: RunningProxy):
+    """With the same names in it."""
+    with proxy_server.serve() as other:
+        stranger, _ = other.issue("site-a")
+        with proxy.connect(stranger) as tls:
+            tls.sendall(f"{FLEET}\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+            assert proxy_server.read_status(tls) == "403"
+
+
+def test_server_certificate_is_no_clients(proxy: RunningProxy):
+    """Whoever gets hold of the server's certificate is not thereby a site."""
+    folder = proxy.settings.folder
+    both = folder / "both.pem"
+    both.write_bytes(
+        (folder / "server.crt").read_bytes() + (folder / "server.key").read_bytes()
+    )
+    assert proxy.ask(FLEET, certificate=both) == "403"
+
+
+def test_revoked_site_is_refused_at_once():
+    """On a connection that is open, too; another site goes on."""
+    with proxy_server.serve() as proxy:
+        revoked, serial = proxy.issue("site-a")
+        other, _ = proxy.issue("site-b")
+        url = f"https://{proxy.address}/v1/fleet/pull-messages"
+        with (
+            httpx.Client(verify=proxy.context(revoked)) as client,
+            httpx.Client(verify=proxy.context(other)) as bystander,
+        ):
+            assert client.post(url, content=b"x").status_code == 200
+            proxy.revoke(serial)
+            # The signal is taken up between two requests of a worker.
+            codes = [_status(client, url) for _ in range(50)]
+            assert codes[-1] == 403
+            assert sorted(codes) == codes, "once refused, it stays so"
+            assert _status(bystander, url) == 200
+        assert proxy.ask(FLEET, certificate=revoked) == "403"
+
+
+def _status(client: httpx.Client, url: str) -> int:
+    for _ in range(3):
+        try:
+            return client.post(url, content=b"x").status_code
+        except httpx.TransportError:
+            continue  # The old worker has closed the connection.
+    raise AssertionError("three connections were closed")
+
+
+def test_log_holds_no_secret(proxy: RunningProxy):
+    """Neither headers nor bodies; refusals are in it."""
+    proxy.ask("POST /nothing HTTP/1.1", "flwr-signature: c2VjcmV0", body=b"token")
+    path = proxy.settings.work / "access.log"
+    # Nginx writes its line after the answer.
+    wait_for(lambda: "POST /nothing HTTP/1.1" in path.read_text(), "it is written")
+    log = path.read_text()
+    assert "c2VjcmV0" not in log
+    assert '"request":"POST /v1/fleet/pull-messages HTTP/1.1","status":200' not in log
