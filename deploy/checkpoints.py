@@ -12,7 +12,13 @@ from aggregator.checkpoint_survey import Pruned, Survey, Surveyed
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.urls import open_store
 from deploy import run_store
-from deploy.encryption import encrypted
+from deploy.encryption import (
+    NO_KEY,
+    KeyName,
+    encrypted,
+    encrypted_with,
+    place_of_url,
+)
 from deploy.run_folder import RunFolder, find_run
 from federation import job_file
 from federation.errors import RunNotFound
@@ -43,7 +49,13 @@ class Findings:
 
 
 def examine(
-    place: str, root: Path, *, verify: bool, keep: int | None, clock: Clock
+    place: str,
+    root: Path,
+    *,
+    verify: bool,
+    keep: int | None,
+    clock: Clock,
+    encryption: KeyName = NO_KEY,
 ) -> Findings:
     """Look at the checkpoints of a run, and remove old ones if asked to.
 
@@ -53,6 +65,7 @@ def examine(
         verify: Read every byte.
         keep: How many to keep; None to remove nothing.
         clock: Says how old left-over objects are.
+        encryption: Key of a run that a URL names; the job of another run names it.
 
     Raises:
         RunNotFound: There is no such run, or it has no checkpoints.
@@ -61,7 +74,7 @@ def examine(
         KeyRefused: The run's checkpoints are encrypted, and its key cannot be used.
         StoreUnavailable: The store is out of reach.
     """
-    with _opened(place, root, is_changed=keep is not None) as store:
+    with _opened(place, root, encryption, is_changed=keep is not None) as store:
         pruned = None
         if keep is not None:
             now = clock.now()
@@ -106,10 +119,15 @@ def _when(found: Surveyed) -> str:
 
 
 @contextmanager
-def _opened(place: str, root: Path, *, is_changed: bool) -> Iterator[ObjectStore]:
+def _opened(
+    place: str, root: Path, encryption: KeyName, *, is_changed: bool
+) -> Iterator[ObjectStore]:
     with ExitStack() as stack:
         if "://" in place:
             store = open_store(place)
+            if encryption:
+                bound = place_of_url(place)
+                store = encrypted_with(encryption, store, place=bound)
         else:
             run = find_run(place, root)
             if is_changed:

@@ -19,6 +19,8 @@ from federation.protocols import KeyService, ObjectStore
 # may be moved, and one does not pass for the other or for an object of a run.
 DATASET, EXPORT = "dataset/", "export/"
 
+_RUN_PARTS = 2  # The job's name and the run's id end the URL of a run's place.
+
 
 def encrypted(job: JobSpec, store: ObjectStore, *, run_id: str = "") -> ObjectStore:
     """Encrypt what goes into a store, if the job says so.
@@ -44,6 +46,21 @@ def encrypted(job: JobSpec, store: ObjectStore, *, run_id: str = "") -> ObjectSt
 def place_of(job_name: str, run_id: str) -> str:
     """What the objects of a run are bound to, or of all runs of a job."""
     return f"{job_name}/{run_id}/" if run_id else f"{job_name}/"
+
+
+def place_of_url(url: str) -> str:
+    """What the objects of a run are bound to, by the URL of the run's own place.
+
+    Raises:
+        JobError: It is too short to be one.
+    """
+    parts = [part for part in url.partition("://")[2].split("/") if part]
+    if len(parts) < _RUN_PARTS:
+        raise JobError(
+            f"{url!r} is no run, dataset or export: give the URL of a run's own place, "
+            "such as s3://BUCKET/PREFIX/JOB/RUNID"
+        )
+    return place_of(*parts[-_RUN_PARTS:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

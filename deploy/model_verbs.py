@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from federation.errors import JobError
 
 if TYPE_CHECKING:
+    from deploy.encryption import KeyName
     from federation.protocols import ObjectStore
 
 DONE, FAILED = 0, 1
@@ -42,14 +43,8 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--overwrite", action="store_true", help="replace another export there"
     )
-    export.add_argument(
-        "--encryption-key",
-        default="",
-        metavar="KEY",
-        help="encrypt it with file:PATH, aws-kms:ARN or gcp-kms:NAME (in clear)",
-    )
-    export.add_argument(
-        "--encryption-endpoint", default="", metavar="URL", help="of the key's service"
+    _add_key(
+        export, "encrypt it with file:PATH, aws-kms:ARN or gcp-kms:NAME (in clear)"
     )
     export.add_argument(
         "--root", type=Path, default=Path("runs"), help="folder of all runs"
@@ -71,23 +66,36 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     checkpoints.add_argument(
         "--prune", type=_count, metavar="N", help="keep the newest N, remove the others"
     )
+    _add_key(checkpoints, "key of an encrypted run that a URL names")
     checkpoints.add_argument(
         "--root", type=Path, default=Path("runs"), help="folder of all runs"
     )
     checkpoints.set_defaults(verb=_checkpoints)
 
 
+def _add_key(parser: argparse.ArgumentParser, words: str) -> None:
+    parser.add_argument("--encryption-key", default="", metavar="KEY", help=words)
+    parser.add_argument(
+        "--encryption-endpoint", default="", metavar="URL", help="of the key's service"
+    )
+
+
+def _key(options: argparse.Namespace) -> "KeyName":
+    from deploy.encryption import KeyName  # noqa: PLC0415 -- keeps `--help` fast
+
+    return KeyName(name=options.encryption_key, endpoint=options.encryption_endpoint)
+
+
 def _export(options: argparse.Namespace) -> int:
     from deploy.encryption import (  # noqa: PLC0415 -- keeps `--help` fast
         EXPORT,
-        KeyName,
         encrypted_with,
     )
     from deploy.export import export  # noqa: PLC0415
     from deploy.run_folder import find_run  # noqa: PLC0415
 
     run = find_run(options.run, options.root)
-    lock = KeyName(name=options.encryption_key, endpoint=options.encryption_endpoint)
+    lock = _key(options)
     with _opened(options.to, argument="--to") as plain:
         store = encrypted_with(lock, plain, place=EXPORT)
         with contextlib.closing(store):
@@ -121,6 +129,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
             verify=options.verify,
             keep=options.prune,
             clock=SystemClock(),
+            encryption=_key(options),
         )
     except JobError as error:
         if "://" not in options.run:

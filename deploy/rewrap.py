@@ -20,7 +20,7 @@ from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.transfer import download, upload
 from cloud_adapters.urls import StoreOptions, open_store
 from deploy import run_store
-from deploy.encryption import DATASET, EXPORT, KeyName, place_of
+from deploy.encryption import DATASET, EXPORT, KeyName, place_of, place_of_url
 from deploy.export import CARD
 from deploy.run_folder import RunFolder, find_run
 from federation import job_file
@@ -35,8 +35,6 @@ from federation.errors import (
 from federation.job import JobSpec
 from federation.protocols import KeyService, ObjectStore
 from federation.storage_job import EncryptionSpec
-
-_RUN_PARTS = 2  # The job's name and the run's id end the URL of a run's place.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,14 +250,7 @@ def _bound(store: ObjectStore, url: str) -> str:
         with contextlib.suppress(ObjectNotFound):
             store.stat(key)
             return bound
-    parts = [part for part in url.partition("://")[2].split("/") if part]
-    if len(parts) < _RUN_PARTS:
-        raise JobError(
-            f"{url!r} is no run, dataset or export: give the URL of a run's own place, "
-            "such as s3://BUCKET/PREFIX/JOB/RUNID",
-            key="PLACE",
-        )
-    return place_of(*parts[-_RUN_PARTS:])
+    return place_of_url(url)
 
 
 def _name_in_job(place: Place, run: RunFolder, to: KeyName) -> None:

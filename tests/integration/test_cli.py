@@ -73,7 +73,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "storage": {"-h", "--help"},
         "storage rewrap": common | place | {"--to", "--to-endpoint"},
         "storage decrypt": common | place | {"--out"},
-        "checkpoints": common | {"run", "--verify", "--prune", "--root"},
+        "checkpoints": common | {"run", "--verify", "--prune", "--root"} | key,
     }
 
 
