@@ -106,9 +106,10 @@ class Shelf:
         if self._pool is None:
             return
         for number in numbers:
-            future, is_new = self._claim(split, number)
+            with self._mutex:
+                future, is_new = self._find(split, number)
             if is_new:
-                self._pool.submit(self._fill_once, future, split, number)
+                self._pool.submit(self._fill_waiting, future, split, number)
 
     def content(self, about: Shard | Labels) -> bytes | memoryview:
         """Read an object of the dataset, through the cache, and check it."""
@@ -144,24 +145,33 @@ class Shelf:
             "one, or write the old data to a URL of its own"
         )
 
-    def _claim(self, split: Split, number: int) -> tuple[Future[Rows], bool]:
+    def _find(self, split: Split, number: int) -> tuple[Future[Rows], bool]:
         """Find a shard that is open or coming; say whether it was neither before."""
         shard = split.shards[number]
-        with self._mutex:
-            future = self._open.get(shard.key)
-            if future is not None:
-                self._open.move_to_end(shard.key)
-                return future, False
-            future = self._open[shard.key] = Future()
-            self._bytes[shard.key] = shard.bytes
-            self._waiting.add(future)
-            self._forget_oldest()
-            return future, True
+        future = self._open.get(shard.key)
+        if future is not None:
+            self._open.move_to_end(shard.key)
+            return future, False
+        future = self._open[shard.key] = Future()
+        self._bytes[shard.key] = shard.bytes
+        self._waiting.add(future)
+        self._forget_oldest()
+        return future, True
+
+    def _begin(self, future: Future[Rows]) -> bool:
+        """Whether the caller is to fetch a shard: nobody else is."""
+        is_ours = future in self._waiting
+        self._waiting.discard(future)
+        return is_ours
 
     def _rows(self, split: Split, number: int) -> Rows:
         key = split.shards[number].key
-        future, _ = self._claim(split, number)
-        self._fill_once(future, split, number)
+        with self._mutex:
+            # In one go: a shard that waits may be let go at any time.
+            future, _ = self._find(split, number)
+            is_ours = self._begin(future)
+        if is_ours:
+            self._fill(future, split, number)
         try:
             return future.result()
         except BaseException:
@@ -175,15 +185,17 @@ class Shelf:
         while total > self._size and len(self._open) > 1:
             key, future = self._open.popitem(last=False)
             total -= self._bytes.pop(key)
-            # Nobody waits for it: who does has begun to fetch it first.
+            # Then nobody needs it: who does has begun to fetch it.
             self._waiting.discard(future)
 
-    def _fill_once(self, future: Future[Rows], split: Split, number: int) -> None:
-        """Fetch a shard, unless somebody has begun to or it is not wanted any more."""
+    def _fill_waiting(self, future: Future[Rows], split: Split, number: int) -> None:
+        """Fetch a shard, unless somebody has begun to or it was let go."""
         with self._mutex:
-            if future not in self._waiting:
-                return
-            self._waiting.remove(future)
+            is_ours = self._begin(future)
+        if is_ours:
+            self._fill(future, split, number)
+
+    def _fill(self, future: Future[Rows], split: Split, number: int) -> None:
         try:
             rows = self._decode(split, number)
         except BaseException as error:  # noqa: BLE001 -- whoever waits gets it
