@@ -316,7 +316,9 @@ def test_a_dataset_in_clear_is_not_encrypted_over(
 
 
 def test_the_clouds_own_encryption(
-    bucket: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    bucket: tuple[str, str],
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ):
     """A key of the bucket's cloud passes through; one of the other is refused."""
     url, endpoint = bucket
@@ -328,3 +330,14 @@ def test_the_clouds_own_encryption(
     assert cli.main([*command, "--kms-key", theirs]) == cli.BAD_JOB
     assert "kms_key" in capsys.readouterr().err
     assert cli.main([*command, "--kms-key", ours]) == cli.DONE
+    if url.startswith("s3"):
+        client = request.getfixturevalue("s3_server").client()
+        name = url.removeprefix("s3://")
+        answer = client.head_object(Bucket=name, Key="blobs/index.json")
+        assert (answer["ServerSideEncryption"], answer["SSEKMSKeyId"]) == (
+            "aws:kms",
+            arn,
+        )
+    else:
+        asked = request.getfixturevalue("gcs_server").requests
+        assert any(each.query.get("kmsKeyName") == name for each in asked)

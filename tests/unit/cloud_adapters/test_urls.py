@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,3 +120,45 @@ def test_clients_of_clouds_are_imported_late(doing: str):
     command = [sys.executable, "-c", IMPORTS.format(doing=doing)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.split() == []
+
+
+ARN = "arn:aws:kms:eu-west-1:123456789012:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+NAME = "projects/p-1/locations/europe-west4/keyRings/ring/cryptoKeys/key"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "words"),
+    [
+        ("s3://bucket", {"kms_key": NAME}, "ARN of a key of AWS KMS for s3://"),
+        ("gs://bucket", {"kms_key": ARN}, "projects/P/locations"),
+        ("s3://bucket", {"bucket_owner": "me"}, "account number of 12 digits"),
+        ("gs://bucket", {"bucket_owner": "123456789012"}, "of s3:// alone"),
+        ("file://runs", {"kms_key": ARN}, "is not in a cloud"),
+        ("memory://", {"bucket_owner": "123456789012"}, "is not in a cloud"),
+    ],
+)
+def test_options_of_another_store(url: str, options: dict[str, str], words: str):
+    """Refused before anything is asked of it."""
+    with pytest.raises(JobError, match=words):
+        open_store(url, options=StoreOptions(**options))
+
+
+@pytest.mark.slow
+def test_owner_goes_with_every_request(s3_server: Any, monkeypatch: pytest.MonkeyPatch):
+    """The service refuses where the bucket is another's."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+    options = StoreOptions(
+        endpoint=s3_server.url, region="us-east-1", bucket_owner="123456789012"
+    )
+    store = open_store(f"s3://{s3_server.bucket()}", options=options)
+    sent: list[dict[str, str]] = []
+    client = store._calls.client  # type: ignore[attr-defined]
+    client.meta.events.register(
+        "before-send.s3", lambda request, **_: sent.append(dict(request.headers))
+    )
+    store.put("key", [b"x"])
+    store.read("key")
+    store.close()
+    owners = [headers["x-amz-expected-bucket-owner"] for headers in sent]
+    assert owners == [b"123456789012"] * 2
