@@ -149,7 +149,7 @@ def play(grid: Grid) -> Played:
         return list(grid.exchange(tasks, deadline_seconds=seconds))
 
     def send_and_leave() -> None:
-        replies = grid.exchange(tasks(round_index=50), deadline_seconds=1.0)
+        replies = grid.exchange(tasks(round_index=50), deadline_seconds=PATIENT_SECONDS)
         next(iter(replies))
         replies.close()
 

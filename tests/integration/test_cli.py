@@ -397,8 +397,8 @@ BAD = {
         ["model.factory", "is a int, not a function"],
     ),
     "wrong options": (
-        ["--set", "model.options.second=1"],
-        ["model.options", "did you mean seconds", "its options are seconds, hidden"],
+        ["--set", "model.options.hiden=1"],
+        ["model.options", "did you mean hidden", "its options are until, hidden"],
     ),
     "not a model": (
         ["--set", "model.factory=small_parts:no_model"],

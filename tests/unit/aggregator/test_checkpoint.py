@@ -610,6 +610,7 @@ for index in itertools.count(first):
         round_index=index, weights_d=vector, integers_m=np.zeros(0, np.int64),
         optimizer={"m": vector}, rounds_completed=index, lost_in_a_row=0,
     ))
+    print("saved", flush=True)
 """
 
 
@@ -618,7 +619,7 @@ def test_killed_at_random(tmp_path: Path):
     """A process that is killed while saving always leaves a run that goes on."""
     rng = np.random.default_rng(7)
     last = 0
-    for _ in range(12):
+    for kill in range(12):
         with subprocess.Popen(
             [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)],
             stdout=subprocess.PIPE,
@@ -626,6 +627,8 @@ def test_killed_at_random(tmp_path: Path):
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
+            if kill % 4 == 3:  # Not too soon, however busy the machine is.
+                assert process.stdout.readline() == "saved\n"
             time.sleep(rng.uniform(0.0, 0.2))
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
