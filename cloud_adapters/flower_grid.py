@@ -42,6 +42,8 @@ GRACE_SECONDS = 2.0
 # Nodes of ours send heartbeats every three seconds: see flower_node.
 SILENT_SECONDS = 12.0
 LOOK_SECONDS = 1.0
+# Flower refuses a node that died without a word for 20 s; then it must start.
+RETURN_SECONDS = 90.0
 # Answers that may be held back for one that is due before them.
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
@@ -132,6 +134,7 @@ class FlowerGrid:
         self._sites = tuple(sites)
         self._nodes: dict[SiteId, int]
         self._next_look = clock.monotonic()
+        self._gone: set[int] = set()
         if roll_call is None:
             nodes = self._wait_for_nodes(len(sites), deadline)
             self._nodes = dict(zip(sites, nodes, strict=True))
@@ -172,6 +175,7 @@ class FlowerGrid:
         return self._run(exchange, deadline_seconds)
 
     def _run(self, exchange: _Exchange, deadline_seconds: float) -> Iterator[Reply]:
+        self._await_return({task.site for _, task in exchange.waiting})
         try:
             while exchange.is_open():
                 self._push(exchange, deadline_seconds)
@@ -266,6 +270,21 @@ class FlowerGrid:
                 reply = self._reply(question, failure, bytes_up=0)
                 exchange.landed[question.index] = reply
 
+    def _await_return(self, sites: set[SiteId]) -> None:
+        """Wait for sites that have just gone: an agent that restarts is soon back.
+
+        A site that was waited for in vain is not waited for again until it has been
+        back: or one that is gone for good would delay every round.
+        """
+        asked = {self._nodes[site] for site in sites if site in self._nodes}
+        deadline = self._clock.monotonic() + RETURN_SECONDS
+        silent = asked & self._silent()
+        self._gone &= silent
+        while silent - self._gone and self._clock.monotonic() < deadline:
+            self._pause(LOOK_SECONDS)
+            silent = asked & self._silent()
+        self._gone |= silent
+
     def _silent(self) -> set[int]:
         """Nodes whose last heartbeat is old, where Flower tells of it."""
         get_nodes = getattr(self._api, "get_nodes", None)
@@ -350,10 +369,10 @@ class FlowerGrid:
             raise SiteError(f"{complaint}; start them, or allow them more time")
         self._pause()
 
-    def _pause(self) -> None:
+    def _pause(self, seconds: float | None = None) -> None:
         if self._stopped():
             raise FederationError("Flower has ended; no site will answer any more")
-        self._clock.sleep(self._poll_seconds)
+        self._clock.sleep(self._poll_seconds if seconds is None else seconds)
 
 
 def _ahead(tasks: Sequence[Task]) -> int:

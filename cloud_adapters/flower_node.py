@@ -12,6 +12,7 @@ holds it against a real SuperLink.
 
 import contextlib
 import logging
+import math
 import random
 import ssl
 import threading
@@ -58,7 +59,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from federation.errors import SiteError
+from federation.errors import FederationError, SiteError
 from federation.protocols import Clock
 
 # The least that a SuperLink accepts; it counts a node as gone after two of these.
@@ -66,10 +67,17 @@ HEARTBEAT_SECONDS = 10.0
 # We send them more often, so that the aggregator can tell sooner.
 BEAT_EVERY_SECONDS = 3.0
 POLL_SECONDS = 0.1
+# A node that was heard of this recently is still counted as active: it goes on where
+# it was, and does not activate itself again, which would be refused.
+ACTIVE_SECONDS = 2 * HEARTBEAT_SECONDS
 # After so long without a message, and then so far apart.
 IDLE_AFTER_SECONDS = 60.0
 IDLE_POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 30.0
+NOT_YET_SECONDS = 4.0
+# Between attempts to take the place of a node with the same key.
+MAX_TURN_SECONDS = 4.0
+AFTER_DROP_SECONDS = 1.0
 CALL_SECONDS = 30.0
 
 _LOG = logging.getLogger(__name__)
@@ -77,6 +85,8 @@ _LOG = logging.getLogger(__name__)
 # What a proxy or a server that is being restarted says.
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _UNAUTHORIZED = 401
+_NOT_ACTIVATED = 2004  # ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+_NOT_ACTIVATED = 2004  # ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
 _FORBIDDEN = 403  # Said by our proxy alone.
 _RAISED = 2  # ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
@@ -86,6 +96,22 @@ Answer = TypeVar("Answer")
 
 class _Lost(Exception):
     """The connection is gone, or the node is no longer active."""
+
+
+class _NotYet(_Lost):
+    """The aggregator does not let the node in, for now."""
+
+
+class _Passing(_Lost):
+    """The aggregator or the way to it is down, perhaps for a moment."""
+
+
+class _Taken(_Lost):
+    """Another node is active under this key, or one that died is still counted."""
+
+
+class _Dropped(Exception):
+    """A message cannot be answered; the next one can."""
 
 
 @dataclass(kw_only=True)
@@ -119,6 +145,7 @@ class FlowerNode:
     uniform: Uniform = random.SystemRandom().uniform
     node_id: int | None = None
     _is_active: bool = field(default=False, init=False)
+    _heard: float = field(default=-math.inf, init=False)
 
     def run(self) -> None:
         """Serve until ``stopped`` is set; connect again whenever the way is lost.
@@ -137,10 +164,8 @@ class FlowerNode:
                     self._serve(client)
                 except _Lost as error:
                     attempt += 1
-                    wait_seconds = self._wait_seconds(attempt)
-                    self.listener(f"{error}; trying again in {wait_seconds:.1f} s")
-            if attempt:
-                self.stopped.wait(wait_seconds)
+                    most = MAX_TURN_SECONDS if isinstance(error, _Taken) else math.inf
+                    self._pause(error, attempt, most=most)
 
     def _client(self) -> FleetHttpClient:
         scheme, verify = "http", False
@@ -172,13 +197,15 @@ class FlowerNode:
                 f"{error.strerror or error}; restore it, or enrol the site again"
             ) from error
 
-    def _wait_seconds(self, attempt: int) -> float:
+    def _pause(self, error: _Lost, attempt: int, *, most: float = math.inf) -> None:
         """Full jitter, as in ``cloud_adapters.storage.retry``, and at least a bit."""
-        most = min(MAX_WAIT_SECONDS, 0.5 * 2.0 ** min(attempt, 16))
-        return self.uniform(0.2, most)
+        longest = min(MAX_WAIT_SECONDS, most, 0.5 * 2.0 ** min(attempt, 16))
+        seconds = self.uniform(0.2, longest)
+        self.listener(f"{error}; trying again in {seconds:.1f} s")
+        self.stopped.wait(seconds)
 
     def _activate(self, client: FleetHttpClient) -> None:
-        self._is_active = False
+        self._is_active, self._heard = False, -math.inf
         public_key = _public_bytes(self.key)
         answer = self._call(
             lambda: client.ActivateNode(
@@ -204,7 +231,7 @@ class FlowerNode:
             while not self.stopped.is_set():
                 if lost.is_set():
                     raise _Lost("the aggregator no longer counts this node as active")
-                if self._take(client, node):
+                if self._take_or_drop(client, node):
                     last = self.clock.monotonic()
                     continue
                 idle = self.clock.monotonic() - last > IDLE_AFTER_SECONDS
@@ -240,11 +267,35 @@ class FlowerNode:
                 if error.response.status_code not in _PASSING:
                     lost.set()
 
+    def _take_or_drop(self, client: FleetHttpClient, node: Node) -> bool:
+        """Take one message; whatever Flower makes of it, the node lives on."""
+        try:
+            return self._take(client, node)
+        except (_Lost, SiteError):
+            raise
+        except Exception as error:  # noqa: BLE001 -- errors of many kinds, none ours
+            text = str(error) or type(error).__name__
+            self.listener(f"a message was dropped: {text}")
+            self.stopped.wait(AFTER_DROP_SECONDS)
+            return False
+
     def _take(self, client: FleetHttpClient, node: Node) -> bool:
         """Take one message and answer it; say whether there was one."""
+        message = self._receive(client, node)
+        if message is None:
+            return False
+        TaskIdentity.run_id = message.metadata.run_id
+        begin = self.clock.monotonic()
+        reply = self._answer(message)
+        del message  # Its model need not lie beside the answer's.
+        self._send(client, node, reply, self.clock.monotonic() - begin)
+        return True
+
+    def _receive(self, client: FleetHttpClient, node: Node) -> Message | None:
+        """Take one message, if there is one; its pieces are not kept beside it."""
         found = self._call(lambda: client.PullMessages(PullMessagesRequest(node=node)))
         if not found.messages_list:
-            return False
+            return None
         about = message_from_proto(found.messages_list[0])
         tree = found.message_object_trees[0]
         run_id = about.metadata.run_id
@@ -263,13 +314,9 @@ class FlowerNode:
         with no_object_id_recompute():
             message = inflate_object_from_contents(tree.object_id, contents)
         if not isinstance(message, Message):
-            raise _Lost("the aggregator sent something that is no message")
+            raise _Dropped("the aggregator sent something that is no message")
         message.metadata.__dict__["_message_id"] = about.metadata.message_id
-        TaskIdentity.run_id = run_id
-        begin = self.clock.monotonic()
-        reply = self._answer(message)
-        self._send(client, node, reply, self.clock.monotonic() - begin)
-        return True
+        return message
 
     def _answer(self, message: Message) -> Message:
         """Have the app answer; an error becomes the answer of a failed node."""
@@ -283,8 +330,13 @@ class FlowerNode:
         try:
             return self.app(message, context)
         except Exception as error:  # noqa: BLE001 -- a message never ends the node
-            _LOG.warning("a message was refused", exc_info=error)
-            text = f"{type(error).__name__}: {error}"
+            # What is raised on purpose is worded for both sides; anything else may
+            # quote the site's data and stays in its log.
+            known = isinstance(error, FederationError)
+            _LOG.warning(
+                "a message was refused: %s", error, exc_info=None if known else error
+            )
+            text = type(error).__name__ + (f": {error}" if known else "")
             return Message(Error(code=_RAISED, reason=text[:500]), reply_to=message)
 
     def _send(
@@ -315,13 +367,30 @@ class FlowerNode:
         )
 
     def _call(self, request: Callable[[], Answer]) -> Answer:
-        """Make a request; what may pass is ``_Lost``, all else a ``SiteError``."""
-        try:
-            return request()
-        except httpx.TransportError as error:
-            raise self._unreachable(error) from error
-        except httpx.HTTPStatusError as error:
-            raise self._refused(error.response) from error
+        """Make a request, again while the aggregator still counts this node.
+
+        Raises:
+            SiteError: There is no use in going on.
+            _Lost: The node must activate itself anew.
+            _Dropped: The aggregator does not want this, and never will.
+        """
+        attempt = 0
+        while True:
+            try:
+                answer = request()
+            except httpx.TransportError as error:
+                problem = self._unreachable(error)
+            except httpx.HTTPStatusError as error:
+                problem = self._refused(error.response)
+            else:
+                self._heard = self.clock.monotonic()
+                return answer
+            attempt += 1
+            age = self.clock.monotonic() - self._heard
+            over = age > ACTIVE_SECONDS or self.stopped.is_set()
+            if over or not isinstance(problem, _Passing):
+                raise problem
+            self._pause(problem, attempt, most=MAX_TURN_SECONDS)
 
     def _unreachable(self, error: httpx.TransportError) -> Exception:
         cause: BaseException | None = error
@@ -333,27 +402,35 @@ class FlowerNode:
                     "authority with those that the aggregator's operator gave you"
                 )
             cause = cause.__cause__ or cause.__context__
-        return _Lost(f"{self.address} cannot be reached: {error}")
+        return _Passing(f"{self.address} cannot be reached: {error}")
 
     def _refused(self, response: httpx.Response) -> Exception:
         flower = FlowerError.from_json(response.text)
         what = f"HTTP {response.status_code}"
         if flower is not None:
             what += f", Flower error {flower.code}: {flower.message}"
-        if response.status_code == _FORBIDDEN and not self._is_active:
+        if response.status_code in _PASSING:
+            return _Passing(f"{self.address} refuses: {what}")
+        if flower is not None and flower.code == _NOT_ACTIVATED:
+            return _Taken(
+                f"{self.address} counts another node with this site's key as active; "
+                f"one that died is forgotten after {ACTIVE_SECONDS:g} s"
+            )
+        denied = response.status_code in {_UNAUTHORIZED, _FORBIDDEN}
+        if self._is_active and not denied:
+            return _Dropped(f"{self.address} refuses: {what}")
+        if self._is_active or not denied:
+            return _Lost(f"{self.address} refuses: {what}")
+        if response.status_code == _FORBIDDEN:
             return SiteError(
                 f"{self.address} does not let this site in: its certificate is "
                 "missing, expired or revoked; ask the aggregator's operator for an "
                 "invitation, and enrol the site again"
             )
-        if response.status_code in _PASSING or self.node_id is not None:
-            return _Lost(f"{self.address} refuses: {what}")
-        if response.status_code == _UNAUTHORIZED:
-            return SiteError(
-                f"{self.address} does not know this site's key ({what}): enrol the "
-                "site, or ask the aggregator's operator whether it was revoked"
-            )
-        return _Lost(f"{self.address} refuses: {what}")
+        return SiteError(
+            f"{self.address} does not know this site's key ({what}): enrol the "
+            "site, or ask the aggregator's operator whether it was revoked"
+        )
 
 
 class _Version:

@@ -15,13 +15,14 @@ from deploy import run_queue
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import Authority, key_pem, new_key
 from deploy.run_folder import RunFolder, replace_file
-from deploy.run_queue import GiveUp, Outcome, Start
+from deploy.run_queue import GiveUp, Handed, Outcome, Start
 from deploy.site_file import check_address
 from federation.errors import FederationError, JobError
 from federation.protocols import Clock
 from privacy.secret_files import write_new
 
 LOOK_SECONDS = 1.0
+MISSED_LOOKS = 3
 _SECRET_BYTES = 64
 _LOOPBACK = "127.0.0.1"
 _FAILED = 1
@@ -66,6 +67,9 @@ class AggregatorService:
     stopped: threading.Event = field(default_factory=threading.Event)
     listener: Callable[[str], None] = print
     _children: list[Child] = field(default_factory=list, init=False)
+    # Runs whose coordinator was seen at work, since it holds the lock of their
+    # folder, and how many looks ago.
+    _missed: dict[Path, int] = field(default_factory=dict, init=False)
 
     def run(self) -> None:
         """Serve until ``stopped`` is set."""
@@ -102,6 +106,7 @@ class AggregatorService:
         handed = run_queue.handed_over(self.config.runs)
         if all(one.outcome is not None for one in handed):
             return
+        self._end_dead(control, handed)
         for action in run_queue.decide(handed, control.runs()):
             run = action.handed.run
             if isinstance(action, GiveUp):
@@ -111,6 +116,24 @@ class AggregatorService:
                 )
                 continue
             self._start(control, action, run)
+
+    def _end_dead(self, control: FlowerControl, handed: Sequence[Handed]) -> None:
+        """End Flower's run where its coordinator was killed.
+
+        Flower itself would notice after a minute.
+        """
+        for one in handed:
+            path = one.run.path
+            if one.outcome is not None or one.coordinator is None:
+                self._missed.pop(path, None)
+            elif one.run.is_locked():
+                self._missed[path] = 0
+            elif path in self._missed:
+                # One that has just done its work leaves its outcome at once.
+                self._missed[path] += 1
+                if self._missed[path] == MISSED_LOOKS:
+                    self.listener(f"the coordinator of run {path.name} has died")
+                    control.stop(int(one.coordinator.flower_run))
 
     def _start(self, control: FlowerControl, action: Start, run: RunFolder) -> None:
         number = control.start(
