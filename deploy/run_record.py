@@ -176,5 +176,7 @@ class RunRecord:
             message=f"{type(error).__name__}: {error}",
             seconds=self._clock.monotonic() - self._start,
         )
-        for record in reversed(self._records):
-            record(event)
+        ends: list[Event] = [*self._meters.used(), event]
+        for last in ends:
+            for record in reversed(self._records):
+                record(last)

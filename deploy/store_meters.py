@@ -4,6 +4,7 @@ A simulation's sites are where the job says that they are, and so is its coordin
 the way that is told is the one that they would take.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class StoreMeters:
     def __init__(self, clock: Clock) -> None:
         """Begin with no store."""
         self._clock = clock
+        self._lock = threading.Lock()  # A site that restarts comes from its own thread.
         self._meters: dict[tuple[str, str, str], Meter] = {}
         self._caches: dict[tuple[str, str, str], list[_Spared]] = {}
 
@@ -75,9 +77,10 @@ class StoreMeters:
         scheme = store.url.partition("://")[0]
         way = way_to(scheme, region, from_cloud=user.cloud, from_region=user.region)
         place = (store.url, user.name, way)
-        if cache is not None:
-            self._caches.setdefault(place, []).append(_Spared(cache))
-        meter = self._meters.setdefault(place, Meter())
+        with self._lock:
+            if cache is not None:
+                self._caches.setdefault(place, []).append(_Spared(cache))
+            meter = self._meters.setdefault(place, Meter())
         return MeteredStore(store, meter, self._clock)
 
     def watch(self, user: User) -> Watch:
@@ -88,7 +91,9 @@ class StoreMeters:
 
     def used(self) -> Iterator[StoreUsed]:
         """Tell what stores were used for since the last time."""
-        for place, meter in sorted(self._meters.items()):
+        with self._lock:
+            meters = sorted(self._meters.items())
+        for place, meter in meters:
             url, who, way = place
             uses, (calls, num_bytes) = tuple(meter.take()), self._spared(place)
             if uses or calls:

@@ -22,6 +22,8 @@ from federation.errors import (
     RunNotFound,
     StoreUnavailable,
 )
+from federation.event_log import read_events
+from federation.events import Event, RoundFinished, RunFinished, StoreUsed
 from federation.job import JobSpec
 from federation.protocols import ObjectStore
 
@@ -212,3 +214,18 @@ def test_wrong_urls_are_refused_at_once(tmp_path: Path):
     job = small_job(storage={"url": "s3://"})
     with pytest.raises(JobError, match=r"storage\.url"):
         simulate(job, folder=tmp_path)
+
+
+def test_a_failed_run_tells_what_it_used(bucket: Any, tmp_path: Path):
+    """Also what came after its last checkpoint."""
+
+    def fail(event: Event) -> None:
+        if isinstance(event, RoundFinished) and event.round_index == 2:
+            raise StoreUnavailable("the disk is full")
+
+    with pytest.raises(StoreUnavailable):
+        simulate(small_job(**bucket), folder=tmp_path / "run", listeners=[fail])
+    *_, used, finished = read_events(tmp_path / "run" / "events.jsonl")
+    assert isinstance(used, StoreUsed)
+    assert isinstance(finished, RunFinished)
+    assert finished.status == "failed"
