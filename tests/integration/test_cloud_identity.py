@@ -135,27 +135,6 @@ def test_elsewhere_there_is_no_token(monkeypatch: pytest.MonkeyPatch):
     assert "Traceback" not in done.stderr
 
 
-def external_account(services: Any) -> dict[str, Any]:
-    """What ``gcloud iam workload-identity-pools create-cred-config`` writes."""
-    account = "site@p-1.iam.gserviceaccount.com"
-    verb = f"v1/projects/-/serviceAccounts/{account}:generateAccessToken"
-    pool = "projects/1/locations/global/workloadIdentityPools/aws/providers/aws"
-    return {
-        "type": "external_account",
-        "audience": f"//iam.googleapis.com/{pool}",
-        "subject_token_type": "urn:ietf:params:aws:token-type:aws4_request",
-        "token_url": f"{services.url}/v1/token",
-        "service_account_impersonation_url": f"{services.url}/{verb}",
-        "credential_source": {
-            "environment_id": "aws1",
-            "regional_cred_verification_url": (
-                "https://sts.{region}.amazonaws.com"
-                "?Action=GetCallerIdentity&Version=2011-06-15"
-            ),
-        },
-    }
-
-
 def test_aws_machine_writes_to_google(
     gcs_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -167,7 +146,7 @@ def test_aws_machine_writes_to_google(
     # Tokens that are as good as expired: each request needs a new one.
     with fake_metadata.TokenServices(seconds=5) as services:
         path = tmp_path / "google.json"
-        path.write_text(json.dumps(external_account(services)))
+        path.write_text(json.dumps(fake_metadata.external_account(services)))
         scope = "https://www.googleapis.com/auth/devstorage.read_write"
         # Not default(): that would ask a third service for the project.
         credentials: Any = aws.Credentials.from_file(str(path), scopes=[scope])

@@ -243,26 +243,6 @@ def test_doctor_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "took longer" in found.found
 
 
-def external_account(services: Any) -> dict[str, Any]:
-    account = "site@p-1.iam.gserviceaccount.com"
-    verb = f"v1/projects/-/serviceAccounts/{account}:generateAccessToken"
-    pool = "projects/1/locations/global/workloadIdentityPools/aws/providers/aws"
-    return {
-        "type": "external_account",
-        "audience": f"//iam.googleapis.com/{pool}",
-        "subject_token_type": "urn:ietf:params:aws:token-type:aws4_request",
-        "token_url": f"{services.url}/v1/token",
-        "service_account_impersonation_url": f"{services.url}/{verb}",
-        "credential_source": {
-            "environment_id": "aws1",
-            "regional_cred_verification_url": (
-                "https://sts.{region}.amazonaws.com"
-                "?Action=GetCallerIdentity&Version=2011-06-15"
-            ),
-        },
-    }
-
-
 def test_doctor_finds_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a machine of AWS in Google Cloud, and whom it acts as."""
     for name, value in (
@@ -275,7 +255,7 @@ def test_doctor_finds_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with fake_metadata.TokenServices() as services:
         path = tmp_path / "google.json"
-        path.write_text(json.dumps(external_account(services)))
+        path.write_text(json.dumps(fake_metadata.external_account(services)))
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
         found = check("gcp")
         assert len(services.given) == 1

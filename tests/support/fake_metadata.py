@@ -85,3 +85,24 @@ class TokenServices(GoogleServer):
                 "expireTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", expires),
             }
         )
+
+
+def external_account(services: TokenServices) -> dict[str, Any]:
+    """What ``gcloud iam workload-identity-pools create-cred-config`` writes."""
+    account = "site@p-1.iam.gserviceaccount.com"
+    verb = f"v1/projects/-/serviceAccounts/{account}:generateAccessToken"
+    pool = "projects/1/locations/global/workloadIdentityPools/aws/providers/aws"
+    return {
+        "type": "external_account",
+        "audience": f"//iam.googleapis.com/{pool}",
+        "subject_token_type": "urn:ietf:params:aws:token-type:aws4_request",
+        "token_url": f"{services.url}/v1/token",
+        "service_account_impersonation_url": f"{services.url}/{verb}",
+        "credential_source": {
+            "environment_id": "aws1",
+            "regional_cred_verification_url": (
+                "https://sts.{region}.amazonaws.com"
+                "?Action=GetCallerIdentity&Version=2011-06-15"
+            ),
+        },
+    }

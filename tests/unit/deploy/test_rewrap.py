@@ -230,3 +230,32 @@ def test_wrong_arguments(
     assert cli.main(["storage", "rewrap", *named]) == cli.BAD_JOB
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_over_to_a_key_of_kms(key: KeyName, kms_server: Any):
+    """And not with a disabled one: that shows before anything is written."""
+    place, name = filled(key), kms_server.add_key()
+    to = KeyName(name=f"gcp-kms:{name}", endpoint=kms_server.url)
+    kms_server.keys[name].disabled = {0}
+    before = stored(place.store)
+    with pytest.raises(KeyRefused, match="disabled"):
+        rewrap(place, to=to)
+    assert stored(place.store) == before
+    kms_server.keys[name].disabled = set()
+    assert rewrap(place, to=to).rewrapped == NUM_OBJECTS
+    there = Place(store=place.store, bound=BOUND, key=to)
+    # Which version of the key wrapped is not told, so all are done again.
+    kms_server.keys[name].versions.append(bytes(range(32)))
+    assert rewrap(there, to=NO_KEY).rewrapped == NUM_OBJECTS
+    kms_server.keys[name].disabled = {0}
+    assert len(decrypt_all(there)) == NUM_OBJECTS  # The old version is not needed.
+    kms_server.keys[name].disabled = {0, 1}
+    after = stored(place.store)
+    with pytest.raises(KeyRefused):
+        rewrap(there, to=NO_KEY)
+    assert stored(place.store) == after
+
+
+def decrypt_all(place: Place) -> list[bytes]:
+    store = EncryptedStore(place.store, place.key.open(), prefix=place.bound)
+    return [store.read(f"blob-{number}") for number in range(NUM_OBJECTS)]
