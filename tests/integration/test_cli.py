@@ -74,6 +74,17 @@ def test_verbs_and_options_are_frozen() -> None:
         "storage rewrap": common | place | {"--to", "--to-endpoint"},
         "storage decrypt": common | place | {"--out"},
         "checkpoints": common | {"run", "--verify", "--prune", "--root"} | key,
+        "aggregator": {"-h", "--help"},
+        "aggregator init": common
+        | {"folder", "--host", "--listen", "--no-proxy", "--organisation"},
+        "aggregator up": common | {"--config"},
+        "site": {"-h", "--help"},
+        "site up": common | {"--config"},
+        "run": common | job | {"--aggregator", "--detach"},
+        "ps": common | {"--aggregator"},
+        "watch": common | {"run", "--aggregator"},
+        "stop": common | {"run", "--aggregator"},
+        "logs": common | {"run", "--aggregator"},
     }
 
 
