@@ -146,7 +146,7 @@ def shard(
         )
     finally:
         store.close()
-    return facts(index, url)
+    return facts(index, url) | {"encrypted": bool(encryption)}
 
 
 def info(
@@ -179,7 +179,7 @@ def info(
         found = facts(train.index, url)
     finally:
         store.close()
-    return found | {"verified": verify}
+    return found | {"encrypted": bool(encryption), "verified": verify}
 
 
 def _check_in_clear(store: ObjectStore) -> None:

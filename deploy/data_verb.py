@@ -264,6 +264,8 @@ def _print(found: Mapping[str, Any], options: argparse.Namespace) -> None:
         return
     for name in ("dataset", "url", "version", "encoding"):
         _say(f"{name:<9}  {found[name]}")
+    if found["encrypted"]:
+        _say(f"{'key':<9}  {options.encryption_key}")
     for name in ("train", "held_out"):
         part = found[name]
         shape = " x ".join(map(str, part["input_shape"])) or "one number"

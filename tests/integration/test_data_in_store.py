@@ -254,7 +254,9 @@ def key(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("encoding", ["tar", "parquet"])
-def test_encrypted_shards(tmp_path: Path, key: str, encoding: str):
+def test_encrypted_shards(
+    tmp_path: Path, key: str, encoding: str, capsys: pytest.CaptureFixture[str]
+):
     """The run is the same, and no object is in clear; in both orders."""
     url = f"file://{tmp_path}/blobs"
     lock = ("--encryption-key", key)
@@ -268,7 +270,9 @@ def test_encrypted_shards(tmp_path: Path, key: str, encoding: str):
     check_same(simulate(job(url, options=options), folder=None), expected)
     options |= {"order": "shards", "window": 2}
     assert simulate(job(url, options=options), folder=None).status == "completed"
+    capsys.readouterr()
     assert cli.main(["data", "info", url, "--verify", *lock]) == cli.DONE
+    assert key in capsys.readouterr().out
     times = {path: path.stat().st_mtime_ns for path in objects}
     shards(url, "--format", encoding, *lock)  # All are there already.
     assert {path: path.stat().st_mtime_ns for path in objects} == times
