@@ -219,7 +219,8 @@ class ObjectStore(Protocol):
             metadata: Kept with it; see ``ObjectInfo``.
 
         Returns:
-            What is known of it now, with both checksums.
+            What is known of it now, with CRC32C; and SHA-256 if the store keeps it,
+            which some can only if ``data`` can be gone through twice.
 
         Raises:
             ObjectExists: ``if_absent`` and the key is taken.

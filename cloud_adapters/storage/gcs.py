@@ -16,7 +16,7 @@ from itertools import chain
 from google.auth.credentials import Credentials
 
 from cloud_adapters.storage import gcs_errors
-from cloud_adapters.storage.checksums import Checksums, checksums_of
+from cloud_adapters.storage.checksums import Checksums, Crc32c, checksums_of
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
 from cloud_adapters.storage.gcs_lookup import (
     Resource,
@@ -122,19 +122,20 @@ class GcsStore:
         )
         parts = chunks(data, self._chunk_bytes)
         first = next(parts)
+        sums: Checksums | Crc32c
         if first.is_last:
-            sums = Checksums()
-            sums.update(first.content)
+            sums = whole = Checksums()
+            whole.update(first.content)
             resource = writing.repeated(
-                lambda it: insert(self._http, new, first.content, sums, it)
+                lambda it: insert(self._http, new, first.content, whole, it)
             )
         else:
             known = checksums_of(data)
             session = UploadSession(self._http, self._retry, new, known)
-            sums = session.sums if known is None else known
+            sums = known or session.sums
             resource = writing.through(session, chain([first], parts))
         self._check(resource, new, size=sums.size, crc32c=sums.crc32c)
-        return _info(key, resource, sha256=sums.sha256)
+        return _info(key, resource)
 
     def _check(
         self, resource: Resource, new: NewObject, *, size: int, crc32c: str
@@ -315,7 +316,7 @@ def _is_key(name: str) -> bool:
     return True
 
 
-def _info(key: str, resource: Resource, *, sha256: str | None = None) -> ObjectInfo:
+def _info(key: str, resource: Resource) -> ObjectInfo:
     """Take from the API's resource what we tell of an object."""
     metadata: Mapping[str, str] = resource.get("metadata", {})
     crc = resource.get("crc32c")
@@ -325,7 +326,7 @@ def _info(key: str, resource: Resource, *, sha256: str | None = None) -> ObjectI
         size=int(resource["size"]),
         version=str(resource["generation"]),
         crc32c=None if crc is None else decoded(crc),
-        sha256=sha256 or metadata.get(SHA256),
+        sha256=metadata.get(SHA256),
         metadata={k: v for k, v in metadata.items() if k not in _OWN_METADATA},
         updated=None
         if updated is None

@@ -1,11 +1,12 @@
 """Contents on their way from Google Cloud Storage."""
 
+import io
 import re
 
-import google_crc32c
 import requests
 
 from cloud_adapters.storage import gcs_errors
+from cloud_adapters.storage.checksums import Crc32c
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, pieces
 from cloud_adapters.storage.gcs_upload import decoded
 from federation.errors import ObjectChanged, StoreUnavailable
@@ -36,9 +37,7 @@ class Reading:
         self._doing = doing
         self._wanted = version
         self._generation = version
-        self._arrived: list[bytes] = []
-        self._num_bytes = 0
-        self._crc = 0
+        self._forget()
 
     def attempt(self, start: int, length: int | None) -> bytes:
         """Ask for what has not arrived yet, once, and return the whole.
@@ -61,16 +60,15 @@ class Reading:
         self._generation = response.headers.get("X-Goog-Generation", self._generation)
         if response.status_code != _BEYOND:
             for piece in pieces(response, self._doing):
-                self._arrived.append(piece)
-                self._num_bytes += len(piece)
-                self._crc = google_crc32c.extend(self._crc, piece)
+                self._content.write(piece)
+                self._sums.update(piece)
         response.close()
         return self._checked(response, start)
 
     def _ask(self, start: int, length: int | None) -> Ask:
         # "gzip": the service sends what is stored, whatever its encoding.
         headers = {"accept-encoding": "gzip"}
-        begin = start + self._num_bytes
+        begin = start + self._sums.size
         if begin or length is not None:
             end = "" if length is None else str(start + length - 1)
             headers["range"] = f"bytes={begin}-{end}"
@@ -88,12 +86,12 @@ class Reading:
         )
 
     def _checked(self, response: requests.Response, start: int) -> bytes:
-        content = b"".join(self._arrived)
+        content = self._content.getvalue()
         # "bytes 3-7/10", or all there is.
         size = response.headers.get("Content-Range", f"/{len(content)}").split("/")[-1]
         found = re.search(r"crc32c=([^,]+)", response.headers.get("X-Goog-Hash", ""))
         if start == 0 and found is not None and size == str(len(content)):
-            expected, actual = decoded(found[1]), f"{self._crc:08x}"
+            expected, actual = decoded(found[1]), self._sums.crc32c
             if actual != expected:
                 self._forget()
                 details = f"CRC32C {actual} instead of {expected}"
@@ -101,6 +99,6 @@ class Reading:
         return content
 
     def _forget(self) -> None:
-        self._arrived.clear()
-        self._num_bytes = 0
-        self._crc = 0
+        # Grows in place; joining pieces would take the memory twice.
+        self._content = io.BytesIO()
+        self._sums = Crc32c()

@@ -3,7 +3,7 @@
 What fits in one chunk goes in one request. What does not goes through an upload
 session: the service keeps what has arrived, says how much that is, and gives the
 object its name when all is there, so that a broken connection costs a part of a
-chunk. Two chunks are in memory: one is filled while the other's SHA-256 is taken.
+chunk. One chunk is in memory.
 
 Source: https://cloud.google.com/storage/docs/resumable-uploads.
 """
@@ -13,13 +13,12 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import requests
 
-from cloud_adapters.storage.checksums import Checksums
+from cloud_adapters.storage.checksums import Checksums, Crc32c
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
 from cloud_adapters.storage.gcs_lookup import Resource
 from cloud_adapters.storage.retry import Retry
@@ -79,7 +78,7 @@ class Chunk:
 
     Attributes:
         begin: Where in the content it lies.
-        content: The bytes, until the next chunk but one is made.
+        content: The bytes, until the next chunk is made.
         is_last: Whether the content ends with it.
     """
 
@@ -101,10 +100,9 @@ class Chunk:
 def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
     """Cut a content into chunks of ``size`` bytes; the last may have fewer.
 
-    A chunk is good until the next but one is asked for: they share two buffers.
+    A chunk is good until the next one is asked for: they share one buffer.
     """
     held = _buffer(min(size, BLOCK_BYTES))  # Most contents are small.
-    spare: memoryview | None = None
     begin = num_held = 0
     for piece in data:
         view = memoryview(piece)
@@ -114,7 +112,6 @@ def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
             if num_held == size:
                 yield Chunk(begin=begin, content=held, is_last=False)
                 begin, num_held = begin + size, 0
-                held, spare = _buffer(size) if spare is None else spare, held
             elif num_held == held.nbytes:
                 larger = _buffer(size)
                 larger[:num_held] = held
@@ -172,7 +169,7 @@ class UploadSession:
     """The upload of one object, chunk by chunk.
 
     Attributes:
-        sums: Of what has been sent; SHA-256 only of what was not read before.
+        sums: Of what has been sent.
         is_all_sent: Whether the last chunk is on its way, or has arrived.
     """
 
@@ -192,7 +189,7 @@ class UploadSession:
         self._new = new
         self._known = known
         self._url = ""
-        self.sums = Checksums()
+        self.sums = Crc32c()
         self.is_all_sent = False
 
     def upload(self, parts: Iterable[Chunk], generation: str | None) -> Resource:
@@ -209,27 +206,16 @@ class UploadSession:
         """
         self._open(generation)
         try:
-            # SHA-256 takes as long as to send over a fast network, or longer.
-            with ThreadPoolExecutor(1, "gcs-digest") as digests:
-                before = digests.submit(_nothing)
-                for chunk in parts:
-                    self.sums.update_crc32c(chunk.content)
-                    self.is_all_sent = chunk.is_last
-                    digest = digests.submit(self._digest, chunk)
-                    resource = self._send(chunk)
-                    before.result()  # The next chunk may have its buffer.
-                    before = digest
-                    if resource is not None:
-                        digest.result()
-                        return resource
+            for chunk in parts:
+                self.sums.update(chunk.content)
+                self.is_all_sent = chunk.is_last
+                resource = self._send(chunk)
+                if resource is not None:
+                    return resource
         except BaseException:
             self._cancel()
             raise
         raise AssertionError("the last chunk makes the object")
-
-    def _digest(self, chunk: Chunk) -> None:
-        if self._known is None:
-            self.sums.update_sha256(chunk.content)
 
     def _open(self, generation: str | None) -> None:
         # A session that is begun and left leaves no object: repeating is safe.
@@ -321,10 +307,6 @@ class UploadSession:
             self._http.send(ask)
         except StoreError:
             return  # It ends by itself after a week, and nothing shows it.
-
-
-def _nothing() -> None:
-    """Be done."""
 
 
 _GO_ON = 308

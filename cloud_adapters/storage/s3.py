@@ -5,8 +5,8 @@ between processes and clouds. An object's version is its ETag, which follows fro
 content: an object that gets back an earlier content gets back its version too.
 
 An object that came as a stream of more than one part has no SHA-256 in its metadata,
-which S3 takes before the content; its CRC32C is kept by the service. A file, which can
-be read twice, has one.
+which S3 takes before the content; its CRC32C is kept by the service. A file or a list,
+which can be gone through twice, has both.
 
 Not here: client-side encryption, caches, downloads to files.
 """

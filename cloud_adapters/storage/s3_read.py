@@ -4,9 +4,8 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-import google_crc32c
-
 from cloud_adapters.storage import s3_errors
+from cloud_adapters.storage.checksums import Crc32c
 from cloud_adapters.storage.s3_calls import (
     READ_SECONDS,
     Answer,
@@ -54,8 +53,7 @@ class Read:
     def _begin_again(self) -> None:
         # Grows in place; joining pieces would take the memory twice.
         self._content = io.BytesIO()
-        self._received = 0
-        self._crc = 0
+        self._sums = Crc32c()
         self._info: ObjectInfo | None = None
 
     def attempt(self, if_version: str | None) -> bytes:
@@ -111,10 +109,10 @@ class Read:
         wanted = info.size - self._start
         if self._length is not None:
             wanted = min(wanted, self._length)
-        return max(0, wanted) - self._received
+        return max(0, wanted) - self._sums.size
 
     def _range(self) -> Answer:
-        first = self._start + self._received
+        first = self._start + self._sums.size
         if self._length is not None:
             last = self._start + self._length - 1
             return {"Range": f"bytes={first}-{last}"}
@@ -126,8 +124,7 @@ class Read:
         missing = int(answer["ContentLength"])
         for piece in _stream(self._calls, self._doing, answer["Body"]):
             self._content.write(piece)
-            self._crc = google_crc32c.extend(self._crc, piece)
-            self._received += len(piece)
+            self._sums.update(piece)
             missing -= len(piece)
         if missing:
             raise StoreUnavailable(
@@ -142,7 +139,7 @@ class Read:
         is_whole = info is not None and self._start == 0 and len(content) == info.size
         if info is None or not is_whole or info.crc32c is None:
             return content
-        if f"{self._crc:08x}" != info.crc32c:
+        if self._sums.crc32c != info.crc32c:
             self._begin_again()
             self._num_mismatches += 1
             raise CorruptObject(

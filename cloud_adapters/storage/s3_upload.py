@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-from cloud_adapters.storage.checksums import Checksums, checksums_of, crc32c
+from cloud_adapters.storage.checksums import Checksums, Crc32c, checksums_of, crc32c
 from cloud_adapters.storage.parts import Buffers
 from cloud_adapters.storage.request_count import carried
 from cloud_adapters.storage.s3_calls import (
@@ -125,7 +125,7 @@ def _put_whole(calls: S3Calls, write: Write, content: bytearray) -> ObjectInfo:
     doing = f"write {calls.where(write.key)}"
     checksums = Checksums()
     checksums.update(content)
-    written = _info(write, checksums)
+    written = _info(write, checksums, sha256=checksums.sha256)
 
     def request(attempt: int) -> ObjectInfo:
         try:
@@ -172,8 +172,7 @@ class _Upload:
     """A multipart upload.
 
     1. Begin it; nothing is visible under the key until the end.
-    2. Send parts in parallel, each tried again by itself. CRC32C is taken part by part;
-       SHA-256, unless the content was read before, in a thread of its own.
+    2. Send parts in parallel, each tried again by itself and with its CRC32C.
     3. Complete it, under the write's condition.
     If anything fails, wait for what is in flight and remove all parts.
     """
@@ -188,7 +187,6 @@ class _Upload:
         self._calls = calls
         self._write = write
         self._known = known
-        self._checksums = Checksums()
         self._buffers = buffers
         self._doing = f"write {calls.where(write.key)}"
         self._upload: Answer = {}
@@ -208,7 +206,7 @@ class _Upload:
                 self._write,
                 upload=self._upload,
                 parts=[part.entry() for part in sent],
-                written=_info(self._write, self._joined(sent)),
+                written=self._written(sent),
             )
         except BaseException as error:
             abort(self._calls, self._upload, self._doing, error)
@@ -218,18 +216,13 @@ class _Upload:
         sent: list[_Sent] = []
         pending: dict[Future[_Sent], int] = {}
         pool = ThreadPoolExecutor(NUM_WORKERS, "s3-upload")
-        # One thread, so in order: a digest takes as long as all the rest of a part.
-        digests = ThreadPoolExecutor(1, "s3-digest")
         try:
             for number, part in enumerate(parts, 1):
                 size = len(part)
                 while pending and sum(pending.values()) + size > BYTES_IN_FLIGHT:
                     sent += _ended(pending)
-                digest = None
-                if self._known is None:
-                    digest = digests.submit(self._checksums.update_sha256, part)
                 send = carried(self._send)
-                pending[pool.submit(send, number, part, digest)] = size
+                pending[pool.submit(send, number, part)] = size
                 # Nothing here may hold it: the next one is filled meanwhile.
                 del part
             while pending:
@@ -237,10 +230,9 @@ class _Upload:
         finally:
             # Also on failure: a part that came after the removal would stay behind.
             pool.shutdown(wait=True, cancel_futures=True)
-            digests.shutdown()
         return sorted(sent, key=lambda part: part.number)
 
-    def _send(self, number: int, part: bytearray, digest: Future[None] | None) -> _Sent:
+    def _send(self, number: int, part: bytearray) -> _Sent:
         checksum = crc32c(part)
         answer = self._calls.call(
             "upload_part",
@@ -250,28 +242,26 @@ class _Upload:
             Body=part,
             ChecksumCRC32C=encode_crc32c(checksum),
         )
-        if digest is not None:
-            digest.result()
         size = len(part)
         self._buffers.give_back(part)
         return _Sent(number=number, size=size, crc32c=checksum, etag=answer["ETag"])
 
-    def _joined(self, sent: list[_Sent]) -> Checksums:
-        """Checksums of the whole content, of which each part has its CRC32C.
+    def _written(self, sent: list[_Sent]) -> ObjectInfo:
+        """Say what will be known of the object, but for its version.
 
         Raises:
-            StoreUnavailable: It is not what was read before.
+            StoreUnavailable: What was sent is not what was read before.
         """
+        whole = Crc32c()
         for part in sent:
-            self._checksums.join_crc32c(part.crc32c, part.size)
-        if self._known is None:
-            return self._checksums
-        if self._known.crc32c != self._checksums.crc32c:
+            whole.join(part.crc32c, part.size)
+        if self._known is not None and self._known.crc32c != whole.crc32c:
             raise StoreUnavailable(
                 f"cannot {self._doing}: its content has changed while it was read; "
                 "write it when it is whole"
             )
-        return self._known
+        known = None if self._known is None else self._known.sha256
+        return _info(self._write, whole, sha256=known)
 
 
 def _ended(pending: dict[Future[_Sent], int]) -> list[_Sent]:
@@ -376,14 +366,14 @@ def _ours(calls: S3Calls, write: Write, written: ObjectInfo) -> ObjectInfo | Non
     return None
 
 
-def _info(write: Write, checksums: Checksums) -> ObjectInfo:
+def _info(write: Write, sums: Checksums | Crc32c, *, sha256: str | None) -> ObjectInfo:
     """What will be known of the object, but for its version."""
     return ObjectInfo(
         key=write.key,
-        size=checksums.size,
+        size=sums.size,
         version="",
-        crc32c=checksums.crc32c,
-        sha256=checksums.sha256,
+        crc32c=sums.crc32c,
+        sha256=sha256,
         metadata=write.metadata,
     )
 

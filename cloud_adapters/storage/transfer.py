@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloud_adapters.storage.checksums import Checksums, crc32c
+from cloud_adapters.storage.checksums import Checksums, Crc32c, crc32c
 from cloud_adapters.storage.part_file import PartFile, file_errors
 from cloud_adapters.storage.parts import PART_BYTES, Part, fetch_all, parts_of
 from cloud_adapters.storage.retry import Retry
@@ -56,7 +56,7 @@ def stream(
         ValueError: ``part_bytes`` or ``ahead`` is not positive.
     """
     pinned = _pin(store, key, if_version, retry)
-    checksums = Checksums()
+    sums = pinned.sums()
     fetched: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(ahead, "stream") as pool:
         try:
@@ -67,12 +67,12 @@ def stream(
                 if not fetched:
                     break
                 content = fetched.popleft().result()
-                pinned.add(checksums, content)
+                sums.update(content)
                 yield content
         finally:
             for future in fetched:  # The consumer has left, or a part failed.
                 future.cancel()
-    pinned.check(checksums)
+    pinned.check(sums)
 
 
 def download(
@@ -225,17 +225,14 @@ class _Pinned:
             )
         return content
 
-    def add(self, checksums: Checksums, piece: bytes) -> None:
-        """Sum the next piece: SHA-256 only where it is all that is known."""
-        if self.info.crc32c is None:
-            checksums.update(piece)
-        else:
-            checksums.update_crc32c(piece)
+    def sums(self) -> Checksums | Crc32c:
+        """Begin to sum what is to be checked: SHA-256 only where it is all we have."""
+        return Checksums() if self.info.crc32c is None else Crc32c()
 
-    def check(self, actual: Checksums) -> None:
+    def check(self, actual: Checksums | Crc32c) -> None:
         """Check the whole content's size and checksum against what is known."""
         info = self.info
-        if info.crc32c is None:
+        if isinstance(actual, Checksums):
             is_same = info.sha256 in {None, actual.sha256}
         else:
             is_same = info.crc32c == actual.crc32c
@@ -275,10 +272,10 @@ def _check(
     pinned: _Pinned, parts: Sequence[Part], file: PartFile, fetched: Mapping[int, str]
 ) -> None:
     """Check a whole file; only what came in an earlier attempt is read again."""
-    checksums = Checksums()
+    sums = pinned.sums()
     for part in parts:
-        if part.number in fetched and pinned.info.crc32c is not None:
-            checksums.join_crc32c(fetched[part.number], part.length)
+        if isinstance(sums, Crc32c) and part.number in fetched:
+            sums.join(fetched[part.number], part.length)
         else:
-            pinned.add(checksums, file.read(part))
-    pinned.check(checksums)
+            sums.update(file.read(part))
+    pinned.check(sums)
