@@ -66,7 +66,7 @@ class Authority:
         Raises:
             KeyFileRefused: A file is missing, open to others or damaged.
         """
-        certificate = _certificate(folder / "ca.crt")
+        certificate = read_certificate(folder / "ca.crt")
         key = load_key(folder / "ca.key")
         if _public_bytes(certificate.public_key()) != _public_bytes(key.public_key()):
             raise KeyFileRefused(
@@ -76,7 +76,7 @@ class Authority:
         return cls(certificate=certificate, key=key, clock=clock)
 
     def save(self, folder: Path) -> None:
-        """Write certificate and key; neither may be there.
+        """Write certificate, key and an empty list of revocations; none may be there.
 
         Raises:
             KeyFileRefused: A file is there, or cannot be written.
@@ -84,6 +84,7 @@ class Authority:
         try:
             write_new(folder / "ca.key", key_pem(self.key))
             write_new(folder / "ca.crt", self.pem, mode=0o644)
+            write_new(folder / "ca.crl", self.revocation_list({}), mode=0o644)
         except OSError as error:
             raise KeyFileRefused(
                 f"cannot write {error.filename}: {error.strerror}; an authority is "
@@ -297,7 +298,12 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _certificate(path: Path) -> x509.Certificate:
+def read_certificate(path: Path) -> x509.Certificate:
+    """Read a certificate.
+
+    Raises:
+        KeyFileRefused: The file is missing, or is none.
+    """
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except OSError as error:

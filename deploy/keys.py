@@ -137,6 +137,57 @@ def trust(
     }
 
 
+def withdraw(path: Path, *, site: str) -> bool:
+    """Pin a site's key no longer; the serial rises.
+
+    Args:
+        path: The roster file.
+        site: Whose key it was.
+
+    Returns:
+        Whether it was pinned.
+
+    Raises:
+        RosterRefused: The roster is malformed or cannot be read or written.
+    """
+    document = _read_document(path)
+    if _pinned(document, site) is None:
+        return False
+    rest = [row for row in document["sites"] if row["name"] != site]
+    document["sites"] = rest
+    if not rest:
+        del document["sites"]  # It is a draft again.
+    document["serial"] += 1
+    _write(path, _checked(path, document), document)
+    return True
+
+
+def pinned(path: Path, *, site: str | None) -> dict[str, str] | None:
+    """What a roster or a draft pins: ``organisation`` and ``public_key``.
+
+    Args:
+        path: The roster file; one that is missing pins nothing.
+        site: Name of the site; None for the aggregator.
+
+    Raises:
+        RosterRefused: The roster is malformed or cannot be read.
+    """
+    return _pinned(_read_document(path), site)
+
+
+def describe(path: Path) -> tuple[int, str]:
+    """Serial and digest of a roster; a draft has none of the latter, and is empty.
+
+    Raises:
+        RosterRefused: The roster is malformed or cannot be read.
+    """
+    document = _read_document(path)
+    if _missing(document):
+        return int(document.get("serial", 0)), ""
+    found = _checked(path, document)
+    return found.serial, found.digest.hex()
+
+
 def is_encrypted(pem: bytes) -> bool:
     """Whether the content of a key file is encrypted with a passphrase."""
     return _ENCRYPTED in pem

@@ -26,6 +26,25 @@ def write_new(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         os.fsync(handle)
 
 
+def replace_private(path: Path, data: bytes) -> None:
+    """Write a file for its owner alone, whole or not at all, through to the disk.
+
+    Raises:
+        OSError: It cannot be written; what was there is as it was.
+    """
+    draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")
+    try:
+        write_new(draft, data)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def read_private(path: Path) -> bytes:
     """Read a short file that nobody else may reach.
 

@@ -1,0 +1,236 @@
+"""What the aggregator's operator does about sites: invite, look and revoke.
+
+A site that is revoked is on the proxy's list before anything else is undone; what was
+begun is finished by doing it again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy import keys, proxy
+from deploy.aggregator_file import AggregatorConfig
+from deploy.enrolment_book import (
+    BookFile,
+    Invitation,
+    Member,
+    Withdrawn,
+    open_authority,
+)
+from deploy.enrolment_token import TOKEN_SECONDS, EnrolmentRefused, Token
+from deploy.site_file import check_address
+from federation.errors import FederationError
+from federation.ids import check_name
+from federation.protocols import Clock
+from privacy.secagg.errors import RosterRefused
+from privacy.secagg.identity import PublicIdentity, RandomBytes
+
+# Lets a node in no more; a number that is not known is no error.
+Unregister = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRow:
+    """One line of the list of sites.
+
+    Attributes:
+        site: Its name.
+        state: ``invited``, ``enrolled`` or ``revoked``.
+        at: Until when the token or the newest certificate holds, or when it was
+            revoked; seconds since 1970.
+        organisation: Who answers for it; empty where that is not known.
+        release: Release of crossfed that it last came with; likewise.
+        fingerprint: Of its identity; likewise.
+    """
+
+    site: str
+    state: str
+    at: float
+    organisation: str = ""
+    release: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """Everybody that the aggregator knows.
+
+    Attributes:
+        sites: Invited, then enrolled, then revoked.
+        serial: Of the roster; 0 if there is none.
+        digest: Of the roster, hexadecimal; empty while it has no sites.
+    """
+
+    sites: tuple[SiteRow, ...]
+    serial: int
+    digest: str
+
+
+def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
+    """List the sites.
+
+    Raises:
+        FederationError: A file is damaged or cannot be read.
+    """
+    book = BookFile(folder=config.folder).read().at(clock.now())
+    invited = [
+        SiteRow(site=one.site, state="invited", at=one.expires)
+        for one in book.invitations
+        if book.member(one.site) is None
+    ]
+    enrolled = [
+        _row(one, "enrolled", max((c.expires for c in one.certificates), default=0.0))
+        for one in book.members
+    ]
+    revoked = [_row(one.member, "revoked", one.at) for one in book.withdrawn]
+    facts = keys.describe(config.folder / "roster.toml")
+    return Overview(
+        sites=(*invited, *enrolled, *revoked),
+        serial=facts[0],
+        digest=facts[1],
+    )
+
+
+def _row(member: Member, state: str, at: float) -> SiteRow:
+    key = PublicIdentity(bytes.fromhex(member.identity))
+    return SiteRow(
+        site=member.site,
+        state=state,
+        at=at,
+        organisation=member.organisation,
+        release=member.release,
+        fingerprint=key.fingerprint,
+    )
+
+
+def invite(
+    config: AggregatorConfig,
+    site: str,
+    *,
+    random_bytes: RandomBytes,
+    clock: Clock,
+    address: str | None = None,
+    seconds: float = TOKEN_SECONDS,
+) -> Token:
+    """Make a token for a site; its hash alone is kept.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        site: Name of the site.
+        random_bytes: ``os.urandom``.
+        clock: Tells time.
+        address: ``HOST:PORT`` where the site finds the aggregator; by default the
+            first of ``hosts``, and the port of ``listen``.
+        seconds: How long it holds.
+
+    Raises:
+        EnrolmentRefused: The name is none, or the site is enrolled.
+        KeyFileRefused: The folder is not an aggregator's.
+        JobError: The address is none.
+        RosterRefused: The aggregator's own key is not pinned yet.
+    """
+    try:
+        check_name(site)
+    except ValueError as error:
+        raise EnrolmentRefused(str(error)) from None
+    if address is None:
+        _, port = check_address(config.file.listen, key="listen")
+        address = f"{_bracketed(config.file.hosts[0])}:{port}"
+    check_address(address, key="address")
+    authority = open_authority(config.folder, clock=clock)
+    _check_pinned(config.folder / "roster.toml")
+    token = Token.new(
+        address=address,
+        authority=authority.fingerprint,
+        site=site,
+        random_bytes=random_bytes,
+    )
+    Token.parse(token.text)  # Or the site would be the first to find out.
+    book_file = BookFile(folder=config.folder)
+    with book_file.locked():
+        book = book_file.read().at(clock.now())
+        if book.member(site) is not None:
+            raise EnrolmentRefused(
+                f"site {site!r} is enrolled: it renews its certificate itself with "
+                "crossfed enroll --renew; if its keys are lost, revoke it first with "
+                f"crossfed aggregator revoke {site}"
+            )
+        expires = clock.now() + seconds
+        found = Invitation(digest=token.digest, site=site, expires=expires)
+        book_file.write(book.with_invitation(found))
+    return token
+
+
+def revoke(
+    config: AggregatorConfig, site: str, *, unregister: Unregister, clock: Clock
+) -> dict[str, object]:
+    """Shut a site out at once; doing it again finishes what was left undone.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        site: Name of the site.
+        unregister: Shuts the node out at the SuperLink.
+        clock: Tells time.
+
+    Returns:
+        What was done, for people: site, certificates, whether the proxy runs, why the
+        node is still registered (None if it is not).
+
+    Raises:
+        EnrolmentRefused: No such site is enrolled, invited or was revoked.
+        FederationError: The files cannot be written, or nginx does not take the list.
+    """
+    authority = open_authority(config.folder, clock=clock)
+    book_file = BookFile(folder=config.folder)
+    with book_file.locked():
+        before = book_file.read()
+        book = before.without(site, at=clock.now())
+        gone = [one for one in book.withdrawn if one.member.site == site]
+        if book == before and not gone:
+            known = ", ".join(one.site for one in book.members) or "none"
+            raise EnrolmentRefused(f"site {site!r} is not enrolled; enrolled: {known}")
+        book_file.write(book)
+        # From here on it is refused; everything after this only tidies up.
+        book_file.write_revocations(book, authority)
+        runs = proxy.reload(config.folder / "proxy")
+        keys.withdraw(config.folder / "roster.toml", site=site)
+    return {
+        "site": site,
+        "certificates": sum(len(one.member.certificates) for one in gone),
+        "proxy": runs,
+        "still_registered": _unregister(gone, unregister),
+    }
+
+
+def prepare(config: AggregatorConfig, *, clock: Clock) -> None:
+    """Write the proxy's list anew: before it starts, whatever happened before.
+
+    Raises:
+        FederationError: A file is missing, damaged or cannot be written.
+    """
+    authority = open_authority(config.folder, clock=clock)
+    book_file = BookFile(folder=config.folder)
+    with book_file.locked():
+        book_file.write_revocations(book_file.read(), authority)
+
+
+def _unregister(gone: list[Withdrawn], unregister: Unregister) -> str | None:
+    try:
+        for one in gone:
+            unregister(int(one.member.node_id))
+    except FederationError as error:
+        return str(error)
+    return None
+
+
+def _check_pinned(path: Path) -> None:
+    """The roster may be a draft that has no site yet, but must have an aggregator."""
+    if keys.pinned(path, site=None) is None:
+        raise RosterRefused(
+            f"{path} does not pin the aggregator's own key yet: crossfed keys trust "
+            f"{path} --aggregator --organisation ORG --key PUBLICKEY"
+        )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
