@@ -65,8 +65,7 @@ class Shelf:
             window: Shards that are read together. Two windows are held, even if they
                 are larger than ``memory_bytes``.
             memory_bytes: Of the shards that are open.
-            threads: Shards that are fetched in advance at the same time, but no more
-                than a window has, or two; 0 for none.
+            threads: Shards that are fetched in advance at the same time; 0 for none.
             retry: Attempts beyond the store's own: a training waits rather than ends.
         """
         self._store = store
@@ -77,8 +76,6 @@ class Shelf:
         self._size = max(
             memory_bytes, 2 * (window + 1) * max(shard.bytes for shard in shards)
         )
-        # More than a window at a time would keep the first one waiting for the next.
-        threads = min(threads, max(2, window))
         self._pool = ThreadPoolExecutor(threads, "shards") if threads else None
         self._open: OrderedDict[str, Future[Rows]] = OrderedDict()
         self._bytes: dict[str, int] = {}
