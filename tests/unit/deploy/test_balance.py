@@ -98,9 +98,7 @@ def test_speeds_are_those_of_the_median_round(job: JobSpec):
     """The first round of a process is slow, and evaluation is no training."""
     aws, gcp = event_samples.TWO_SITES
     view = fold(
-        with_times(
-            event_samples.two_sites(rounds=3), {aws: [50, 2, 4], gcp: [9, 8, 8]}
-        )
+        with_times(event_samples.two_sites(rounds=3), {aws: [50, 2, 4], gcp: [9, 8, 8]})
     )
     assert view.data is not None
     examples = [share.train_examples for share in view.data.shares]
