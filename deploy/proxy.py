@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ FLEET_CALLS = (
     "get-fab",
 )
 PID_FILE = "nginx.pid"
+CONFIG_FILE = "nginx.conf"
 CHECK_SECONDS = 20.0
 
 _PROGRAMS = ("/usr/sbin/nginx", "/usr/local/sbin/nginx", "/usr/local/bin/nginx")
@@ -208,7 +210,7 @@ class ProxySettings:
     @property
     def config(self) -> Path:
         """The configuration file."""
-        return self.work / "nginx.conf"
+        return self.work / CONFIG_FILE
 
     @property
     def pid_file(self) -> Path:
@@ -249,18 +251,19 @@ def config_text(settings: ProxySettings) -> str:
 def prepare(settings: ProxySettings) -> list[str]:
     """Write the configuration, have nginx check it, and return its command.
 
-    The command stays in the foreground; what it must not inherit is up to the caller.
+    The command stays in the foreground. It first ends what an nginx before it has left
+    (``proxy_start``), so it may be started again whatever happened.
 
     Raises:
         ProxyFailed: Nginx is not installed or does not accept the configuration.
         JobError: See ``config_text``.
     """
-    program = find_program()
+    find_program()
     (settings.work / "temporary").mkdir(parents=True, exist_ok=True)
     settings.config.write_text(config_text(settings), encoding="utf-8")
-    command = _command(program, settings)
-    check(command)
-    return command
+    check(settings.work)
+    starter = [sys.executable, "-I", "-m", "deploy.proxy_start"]
+    return [*starter, str(settings.work.resolve())]
 
 
 def find_program() -> str:
@@ -281,14 +284,24 @@ def find_program() -> str:
     return found
 
 
-def check(command: list[str]) -> None:
+def command(work: Path) -> list[str]:
+    """Nginx, with the configuration of a folder.
+
+    Raises:
+        ProxyFailed: It is not installed.
+    """
+    whole = work.resolve()
+    return [find_program(), "-p", str(whole), "-c", str(whole / CONFIG_FILE)]
+
+
+def check(work: Path) -> None:
     """Have nginx check its configuration and its certificates.
 
     Raises:
-        ProxyFailed: It does not accept them.
+        ProxyFailed: It does not accept them, or is not installed.
     """
     tried = subprocess.run(  # noqa: S603 -- our own arguments
-        [*command, "-t", "-q"],
+        [*command(work), "-t", "-q"],
         capture_output=True,
         text=True,
         timeout=CHECK_SECONDS,
@@ -319,17 +332,9 @@ def reload(work: Path) -> bool:
         process = int((work / PID_FILE).read_text())
     except (OSError, ValueError):
         return False
-    if not _is_nginx(process):
+    if not is_nginx(process):
         return False
-    check(
-        [
-            find_program(),
-            "-p",
-            str(work.resolve()),
-            "-c",
-            str((work / "nginx.conf").resolve()),
-        ]
-    )
+    check(work)
     try:
         os.kill(process, signal.SIGHUP)
     except OSError:
@@ -337,19 +342,14 @@ def reload(work: Path) -> bool:
     return True
 
 
-def _command(program: str, settings: ProxySettings) -> list[str]:
-    work, config = settings.work.resolve(), settings.config.resolve()
-    return [program, "-p", str(work), "-c", str(config)]
-
-
-def _is_nginx(process: int) -> bool:
-    """Whether that is what a pid file means, and not a later process of its number."""
+def is_nginx(process: int) -> bool:
+    """Whether that runs and is an nginx, and not a later process of its number."""
     try:
-        return (
-            Path(f"/proc/{process}/comm").read_text(encoding="utf-8").strip() == "nginx"
-        )
-    except OSError:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return False
+    name, _, rest = status.partition("(")[2].rpartition(")")
+    return name == "nginx" and rest.split()[0] not in {"Z", "X"}
 
 
 def _quoted(path: Path) -> str:

@@ -1,5 +1,7 @@
 """A real nginx: what it lets in, and what it does not."""
 
+import os
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
@@ -9,6 +11,9 @@ import httpx
 import pytest
 from support import proxy_server
 from support.proxy_server import RunningProxy, wait_for
+
+from deploy import proxy_start
+from deploy.proxy import is_nginx
 
 pytestmark = [
     pytest.mark.slow,
@@ -229,3 +234,25 @@ def test_log_holds_no_secret(proxy: RunningProxy):
     log = path.read_text()
     assert "c2VjcmV0" not in log
     assert '"request":"POST /v1/fleet/pull-messages HTTP/1.1","status":200' not in log
+
+
+@pytest.mark.parametrize("left", ["workers", "all of it"])
+def test_nginx_starts_again_whatever_was_killed(left: str):
+    """Workers outlive a killed master, and a killed aggregator its nginx."""
+    with proxy_server.serve() as proxy:
+        site, _ = proxy.issue("site-a")
+        before = int(proxy.settings.pid_file.read_text())
+        if left == "workers":
+            os.kill(before, signal.SIGKILL)
+            wait_for(lambda: not is_nginx(before), "the master is gone")
+        assert proxy_start.leftovers(proxy.settings.work), "or this test cannot fail"
+        with proxy_server.nginx(proxy.settings):
+            wait_for(lambda: _master(proxy) not in {0, before}, "there is another")
+            assert not is_nginx(before)
+            assert proxy.ask(FLEET, certificate=site) == "200"
+
+
+def _master(proxy: RunningProxy) -> int:
+    path = proxy.settings.pid_file
+    text = path.read_text() if path.exists() else ""
+    return int(text or 0)

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deploy import enrolment_operator, enrolment_site, keys, site_file
 from deploy.aggregator_file import AggregatorConfig, AggregatorFile
@@ -60,7 +61,7 @@ class Federation:
     """An aggregator, its SuperLink's nodes, and a clock for everybody."""
 
     folder: Path
-    clock: VirtualClock = field(default_factory=lambda: VirtualClock(NOW))
+    clock: Any = field(default_factory=lambda: VirtualClock(NOW))
     nodes: Nodes = field(default_factory=Nodes)
     said: list[str] = field(default_factory=list)
 

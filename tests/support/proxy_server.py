@@ -108,52 +108,48 @@ def read_status(tls: ssl.SSLSocket) -> str:
 
 
 @contextlib.contextmanager
-def serve(
-    handler: type[BaseHTTPRequestHandler] | None = None,
-) -> Iterator[RunningProxy]:
-    """Start nginx; ``handler`` answers in the service's place."""
+def serve() -> Iterator[RunningProxy]:
+    """Start nginx in a folder of its own; the service takes notes, too."""
     folder = Path(tempfile.mkdtemp(prefix="proxy-"))
     try:
-        with contextlib.ExitStack() as stack:
-            yield stack.enter_context(_serve(folder, handler))
+        authority = Authority.create("test", clock=SystemClock())
+        authority.save(folder)
+        service: list[str] = []
+        with (
+            _notes(service, None) as port,
+            serve_before(folder, authority, service_port=port) as running,
+        ):
+            running.service = service
+            yield running
     finally:
         shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
-def _serve(
-    folder: Path, handler: type[BaseHTTPRequestHandler] | None
+def serve_before(
+    folder: Path, authority: Authority, *, service_port: int, host: str = LOOPBACK
 ) -> Iterator[RunningProxy]:
-    authority = Authority.create("test", clock=SystemClock())
-    authority.save(folder)
+    """Start nginx in an aggregator's folder, before a service that runs."""
     key = new_key()
     (folder / "server.key").write_bytes(key_pem(key))
     certificate = authority.issue_server((LOOPBACK, "localhost"), key)
     (folder / "server.crt").write_bytes(certificate)
-    (folder / "ca.crl").write_bytes(authority.revocation_list({}))
-    fleet: list[str] = []
-    service: list[str] = []
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.crt", folder / "server.key")
-    with (
-        _notes(fleet, context) as superlink,
-        _notes(service, None, handler) as service_port,
-    ):
-        running = RunningProxy(
-            authority=authority,
-            settings=ProxySettings(
-                listen=f"{LOOPBACK}:{free_port()}",
-                superlink_port=superlink,
-                service_port=service_port,
-                folder=folder,
-                work=folder / "proxy",
-            ),
-            port=0,
-            fleet=fleet,
-            service=service,
+    fleet: list[str] = []
+    with _notes(fleet, context) as superlink:
+        port = free_port()
+        settings = ProxySettings(
+            listen=f"{host}:{port}",
+            superlink_port=superlink,
+            service_port=service_port,
+            folder=folder,
+            work=folder / "proxy",
         )
-        running.port = int(running.settings.listen.rpartition(":")[2])
-        with nginx(running.settings):
+        running = RunningProxy(
+            authority=authority, settings=settings, port=port, fleet=fleet
+        )
+        with nginx(settings):
             yield running
 
 
@@ -204,11 +200,7 @@ def _listens(port: int, process: subprocess.Popen[bytes]) -> bool:
 
 
 @contextlib.contextmanager
-def _notes(
-    lines: list[str],
-    context: ssl.SSLContext | None,
-    handler: type[BaseHTTPRequestHandler] | None = None,
-) -> Iterator[int]:
+def _notes(lines: list[str], context: ssl.SSLContext | None) -> Iterator[int]:
     class Noting(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -226,7 +218,7 @@ def _notes(
         def log_message(self, *args: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer((LOOPBACK, 0), handler or Noting)
+    server = ThreadingHTTPServer((LOOPBACK, 0), Noting)
     server.daemon_threads = True
     if context is not None:
         server.socket = context.wrap_socket(

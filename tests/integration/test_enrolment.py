@@ -1,0 +1,191 @@
+"""Enrolment over TLS, through a real nginx, from the first byte to the revocation."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from support import proxy_server
+from support.enrolments import Federation
+from support.proxy_server import RunningProxy
+
+from deploy import enrolment_http, enrolment_operator, enrolment_site, site_file
+from deploy.certificates import Authority
+from deploy.enrolment_site import SiteEnrolled
+from deploy.enrolment_token import EnrolmentRefused, Token
+from federation.clock import SystemClock
+from federation.errors import SiteError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+FLEET = "POST /v1/fleet/pull-messages HTTP/1.1"
+
+
+@dataclass(kw_only=True)
+class Host:
+    """An aggregator's host."""
+
+    federation: Federation
+    proxy: RunningProxy
+
+    def invite(self, site: str, *, host: str = "127.0.0.1") -> Token:
+        return enrolment_operator.invite(
+            self.federation.config,
+            site,
+            random_bytes=os.urandom,
+            clock=SystemClock(),
+            address=f"{host}:{self.proxy.port}",
+        )
+
+    def enroll(self, token: Token) -> SiteEnrolled:
+        return enrolment_site.enroll(
+            token,
+            self.federation.folder / token.site,
+            organisation=token.site,
+            clock=SystemClock(),
+        )
+
+    def config(self, site: str) -> site_file.SiteConfig:
+        return site_file.load(self.federation.folder / site / "site.toml")
+
+
+@contextlib.contextmanager
+def _host(folder: Path) -> Iterator[Host]:
+    federation = Federation(folder=folder, clock=SystemClock())
+    service = federation.service()
+    handlers = {"GET /enroll": service.authority, "POST /enroll": service.handle}
+    authority = Authority.load(federation.aggregator, clock=SystemClock())
+    with (
+        enrolment_http.serve(handlers) as port,
+        proxy_server.serve_before(
+            federation.aggregator,
+            authority,
+            service_port=port,
+            host="0.0.0.0",  # noqa: S104
+        ) as proxy,
+    ):
+        yield Host(federation=federation, proxy=proxy)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    with _host(tmp_path_factory.mktemp("host")) as running:
+        yield running
+
+
+def test_life_of_a_site(host: Host):
+    """Enrolled, let in, renewed without an interruption, revoked and shut out."""
+    found = host.enroll(host.invite("site-a"))
+    config = host.config("site-a")
+    assert found.site == config.file.name == "site-a"
+    assert host.proxy.ask(FLEET, certificate=config.certificate) == "200"
+    old = config.folder / "old.pem"
+    old.write_bytes(config.certificate.read_bytes())
+
+    enrolment_site.renew(config, clock=SystemClock())
+    assert config.certificate.read_bytes() != old.read_bytes()
+    assert host.proxy.ask(FLEET, certificate=config.certificate) == "200"
+    assert host.proxy.ask(FLEET, certificate=old) == "200"
+
+    assert host.federation.revoke("site-a")["proxy"]
+    for certificate in (config.certificate, old):
+        proxy_server.wait_for(
+            lambda file=certificate: host.proxy.ask(FLEET, certificate=file) == "403",
+            "nginx has taken up the list",
+        )
+    with pytest.raises(EnrolmentRefused, match="expired or revoked"):
+        enrolment_site.renew(config, clock=SystemClock())
+
+
+@pytest.mark.flower
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_node_of_a_revoked_site_ends(host: Host):
+    """It says why, and does not knock for ever."""
+    from flwr.clientapp import ClientApp  # noqa: PLC0415
+
+    from cloud_adapters.flower_node import FlowerNode  # noqa: PLC0415
+    from deploy.certificates import load_key  # noqa: PLC0415
+
+    host.enroll(host.invite("site-n"))
+    config = host.config("site-n")
+    host.federation.revoke("site-n")
+    proxy_server.wait_for(
+        lambda: host.proxy.ask(FLEET, certificate=config.certificate) == "403",
+        "nginx has taken up the list",
+    )
+    for certificate in (config.certificate, None):
+        node = FlowerNode(
+            app=ClientApp(),
+            address=host.proxy.address,
+            root_certificates=config.authority.read_bytes(),
+            key=load_key(config.node_key),
+            clock=SystemClock(),
+            certificate=certificate,
+        )
+        with pytest.raises(SiteError, match="expired or revoked"):
+            node.run()
+    broken = config.folder / "broken.pem"
+    broken.write_bytes(b"none")
+    with pytest.raises(SiteError, match="no certificate with its key"):
+        replace(node, certificate=broken).run()
+
+
+def test_wrong_authority_is_told_nothing(host: Host, tmp_path: Path):
+    """The token's fingerprint is another's: no secret, no key, no name is sent."""
+    other = Authority.create("test", clock=SystemClock())
+    token = replace(host.invite("site-b"), authority=other.fingerprint)
+    log = host.proxy.settings.work / "access.log"
+    before = log.read_text().count("POST /enroll")
+
+    with pytest.raises(EnrolmentRefused, match=r"in between.*nothing was sent"):
+        enrolment_site.enroll(
+            token, tmp_path / "b", organisation="B", clock=SystemClock()
+        )
+    assert log.read_text().count("POST /enroll") == before
+    assert not list((tmp_path / "b").iterdir())
+
+
+def test_name_that_is_not_in_the_certificate(host: Host):
+    """What the operator has to add, and where."""
+    token = host.invite("site-c", host="127.0.0.2")
+    with pytest.raises(EnrolmentRefused, match=r"hosts in aggregator\.toml"):
+        host.enroll(token)
+
+
+def test_nobody_there(host: Host):
+    """The address, and what to look at."""
+    token = replace(
+        host.invite("site-d"), address=f"127.0.0.1:{proxy_server.free_port()}"
+    )
+    with pytest.raises(EnrolmentRefused, match="aggregator up is running"):
+        host.enroll(token)
+
+
+def test_something_else_there(host: Host):
+    """Here the SuperLink itself, which knows no such path."""
+    address = f"127.0.0.1:{host.proxy.settings.superlink_port}"
+    token = replace(host.invite("site-e"), address=address)
+    with pytest.raises(EnrolmentRefused, match="no aggregator of crossfed"):
+        host.enroll(token)
+
+
+def test_service_that_is_down(tmp_path: Path):
+    """Nginx is there, and what is behind it is not."""
+    federation = Federation(folder=tmp_path, clock=SystemClock())
+    authority = Authority.load(federation.aggregator, clock=SystemClock())
+    with proxy_server.serve_before(
+        federation.aggregator, authority, service_port=proxy_server.free_port()
+    ) as proxy:
+        token = replace(federation.invite("site-a"), address=proxy.address)
+        with pytest.raises(EnrolmentRefused, match="crossfed"):
+            enrolment_site.enroll(
+                token, tmp_path / "a", organisation="A", clock=SystemClock()
+            )
