@@ -1,10 +1,11 @@
 """Which setup of a secure run is in force, and when it needs a new one.
 
 Keys of a run lie in the sites' memory alone, so a site that restarts has none. It
-says so when it is asked for a round (``FailureKind.NOT_SET_UP``), and the next round
-begins with a new setup of *all* sites: other run keys, another h_U, round numbers
-that go on. One attempt a round at most; and if somebody is missing from it while
-enough others have keys, they go on under the setup that they have.
+says so when it is asked for a round (``FailureKind.NOT_SET_UP``), or its connection
+was seen to end (``FailureKind.DISCONNECTED``). The next round begins with a new setup
+of *all* sites: other run keys, another h_U, round numbers that go on. One attempt a
+round at most; and if somebody is missing from it while enough others have keys, they
+go on under the setup that they have.
 """
 
 from federation.ids import SiteId
@@ -22,6 +23,7 @@ class RunSetup:
         self._lacking: set[SiteId] = set()
         self._asked = False
         self._confirmed: set[SiteId] = set()
+        self._disconnected: set[SiteId] = set()
 
     @property
     def in_force(self) -> SetupRecord | None:
@@ -53,9 +55,20 @@ class RunSetup:
         self._lacking.add(site)
         self._asked = True
 
+    def note_disconnected(self, site: SiteId) -> None:
+        """Note that a site's connection ended: if it was restarted it has no keys.
+
+        Then a round under this setup would be lost as soon as the site is back. One
+        new setup is attempted for that, until the site has answered again.
+        """
+        if site not in self._disconnected:
+            self._disconnected.add(site)
+            self._asked = True
+
     def note_answer(self, site: SiteId) -> None:
         """Note that a site has answered a round of the setup in force."""
         self._confirmed.add(site)
+        self._disconnected.discard(site)
 
     def confirms_for(self, site: SiteId) -> bytes:
         """What a site's next task has to carry: all confirms, until it answers."""

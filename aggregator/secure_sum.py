@@ -302,11 +302,11 @@ class SecureGather:
         """
         for reply in replies:
             answer = reply.message
-            if (
-                isinstance(answer, SiteFailure)
-                and answer.kind is FailureKind.NOT_SET_UP
-            ):
-                self._run_setup.note_lacking(answer.site)
+            if isinstance(answer, SiteFailure):
+                if answer.kind is FailureKind.NOT_SET_UP:
+                    self._run_setup.note_lacking(answer.site)
+                elif answer.kind is FailureKind.DISCONNECTED:
+                    self._run_setup.note_disconnected(answer.site)
             del answer
             yield reply
             del reply

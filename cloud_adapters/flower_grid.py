@@ -13,7 +13,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_site
-from cloud_adapters.flower_roll_call import RollCall, gist, meet
+from cloud_adapters.flower_roll_call import NODE_GONE, RollCall, gist, meet
 from federation import wire
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
@@ -260,13 +260,15 @@ class FlowerGrid:
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
-        silent = self._silent()
+        silent = self._silent(
+            {self._nodes[one.task.site] for one in exchange.pending.values()}
+        )
         for message_id, question in list(exchange.pending.items()):
             if self._nodes[question.task.site] in silent:
                 del exchange.pending[message_id]
                 self._late[message_id] = question
                 text = f"has sent no heartbeat for {SILENT_SECONDS:g} s"
-                failure = _failure(question.task, FailureKind.UNREACHABLE, text)
+                failure = _failure(question.task, FailureKind.DISCONNECTED, text)
                 reply = self._reply(question, failure, bytes_up=0)
                 exchange.landed[question.index] = reply
 
@@ -278,25 +280,27 @@ class FlowerGrid:
         """
         asked = {self._nodes[site] for site in sites if site in self._nodes}
         deadline = self._clock.monotonic() + RETURN_SECONDS
-        silent = asked & self._silent()
+        silent = self._silent(asked)
         self._gone &= silent
         while silent - self._gone and self._clock.monotonic() < deadline:
             self._pause(LOOK_SECONDS)
-            silent = asked & self._silent()
+            silent = self._silent(asked)
         self._gone |= silent
 
-    def _silent(self) -> set[int]:
-        """Nodes whose last heartbeat is old, where Flower tells of it."""
+    def _silent(self, asked: set[int]) -> set[int]:
+        """Nodes without a fresh heartbeat, where Flower tells of them."""
         get_nodes = getattr(self._api, "get_nodes", None)
-        if get_nodes is None:
+        # Flower's simulation makes up one heartbeat for all time.
+        if get_nodes is None or self._workers is not None:
             return set()
         latest = self._clock.now() - SILENT_SECONDS
-        return {
+        # A node is online for two intervals after a heartbeat; then it is not listed.
+        fresh = (
             node.node_id
             for node in get_nodes()
-            # A node is counted as online for two intervals after a heartbeat.
-            if node.online_until - 2 * node.heartbeat_interval < latest
-        }
+            if node.online_until - 2 * node.heartbeat_interval >= latest
+        )
+        return asked - set(fresh)
 
     def _ready(self, exchange: _Exchange) -> list[Reply]:
         """Take out the replies that may be handed on."""
@@ -317,6 +321,8 @@ class FlowerGrid:
             kind = FailureKind.UNREACHABLE
             if error.code in _CRASHES:
                 kind = FailureKind.CRASHED
+            elif error.code == NODE_GONE:
+                kind = FailureKind.DISCONNECTED
             text = f"Flower error {error.code}: {gist(error.reason)}"
             return self._reply(question, _failure(task, kind, text), bytes_up=0)
         frame = b""

@@ -13,9 +13,8 @@ from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.protocols import Clock
 
-
 # flwr.common.constant.ErrorCode.NODE_UNAVAILABLE, which is not public.
-_GONE = 5
+NODE_GONE = 5
 
 
 class RollCall(Protocol):
@@ -100,7 +99,7 @@ class _Call:
     def note(self, reply: Message) -> None:
         """Take in what a node answered."""
         node = self.asked.pop(reply.metadata.reply_to_message_id)
-        if reply.has_error() and reply.error.code == _GONE:
+        if reply.has_error() and reply.error.code == NODE_GONE:
             self.met.discard(node)  # It may come back.
             return
         try:

@@ -35,6 +35,7 @@ class FailureKind(StrEnum):
     NOT_SET_UP = "not_set_up"  # the site has no keys of the run, as after a restart
     DEADLINE = "deadline"  # no answer before the round's deadline
     UNREACHABLE = "unreachable"  # the site is not connected
+    DISCONNECTED = "disconnected"  # its connection ended: it may come back restarted
     BUSY = "busy"  # the site still works on an earlier round
     BUDGET = "budget"  # the site's privacy budget does not allow the work
     NOT_FINITE = "not_finite"  # the update holds NaN or infinity

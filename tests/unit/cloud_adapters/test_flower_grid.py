@@ -296,7 +296,7 @@ def test_late_failure_is_dropped(flower: FakeFlower, clock: VirtualClock):
         (0, FailureKind.UNREACHABLE),
         (2, FailureKind.CRASHED),
         (3, FailureKind.UNREACHABLE),
-        (5, FailureKind.UNREACHABLE),
+        (5, FailureKind.DISCONNECTED),
         (8, FailureKind.CRASHED),
     ],
 )
