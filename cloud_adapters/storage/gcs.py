@@ -39,9 +39,11 @@ from cloud_adapters.storage.gcs_upload import (
 from cloud_adapters.storage.gcs_write import ABSENT, Rewrite, Writing
 from cloud_adapters.storage.keys import (
     check_conditions,
-    check_key,
     check_metadata,
     check_range,
+    folder_of,
+    key_in,
+    name_in,
 )
 from cloud_adapters.storage.retry import Retry
 from federation.errors import ObjectChanged, ObjectNotFound, StoreError, StoreForbidden
@@ -86,7 +88,7 @@ class GcsStore:
         if chunk_bytes <= 0 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes is {chunk_bytes}, no multiple of 256 KiB")
         self._bucket = bucket
-        self._prefix = f"{check_key(prefix)}/" if prefix else ""
+        self._prefix = folder_of(prefix)
         self._http = GcsHttp(endpoint, credentials)
         self._kms_key = kms_key
         self._retry = retry or Retry()
@@ -214,8 +216,8 @@ class GcsStore:
             )
             page = self._json(ask)
             for resource in page.get("items", ()):
-                key = str(resource["name"]).removeprefix(self._prefix)
-                if key > start_after and _is_key(key):
+                key = key_in(self._prefix, str(resource["name"]))
+                if key is not None and key > start_after:
                     yield _info(key, resource)
             if "nextPageToken" not in page:
                 return
@@ -276,8 +278,7 @@ class GcsStore:
         self._http.close()
 
     def _name(self, key: str) -> str:
-        """Return the object's name in the bucket, which has the keys' limits too."""
-        return check_key(self._prefix + check_key(key))
+        return name_in(self._prefix, key)
 
     def _path(self, key: str) -> str:
         return object_path(self._bucket, self._name(key))
@@ -306,14 +307,6 @@ def _generation(version: str | None, doing: str) -> str | None:
     if version is None or (version.isdecimal() and int(version) > 0):
         return version
     raise ObjectChanged(f"cannot {doing}: no object has the version {version[:40]!r}")
-
-
-def _is_key(name: str) -> bool:
-    try:
-        check_key(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _info(key: str, resource: Resource) -> ObjectInfo:

@@ -48,6 +48,33 @@ def _fault(key: str) -> str | None:
     return None
 
 
+def folder_of(prefix: str) -> str:
+    """Return what stands before every key under a prefix: nothing, or it and a slash.
+
+    Raises:
+        ValueError: ``prefix`` is neither empty nor a key.
+    """
+    return f"{check_key(prefix)}/" if prefix else ""
+
+
+def name_in(folder: str, key: str) -> str:
+    """Return the name of a key's object in its bucket, which has the keys' limits too.
+
+    Raises:
+        ValueError: ``key`` cannot be a key there.
+    """
+    return check_key(folder + check_key(key))
+
+
+def key_in(folder: str, name: str) -> str | None:
+    """Return the key of an object that a bucket lists; None if it cannot have one.
+
+    Others may write there, and consoles make "folders" that end with a slash.
+    """
+    key = name.removeprefix(folder)
+    return key if _fault(key) is None and _fault(folder + key) is None else None
+
+
 def check_range(start: int, length: int | None) -> None:
     """Check the range of a read.
 

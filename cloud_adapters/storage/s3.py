@@ -19,9 +19,11 @@ from typing import Any
 from cloud_adapters.storage import s3_copy, s3_upload
 from cloud_adapters.storage.keys import (
     check_conditions,
-    check_key,
     check_metadata,
     check_range,
+    folder_of,
+    key_in,
+    name_in,
 )
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3_calls import (
@@ -85,7 +87,7 @@ class S3Store:
         self._calls = S3Calls(
             client=client or connect(endpoint_url=endpoint_url, region=region),
             bucket=bucket,
-            prefix=f"{check_key(prefix)}/" if prefix else "",
+            prefix=folder_of(prefix),
             retry=retry or Retry(),
             encryption=encryption or ServerSideEncryption(),
             owner=bucket_owner,
@@ -161,8 +163,8 @@ class S3Store:
                 **asked,
             )
             for entry in answer.get("Contents", ()):
-                key = entry["Key"][len(calls.prefix) :]
-                if _is_key(calls.prefix + key) and _is_key(key):
+                key = key_in(calls.prefix, entry["Key"])
+                if key is not None:
                     yield _listed(key, entry)
             if not answer.get("IsTruncated"):
                 return
@@ -170,7 +172,7 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
-        name = self._calls.prefix + self._check(key)
+        name = name_in(self._calls.prefix, key)
         try:
             self._calls.call("delete_object", f"delete {self._where(key)}", Key=name)
         except ObjectNotFound:
@@ -196,7 +198,7 @@ class S3Store:
             ValueError: Method or time are not of the permitted kind.
             NotAuthenticated: There are no credentials.
         """
-        name = self._calls.prefix + self._check(key)
+        name = name_in(self._calls.prefix, key)
         if method not in _SIGNED:
             raise ValueError(f"a URL can be signed for GET and PUT, not {method!r}")
         if not 1 <= expires_seconds <= MAX_URL_SECONDS:
@@ -223,18 +225,8 @@ class S3Store:
         return self._calls.where(key)
 
     def _check(self, key: str) -> str:
-        """Check a key by itself, and with the prefix: the limit is for both."""
-        check_key(key)
-        check_key(self._calls.prefix + key)
+        name_in(self._calls.prefix, key)
         return key
-
-
-def _is_key(name: str) -> bool:
-    try:
-        check_key(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _listed(key: str, entry: Answer) -> ObjectInfo:
