@@ -22,7 +22,7 @@ Cloud = Literal["aws", "gcp"]
 QUESTION_SECONDS = 1.0
 # All questions about one cloud. Some libraries wait between attempts, or run commands
 # that a profile names.
-LIMIT_SECONDS = 8.0
+LIMIT_SECONDS = 15.0
 
 _CLOUD_NAMES: Mapping[Cloud, str] = {"aws": "AWS", "gcp": "Google Cloud"}
 _AWS_KINDS = {
@@ -46,6 +46,7 @@ _GCP_NONE = (
     "none: GOOGLE_APPLICATION_CREDENTIALS names no file, nobody is logged in for "
     "applications, and no metadata server answers"
 )
+_THREAD = "identity"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_only"
 
 _Found = TypeVar("_Found")
@@ -182,7 +183,7 @@ def _within(question: Callable[[], _Found]) -> _Found | None:
         except BaseException as error:  # noqa: BLE001 -- whoever waits gets it
             future.set_exception(error)
 
-    threading.Thread(target=answer, daemon=True).start()
+    threading.Thread(target=answer, name=_THREAD, daemon=True).start()
     try:
         return future.result(LIMIT_SECONDS)
     except TimeoutError:
