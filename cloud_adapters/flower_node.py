@@ -75,8 +75,10 @@ IDLE_AFTER_SECONDS = 60.0
 IDLE_POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 30.0
 NOT_YET_SECONDS = 4.0
-# Between attempts to take the place of a node with the same key.
+# Between attempts to take the place of a node with the same key, and how long to try:
+# Flower refuses a key that it does not know with the same words.
 MAX_TURN_SECONDS = 4.0
+TURN_SECONDS = 3 * ACTIVE_SECONDS
 AFTER_DROP_SECONDS = 1.0
 CALL_SECONDS = 30.0
 
@@ -146,6 +148,7 @@ class FlowerNode:
     node_id: int | None = None
     _is_active: bool = field(default=False, init=False)
     _heard: float = field(default=-math.inf, init=False)
+    _refused_since: float | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Serve until ``stopped`` is set; connect again whenever the way is lost.
@@ -215,6 +218,7 @@ class FlowerNode:
             )
         )
         self.node_id, self._is_active = answer.node_id, True
+        self._refused_since = None
         TaskIdentity.node_id = answer.node_id
         TaskIdentity.task_id = 0
         self.listener(f"connected to {self.address} as node {answer.node_id}")
@@ -412,16 +416,15 @@ class FlowerNode:
         if response.status_code in _PASSING:
             return _Passing(f"{self.address} refuses: {what}")
         if flower is not None and flower.code == _NOT_ACTIVATED:
-            return _Taken(
-                f"{self.address} counts another node with this site's key as active; "
-                f"one that died is forgotten after {ACTIVE_SECONDS:g} s"
-            )
-        denied = response.status_code in {_UNAUTHORIZED, _FORBIDDEN}
+            return self._not_activated()
+        # Flower's own 403 is about a run, which was stopped perhaps.
+        by_proxy = response.status_code == _FORBIDDEN and flower is None
+        denied = by_proxy or response.status_code == _UNAUTHORIZED
         if self._is_active and not denied:
             return _Dropped(f"{self.address} refuses: {what}")
         if self._is_active or not denied:
             return _Lost(f"{self.address} refuses: {what}")
-        if response.status_code == _FORBIDDEN:
+        if by_proxy:
             return SiteError(
                 f"{self.address} does not let this site in: its certificate is "
                 "missing, expired or revoked; ask the aggregator's operator for an "
@@ -430,6 +433,22 @@ class FlowerNode:
         return SiteError(
             f"{self.address} does not know this site's key ({what}): enrol the "
             "site, or ask the aggregator's operator whether it was revoked"
+        )
+
+    def _not_activated(self) -> Exception:
+        now = self.clock.monotonic()
+        if self._refused_since is None:
+            self._refused_since = now
+        if now - self._refused_since < TURN_SECONDS:
+            return _Taken(
+                f"{self.address} counts another node with this site's key as active, "
+                f"or does not know it; a node that died is forgotten after "
+                f"{ACTIVE_SECONDS:g} s"
+            )
+        return SiteError(
+            f"{self.address} does not activate this site's key: stop the other agent "
+            "that uses it; or enrol the site, or ask the aggregator's operator whether "
+            "it was revoked"
         )
 
 

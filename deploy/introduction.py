@@ -9,6 +9,7 @@ digest. Nothing is sent of records but what differential privacy makes public an
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 
 from deploy.run_folder import versions
@@ -117,7 +118,21 @@ def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introdu
         raise ProtocolError(f"site {entry.site!r} answers another proposal")
     if claimed.privacy is not None and claimed.privacy.site != claimed.site:
         raise ProtocolError(f"site {entry.site!r} promises for another site")
+    _check_numbers(claimed)
     return claimed
+
+
+def _check_numbers(claimed: Introduction) -> None:
+    """Refuse numbers that no site can mean: they would go into the contract."""
+    numbers: list[float] = [1.0 + claimed.num_examples]
+    promise = claimed.privacy
+    if promise is not None:
+        numbers += [promise.epsilon_cap, promise.delta, promise.noise_multiplier]
+        numbers += [promise.sampling_rate, promise.steps_per_round]
+        if promise.held_out_noise is not None:
+            numbers.append(promise.held_out_noise)
+    if not all(0.0 < number < math.inf for number in numbers):
+        raise ProtocolError(f"site {claimed.site!r} promises what cannot be: {promise}")
 
 
 def digest(sealed: bytes) -> str:

@@ -7,6 +7,7 @@ model, data and keys of the run are in memory.
 """
 
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from deploy.run_folder import replace_file
 from deploy.site_file import SiteConfig
 from deploy.site_floor import accepted_units, check_job
 from federation import job_file
-from federation.errors import FederationError, JobError, ProtocolError
+from federation.errors import FederationError, JobError, ProtocolError, SiteError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId, check_name
 from federation.job import JobSpec
@@ -40,6 +41,8 @@ from privacy.secagg.roster import Roster
 from privacy.secagg.round_memory import FileRounds
 
 _PROPOSAL = "proposal"
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -112,7 +115,10 @@ class SiteAgent:
             run.stack.close()
 
     def _folder(self, run_id: RunId) -> Path:
-        return self.config.folder / "runs" / check_name(run_id)
+        try:
+            return self.config.folder / "runs" / check_name(run_id)
+        except ValueError as error:
+            raise ProtocolError(f"a run without a proper name: {error}") from None
 
     def _open_again(self, run_id: RunId) -> _Run:
         """Take up a run after a restart of this process."""
@@ -201,13 +207,27 @@ class SiteAgent:
     def _data(self, job: JobSpec) -> wiring.SiteData:
         own = self.config.file.data
         if own.source:
-            return load_data(own.source, own.options)
-        if job.data is None:
+            return self._own_data()
+        named = [job.data, *(site.data for site in job.sites)]
+        if job.data is None or any(d is not None and "://" in d.source for d in named):
+            # A site opens no address that somebody else gives it.
             raise JobError(
-                f"site {self.name!r} has no data: name its source in site.toml",
+                f"site {self.name!r} has no data of its own: its operator must name "
+                "their source in site.toml",
                 key="data.source",
             )
         return wiring.deal_data(job)[self.name]
+
+    def _own_data(self) -> wiring.SiteData:
+        """Load the site's data; what is wrong with them is told to the site alone."""
+        own = self.config.file.data
+        try:
+            return load_data(own.source, own.options)
+        except FederationError as error:
+            _LOG.error("data of site %s cannot be loaded: %s", self.name, error)
+            raise SiteError(
+                f"site {self.name!r} cannot load its data; its log says why"
+            ) from error
 
     def _introduction(
         self,

@@ -64,10 +64,20 @@ def _other_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
 
 def _function_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
     named = [("model.factory", job.model.factory)]
-    if job.data is not None and "://" not in job.data.source:
-        named.append(("data.source", job.data.source))
+    sources = [("data.source", "" if job.data is None else job.data.source)]
+    sources += [
+        (f"sites[{at}].data.source", site.data.source)
+        for at, site in enumerate(job.sites)
+        if site.data is not None
+    ]
+    named += [(key, text) for key, text in sources if text and "://" not in text]
     for key, function in named:
-        if not is_accepted(function, floor.functions):
+        try:
+            accepted = is_accepted(function, floor.functions)
+        except JobError as error:
+            yield key, f"has no such function: {error.reason}"
+            return
+        if not accepted:
             yield key, f"does not accept {function!r} (floor.functions)"
 
 
@@ -75,6 +85,9 @@ def is_accepted(function: str, accepted: tuple[str, ...]) -> bool:
     """Whether a job may name a function.
 
     Nothing is imported but modules of which every function is accepted.
+
+    Raises:
+        JobError: Such a module has no such function.
     """
     if not _FUNCTION.fullmatch(function):
         return False

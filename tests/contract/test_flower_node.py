@@ -1,0 +1,344 @@
+"""The node against a real SuperLink: over TLS, with keys, and through misfortune."""
+
+import gc
+import importlib.util
+import itertools
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from cloud_adapters import flower_simulation
+from federation.clock import SystemClock
+from federation.errors import SiteError
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+from support import flower_node_process, superlink  # noqa: E402
+from support.superlink import SuperLink, wait_for  # noqa: E402
+
+from cloud_adapters import flower_grid, flower_node  # noqa: E402
+from cloud_adapters.flower_node import FlowerNode  # noqa: E402
+from deploy.certificates import Authority, key_pem  # noqa: E402
+
+pytestmark = [pytest.mark.flower, pytest.mark.slow]
+
+MB = 1 << 20
+
+
+class Running:
+    """A node at work in a thread of this process; Flower allows one in each."""
+
+    def __init__(self, server: SuperLink, key: ec.EllipticCurvePrivateKey) -> None:
+        self.server = server
+        self.agent = flower_node_process.EchoAgent()
+        self.words: list[str] = []
+        self.node = flower_node_process.echo_node(
+            key,
+            server.address,
+            server.authority,
+            app=flower_node_process.echo_app(self.agent),
+            listener=self.words.append,
+        )
+        self._thread = threading.Thread(target=self.node.run)
+        self._thread.start()
+
+    def said(self, part: str) -> int:
+        """How often the node has told something of its connection."""
+        return sum(part in word for word in self.words)
+
+    def connected(self, times: int = 1) -> int:
+        """Wait until it has connected so often; its number."""
+        wait_for(lambda: self.said("connected to") >= times, "the node connects")
+        assert self.node.node_id is not None
+        return self.node.node_id
+
+    def ask(self, what: str, size: int, **more: Any) -> dict[str, Any]:
+        """Send a message and wait for the answer."""
+        push = {"node": self.node.node_id, "size": size, **more}
+        message = self.server.ask(f"push_{what}", **push)
+        return self.server.ask("pull", message=message, size=size)
+
+    def stop(self) -> None:
+        """Stop in peace."""
+        self.node.stopped.set()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
+    with superlink.serve(tmp_path_factory.mktemp("superlink")) as running:
+        yield running
+        assert "Traceback" not in running.log
+
+
+@pytest.fixture
+def key(server: SuperLink) -> ec.EllipticCurvePrivateKey:
+    """Of a node that the SuperLink knows."""
+    made = ec.generate_private_key(ec.SECP384R1())
+    server.register(made)
+    return made
+
+
+@pytest.fixture
+def running(
+    server: SuperLink,
+    key: ec.EllipticCurvePrivateKey,
+    caplog: pytest.LogCaptureFixture,
+) -> Iterator[Running]:
+    """A connected node, which in the end has no traceback in its log."""
+    found = Running(server, key)
+    try:
+        found.connected()
+        yield found
+    finally:
+        found.stop()
+    assert "Traceback" not in caplog.text
+
+
+def test_messages_of_any_size_come_through(running: Running):
+    """Both kinds, whole, in both directions."""
+    for what, size in [
+        ("query", 0),
+        ("query", 1),
+        ("query", MB),
+        ("query", 20 * MB),
+        ("train", 4),
+        ("train", 20 * MB),
+    ]:
+        assert running.ask(what, size) == {"error": None, "right": True}, (what, size)
+
+
+def test_large_messages_leave_no_copy_behind(running: Running):
+    """Neither what came nor what went is held until the next message."""
+    size = 20 * MB
+    running.ask("train", size)  # Whatever is made but once is made now.
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            running.ask("train", size)
+        wait_for(lambda: _traced() < size / 4, "the last copy is gone")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The task, the answer, and each once more on its way.
+    assert most < 6 * size
+
+
+def _traced() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_app_that_raises_does_not_end_the_node(
+    running: Running, caplog: pytest.LogCaptureFixture
+):
+    """The aggregator learns what kind of error; its text may quote a record."""
+    running.agent.broken = True
+    failed = running.ask("query", 8)
+    assert failed["code"] == 2
+    assert "KeyError" in failed["error"]
+    assert "record" not in failed["error"]
+    assert "Traceback" in caplog.text  # It is in the site's own log, and there alone.
+    assert "record 17" in caplog.text
+    caplog.clear()
+    message = running.server.ask("push_nothing", node=running.node.node_id)
+    failed = running.server.ask("pull", message=message, size=0)
+    assert "ProtocolError: a Flower message that does not say" in failed["error"]
+    running.agent.broken = False
+    assert running.ask("query", 8)["right"]
+
+
+def test_heartbeats_are_close_enough_for_the_aggregator(running: Running):
+    """The grid gives up a node after so long without one."""
+    node, seen = running.node.node_id, []
+
+    def beaten() -> bool:
+        until = running.server.online()[node]
+        if until not in seen:
+            seen.append(until)
+        return len(seen) == 4
+
+    wait_for(beaten, "three heartbeats have come")
+    last = seen[-1] - 2 * flower_node.HEARTBEAT_SECONDS
+    assert SystemClock().now() - last < flower_grid.SILENT_SECONDS
+    gaps = [after - before for before, after in itertools.pairwise(seen)]
+    assert min(gaps) > flower_node.BEAT_EVERY_SECONDS - 1.0
+    assert max(gaps) < flower_grid.SILENT_SECONDS
+
+
+def test_stop_frees_the_key_at_once(server: SuperLink, key: ec.EllipticCurvePrivateKey):
+    """The next process of the site need not wait until a heartbeat is old."""
+    first = Running(server, key)
+    node = first.connected()
+    assert node in server.online()
+    first.stop()
+    assert node not in server.online()
+    second = Running(server, key)
+    try:
+        assert second.connected() == node
+        assert not second.said("counts another")
+        assert second.ask("query", 8)["right"]
+    finally:
+        second.stop()
+
+
+def test_second_node_with_a_key_waits_for_the_first(
+    running: Running, key: ec.EllipticCurvePrivateKey
+):
+    """And takes its place when it stops; meanwhile the first works on."""
+    second = Running(running.server, key)
+    try:
+        wait_for(lambda: second.said("counts another"), "the second node is refused")
+        assert running.ask("query", 8)["right"]
+        assert second.node.node_id is None
+        running.stop()
+        assert second.connected() == running.node.node_id
+        assert second.ask("query", 8)["right"]
+    finally:
+        second.stop()
+
+
+def test_answer_survives_a_restart_of_the_superlink(running: Running):
+    """Its database knows the node and the question, and the node keeps the answer."""
+    node = running.node.node_id
+    running.agent.free.clear()
+    message = running.server.ask("push_query", node=node, size=MB)
+    assert running.agent.asked.wait(superlink.PATIENCE_SECONDS)
+    running.server.kill()
+    running.agent.free.set()
+    wait_for(lambda: running.said("cannot be reached"), "the node misses the SuperLink")
+    running.server.start()
+    answer = running.server.ask("pull", message=message, size=MB)
+    assert answer == {"error": None, "right": True}, running.words
+    assert running.ask("train", MB)["right"]
+    assert running.connected() == node
+    assert running.said("connected to") == 1  # Twice would cost twenty seconds.
+
+
+def test_run_that_was_stopped_does_not_end_the_node(running: Running):
+    """Nobody wants its answer any more; the next run is another matter."""
+    node = running.node.node_id
+    running.agent.free.clear()
+    running.server.ask("push_query", node=node, size=MB)
+    assert running.agent.asked.wait(superlink.PATIENCE_SECONDS)
+    running.server.stop_app()
+    running.agent.free.set()
+    running.server.start_app()
+    answer = running.ask("query", 8)
+    assert answer == {"error": None, "right": True}, running.words
+    assert running.said("connected to") == 1, running.words
+
+
+def test_killed_node_comes_back_under_its_number(
+    server: SuperLink, key: ec.EllipticCurvePrivateKey, tmp_path: Path
+):
+    """Refused until its last heartbeat is old; then it works on."""
+    (tmp_path / "node.pem").touch(mode=0o600)
+    (tmp_path / "node.pem").write_bytes(key_pem(key))
+    (tmp_path / "ca.crt").write_bytes(server.authority)
+    arguments = [tmp_path / "node.pem", tmp_path / "ca.crt", server.address]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.flower_node_process", *arguments],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert b"connected to" in process.stdout.readline()
+            (node,) = server.online()
+        finally:
+            process.kill()
+    killed = SystemClock().now()
+    assert node in server.online()
+    second = Running(server, key)
+    try:
+        assert second.connected() == node
+        assert second.said("counts another node with this site's key")
+        activated = server.online()[node] - 2 * flower_node.HEARTBEAT_SECONDS
+        waited = activated - killed
+        longest = flower_node.ACTIVE_SECONDS + 2 * flower_node.MAX_TURN_SECONDS
+        assert flower_node.HEARTBEAT_SECONDS < waited < longest
+        assert second.ask("query", 8)["right"]
+    finally:
+        second.stop()
+
+
+def _ended(node: FlowerNode) -> str:
+    """What ends a node at once."""
+    with pytest.raises(SiteError) as caught:
+        node.run()
+    return str(caught.value)
+
+
+def test_another_authority_ends_the_node(
+    server: SuperLink, key: ec.EllipticCurvePrivateKey
+):
+    """Nothing is sent to who cannot prove to be the aggregator."""
+    other = Authority.create("other", clock=SystemClock())
+    text = _ended(flower_node_process.echo_node(key, server.address, other.pem))
+    assert f"{server.address} does not prove that it is the aggregator" in text
+    assert "compare its address and the certificate authority" in text
+
+
+def test_another_name_ends_the_node(server: SuperLink, key: ec.EllipticCurvePrivateKey):
+    """A certificate holds for the names that are in it."""
+    address = server.address.replace("127.0.0.1", "localhost")
+    node = flower_node_process.echo_node(key, address, server.authority)
+    assert "does not prove that it is the aggregator" in _ended(node)
+
+
+class FastClock(SystemClock):
+    """Minutes pass in seconds."""
+
+    def monotonic(self) -> float:
+        return 30 * super().monotonic()
+
+
+def test_key_that_was_never_registered_ends_the_node(server: SuperLink):
+    """Flower tells it in the words that it has for a key in use, so not at once."""
+    stranger = ec.generate_private_key(ec.SECP384R1())
+    words: list[str] = []
+    node = flower_node_process.echo_node(
+        stranger,
+        server.address,
+        server.authority,
+        clock=FastClock(),
+        listener=words.append,
+    )
+    text = _ended(node)
+    assert words
+    assert "stop the other agent that uses it; or enrol the site" in text
+
+
+def test_unreachable_aggregator_is_tried_again():
+    """With pauses, until it is told to stop."""
+    key, words = ec.generate_private_key(ec.SECP384R1()), []
+    waits: list[tuple[float, float]] = []
+
+    def uniform(low: float, high: float) -> float:
+        waits.append((low, high))
+        return 0.0
+
+    def listen(word: str) -> None:
+        words.append(word)
+        if len(words) == 8:
+            node.stopped.set()
+
+    authority = Authority.create("any", clock=SystemClock()).pem
+    node = flower_node_process.echo_node(
+        key, "127.0.0.1:1", authority, listener=listen, uniform=uniform
+    )
+    node.run()
+    assert all("127.0.0.1:1 cannot be reached" in word for word in words)
+    assert [high for _, high in waits] == [1, 2, 4, 8, 16, 30, 30, 30]

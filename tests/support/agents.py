@@ -1,0 +1,204 @@
+"""Site agents with keys and folders, and a grid that reaches them through bytes."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from cloud_adapters.inproc_grid import InProcessGrid
+from deploy import introduction, site_file
+from deploy.deployed_run import Parties
+from deploy.introduction import Introduction, Proposal
+from deploy.protection import code_hash
+from deploy.roll_call import SignedRollCall
+from deploy.site_agent import SiteAgent
+from deploy.site_file import SiteConfig
+from federation import job_file, wire
+from federation.clock import SystemClock
+from federation.errors import FederationError
+from federation.ids import RunId, SiteId
+from federation.job import JobSpec
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SecureTask,
+    SiteFailure,
+    SiteMessage,
+    Task,
+)
+from federation.protocols import Clock
+from privacy.secagg.identity import Identity, generate
+from privacy.secagg.roster import Roster, RosterEntry
+
+RUN_ID = RunId("20260102-030405-abcdef")
+
+# What a rehearsal of small jobs on public data needs.
+OPEN_FLOOR: Mapping[str, Any] = {
+    "privacy": "none",
+    "secure_aggregation": False,
+    "accept_two_sites": True,
+    "functions": [
+        "clients.models:*",
+        "clients.frozen_features:oriented_gradients",
+        "clients.data:digits",
+        "support.small_jobs:blobs",
+    ],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consortium:
+    """The keys of an aggregator and its sites.
+
+    Attributes:
+        aggregator: The aggregator's.
+        sites: Those of the sites.
+        roster: Pins all of them.
+    """
+
+    aggregator: Identity
+    sites: Mapping[str, Identity]
+    roster: Roster
+
+    @property
+    def parties(self) -> Parties:
+        """The aggregator's view."""
+        return Parties(identity=self.aggregator, roster=self.roster)
+
+
+def consortium(*names: str) -> Consortium:
+    """Make everybody's keys."""
+    aggregator = generate(os.urandom)
+    sites = {name: generate(os.urandom) for name in names}
+    return Consortium(
+        aggregator=aggregator,
+        sites=sites,
+        roster=Roster(
+            serial=1,
+            aggregator_organisation="office",
+            aggregator_key=aggregator.public.key,
+            sites=tuple(
+                RosterEntry(
+                    site=SiteId(name), organisation=name, public_key=identity.public.key
+                )
+                for name, identity in sorted(sites.items())
+            ),
+        ),
+    )
+
+
+def site_config(folder: Path, name: str, **tables: Any) -> SiteConfig:
+    """Write and read a ``site.toml``; tables replace those of an open site."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {
+        "name": name,
+        "aggregator": {"address": "127.0.0.1:1", "authority": "ca.crt"},
+        "floor": OPEN_FLOOR,
+    }
+    path = folder / "site.toml"
+    path.write_text(tomli_w.dumps(document | tables))
+    return site_file.load(path)
+
+
+def agent(
+    folder: Path,
+    name: str,
+    members: Consortium,
+    *,
+    clock: Clock | None = None,
+    **tables: Any,
+) -> SiteAgent:
+    """A site's agent, as it is after a start of its process."""
+    return SiteAgent(
+        config=site_config(folder / name, name, **tables),
+        identity=members.sites[name],
+        roster=members.roster,
+        clock=clock or SystemClock(),
+    )
+
+
+def proposal(job: JobSpec, **changes: Any) -> Proposal:
+    """Propose a job as an aggregator of this release does."""
+    made = Proposal(
+        version=introduction.VERSION,
+        run_id=RUN_ID,
+        job=tomli_w.dumps(job_file.document(job)),
+        release=introduction.release(),
+        code_hash=code_hash().hex(),
+        nonce="00" * 16,
+    )
+    return replace(made, **changes)
+
+
+def propose(site: SiteAgent, members: Consortium, made: Proposal) -> Introduction:
+    """Bring a proposal to a site, and read what it answers."""
+    sealed = introduction.seal_proposal(made, members.aggregator)
+    answer = site.introduce(sealed)
+    return introduction.open_introduction(answer, members.roster, sealed)
+
+
+class AgentGrid:
+    """Agents that a coordinator reaches as through Flower: by bytes, and no more.
+
+    Attributes:
+        agents: The agents by site; put another in its place to restart a site.
+        seen: Every task that was sent.
+    """
+
+    def __init__(self, agents: Mapping[str, SiteAgent]) -> None:
+        """Connect nobody yet."""
+        self.agents = dict(agents)
+        self.seen: list[Task] = []
+
+    @contextmanager
+    def connected(self) -> Iterator["AgentGrid"]:
+        """Close the agents at the end."""
+        try:
+            yield self
+        finally:
+            for each in self.agents.values():
+                each.close()
+
+    def connect(
+        self, roll_call: SignedRollCall, names: Sequence[SiteId], required: int
+    ) -> InProcessGrid:
+        """Call the roll, as ``deploy.deployed_run.Connect``."""
+        found = [
+            roll_call.site_of(self.agents[name].introduce(roll_call.question))
+            for name in names
+        ]
+        assert found == list(names)
+        assert required <= len(found)
+        handlers = {name: _Far(self, name) for name in names}
+        return InProcessGrid(handlers, clock=SystemClock())
+
+
+@dataclass(frozen=True)
+class _Far:
+    grid: AgentGrid
+    name: SiteId
+
+    def handle(self, task: Task) -> SiteMessage:
+        arrived = wire.decode(wire.encode_bytes(task))
+        assert isinstance(arrived, RoundTask | SecureTask)
+        self.grid.seen.append(arrived)
+        try:
+            answer = self.grid.agents[self.name].answer(arrived)
+        except FederationError as error:  # As in cloud_adapters.flower_site.
+            answer = SiteFailure(
+                run_id=task.run_id,
+                round_index=task.round_index,
+                site=task.site,
+                kind=FailureKind.CRASHED,
+                message=wire.one_line(f"{type(error).__name__}: {error}"),
+            )
+        found = wire.decode(wire.encode_bytes(answer))
+        assert not isinstance(found, RoundTask | SecureTask)
+        return found
+
+    def close(self) -> None:
+        """Nothing to do: agents outlive a grid."""

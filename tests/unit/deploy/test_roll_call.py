@@ -1,0 +1,106 @@
+"""The roll call: whom it believes, and what it keeps of the answers."""
+
+import os
+from dataclasses import replace
+
+import pytest
+from support.agents import RUN_ID, Consortium, consortium
+from support.small_jobs import small_job
+
+from deploy import introduction
+from deploy.introduction import Introduction
+from deploy.protection import code_hash
+from deploy.roll_call import SignedRollCall
+from federation import job_file
+from federation.errors import ProtocolError, SiteError
+from federation.events import SitePrivacy
+from privacy.secagg.identity import generate
+
+JOB = small_job(num_sites=2)
+
+
+@pytest.fixture(scope="module")
+def members() -> Consortium:
+    return consortium("site-0", "site-1")
+
+
+@pytest.fixture
+def call(members: Consortium) -> SignedRollCall:
+    return SignedRollCall.of(
+        JOB, RUN_ID, aggregator=members.aggregator, roster=members.roster
+    )
+
+
+def answer(call: SignedRollCall, site: str, *, refused: str = "") -> Introduction:
+    """What a site says to the question."""
+    return Introduction(
+        version=introduction.VERSION,
+        site=site,
+        proposal=introduction.digest(call.question),
+        release="1",
+        refused=refused,
+        privacy=SitePrivacy(
+            site=site,
+            epsilon_cap=8.0,
+            delta=1e-5,
+            noise_multiplier=1.0,
+            sampling_rate=0.5,
+            steps_per_round=1,
+            held_out_noise=None,
+        ),
+        num_examples=0,
+    )
+
+
+def test_question_holds_job_run_and_code(call: SignedRollCall, members: Consortium):
+    """Everything a site decides by."""
+    asked = introduction.open_proposal(call.question, members.roster)
+    assert asked.run_id == RUN_ID
+    assert job_file.loads(asked.job) == JOB
+    assert asked.code_hash == code_hash().hex()
+    assert asked.release == introduction.release()
+
+
+def test_no_two_calls_are_the_same(call: SignedRollCall, members: Consortium):
+    """Or an answer to one would do for the other."""
+    other = SignedRollCall.of(
+        JOB, RUN_ID, aggregator=members.aggregator, roster=members.roster
+    )
+    assert other.question != call.question
+    sealed = introduction.seal_introduction(
+        answer(call, "site-0"), members.sites["site-0"]
+    )
+    with pytest.raises(ProtocolError, match="answers another proposal"):
+        other.site_of(sealed)
+    assert not other.introductions
+
+
+def test_promises_are_in_the_order_of_names(call: SignedRollCall, members: Consortium):
+    """Whoever answers first; those without a promise are left out."""
+    for site in ("site-1", "site-0"):
+        found = answer(call, site)
+        sealed = introduction.seal_introduction(found, members.sites[site])
+        assert call.site_of(sealed) == site
+    assert [promise.site for promise in call.promises()] == ["site-0", "site-1"]
+    plain = replace(answer(call, "site-1"), privacy=None)
+    call.site_of(introduction.seal_introduction(plain, members.sites["site-1"]))
+    assert [promise.site for promise in call.promises()] == ["site-0"]
+
+
+def test_refusal_is_told_with_its_reason(call: SignedRollCall, members: Consortium):
+    """And promises nothing."""
+    found = answer(call, "site-0", refused="rounds: site 'site-0' allows 5")
+    sealed = introduction.seal_introduction(found, members.sites["site-0"])
+    with pytest.raises(SiteError, match="'site-0' does not take part: rounds: site"):
+        call.site_of(sealed)
+    assert not call.promises()
+
+
+def test_stranger_is_not_believed(call: SignedRollCall):
+    """Nor is what it promises kept."""
+    sealed = introduction.seal_introduction(
+        answer(call, "site-0"), generate(os.urandom)
+    )
+    with pytest.raises(ProtocolError, match="not by the pinned key"):
+        call.site_of(sealed)
+    assert not call.introductions

@@ -1,0 +1,202 @@
+"""What a site's operator demands is held against a job, key by key."""
+
+import sys
+from typing import Any
+
+import pytest
+from support.small_jobs import small_job
+
+from clients import models
+from deploy import site_floor
+from deploy.site_file import UNITS, FloorSpec
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job import JobSpec
+
+SITE = SiteId("site-0")
+OPEN = {"privacy": "none", "secure_aggregation": False}
+MODELS = ("clients.models:*", "support.small_jobs:blobs")
+RECORD = {"unit": "record", "target_epsilon": 3.0, "delta": 1e-5}
+
+
+def private_job(**private: Any) -> JobSpec:
+    """A job with record-level privacy under secure aggregation."""
+    return small_job(
+        num_sites=2,
+        aggregation={"weights": "uniform"},
+        privacy={
+            "secure_aggregation": {"enabled": True},
+            "differential_privacy": RECORD | private,
+        },
+    )
+
+
+def refused(job: JobSpec, site: SiteId = SITE, **floor: Any) -> tuple[str, str]:
+    """The key that is wrong and what is said of it."""
+    with pytest.raises(JobError) as caught:
+        site_floor.check_job(job, FloorSpec(**{"functions": MODELS} | floor), site)
+    assert caught.value.key is not None
+    return caught.value.key, caught.value.reason
+
+
+def test_job_above_the_floor_is_accepted():
+    """By the strictest floor and by the most open one."""
+    strict = FloorSpec(functions=MODELS, max_epsilon=3.0, max_delta=1e-5, max_rounds=1)
+    site_floor.check_job(private_job(), strict, SITE)
+    site_floor.check_job(small_job(), FloorSpec(**OPEN, functions=MODELS), SITE)
+
+
+def test_default_floor_accepts_no_job_without_privacy():
+    """Whoever writes nothing gets the strictest."""
+    key, text = refused(small_job())
+    assert key == "privacy.differential_privacy.unit"
+    assert "demands 'record' (floor.privacy), and the job says 'none'" in text
+
+
+@pytest.mark.parametrize(
+    ("job", "floor", "key", "text"),
+    [
+        (
+            private_job(),
+            {"max_epsilon": 2.9},
+            "privacy.differential_privacy.target_epsilon",
+            "allows 2.9 (floor.max_epsilon)",
+        ),
+        (
+            private_job(),
+            {"max_delta": 1e-6},
+            "privacy.differential_privacy.delta",
+            "allows 1e-06 (floor.max_delta)",
+        ),
+        (
+            small_job(),
+            {"privacy": "none"},
+            "privacy.secure_aggregation.enabled",
+            "demands secure aggregation (floor.secure_aggregation)",
+        ),
+        (
+            small_job(rounds=6),
+            {**OPEN, "max_rounds": 5},
+            "rounds",
+            "allows 5 (floor.max_rounds)",
+        ),
+        (
+            small_job(),
+            {**OPEN, "functions": ("support.small_jobs:blobs",)},
+            "model.factory",
+            "does not accept 'clients.models:logistic_regression' (floor.functions)",
+        ),
+        (
+            small_job(),
+            {**OPEN, "functions": ("clients.models:*",)},
+            "data.source",
+            "does not accept 'support.small_jobs:blobs' (floor.functions)",
+        ),
+        (
+            small_job(sites=[{"name": "site-0", "data": {"source": "os:system"}}]),
+            OPEN,
+            "sites[0].data.source",
+            "does not accept 'os:system' (floor.functions)",
+        ),
+        (
+            small_job(model={"factory": "clients.models:logistic_regresion"}),
+            OPEN,
+            "model.factory",
+            "did you mean logistic_regression?",
+        ),
+    ],
+)
+def test_each_rule_names_its_key_and_that_of_the_floor(
+    job: JobSpec, floor: dict[str, Any], key: str, text: str
+):
+    """So that both operators know what to change."""
+    found, said = refused(job, **floor)
+    assert found == key
+    assert f"site {SITE!r}" in said
+    assert text in said
+
+
+def test_job_that_names_other_sites_is_refused():
+    """Before anything of it is looked at."""
+    key, text = refused(small_job(num_sites=2), site=SiteId("site-7"))
+    assert (key, text) == ("sites", "site 'site-7' is not named by this job")
+
+
+@pytest.mark.parametrize("unit", ["joint", "site"])
+def test_privacy_that_needs_all_sites_numbers_is_refused(unit: str):
+    """Even where the floor asks for none."""
+    job = small_job(
+        num_sites=4,
+        aggregation={"weights": "uniform"},
+        privacy={
+            "secure_aggregation": {"enabled": True},
+            "differential_privacy": {
+                "unit": unit,
+                "target_epsilon": 3.0,
+                "accept_low_signal": unit == "site",
+                "held_out": "public",
+            },
+        },
+    )
+    key, text = refused(job, privacy="none")
+    assert key == "privacy.differential_privacy.unit"
+    assert f"cannot plan {unit!r} from its own numbers" in text
+
+
+def test_units_are_accepted_from_the_floors_on():
+    """The order is that of their strength."""
+    units = {unit: site_floor.accepted_units(FloorSpec(privacy=unit)) for unit in UNITS}
+    assert units == {
+        "none": ("none", "site", "joint", "record"),
+        "site": ("site", "joint", "record"),
+        "joint": ("joint", "record"),
+        "record": ("record",),
+    }
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "antigravity:geohash",
+        "antigravity:*",
+        "clients.models:nn.Linear",
+        "clients.models:_norm",
+        "clients.models:__import__",
+        "clients.models",
+        "clients.models:",
+        ":digits_cnn",
+        "clients.models:digits_cnn:x",
+        "clients.models:digits_cnn\n",
+        "clients/models:digits_cnn",
+        "clients.models.antigravity:geohash",
+        "",
+    ],
+)
+def test_function_that_nobody_named_is_refused_unseen(function: str):
+    """Importing a module runs it; so nothing is imported to look."""
+    before = set(sys.modules)
+    assert not site_floor.is_accepted(function, MODELS)
+    assert "antigravity" not in set(sys.modules) - before
+
+
+@pytest.mark.parametrize("name", ["Sequence", "F", "nn", "math"])
+def test_star_is_for_what_the_module_defines(name: str):
+    """What it has imported would let a job call anything."""
+    assert hasattr(models, name)
+    job = small_job(model={"factory": f"clients.models:{name}"})
+    key, _ = refused(job, **OPEN)
+    assert key == "model.factory"
+
+
+def test_star_is_for_that_very_module():
+    """Not for those inside it or beside it."""
+    assert site_floor.is_accepted("clients.models:mlp", MODELS)
+    assert not site_floor.is_accepted("clients.data:digits", MODELS)
+    assert not site_floor.is_accepted("clients:models", MODELS)
+
+
+def test_named_function_is_not_imported_either():
+    """It is accepted by its name; what builds the run imports it."""
+    accepted = ("antigravity:geohash",)
+    assert site_floor.is_accepted("antigravity:geohash", accepted)
+    assert "antigravity" not in sys.modules
