@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -27,6 +27,9 @@ CERTIFICATE_DAYS = 90
 # Clocks of machines that have just met may differ by this much.
 EARLY_SECONDS = 300
 MAX_REQUEST_BYTES = 1 << 14
+
+# What the library raises for what others may send.
+MALFORMED = (ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm)
 
 PrivateKey = ec.EllipticCurvePrivateKey
 
@@ -125,7 +128,7 @@ class Authority:
             asked = x509.load_pem_x509_csr(request)
             public = asked.public_key()
             valid = asked.is_signature_valid
-        except (ValueError, TypeError) as error:
+        except MALFORMED as error:
             raise KeyFileRefused(f"that is no signing request: {error}") from None
         if not isinstance(public, ec.EllipticCurvePublicKey) or not valid:
             raise KeyFileRefused("a signing request is signed by an elliptic-curve key")
@@ -175,7 +178,7 @@ class Authority:
         """
         try:
             certificate.verify_directly_issued_by(self.certificate)
-        except (ValueError, TypeError, InvalidSignature):
+        except (*MALFORMED, InvalidSignature):
             raise KeyFileRefused("the certificate is of another authority") from None
         now = dt.datetime.fromtimestamp(self.clock.now(), dt.UTC)
         if (
@@ -298,6 +301,18 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
+def parse_certificate(pem: bytes) -> x509.Certificate:
+    """Read a certificate that somebody has sent.
+
+    Raises:
+        KeyFileRefused: It is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(pem)
+    except MALFORMED as error:
+        raise KeyFileRefused(f"that is no certificate: {error}") from None
+
+
 def read_certificate(path: Path) -> x509.Certificate:
     """Read a certificate.
 
@@ -305,10 +320,10 @@ def read_certificate(path: Path) -> x509.Certificate:
         KeyFileRefused: The file is missing, or is none.
     """
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
+        return parse_certificate(path.read_bytes())
     except OSError as error:
         raise KeyFileRefused(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except KeyFileRefused:
         raise KeyFileRefused(f"{path} is no certificate: restore it") from None
 
 

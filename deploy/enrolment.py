@@ -277,9 +277,24 @@ def public_pem(key: PrivateKey) -> bytes:
     )
 
 
+def unhex(digits: str, what: str) -> bytes:
+    """Read hexadecimal digits, of which there is one spelling.
+
+    Raises:
+        EnrolmentRefused: They are none.
+    """
+    try:
+        found = bytes.fromhex(digits)
+    except ValueError:
+        found = b""
+    if found.hex() != digits:
+        raise EnrolmentRefused(f"{what} is not in hexadecimal digits", status=400)
+    return found
+
+
 def _enrolment_statement(asked: Enrolment) -> bytes:
     """What all keys sign: the token's digest and every public half."""
-    secret = hashlib.sha256(_unhex(asked.secret, "secret")).digest()
+    secret = hashlib.sha256(unhex(asked.secret, "secret")).digest()
     words = (asked.site, asked.organisation, asked.release)
     keys = (asked.request, asked.node_key, asked.identity)
     return fields(_ENROLMENT, secret, *(text.encode() for text in (*words, *keys)))
@@ -331,24 +346,17 @@ def _check_ecdsa(
     whose: str,
 ) -> None:
     try:
-        key.verify(_unhex(proof, "proof"), said, ec.ECDSA(algorithm))
+        key.verify(unhex(proof, "proof"), said, ec.ECDSA(algorithm))
     except InvalidSignature:
         raise EnrolmentRefused(f"the key of the {whose} has not signed this") from None
 
 
 def _check_identity(identity: str, proof: str, said: bytes) -> None:
     try:
-        key = PublicIdentity(_unhex(identity, "identity"))
-        key.verify(Label.ENROLMENT, said, _unhex(proof, "proof"), who="the site")
+        key = PublicIdentity(unhex(identity, "identity"))
+        key.verify(Label.ENROLMENT, said, unhex(proof, "proof"), who="the site")
     except (ValueError, BadSignature) as error:
         raise EnrolmentRefused(f"the identity has not signed this: {error}") from None
-
-
-def _unhex(digits: str, what: str) -> bytes:
-    try:
-        return bytes.fromhex(digits)
-    except ValueError:
-        raise EnrolmentRefused(f"{what} is not hexadecimal", status=400) from None
 
 
 def _plain(value: Enrolment | Renewal | Enrolled) -> dict[str, object]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
+from deploy.certificates import parse_certificate
 from deploy.enrolment import MAX_ANSWER_BYTES, read_refusal
 from deploy.enrolment_token import EnrolmentRefused
 from deploy.site_file import check_address
+from privacy.secagg.errors import KeyFileRefused
 
 CALL_SECONDS = 60.0
 _PATH = "/enroll"
@@ -65,8 +66,8 @@ class Aggregator:
         context.verify_mode = ssl.CERT_NONE
         status, body = self._call(context, "GET", b"")
         try:
-            root = x509.load_pem_x509_certificate(body)
-        except ValueError:
+            root = parse_certificate(body)
+        except KeyFileRefused:
             raise EnrolmentRefused(
                 f"what answers on {self.address} (HTTP {status}) is no aggregator of "
                 "crossfed: compare the address with the operator's"

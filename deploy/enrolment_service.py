@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cryptography import x509
-
 from deploy import enrolment, keys
 from deploy.aggregator_file import AggregatorConfig
-from deploy.certificates import Authority
+from deploy.certificates import Authority, parse_certificate
 from deploy.enrolment import Enrolment, Renewal
 from deploy.enrolment_book import (
     MAX_CERTIFICATES,
@@ -125,7 +123,10 @@ class EnrolmentService:
 
     def _invitation(self, book: Book, asked: Enrolment) -> Invitation:
         digest = Token(
-            address="", authority="", site="", secret=_secret(asked.secret)
+            address="",
+            authority="",
+            site="",
+            secret=enrolment.unhex(asked.secret, "secret"),
         ).digest
         found = book.invitation(digest)
         again = "ask the aggregator's operator for a new one"
@@ -204,9 +205,9 @@ class EnrolmentService:
         """
         member = book.member(asked.site)
         try:
-            certificate = x509.load_pem_x509_certificate(asked.certificate.encode())
+            certificate = parse_certificate(asked.certificate.encode())
             authority.check_issued(certificate)
-        except (ValueError, KeyFileRefused) as error:
+        except KeyFileRefused as error:
             raise EnrolmentRefused(
                 f"{error}; ask the aggregator's operator for an invitation"
             ) from None
@@ -238,7 +239,7 @@ def _with_certificate(member: Member, issued: bytes) -> Member:
             "hold: use the newest, and renew it when it is about to expire",
             status=429,
         )
-    certificate = x509.load_pem_x509_certificate(issued)
+    certificate = parse_certificate(issued)
     noted = Certificate(
         serial=f"{certificate.serial_number:x}",
         expires=certificate.not_valid_after_utc.timestamp(),
@@ -264,10 +265,3 @@ def _check_new(book: Book, asked: Enrolment) -> None:
             asked.identity == member.identity or asked.node_key == member.node_key
         ):
             raise EnrolmentRefused("a key of this site is another site's")
-
-
-def _secret(digits: str) -> bytes:
-    try:
-        return bytes.fromhex(digits)
-    except ValueError:
-        raise EnrolmentRefused("the secret is not hexadecimal", status=400) from None

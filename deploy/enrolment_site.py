@@ -16,24 +16,30 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy import certificates, enrolment, site_file
-from deploy.certificates import PrivateKey, key_pem, load_key, new_key
+from deploy.certificates import (
+    MALFORMED,
+    PrivateKey,
+    key_pem,
+    load_key,
+    new_key,
+    parse_certificate,
+)
 from deploy.enrolment import Enrolled
 from deploy.enrolment_connection import Aggregator, Way
+from deploy.enrolment_roster import check_own_entry, parse_roster
 from deploy.enrolment_token import EnrolmentRefused, Token
 from deploy.introduction import release
 from deploy.site_file import SiteConfig
 from federation.ids import SiteId
 from federation.protocols import Clock
 from privacy.secagg import identity, roster
-from privacy.secagg.errors import KeyFileRefused, RosterRefused, UnknownSite
+from privacy.secagg.errors import KeyFileRefused
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
 from privacy.secret_files import read_private, replace_private, write_new
 
 # A certificate is renewed when less than a third of its time is left.
 RENEW_BEFORE_DAYS = certificates.CERTIFICATE_DAYS / 3
-# Digits of a roster's digest that a person must give.
-MIN_DIGEST_DIGITS = 32
 _DAY_SECONDS = 86_400.0
 
 # Opens it: address, root certificate (PEM), and the file of the site's certificate.
@@ -159,7 +165,7 @@ def renew(
     own, found = _ask(config, key, clock=clock, connect=connect)
     expires = _check_certificate(found, key, root, clock=clock)
     members = roster.load(config.roster)
-    newest = _parse_roster(found)
+    newest = parse_roster(found)
     _replace(path, found.certificate.encode() + key_pem(key))
     return SiteEnrolled(
         site=config.file.name,
@@ -203,55 +209,7 @@ def newest_roster(
         KeyFileRefused: See ``renew``.
     """
     _, found = _ask(config, None, clock=clock, connect=connect)
-    return _parse_roster(found)
-
-
-def accept_roster(config: SiteConfig, newest: Roster, digest: str) -> None:
-    """Trust a newer roster, of which a person has compared the digest.
-
-    Args:
-        config: The site.
-        newest: What ``newest_roster`` returned.
-        digest: At least 32 hexadecimal digits that it begins with.
-
-    Raises:
-        RosterRefused: The digest is another one's or too short, the roster is older
-            than the site's, or it changes the site's or the aggregator's own key.
-        StaleRoster: It is older than the one here.
-    """
-    given = "".join(digest.split()).lower()
-    if len(given) < MIN_DIGEST_DIGITS or not newest.digest.hex().startswith(given):
-        raise RosterRefused(
-            f"the aggregator's roster has the digest {newest.digest.hex()} and not "
-            f"{digest[:80]!r}: compare it with the operator of the aggregator and with "
-            f"other sites, and give at least {MIN_DIGEST_DIGITS} digits of it"
-        )
-    before = roster.load(config.roster)
-    before.check_successor(newest)
-    if newest.aggregator_key != before.aggregator_key:
-        raise RosterRefused(
-            "the aggregator's own key has changed: if its operator confirms that, pin "
-            "the new one with crossfed keys trust --aggregator --replace"
-        )
-    _check_own_entry(newest, SiteId(config.file.name), identity.load(config.identity))
-    roster.save(newest, config.roster)
-
-
-def differences(before: Roster, after: Roster) -> list[str]:
-    """Say for people what a newer roster changes."""
-    old = {entry.site: entry for entry in before.sites}
-    new = {entry.site: entry for entry in after.sites}
-    lines = [f"withdraws site {site!r}" for site in old if site not in new]
-    for site, entry in new.items():
-        fingerprint = identity.PublicIdentity(entry.public_key).fingerprint
-        said = f"{site!r} of {entry.organisation!r}, fingerprint {fingerprint}"
-        if site not in old:
-            lines.append(f"adds site {said}")
-        elif old[site] != entry:
-            lines.append(f"changes site {said}")
-    if before.aggregator_key != after.aggregator_key:
-        lines.append("changes the key of the aggregator")
-    return lines
+    return parse_roster(found)
 
 
 def _ask(
@@ -286,8 +244,10 @@ def _certificate_path(config: SiteConfig) -> Path:
 def _pair(path: Path) -> tuple[x509.Certificate, PrivateKey]:
     """Certificate and key of one file."""
     try:
-        certificate = x509.load_pem_x509_certificate(read_private(path))
-    except ValueError:
+        certificate = parse_certificate(read_private(path))
+    except KeyFileRefused as error:
+        if str(path) in str(error):
+            raise
         raise KeyFileRefused(
             f"{path} holds no certificate: restore it, or enrol the site again"
         ) from None
@@ -336,11 +296,11 @@ def _check_certificate(
 ) -> float:
     """Hold a certificate against our key and the pinned root; say when it expires."""
     try:
-        certificate = x509.load_pem_x509_certificate(found.certificate.encode())
-        issuer = x509.load_pem_x509_certificate(root)
+        certificate = parse_certificate(found.certificate.encode())
+        issuer = parse_certificate(root)
         certificate.verify_directly_issued_by(issuer)
         is_ours = certificate.public_key() == key.public_key()
-    except (ValueError, TypeError, InvalidSignature) as error:
+    except (*MALFORMED, InvalidSignature, KeyFileRefused) as error:
         raise EnrolmentRefused(f"the aggregator sent no certificate: {error}") from None
     expires = certificate.not_valid_after_utc.timestamp()
     if not is_ours or expires <= clock.now():
@@ -352,28 +312,9 @@ def _check_certificate(
 
 
 def _check_roster(found: Enrolled, site: SiteId, own: Identity) -> Roster:
-    members = _parse_roster(found)
-    _check_own_entry(members, site, own)
+    members = parse_roster(found)
+    check_own_entry(members, site, own)
     return members
-
-
-def _check_own_entry(members: Roster, site: SiteId, own: Identity) -> None:
-    try:
-        entry = members.entry(site)
-    except UnknownSite as error:
-        raise RosterRefused(f"{error}: this site was withdrawn") from None
-    if entry.public_key != own.public.key:
-        raise RosterRefused(
-            f"roster {members.serial} pins another key for this site: tell the "
-            "aggregator's operator, and keep the roster that is here"
-        )
-
-
-def _parse_roster(found: Enrolled) -> Roster:
-    try:
-        return roster.parse(found.roster)
-    except RosterRefused as error:
-        raise EnrolmentRefused(f"the aggregator sent no roster: {error}") from error
 
 
 def _read(path: Path) -> bytes:

@@ -158,15 +158,15 @@ def _enroll(options: argparse.Namespace) -> int:
 
 
 def _roster(options: argparse.Namespace) -> int:
-    from deploy import enrolment_site  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import enrolment_roster, enrolment_site  # noqa: PLC0415
     from federation.clock import SystemClock  # noqa: PLC0415
     from privacy.secagg import roster  # noqa: PLC0415
 
     config = enrolment_site.config_of(options.folder)
     newest = enrolment_site.newest_roster(config, clock=SystemClock())
-    changes = enrolment_site.differences(roster.load(config.roster), newest)
+    changes = enrolment_roster.differences(roster.load(config.roster), newest)
     if options.accept is not None:
-        enrolment_site.accept_roster(config, newest, options.accept)
+        enrolment_roster.accept_roster(config, newest, options.accept)
     digest = newest.digest.hex()
     facts = {
         "serial": newest.serial,

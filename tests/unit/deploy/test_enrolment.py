@@ -2,6 +2,7 @@
 
 import json
 import stat
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,20 @@ from typing import Any
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from support.enrolments import Federation
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.enrolments import NOW, Federation
 
-from deploy import certificates, enrolment, enrolment_operator, enrolment_site, keys
+from deploy import (
+    certificates,
+    enrolment,
+    enrolment_operator,
+    enrolment_roster,
+    enrolment_site,
+    keys,
+)
 from deploy.certificates import Authority, new_key, signing_request
-from deploy.enrolment_book import BookDamaged, BookFile
+from deploy.enrolment_book import Book, BookDamaged, BookFile, Invitation
 from deploy.enrolment_token import EnrolmentRefused, Token
 from federation.errors import FederationError
 from privacy.secagg import identity, roster
@@ -324,6 +334,46 @@ def test_malformed_body_is_refused(
     assert json.loads(answer)["refused"]
 
 
+@given(data=st.data())
+@settings(max_examples=60)
+def test_no_request_breaks_the_service(data: st.DataObject):
+    """Whatever stands in a request: an answer with a reason, and nobody is let in."""
+    fields = json.loads(_WHOLE)
+    name = data.draw(st.sampled_from(sorted(fields)))
+    value = data.draw(
+        st.one_of(st.text(max_size=300), st.none(), st.integers(), st.floats())
+    )
+    at = data.draw(st.integers(0, len(str(fields[name]))))
+    assume(value != fields[name])
+    spoiled = {**fields, name: value}
+    if data.draw(st.booleans()):
+        text = str(fields[name])
+        spoiled[name] = text[:at] + str(value) + text[at + 1 :]
+        assume(spoiled[name] != text)
+    with tempfile.TemporaryDirectory() as folder:
+        federation = Federation(folder=Path(folder))
+        known = Invitation(digest=_TOKEN.digest, site="site-a", expires=NOW + 1.0)
+        BookFile(folder=federation.aggregator).write(Book(invitations=(known,)))
+        handle = federation.service().handle
+        for body in (json.dumps(spoiled).encode(), _WHOLE[: at % len(_WHOLE)]):
+            status, answer = handle(body)
+            assert status in {400, 403, 413}
+            assert json.loads(answer)["refused"]
+            assert not federation.nodes.known
+        assert handle(_WHOLE)[0] == 200, "so this test can fail"
+
+
+_TOKEN = Token(address="h:1", authority="ab" * 32, site="site-a", secret=bytes(32))
+_WHOLE = enrolment.request_enrolment(
+    _TOKEN,
+    organisation="A",
+    release="1",
+    identity=identity.generate(lambda n: bytes(range(n))),
+    node_key=ec.generate_private_key(ec.SECP384R1()),
+    key=new_key(),
+)
+
+
 def test_key_of_another_site_is_refused(federation: Federation):
     """The same person with two invitations does not enrol one key twice."""
     federation.site("site-a")
@@ -592,17 +642,17 @@ def test_newer_roster_needs_its_digest(federation: Federation):
     newer = site.renew().newer
     assert newer is not None
     assert roster.load(site.config.roster) == before
-    (change,) = enrolment_site.differences(before, newer)
+    (change,) = enrolment_roster.differences(before, newer)
     assert "adds site 'site-b'" in change
 
     digest = newer.digest.hex()
     for wrong in ("", digest[:31], "0" * 64, digest + "0"):
         with pytest.raises(RosterRefused, match="compare"):
-            enrolment_site.accept_roster(site.config, newer, wrong)
-    enrolment_site.accept_roster(site.config, newer, digest.upper()[:32])
+            enrolment_roster.accept_roster(site.config, newer, wrong)
+    enrolment_roster.accept_roster(site.config, newer, digest.upper()[:32])
     assert roster.load(site.config.roster) == newer
     with pytest.raises(StaleRoster):
-        enrolment_site.accept_roster(site.config, before, before.digest.hex())
+        enrolment_roster.accept_roster(site.config, before, before.digest.hex())
 
 
 def test_roster_with_another_key_for_this_site_is_not_taken(federation: Federation):
@@ -618,7 +668,7 @@ def test_roster_with_another_key_for_this_site_is_not_taken(federation: Federati
     ):
         made = replace(before, serial=before.serial + 1, **changes)
         with pytest.raises(RosterRefused, match=words):
-            enrolment_site.accept_roster(site.config, made, made.digest.hex())
+            enrolment_roster.accept_roster(site.config, made, made.digest.hex())
     assert roster.load(site.config.roster) == before
 
 
