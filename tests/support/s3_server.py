@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import parse_qs, unquote
+from urllib.request import Request, urlopen
 
 import boto3
 import google_crc32c
@@ -52,6 +53,15 @@ class S3Server:
         name = f"bucket-{os.getpid()}-{next(self._numbers)}"
         self.client().create_bucket(Bucket=name)
         return name
+
+    def enforce_policies(self, *, after: float = 0) -> None:
+        """Hold requests against IAM, after so many; never if infinite."""
+        request = Request(  # noqa: S310 (loopback)
+            f"{self.url}/moto-api/reset-auth",
+            data=f"{after:g}".encode(),
+            headers={"Content-Type": "text/plain"},
+        )
+        urlopen(request).close()  # noqa: S310
 
     def store(self, prefix: str = "", **options: Any) -> S3Store:
         """A store in a bucket of its own, whose waits take no time."""

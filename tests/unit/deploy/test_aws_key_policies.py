@@ -1,9 +1,9 @@
 """What the shipped policies let a site do with a key of AWS KMS, enforced by moto."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 from support import s3_server as servers
@@ -24,15 +24,6 @@ def policy(**options: Any) -> str:
     for statement in made["Statement"]:
         statement.pop("Condition", None)
     return json.dumps(made)
-
-
-def enforce(server: servers.S3Server, num_free_requests: str) -> None:
-    request = Request(  # noqa: S310 (loopback)
-        f"{server.url}/moto-api/reset-auth",
-        data=num_free_requests.encode(),
-        headers={"Content-Type": "text/plain"},
-    )
-    urlopen(request).close()  # noqa: S310
 
 
 @pytest.fixture(params=[False, True])
@@ -67,14 +58,14 @@ def keys(
         key=made["AccessKeyId"],
         secret=made["SecretAccessKey"],
     )
-    enforce(s3_server, "0")
+    s3_server.enforce_policies()
     retry = quick_retry()
     yield (
         AwsKms(own, client=client, retry=retry),
         AwsKms(other, client=client, retry=retry),
         request.param,
     )
-    enforce(s3_server, "inf")
+    s3_server.enforce_policies(after=math.inf)
 
 
 def test_site_wraps_and_unwraps_with_its_key(keys: tuple[AwsKms, AwsKms, bool]):

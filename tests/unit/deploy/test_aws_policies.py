@@ -2,9 +2,9 @@
 
 import fnmatch
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 from support import s3_server as servers
@@ -46,9 +46,9 @@ def site_client(s3_server: servers.S3Server) -> Iterator[Any]:
     client = servers.client(
         s3_server.url, key=keys["AccessKeyId"], secret=keys["SecretAccessKey"]
     )
-    enforce(s3_server, "0")
+    s3_server.enforce_policies()
     yield client
-    enforce(s3_server, "inf")
+    s3_server.enforce_policies(after=math.inf)
     for place in (READS, WRITES):
         bucket = place.bucket
         for entry in service.list_objects_v2(Bucket=bucket).get("Contents", []):
@@ -63,15 +63,6 @@ def without_conditions(**options: Any) -> str:
         for entry in statements(**options).values()
     ]
     return json.dumps({"Version": "2012-10-17", "Statement": kept})
-
-
-def enforce(server: servers.S3Server, num_free_requests: str) -> None:
-    request = Request(  # noqa: S310 (loopback)
-        f"{server.url}/moto-api/reset-auth",
-        data=num_free_requests.encode(),
-        headers={"Content-Type": "text/plain"},
-    )
-    urlopen(request).close()  # noqa: S310
 
 
 def store(client: Any, place: aws_policies.Place) -> S3Store:
