@@ -44,6 +44,12 @@ class Child:
         """Number of the process; None while none runs."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the program runs."""
+        process = self._process
+        return process is not None and process.poll() is None
+
     def watch(self) -> None:
         """Start the program if it does not run and its wait is over."""
         now = self.clock.monotonic()

@@ -50,7 +50,8 @@ class AggregatorConfig:
 
     ``ca.key``, ``ca.crt``, ``server.key``, ``server.crt``: certificates.
     ``aggregator.pem``, ``roster.toml``: the identity, and whom it believes.
-    ``flower/``: state of the SuperLink. ``runs/``: runs. ``logs/``: logs.
+    ``flower/``: state of the SuperLink. ``proxy/``: of nginx. ``runs/``: runs.
+    ``logs/``: logs.
 
     Attributes:
         file: What was read.
@@ -69,6 +70,11 @@ class AggregatorConfig:
     def flower(self) -> Path:
         """State of the SuperLink, and the ports that were chosen."""
         return self.folder / "flower"
+
+    @property
+    def proxy(self) -> Path:
+        """Folder of nginx's own."""
+        return self.folder / "proxy"
 
     @property
     def logs(self) -> Path:

@@ -1,19 +1,30 @@
 """``crossfed aggregator up``: Flower's processes, watched, and runs handed to them."""
 
+import json
 import os
 import secrets
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cloud_adapters.child_process import Child
 from cloud_adapters.flower_control import FlowerControl
-from deploy import run_queue
+from deploy import (
+    enrolment_http,
+    enrolment_nodes,
+    enrolment_operator,
+    proxy,
+    run_queue,
+)
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import Authority, key_pem, new_key
+from deploy.enrolment_service import EnrolmentService
+from deploy.proxy import ProxySettings
 from deploy.run_folder import RunFolder, replace_file
 from deploy.run_queue import GiveUp, Handed, Outcome, Start
 from deploy.site_file import check_address
@@ -26,6 +37,7 @@ MISSED_LOOKS = 3
 _SECRET_BYTES = 64
 _LOOPBACK = "127.0.0.1"
 _FAILED = 1
+_OK, _UNAVAILABLE = 200, 503
 
 # What Flower's programs must be told so as not to call home.
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -72,19 +84,50 @@ class AggregatorService:
     _missed: dict[Path, int] = field(default_factory=dict, init=False)
 
     def run(self) -> None:
-        """Serve until ``stopped`` is set."""
+        """Serve until ``stopped`` is set.
+
+        Raises:
+            FederationError: Nginx or Flower is not installed, a port is taken, or a
+                file of the folder is missing or damaged.
+        """
         config = self.config
         for folder in (config.flower, config.logs, config.runs):
             folder.mkdir(parents=True, exist_ok=True)
+        enrolment_operator.prepare(config, clock=self.clock)
         port = self._port()
-        self._children = [*self._flower(port), *self._proxy(port)]
         authority = (config.folder / "ca.crt").read_bytes()
-        try:
-            with FlowerControl(f"{_LOOPBACK}:{port}", authority) as control:
-                self._serve(control)
-        finally:
-            for child in reversed(self._children):
-                child.stop()
+        with ExitStack() as stack:
+            control = stack.enter_context(
+                FlowerControl(f"{_LOOPBACK}:{port}", authority)
+            )
+            handlers = self._handlers(control)
+            service_port = stack.enter_context(
+                enrolment_http.serve(handlers, config.file.service_port)
+            )
+            self._children = [*self._flower(port), *self._proxy(port, service_port)]
+            for child in self._children:
+                stack.callback(child.stop)
+            self._serve(control)
+
+    def _handlers(self, control: FlowerControl) -> dict[str, enrolment_http.Handler]:
+        enrolment = EnrolmentService(
+            config=self.config,
+            register=partial(enrolment_nodes.register, control),
+            clock=self.clock,
+            listener=self.listener,
+        )
+        return {
+            "GET /health": self._health,
+            "GET /enroll": enrolment.authority,
+            "POST /enroll": enrolment.handle,
+        }
+
+    def _health(self, body: bytes) -> tuple[int, bytes]:
+        """Whether every program runs: for load balancers, so nothing else is told."""
+        del body
+        well = bool(self._children) and all(child.is_up for child in self._children)
+        status = _OK if well else _UNAVAILABLE
+        return status, json.dumps({"status": "ok" if well else "starting"}).encode()
 
     def _serve(self, control: FlowerControl) -> None:
         trouble = ""
@@ -181,10 +224,17 @@ class AggregatorService:
             self._child("superexec", [_program("flower-superexec"), *executor]),
         ]
 
-    def _proxy(self, port: int) -> list[Child]:
+    def _proxy(self, port: int, service_port: int) -> list[Child]:
         if not self.config.file.proxy:
             return []
-        raise JobError(f"the proxy before port {port} is not built yet", key="proxy")
+        settings = ProxySettings(
+            listen=self.config.file.listen,
+            superlink_port=port,
+            service_port=service_port,
+            folder=self.config.folder,
+            work=self.config.proxy,
+        )
+        return [self._child("proxy", proxy.prepare(settings))]
 
     def _child(self, name: str, command: Sequence[str]) -> Child:
         programs = str(Path(sys.executable).parent)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy import enrolment_verbs
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, RunNotFound
 
@@ -55,6 +56,7 @@ def add_verbs(
     """
     _add_aggregator(verbs, common)
     _add_site(verbs, common)
+    enrolment_verbs.add_verbs(verbs, common)
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument(
         "--aggregator",
@@ -132,6 +134,7 @@ def _add_aggregator(verbs: Any, common: argparse.ArgumentParser) -> None:
         help="the aggregator's configuration (aggregator.toml)",
     )
     up.set_defaults(verb=_aggregator_up)
+    enrolment_verbs.add_aggregator_verbs(inner, common)
 
 
 def _add_site(verbs: Any, common: argparse.ArgumentParser) -> None:

@@ -9,14 +9,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from cloud_adapters.flower_node import FlowerNode
 from cloud_adapters.flower_site import agent_app
-from deploy import site_file
+from deploy import enrolment_site, site_file
 from deploy.site_agent import SiteAgent, only_one
+from deploy.site_file import SiteConfig
 from federation.clock import SystemClock
-from federation.errors import JobError
+from federation.errors import FederationError, JobError
 from federation.ids import SiteId
+from federation.protocols import Clock
 from privacy.secagg import identity, roster
 from privacy.secagg.errors import KeyFileRefused
 from privacy.secret_files import read_private
+
+RENEWAL_LOOK_SECONDS = 6 * 3600.0
 
 
 def serve(
@@ -61,14 +65,38 @@ def serve(
             address=config.file.aggregator.address,
             root_certificates=authority,
             key=_node_key(config.node_key),
+            certificate=config.certificate,
             clock=clock,
             stopped=stopped,
             listener=listener,
         )
+        renewal = threading.Thread(
+            target=_renew, args=(config, clock, stopped, listener), daemon=True
+        )
+        renewal.start()
         try:
             node.run()
         finally:
             agent.close()
+
+
+def _renew(
+    config: SiteConfig,
+    clock: Clock,
+    stopped: threading.Event,
+    listener: Callable[[str], None],
+) -> None:
+    """Renew the certificate when it is due, for as long as the agent runs."""
+    while True:
+        try:
+            found = enrolment_site.renew_when_due(config, clock=clock)
+        except FederationError as error:
+            listener(f"the certificate could not be renewed: {error}")
+        else:
+            if found is not None:
+                listener("the certificate was renewed")
+        if stopped.wait(RENEWAL_LOOK_SECONDS):
+            return
 
 
 def _node_key(path: Path) -> ec.EllipticCurvePrivateKey:
