@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy import keys, proxy
+from deploy import keys, proxy_processes
 from deploy.aggregator_file import AggregatorConfig
 from deploy.enrolment_book import (
     BookFile,
@@ -192,7 +192,7 @@ def revoke(
         book_file.write(book)
         # From here on it is refused; everything after this only tidies up.
         book_file.write_revocations(book, authority)
-        runs = proxy.reload(config.folder / "proxy")
+        runs = proxy_processes.reload(config.folder / "proxy")
         keys.withdraw(config.folder / "roster.toml", site=site)
     return {
         "site": site,

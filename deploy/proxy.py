@@ -6,12 +6,12 @@ this proxy lets in the third alone, Fleet, and that only for sites with a certif
 our authority that is not revoked. What is let in is a list of whole request lines, held
 against the bytes as they came: no path is taken apart, so no trick with one can matter.
 
-The configuration is text made from a value; ``check`` and ``reload`` call nginx.
+The configuration is text made from a value, and ``check`` has nginx read it. Its
+processes are in ``proxy_processes``.
 """
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -252,7 +252,7 @@ def prepare(settings: ProxySettings) -> list[str]:
     """Write the configuration, have nginx check it, and return its command.
 
     The command stays in the foreground. It first ends what an nginx before it has left
-    (``proxy_start``), so it may be started again whatever happened.
+    (``proxy_processes``), so it may be started again whatever happened.
 
     Raises:
         ProxyFailed: Nginx is not installed or does not accept the configuration.
@@ -262,7 +262,7 @@ def prepare(settings: ProxySettings) -> list[str]:
     (settings.work / "temporary").mkdir(parents=True, exist_ok=True)
     settings.config.write_text(config_text(settings), encoding="utf-8")
     check(settings.work)
-    starter = [sys.executable, "-I", "-m", "deploy.proxy_start"]
+    starter = [sys.executable, "-I", "-m", "deploy.proxy_processes"]
     return [*starter, str(settings.work.resolve())]
 
 
@@ -311,45 +311,6 @@ def check(work: Path) -> None:
         raise ProxyFailed(
             f"nginx does not accept its configuration: {tried.stderr.strip()[-500:]}"
         )
-
-
-def reload(work: Path) -> bool:
-    """Have a running nginx take up new certificates and revocations.
-
-    Connections of sites end with the request that they are in, so that a revoked site
-    is refused with its next one.
-
-    Args:
-        work: See ``ProxySettings``.
-
-    Returns:
-        Whether one runs.
-
-    Raises:
-        ProxyFailed: The new files are not accepted; it goes on with the old ones.
-    """
-    try:
-        process = int((work / PID_FILE).read_text())
-    except (OSError, ValueError):
-        return False
-    if not is_nginx(process):
-        return False
-    check(work)
-    try:
-        os.kill(process, signal.SIGHUP)
-    except OSError:
-        return False
-    return True
-
-
-def is_nginx(process: int) -> bool:
-    """Whether that runs and is an nginx, and not a later process of its number."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
-    name, _, rest = status.partition("(")[2].rpartition(")")
-    return name == "nginx" and rest.split()[0] not in {"Z", "X"}
 
 
 def _quoted(path: Path) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from deploy import proxy
+from deploy import proxy, proxy_processes
 from deploy.certificates import Authority, key_pem, new_key, signing_request
 from deploy.proxy import ProxySettings
 from federation.clock import SystemClock
@@ -66,7 +66,7 @@ class RunningProxy:
         now = SystemClock().now()
         listed = self.authority.revocation_list(dict.fromkeys(serials, now))
         (self.settings.folder / "ca.crl").write_bytes(listed)
-        assert proxy.reload(self.settings.work)
+        assert proxy_processes.reload(self.settings.work)
 
     def ask(
         self,

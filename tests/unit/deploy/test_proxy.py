@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import proxy
+from deploy import proxy, proxy_processes
 from deploy.proxy import ProxySettings, config_text
 from federation.errors import JobError
 
@@ -51,10 +51,10 @@ def test_bad_address_is_refused(listen: str):
 
 def test_reload_where_nothing_runs(tmp_path: Path):
     """No pid, no number, no such process, or another program's: no signal is sent."""
-    assert not proxy.reload(tmp_path)
+    assert not proxy_processes.reload(tmp_path)
     for text in ("", "nginx", "999999999", "1"):
         (tmp_path / proxy.PID_FILE).write_text(text)
-        assert not proxy.reload(tmp_path)
+        assert not proxy_processes.reload(tmp_path)
 
 
 def test_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
