@@ -4,6 +4,7 @@ Every test runs ``simulate``: job, partition, grid, sites, aggregation, checkpoi
 """
 
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
@@ -341,6 +342,7 @@ def test_a_users_own_model_and_data():
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_run_leaves_the_process_as_it_was(workers: int):
     """Random state, thread count, threads, gradients on: nothing has changed."""
+    importlib.import_module(USERS)  # It draws random numbers, which is its own affair.
     torch.rand(7)
 
     def state() -> tuple[object, ...]:
@@ -348,14 +350,14 @@ def test_a_run_leaves_the_process_as_it_was(workers: int):
             torch.get_rng_state().tolist(),
             np.random.get_state()[1].tolist(),  # noqa: NPY002 -- the global one
             torch.get_num_threads(),
-            set(threading.enumerate()),
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
         )
 
-    before = state()
+    before, threads = state(), set(threading.enumerate())
     run_of("dropout", workers=workers)
     assert before == state()
+    assert set(threading.enumerate()) <= threads  # Those of other tests may end.
 
 
 def test_an_example_finishes_well_under_a_second(capfd: pytest.CaptureFixture[str]):

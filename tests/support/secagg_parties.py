@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,13 +42,11 @@ RECORD = PrivacyTerms(
 
 
 def entropy(seed: str) -> RandomBytes:
-    """A stream of bytes that depends on a seed alone."""
-    position = 0
+    """A stream of bytes that depends on a seed alone; threads may share it."""
+    positions = itertools.count()  # One step in C: no two threads get the same.
 
     def random_bytes(count: int) -> bytes:
-        nonlocal position
-        data = f"{seed}/{position}".encode()
-        position += 1
+        data = f"{seed}/{next(positions)}".encode()
         return hashlib.shake_256(data).digest(count)
 
     return random_bytes
