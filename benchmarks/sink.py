@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -111,7 +112,16 @@ def crc_of(size: int) -> str:
     return encoded(crc)
 
 
+def crc32_of(size: int) -> str:
+    """The same of CRC-32, which boto3 takes by default."""
+    crc = 0
+    for start in range(0, size, MIB):
+        crc = zlib.crc32(BLOCK[: size - start], crc)
+    return encoded(crc)
+
+
 CRCS: dict[int, str] = {}
+CRC32S: dict[int, str] = {}
 
 
 class S3Sink(Sink):
@@ -132,17 +142,20 @@ class S3Sink(Sink):
         self.answer(204)
 
     def about(self) -> dict[str, str]:
+        """What the service says: of checksums it has the one of whoever wrote."""
+        is_ours = "crossfed" in self.headers.get("User-Agent", "")
+        kind, crcs = ("crc32c", CRCS) if is_ours else ("crc32", CRC32S)
         return {
             "ETag": '"0"',
             "Last-Modified": "Sat, 21 Nov 2026 12:00:00 GMT",
-            "x-amz-checksum-crc32c": CRCS[self.size()],
+            f"x-amz-checksum-{kind}": crcs[self.size()],
             "x-amz-checksum-type": "FULL_OBJECT",
         }
 
     def do_GET(self) -> None:
         about = self.about()
-        if "Range" in self.headers:  # The service gives it for whole objects only.
-            del about["x-amz-checksum-crc32c"]
+        if "Range" in self.headers:  # Checksums are of whole objects.
+            about = {n: v for n, v in about.items() if "checksum" not in n}
         self.give(**about)
 
     def do_HEAD(self) -> None:
@@ -228,6 +241,7 @@ def make_certificate(folder: Path) -> None:
 def serve(kind: str, folder: str) -> None:
     """Serve until standard input ends; the port goes to standard output."""
     CRCS.update({size: crc_of(size) for size in (SIZE, SMALL)})
+    CRC32S.update({size: crc32_of(size) for size in (SIZE, SMALL)})
     handler = S3Sink if kind == "s3" else GcsSink
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
