@@ -1,5 +1,6 @@
 """Which of Flower's nodes speaks for which site."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,10 @@ from federation.protocols import Clock
 
 # flwr.common.constant.ErrorCode.NODE_UNAVAILABLE, which is not public.
 NODE_GONE = 5
+
+# How long sites that are missing may still come, once a node has answered something
+# that cannot be believed.
+DOUBT_SECONDS = 15.0
 
 
 class RollCall(Protocol):
@@ -64,20 +69,20 @@ def meet(
             are there.
     """
     call = _Call(roll_call=roll_call, sites=sites)
-    while not call.is_over() and clock.monotonic() < deadline:
+    while not call.is_over(clock.monotonic()) and clock.monotonic() < deadline:
         for node in set(api.get_node_ids()) - call.met:
-            call.met.add(node)
             question = flower_site.pack_bytes(roll_call.question)
             for message_id in api.push_messages([Message(question, node, "query")]):
+                call.met.add(node)
                 call.asked[message_id] = node
         for reply in api.pull_messages(list(call.asked)) if call.asked else ():
-            call.note(reply)
-        if not call.is_over():
+            call.note(reply, clock.monotonic())
+        if not call.is_over(clock.monotonic()):
             pause()
     missing = [site for site in sites if site not in call.nodes]
     if call.complaints or len(call.nodes) < required:
-        text = "; ".join(call.complaints) or f"{', '.join(missing)} did not connect"
-        raise SiteError(f"the run cannot begin: {text}")
+        texts = call.complaints or [f"{', '.join(missing)} did not connect"]
+        raise SiteError(f"the run cannot begin: {'; '.join([*texts, *call.doubts])}")
     return call.nodes
 
 
@@ -91,29 +96,36 @@ class _Call:
     met: set[int] = field(default_factory=set)
     nodes: dict[SiteId, int] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    doubted: float = math.inf
 
-    def is_over(self) -> bool:
+    def is_over(self, now: float) -> bool:
         """Whether there is nothing to wait for."""
-        return len(self.nodes) == len(self.sites) or bool(self.complaints)
+        complete = len(self.nodes) == len(self.sites)
+        return complete or bool(self.complaints) or now - self.doubted > DOUBT_SECONDS
 
-    def note(self, reply: Message) -> None:
+    def note(self, reply: Message, now: float) -> None:
         """Take in what a node answered."""
         node = self.asked.pop(reply.metadata.reply_to_message_id)
         if reply.has_error() and reply.error.code == NODE_GONE:
             self.met.discard(node)  # It may come back.
             return
         try:
-            site = self._site_of(node, reply)
-        except (ProtocolError, SiteError) as error:
+            site = self._site_of(reply)
+        except SiteError as error:
             self.complaints.append(str(error))
+        except ProtocolError as error:
+            # Nobody knows whose node it is; it must not stop a run of others.
+            self.doubts.append(f"Flower node {node}: {error}")
+            self.doubted = min(self.doubted, now)
         else:
             if site in self.sites:
                 self.nodes[site] = node
 
-    def _site_of(self, node: int, reply: Message) -> SiteId:
+    def _site_of(self, reply: Message) -> SiteId:
         if reply.has_error():
             reason = wire.one_line(gist(reply.error.reason))
-            raise SiteError(f"Flower node {node} cannot answer: {reason}")
+            raise ProtocolError(f"cannot answer: {reason}")
         site = self.roll_call.site_of(flower_site.unpack_bytes(reply.content))
         if site in self.nodes:
             raise SiteError(f"two nodes speak for site {site!r}: stop one of them")

@@ -26,11 +26,14 @@ class SignedRollCall:
     Attributes:
         question: The signed proposal.
         roster: Pins the sites' keys.
+        sites: Those of the job. What others answer does not matter: a site that the
+            job does not name refuses it.
         introductions: What the sites that take part have answered.
     """
 
     question: bytes
     roster: Roster
+    sites: frozenset[SiteId]
     introductions: dict[SiteId, Introduction] = field(default_factory=dict)
 
     @classmethod
@@ -47,12 +50,15 @@ class SignedRollCall:
             nonce=os.urandom(_NONCE_BYTES).hex(),
         )
         sealed = introduction.seal_proposal(proposal, aggregator)
-        return cls(question=sealed, roster=roster)
+        sites = frozenset(SiteId(site.name) for site in job.sites)
+        return cls(question=sealed, roster=roster, sites=sites)
 
     def site_of(self, answer: bytes) -> SiteId:
         """See ``cloud_adapters.flower_roll_call.RollCall``."""
         found = introduction.open_introduction(answer, self.roster, self.question)
         site = SiteId(found.site)
+        if site not in self.sites:
+            return site
         if found.refused:
             raise SiteError(f"site {site!r} does not take part: {found.refused}")
         self.introductions[site] = found

@@ -96,6 +96,20 @@ def test_refusal_is_told_with_its_reason(call: SignedRollCall, members: Consorti
     assert not call.promises()
 
 
+def test_site_that_the_job_does_not_name_may_refuse_it(members: Consortium):
+    """A federation may be larger than a run."""
+    call = SignedRollCall.of(
+        small_job(num_sites=1),
+        RUN_ID,
+        aggregator=members.aggregator,
+        roster=members.roster,
+    )
+    found = answer(call, "site-1", refused="site 'site-1' is not named by this job")
+    sealed = introduction.seal_introduction(found, members.sites["site-1"])
+    assert call.site_of(sealed) == "site-1"
+    assert not call.introductions
+
+
 def test_stranger_is_not_believed(call: SignedRollCall):
     """Nor is what it promises kept."""
     sealed = introduction.seal_introduction(

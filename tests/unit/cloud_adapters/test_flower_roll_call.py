@@ -1,0 +1,235 @@
+"""Who is there, and who they are: nodes that answer a roll call, late or wrongly."""
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cloud_adapters import flower_simulation
+from federation.clock import VirtualClock
+from federation.errors import ProtocolError, SiteError
+from federation.ids import SiteId
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+from flwr.app import Error, Message, RecordDict  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from cloud_adapters import flower_roll_call, flower_site  # noqa: E402
+
+pytestmark = pytest.mark.flower
+
+SITES = [SiteId("one"), SiteId("two")]
+
+
+class SpokenCall:
+    """Believes whoever says a name, but not the liar."""
+
+    question = b"who are you?"
+
+    def site_of(self, answer: bytes) -> SiteId:
+        name = answer.decode()
+        if name == "liar":
+            raise ProtocolError("the signature of site 'one' is wrong")
+        if name == "shy":
+            raise SiteError("site 'one' does not take part: rounds: too many")
+        return SiteId(name)
+
+
+class Nodes:
+    """A Flower whose nodes say what they are told to say.
+
+    Attributes:
+        say: Node by its answer: text, an error, or None for silence.
+        asked: Nodes that were asked, in order.
+        full: Nodes that messages do not reach.
+    """
+
+    def __init__(self, **say: Any) -> None:
+        self.say = {int(name[1:]): answer for name, answer in say.items()}
+        self.asked: list[int] = []
+        self.full: set[int] = set()
+        self._open: dict[str, Message] = {}
+        self._names = itertools.count()
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.say)
+
+    def push_messages(self, messages: list[Message]) -> Iterator[str]:
+        for message in messages:
+            node = message.metadata.dst_node_id
+            if node in self.full:
+                continue
+            self.asked.append(node)
+            name = f"m{next(self._names)}"
+            message.metadata.__dict__["_message_id"] = name
+            assert flower_site.unpack_bytes(message.content) == SpokenCall.question
+            self._open[name] = message
+            yield name
+
+    def pull_messages(self, ids: list[str]) -> list[Message]:
+        found = []
+        for name in ids:
+            answer = self.say.get(self._open[name].metadata.dst_node_id)
+            if answer is None:
+                continue
+            if isinstance(answer, str):
+                answer = flower_site.pack_bytes(answer.encode())
+            found.append(Message(answer, reply_to=self._open.pop(name)))
+        return found
+
+
+@pytest.fixture(autouse=True)
+def _in_a_run() -> None:
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+
+
+def meet(
+    nodes: Nodes,
+    *,
+    required: int = 2,
+    meanwhile: Callable[[float], None] = lambda _: None,
+) -> tuple[dict[SiteId, int], float]:
+    """Call the roll for at most a minute; who is there, and how long it took."""
+    clock = VirtualClock()
+
+    def pause() -> None:
+        clock.sleep(1.0)
+        meanwhile(clock.monotonic())
+
+    found = flower_roll_call.meet(
+        nodes,
+        SpokenCall(),
+        SITES,
+        deadline=60.0,
+        required=required,
+        clock=clock,
+        pause=pause,
+    )
+    return found, clock.monotonic()
+
+
+def test_sites_are_known_by_their_answers():
+    """Not by the numbers of their nodes, nor by the order of these."""
+    assert meet(Nodes(n5="two", n9="one")) == ({"one": 9, "two": 5}, 0.0)
+
+
+def test_each_node_is_asked_once():
+    """However long another one takes."""
+    nodes = Nodes(n5="one", n9=None)
+
+    def meanwhile(now: float) -> None:
+        nodes.say[9] = "two" if now > 10 else None
+
+    found, seconds = meet(nodes, meanwhile=meanwhile)
+    assert found == {"one": 5, "two": 9}
+    assert sorted(nodes.asked) == [5, 9]
+    assert 10 < seconds < 13
+
+
+def test_node_that_comes_later_is_asked_when_it_is_there():
+    """A run may be begun before its sites are up."""
+    nodes = Nodes(n5="one")
+
+    def meanwhile(now: float) -> None:
+        if now > 20:
+            nodes.say[9] = "two"
+
+    found, seconds = meet(nodes, meanwhile=meanwhile)
+    assert found == {"one": 5, "two": 9}
+    assert 20 < seconds < 23
+
+
+def test_enough_sites_may_begin_without_the_others():
+    """But only once the time is over."""
+    assert meet(Nodes(n5="one", n9=None), required=1) == ({"one": 5}, 60.0)
+
+
+def test_too_few_sites_do_not_begin():
+    """The message names those that are missing."""
+    with pytest.raises(SiteError, match="cannot begin: two did not connect"):
+        meet(Nodes(n5="one", n9=None))
+    with pytest.raises(SiteError, match="one, two did not connect"):
+        meet(Nodes())
+
+
+def test_other_sites_nodes_are_left_in_peace():
+    """The federation may be larger than the run."""
+    found, _ = meet(Nodes(n1="three", n5="one", n9="two"))
+    assert found == {"one": 5, "two": 9}
+
+
+def test_node_that_goes_may_come_back():
+    """Flower says so of a node that restarts; it is asked again."""
+    nodes = Nodes(n5="one", n9=Error(5, "gone"))
+
+    def meanwhile(now: float) -> None:
+        if now > 10:
+            nodes.say[9] = "two"
+
+    found, _ = meet(nodes, meanwhile=meanwhile)
+    assert found == {"one": 5, "two": 9}
+
+
+def test_node_that_cannot_be_reached_is_tried_again():
+    """Flower may not take a message at once."""
+    nodes = Nodes(n5="one", n9="two")
+    nodes.full = {9}
+
+    def meanwhile(now: float) -> None:
+        if now > 10:
+            nodes.full = set()
+
+    found, _ = meet(nodes, meanwhile=meanwhile)
+    assert found == {"one": 5, "two": 9}
+
+
+def test_refusal_is_told_at_once():
+    """Nobody waits for a minute to hear it."""
+    text = "cannot begin: site 'one' does not take part: rounds: too many"
+    with pytest.raises(SiteError, match=text):
+        meet(Nodes(n9="shy"), meanwhile=_never)
+
+
+def _never(now: float) -> None:
+    raise AssertionError(f"waited until {now}")
+
+
+UNBELIEVABLE = [
+    ("liar", "the signature of site 'one' is wrong"),
+    (Error(2, "KeyError"), "cannot answer: KeyError"),
+    (RecordDict(), "without a frame"),
+]
+
+
+@pytest.mark.parametrize(("answer", "text"), UNBELIEVABLE)
+def test_unbelievable_answer_does_not_stop_a_run_of_others(answer: Any, text: str):
+    """Whose node it is nobody knows; those that are missing may still come."""
+    nodes = Nodes(n5="one", n7=answer)
+
+    def meanwhile(now: float) -> None:
+        if now > 10:
+            nodes.say[9] = "two"
+
+    found, _ = meet(nodes, meanwhile=meanwhile)
+    assert found == {"one": 5, "two": 9}
+
+
+@pytest.mark.parametrize(("answer", "text"), UNBELIEVABLE)
+def test_unbelievable_answer_is_told_when_a_site_is_missing(answer: Any, text: str):
+    """It may be that very site; and nobody waits for long."""
+    seen: list[float] = []
+    expected = f"two did not connect; Flower node 7: .*{text}"
+    with pytest.raises(SiteError, match=expected):
+        meet(Nodes(n5="one", n7=answer), meanwhile=seen.append)
+    assert flower_roll_call.DOUBT_SECONDS < max(seen) < 20
+
+
+def test_two_nodes_for_one_site_are_refused():
+    """One of them is a copy of the other's folder."""
+    with pytest.raises(SiteError, match="two nodes speak for site 'one': stop one"):
+        meet(Nodes(n5="one", n9="one"))

@@ -1,0 +1,431 @@
+"""What a site's agent takes part in, what it keeps, and what it takes up again."""
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import agents
+from support.agents import OPEN_FLOOR, RUN_ID, Consortium, consortium
+from support.small_jobs import blobs, small_job
+
+from clients.datasets import Examples
+from clients.model_pool import ModelPool
+from deploy import introduction, site_agent, wiring
+from deploy.private_sites import PrivateSites
+from deploy.site_agent import SiteAgent
+from federation import job_file
+from federation.clock import SystemClock
+from federation.errors import FederationError, ProtocolError
+from federation.ids import RunId, SiteId
+from federation.job import JobSpec
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SecureStep,
+    SecureTask,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+from privacy.secagg.identity import generate
+
+NAME = SiteId("site-0")
+
+
+@pytest.fixture(scope="module")
+def members() -> Consortium:
+    return consortium("site-0", "site-1")
+
+
+@pytest.fixture
+def agent(tmp_path: Path, members: Consortium) -> SiteAgent:
+    """The agent of an open site."""
+    return agents.agent(tmp_path, NAME, members)
+
+
+def private_job(**changes: Any) -> JobSpec:
+    """A job with record-level privacy, in the clear."""
+    private = {"unit": "record", "target_epsilon": 8.0, "clip_norm": 1.0}
+    tables: dict[str, Any] = {
+        "num_sites": 2,
+        "rounds": 3,
+        "training": {"local_steps": 1, "batch_size": 8, "optimizer": {"lr": 0.5}},
+        "aggregation": {"weights": "uniform"},
+        "privacy": {"differential_privacy": private},
+    }
+    return small_job(**tables | changes)
+
+
+def train_task(job: JobSpec, round_index: int = 1, **changes: Any) -> RoundTask:
+    """The first task of a run, or a later one."""
+    pool = ModelPool(job)
+    weights_d, integers_m = pool.initial_weights()
+    task = RoundTask(
+        run_id=RUN_ID,
+        round_index=round_index,
+        site=NAME,
+        kind=TaskKind.TRAIN,
+        layout_digest=pool.layout.digest,
+        weights_d=weights_d,
+        integers_m=integers_m,
+        evaluate=False,
+        evaluate_after=False,
+    )
+    return replace(task, **changes)
+
+
+def accepted(agent: SiteAgent, members: Consortium, job: JobSpec) -> None:
+    """Have a site take part."""
+    found = agents.propose(agent, members, agents.proposal(job))
+    assert found.refused == ""
+
+
+def left(agent: SiteAgent) -> list[str]:
+    """Names of what lies in a site's folder of runs."""
+    return sorted(path.name for path in agent.config.folder.glob("runs/*"))
+
+
+def test_site_introduces_itself_and_works(agent: SiteAgent, members: Consortium):
+    """It tells how many examples it has only where its answers would tell, too."""
+    job = small_job(num_sites=2)
+    found = agents.propose(agent, members, agents.proposal(job))
+    assert (found.site, found.refused, found.privacy) == (NAME, "", None)
+    assert found.release == introduction.release()
+    assert found.num_examples == len(wiring.deal_data(job)[NAME][0])
+    assert isinstance(agent.answer(train_task(job)), SiteUpdate)
+    secure = small_job(
+        num_sites=2,
+        privacy={"secure_aggregation": {"enabled": True, "two_sites_waiver": True}},
+    )
+    made = agents.proposal(secure, run_id="20260102-030405-000002")
+    assert agents.propose(agent, members, made).num_examples == 0
+    agent.close()
+
+
+@pytest.mark.parametrize("who", ["a stranger", "another site"])
+def test_forged_proposal_gets_no_answer(
+    agent: SiteAgent, members: Consortium, who: str
+):
+    """Not even a refusal, and it leaves nothing behind."""
+    key = members.sites["site-1"] if who == "another site" else generate(os.urandom)
+    made = agents.proposal(small_job(num_sites=2))
+    with pytest.raises(ProtocolError, match="the aggregator"):
+        agent.introduce(introduction.seal_proposal(made, key))
+    assert left(agent) == []
+
+
+def test_refusal_travels_with_its_reason(agent: SiteAgent, members: Consortium):
+    """The key of the job, the site and its own key; and nothing is kept of the run."""
+    job = small_job(num_sites=2, rounds=10_001)
+    found = agents.propose(agent, members, agents.proposal(job))
+    expected = "rounds: site 'site-0' allows 10000 (floor.max_rounds)"
+    assert found.refused == expected
+    assert found.privacy is None
+    assert left(agent) == []
+
+
+def test_job_that_is_none_is_refused(agent: SiteAgent, members: Consortium):
+    """The aggregator may be of another mind about what a job is."""
+    made = agents.proposal(small_job(num_sites=2))
+    found = agents.propose(agent, members, replace(made, job="rounds = 'many'"))
+    assert found.refused.startswith("name: is missing")
+    assert left(agent) == []
+
+
+@pytest.mark.parametrize(
+    ("release", "advice"),
+    [
+        ("99.0", "the aggregator runs release 99.0 and this site "),
+        (introduction.release(), "install the released package on both sides"),
+    ],
+)
+def test_other_code_says_what_to_upgrade(
+    agent: SiteAgent, members: Consortium, release: str, advice: str
+):
+    """The hash decides; the release is for the message."""
+    made = agents.proposal(small_job(num_sites=2), code_hash="00" * 32, release=release)
+    found = agents.propose(agent, members, made)
+    assert advice in found.refused
+    assert left(agent) == []
+
+
+@pytest.mark.parametrize("run_id", ["../../elsewhere", "", "a/b", "..", "a" * 65])
+def test_run_is_no_path(agent: SiteAgent, members: Consortium, run_id: str):
+    """Its name becomes a folder's."""
+    made = agents.proposal(small_job(num_sites=2), run_id=run_id)
+    assert "without a proper name" in agents.propose(agent, members, made).refused
+    with pytest.raises(ProtocolError, match="without a proper name"):
+        agent.answer(train_task(small_job(num_sites=2), run_id=RunId(run_id)))
+    assert left(agent) == []
+    assert not (agent.config.folder.parent / "elsewhere").exists()
+
+
+def test_task_of_another_site_is_refused(agent: SiteAgent, members: Consortium):
+    """Whoever brought it."""
+    job = small_job(num_sites=2)
+    accepted(agent, members, job)
+    with pytest.raises(
+        ProtocolError, match="a task for 'site-1' came to site 'site-0'"
+    ):
+        agent.answer(train_task(job, site=SiteId("site-1")))
+    agent.close()
+
+
+def test_task_of_a_run_that_nobody_proposed_is_refused(
+    agent: SiteAgent, members: Consortium
+):
+    """Also while the site takes part in another one."""
+    job = small_job(num_sites=2)
+    with pytest.raises(ProtocolError, match="has not been proposed to site 'site-0'"):
+        agent.answer(train_task(job))
+    accepted(agent, members, job)
+    with pytest.raises(ProtocolError, match="'run-2' has not been proposed"):
+        agent.answer(train_task(job, run_id=RunId("run-2")))
+    assert isinstance(agent.answer(train_task(job)), SiteUpdate)
+    agent.close()
+
+
+def test_job_may_not_change_under_its_run(agent: SiteAgent, members: Consortium):
+    """Neither before nor after a restart; the run goes on as it was."""
+    job = small_job(num_sites=2, rounds=2)
+    accepted(agent, members, job)
+    other = small_job(num_sites=2, rounds=3)
+    found = agents.propose(agent, members, agents.proposal(other))
+    assert "the run was proposed with another job: rounds" in found.refused
+    assert isinstance(agent.answer(train_task(job)), SiteUpdate)
+    agent.close()
+    again = agents.agent(agent.config.folder.parent, NAME, members)
+    found = agents.propose(again, members, agents.proposal(other))
+    assert "the run was proposed with another job: rounds" in found.refused
+    accepted(again, members, job)
+    again.close()
+
+
+def test_where_a_run_is_kept_may_change(agent: SiteAgent, members: Consortium):
+    """A coordinator may move to another place; no result depends on it."""
+    accepted(agent, members, small_job(num_sites=2))
+    moved = small_job(num_sites=2, storage={"keep_checkpoints": 7})
+    accepted(agent, members, moved)
+    agent.close()
+
+
+def test_restarted_agent_takes_up_its_run(
+    agent: SiteAgent, tmp_path: Path, members: Consortium
+):
+    """From its folder, without a word of the coordinator; it trains to the same."""
+    job = small_job(num_sites=2)
+    accepted(agent, members, job)
+    first = agent.answer(train_task(job))
+    agent.close()
+    again = agents.agent(tmp_path, NAME, members)
+    second = again.answer(train_task(job))
+    again.close()
+    assert isinstance(first, SiteUpdate)
+    assert isinstance(second, SiteUpdate)
+    assert first.delta_d.tobytes() == second.delta_d.tobytes()
+
+
+def test_floor_that_was_raised_holds_for_a_run_that_goes_on(
+    agent: SiteAgent, tmp_path: Path, members: Consortium
+):
+    """An operator restarts the agent to be heard at once."""
+    job = small_job(num_sites=2)
+    accepted(agent, members, job)
+    agent.close()
+    floor = {**OPEN_FLOOR, "privacy": "record"}
+    again = agents.agent(tmp_path, NAME, members, floor=floor)
+    with pytest.raises(FederationError, match=r"demands 'record' \(floor\.privacy\)"):
+        again.answer(train_task(job))
+
+
+def test_two_runs_in_turns(agent: SiteAgent, members: Consortium):
+    """One is open at a time; the other is taken up when its task comes."""
+    job, other = small_job(num_sites=2), RunId("20260102-030405-000002")
+    accepted(agent, members, job)
+    agents.propose(agent, members, agents.proposal(job, run_id=other))
+    for run_id in (RUN_ID, other, RUN_ID):
+        answer = agent.answer(train_task(job, run_id=run_id))
+        assert isinstance(answer, SiteUpdate)
+        assert answer.run_id == run_id
+    assert left(agent) == sorted([RUN_ID, other])
+    agent.close()
+
+
+@pytest.mark.slow
+def test_promise_is_that_of_a_simulation(
+    agent: SiteAgent, tmp_path: Path, members: Consortium
+):
+    """From the same records come the same noise, delta and cap."""
+    job = private_job()
+    found = agents.propose(agent, members, agents.proposal(job))
+    agent.close()
+    with PrivateSites(
+        wiring.build_federation(job),
+        run_id=RUN_ID,
+        folder=tmp_path / "simulated",
+        clock=SystemClock(),
+    ) as simulated:
+        assert found.privacy == simulated.promises()[0]
+    assert found.num_examples == 0
+
+
+def ledger(agent: SiteAgent) -> list[Any]:
+    """What a site's ledger of the run holds."""
+    path = agent.config.folder / "runs" / RUN_ID / "sites" / NAME / "ledger.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_ledger_outlives_the_agent(
+    agent: SiteAgent, tmp_path: Path, members: Consortium
+):
+    """What was spent stays spent, whoever forgets it."""
+    job = private_job()
+    accepted(agent, members, job)
+    first = agent.answer(train_task(job))
+    before = ledger(agent)
+    agent.close()
+    again = agents.agent(tmp_path, NAME, members)
+    second = again.answer(train_task(job, round_index=2))
+    again.close()
+    assert isinstance(first, SiteUpdate)
+    assert isinstance(second, SiteUpdate)
+    assert first.spent is not None
+    assert second.spent is not None
+    assert second.spent.epsilon > first.spent.epsilon
+    after = ledger(again)
+    assert after[: len(before)] == before
+    assert len(after) > len(before)
+
+
+def test_budget_ends_with_the_run_however_often_the_agent_starts(
+    tmp_path: Path, members: Consortium
+):
+    """Three rounds were promised, and one is held in reserve."""
+    job, answers = private_job(), []
+    for round_index in range(1, 7):
+        agent = agents.agent(tmp_path, NAME, members)
+        accepted(agent, members, job)
+        answers.append(agent.answer(train_task(job, round_index=round_index)))
+        agent.close()
+    over = [a for a in answers if isinstance(a, SiteFailure)]
+    assert {failure.kind for failure in over} == {FailureKind.BUDGET}
+    assert len(over) == 2
+
+
+def unreadable() -> tuple[Examples, Examples]:
+    """Data with a mistake in it."""
+    raise ValueError("could not convert 'Jane Doe, 1962' to a number")
+
+
+def own_data() -> tuple[Examples, Examples]:
+    """A site's own records: fewer than a simulation would deal to it."""
+    return blobs(num_train=9)
+
+
+def test_site_uses_its_own_data(tmp_path: Path, members: Consortium):
+    """Whatever the job says of data."""
+    source = {"source": f"{__name__}:own_data"}
+    # Tests are no package: the module is there under its name all the same.
+    agent = agents.agent(tmp_path, NAME, members, data=source)
+    found = agents.propose(agent, members, agents.proposal(small_job(num_sites=2)))
+    agent.close()
+    assert (found.refused, found.num_examples) == ("", 9)
+
+
+def test_what_is_wrong_with_data_stays_at_the_site(
+    tmp_path: Path, members: Consortium, caplog: pytest.LogCaptureFixture
+):
+    """An error may quote a record."""
+    data = {"source": f"{__name__}:unreadable"}
+    agent = agents.agent(tmp_path, NAME, members, data=data)
+    with caplog.at_level(logging.ERROR):
+        found = agents.propose(agent, members, agents.proposal(small_job(num_sites=2)))
+    assert found.refused == "site 'site-0' cannot load its data; its log says why"
+    assert "Jane Doe" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"data": {"source": "s3://somebody/else"}},
+        {"data": {"source": "file:///etc"}},
+        {"sites": [{"name": "site-0", "data": {"source": "file:///etc"}}]},
+        {"sites": [{"name": "site-0", "data": {"source": "s3://somebody/else"}}]},
+    ],
+)
+def test_job_opens_no_address_at_a_site(
+    agent: SiteAgent, members: Consortium, tables: dict[str, Any]
+):
+    """The site's credentials would open what the aggregator's do not."""
+    made = agents.proposal(small_job(**tables))
+    found = agents.propose(agent, members, made)
+    assert "its operator must name their source in site.toml" in found.refused
+
+
+def test_secure_site_refuses_to_work_in_the_clear(
+    agent: SiteAgent, members: Consortium
+):
+    """Its job said that updates are summed in secret."""
+    job = small_job(
+        num_sites=2,
+        privacy={"secure_aggregation": {"enabled": True, "two_sites_waiver": True}},
+    )
+    accepted(agent, members, job)
+    answer = agent.answer(train_task(job))
+    agent.close()
+    assert isinstance(answer, SiteFailure)
+    assert "answers under secure aggregation only" in answer.message
+
+
+def test_contract_below_the_floor_is_refused(agent: SiteAgent, members: Consortium):
+    """And one that is none at all, in the first step of the protocol."""
+    job = small_job(
+        num_sites=2,
+        privacy={"secure_aggregation": {"enabled": True, "two_sites_waiver": True}},
+    )
+    accepted(agent, members, job)
+    task = SecureTask(
+        run_id=RUN_ID,
+        round_index=0,
+        site=NAME,
+        step=SecureStep.ADVERTISE,
+        body=b"no contract",
+    )
+    answer = agent.answer(task)
+    agent.close()
+    assert isinstance(answer, SiteFailure)
+    assert answer.kind is FailureKind.INVALID
+
+
+def test_one_agent_works_in_a_folder(tmp_path: Path):
+    """And the next one may when it has ended."""
+    folder = tmp_path / "not" / "there yet"
+    with (
+        site_agent.only_one(folder),
+        pytest.raises(FederationError, match="another agent works in"),
+        site_agent.only_one(folder),
+    ):
+        pass
+    with site_agent.only_one(folder):
+        pass
+
+
+def test_damaged_proposal_is_told(agent: SiteAgent, members: Consortium):
+    """Nobody can put another job into a site's folder and have it run."""
+    job = small_job(num_sites=2)
+    accepted(agent, members, job)
+    agent.close()
+    path = agent.config.folder / "runs" / RUN_ID / "proposal"
+    path.write_bytes(path.read_bytes().replace(b"rounds = 1", b"rounds = 9"))
+    with pytest.raises(ProtocolError, match="not by the pinned key"):
+        agent.answer(train_task(job))
+
+
+def test_job_text_means_what_the_aggregator_sent():
+    """The text that travels is the job, key for key."""
+    job = private_job()
+    assert job_file.loads(agents.proposal(job).job) == job
