@@ -10,7 +10,7 @@ from typing import Any
 from aggregator import checkpoint_survey
 from aggregator.checkpoint_survey import Pruned, Survey, Surveyed
 from cloud_adapters.storage.local import LocalStore
-from cloud_adapters.urls import open_store
+from cloud_adapters.urls import StoreOptions, open_store
 from deploy import run_store
 from deploy.encryption import (
     NO_KEY,
@@ -26,6 +26,8 @@ from federation.protocols import Clock, ObjectStore
 from monitoring.units import format_bytes, format_count
 
 PREFIX = "checkpoints/"
+
+_ITSELF = StoreOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ def examine(
     keep: int | None,
     clock: Clock,
     encryption: KeyName = NO_KEY,
+    service: StoreOptions = _ITSELF,
 ) -> Findings:
     """Look at the checkpoints of a run, and remove old ones if asked to.
 
@@ -66,6 +69,7 @@ def examine(
         keep: How many to keep; None to remove nothing.
         clock: Says how old left-over objects are.
         encryption: Key of a run that a URL names; the job of another run names it.
+        service: Where the store of a URL is, if that is not what the URL says.
 
     Raises:
         RunNotFound: There is no such run, or it has no checkpoints.
@@ -74,7 +78,8 @@ def examine(
         KeyRefused: The run's checkpoints are encrypted, and its key cannot be used.
         StoreUnavailable: The store is out of reach.
     """
-    with _opened(place, root, encryption, is_changed=keep is not None) as store:
+    is_changed = keep is not None
+    with _opened(place, root, encryption, service, is_changed=is_changed) as store:
         pruned = None
         if keep is not None:
             now = clock.now()
@@ -120,11 +125,16 @@ def _when(found: Surveyed) -> str:
 
 @contextmanager
 def _opened(
-    place: str, root: Path, encryption: KeyName, *, is_changed: bool
+    place: str,
+    root: Path,
+    encryption: KeyName,
+    service: StoreOptions,
+    *,
+    is_changed: bool,
 ) -> Iterator[ObjectStore]:
     with ExitStack() as stack:
         if "://" in place:
-            store = open_store(place)
+            store = open_store(place, options=service)
             if encryption:
                 bound = place_of_url(place)
                 store = encrypted_with(encryption, store, place=bound)

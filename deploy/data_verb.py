@@ -9,12 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.store_arguments import (
+    KEY_WORDS,
+    add_cloud_key,
+    add_key,
+    add_service,
+    key,
+    service,
+)
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from clients.shards.write import Progress
-    from cloud_adapters.urls import StoreOptions
-    from deploy.encryption import KeyName
 
 DONE = 0
 
@@ -70,13 +76,9 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace another version and delete its shards",
     )
-    shard.add_argument(
-        "--kms-key",
-        default="",
-        metavar="KEY",
-        help="the cloud's own encryption: key ARN of AWS, or name of Google",
-    )
-    _add_service(shard)
+    add_cloud_key(shard)
+    add_service(shard)
+    add_key(shard, f"encrypt it here with {KEY_WORDS}")
     shard.set_defaults(verb=_shard)
 
     info = inner.add_parser(
@@ -91,7 +93,8 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read everything and hold it against the index",
     )
-    _add_service(info)
+    add_service(info)
+    add_key(info, f"of an encrypted dataset: {KEY_WORDS}")
     info.set_defaults(verb=_info)
 
     balance = inner.add_parser(
@@ -109,45 +112,6 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     balance.set_defaults(verb=_balance)
 
 
-def _add_service(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--endpoint",
-        default="",
-        metavar="URL",
-        help="a service other than the cloud's own",
-    )
-    parser.add_argument("--region", default="", help="of an S3 bucket")
-    parser.add_argument(
-        "--bucket-owner", default="", metavar="ACCOUNT", help="of an S3 bucket"
-    )
-    parser.add_argument(
-        "--encryption-key",
-        default="",
-        metavar="KEY",
-        help="encrypts here: file:PATH, aws-kms:ARN or gcp-kms:NAME",
-    )
-    parser.add_argument(
-        "--encryption-endpoint", default="", metavar="URL", help="of the key's service"
-    )
-
-
-def _service(options: argparse.Namespace) -> "StoreOptions":
-    from cloud_adapters.urls import StoreOptions  # noqa: PLC0415 -- keeps `--help` fast
-
-    return StoreOptions(
-        endpoint=options.endpoint,
-        region=options.region,
-        bucket_owner=options.bucket_owner,
-        kms_key=getattr(options, "kms_key", ""),
-    )
-
-
-def _encryption(options: argparse.Namespace) -> "KeyName":
-    from deploy.encryption import KeyName  # noqa: PLC0415 -- keeps `--help` fast
-
-    return KeyName(name=options.encryption_key, endpoint=options.encryption_endpoint)
-
-
 def _shard(options: argparse.Namespace) -> int:
     from deploy import data  # noqa: PLC0415 -- imports torch
 
@@ -157,8 +121,8 @@ def _shard(options: argparse.Namespace) -> int:
             options.url,
             _options(options.option),
             name=options.name or options.source,
-            service=_service(options),
-            encryption=_encryption(options),
+            service=service(options),
+            encryption=key(options),
             encoding=options.format,
             shard_bytes=int(options.shard_size * _MIB),
             workers=options.workers,
@@ -174,8 +138,8 @@ def _info(options: argparse.Namespace) -> int:
 
     found = data.info(
         options.url,
-        service=_service(options),
-        encryption=_encryption(options),
+        service=service(options),
+        encryption=key(options),
         verify=options.verify,
     )
     _print(found, options)

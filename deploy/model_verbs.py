@@ -13,10 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.store_arguments import (
+    KEY_WORDS,
+    add_cloud_key,
+    add_key,
+    add_service,
+    key,
+    service,
+)
 from federation.errors import JobError
 
 if TYPE_CHECKING:
-    from deploy.encryption import KeyName
+    from cloud_adapters.urls import StoreOptions
     from federation.protocols import ObjectStore
 
 DONE, FAILED = 0, 1
@@ -43,9 +51,9 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--overwrite", action="store_true", help="replace another export there"
     )
-    _add_key(
-        export, "encrypt it with file:PATH, aws-kms:ARN or gcp-kms:NAME (in clear)"
-    )
+    add_service(export)
+    add_cloud_key(export)
+    add_key(export, f"encrypt it with {KEY_WORDS} (in clear)")
     export.add_argument(
         "--root", type=Path, default=Path("runs"), help="folder of all runs"
     )
@@ -66,24 +74,12 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     checkpoints.add_argument(
         "--prune", type=_count, metavar="N", help="keep the newest N, remove the others"
     )
-    _add_key(checkpoints, "key of an encrypted run that a URL names")
+    add_service(checkpoints)
+    add_key(checkpoints, "key of an encrypted run that a URL names")
     checkpoints.add_argument(
         "--root", type=Path, default=Path("runs"), help="folder of all runs"
     )
     checkpoints.set_defaults(verb=_checkpoints)
-
-
-def _add_key(parser: argparse.ArgumentParser, words: str) -> None:
-    parser.add_argument("--encryption-key", default="", metavar="KEY", help=words)
-    parser.add_argument(
-        "--encryption-endpoint", default="", metavar="URL", help="of the key's service"
-    )
-
-
-def _key(options: argparse.Namespace) -> "KeyName":
-    from deploy.encryption import KeyName  # noqa: PLC0415 -- keeps `--help` fast
-
-    return KeyName(name=options.encryption_key, endpoint=options.encryption_endpoint)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -95,8 +91,8 @@ def _export(options: argparse.Namespace) -> int:
     from deploy.run_folder import find_run  # noqa: PLC0415
 
     run = find_run(options.run, options.root)
-    lock = _key(options)
-    with _opened(options.to, argument="--to") as plain:
+    lock = key(options)
+    with _opened(options.to, service(options), argument="--to") as plain:
         store = encrypted_with(lock, plain, place=EXPORT)
         with contextlib.closing(store):
             done = export(run, store, overwrite=options.overwrite)
@@ -106,8 +102,8 @@ def _export(options: argparse.Namespace) -> int:
         _say(json.dumps({**asdict(done), "encrypted": bool(lock)}, indent=2))
     else:
         _say(done.url)
-        for key, digest in done.sha256.items():
-            _say(f"{digest}  {key}")
+        for name, digest in done.sha256.items():
+            _say(f"{digest}  {name}")
     return DONE
 
 
@@ -129,7 +125,8 @@ def _checkpoints(options: argparse.Namespace) -> int:
             verify=options.verify,
             keep=options.prune,
             clock=SystemClock(),
-            encryption=_key(options),
+            encryption=key(options),
+            service=service(options),
         )
     except JobError as error:
         if "://" not in options.run:
@@ -145,7 +142,9 @@ def _checkpoints(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _opened(url: str, *, argument: str) -> Iterator["ObjectStore"]:
+def _opened(
+    url: str, service: "StoreOptions", *, argument: str
+) -> Iterator["ObjectStore"]:
     """Open the store that an argument names.
 
     Raises:
@@ -156,7 +155,7 @@ def _opened(url: str, *, argument: str) -> Iterator["ObjectStore"]:
     if url == "memory://":
         raise JobError("memory:// ends with this command", key=argument)
     try:
-        store = open_store(url)
+        store = open_store(url, options=service)
     except JobError as error:
         raise JobError(error.reason, key=argument) from error
     try:

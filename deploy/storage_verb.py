@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.store_arguments import KEY_WORDS, add_key, add_service, key, service
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from deploy.encryption import KeyName
     from deploy.rewrap import Place
 
 DONE = 0
@@ -35,22 +35,8 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
         metavar="PLACE",
         help="folder, run id or job name; or URL of a run's place, dataset or export",
     )
-    place.add_argument(
-        "--encryption-key",
-        default="",
-        metavar="KEY",
-        help="its key, file:PATH, aws-kms:ARN or gcp-kms:NAME (the job's, of a run)",
-    )
-    place.add_argument(
-        "--encryption-endpoint", default="", metavar="URL", help="of the key's service"
-    )
-    place.add_argument(
-        "--endpoint",
-        default="",
-        metavar="URL",
-        help="a service other than the cloud's own",
-    )
-    place.add_argument("--region", default="", help="of an S3 bucket")
+    add_key(place, f"its key, {KEY_WORDS} (the job's, of a run)")
+    add_service(place)
     place.add_argument(
         "--root", type=Path, default=Path("runs"), help="folder of all runs"
     )
@@ -81,8 +67,9 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
 
 def _rewrap(options: argparse.Namespace) -> int:
     from deploy import rewrap  # noqa: PLC0415 -- imports torch
+    from deploy.encryption import KeyName  # noqa: PLC0415
 
-    to = _key(options.to, options.to_endpoint, "--to")
+    to = KeyName(name=options.to, endpoint=options.to_endpoint, argument="--to")
     with _opened(options, is_changed=True) as place:
         done = rewrap.rewrap(place, to=to)
     if options.json:
@@ -112,26 +99,17 @@ def _decrypt(options: argparse.Namespace) -> int:
 def _opened(
     options: argparse.Namespace, *, is_changed: bool
 ) -> "AbstractContextManager[Place]":
-    from cloud_adapters.urls import StoreOptions  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy import rewrap  # noqa: PLC0415
+    from deploy import rewrap  # noqa: PLC0415 -- imports torch
 
     if options.place == "memory://":
         raise JobError("memory:// ends with this command", key="PLACE")
     return rewrap.opened(
         options.place,
         options.root,
-        key=_key(
-            options.encryption_key, options.encryption_endpoint, "--encryption-key"
-        ),
-        service=StoreOptions(endpoint=options.endpoint, region=options.region),
+        key=key(options),
+        service=service(options),
         is_changed=is_changed,
     )
-
-
-def _key(name: str, endpoint: str, argument: str) -> "KeyName":
-    from deploy.encryption import KeyName  # noqa: PLC0415 -- keeps `--help` fast
-
-    return KeyName(name=name, endpoint=endpoint, argument=argument)
 
 
 def _say(text: str) -> None:

@@ -46,7 +46,7 @@ def test_verbs_and_options_are_frozen() -> None:
     run = {"--out", "--resume", "--engine", "--transcript"}
     key = {"--encryption-key", "--encryption-endpoint"}
     service = key | {"--endpoint", "--region", "--bucket-owner"}
-    place = key | {"place", "--endpoint", "--region", "--root"}
+    place = service | {"place", "--root"}
     assert verbs_of(_parser()) == {
         "simulate": common | job | run,
         "check-job": common | job,
@@ -69,15 +69,22 @@ def test_verbs_and_options_are_frozen() -> None:
         | service,
         "data info": common | {"url", "--verify"} | service,
         "data balance": common | {"run", "--root"},
-        "export": common | {"run", "--to", "--overwrite", "--root"} | key,
+        "export": common
+        | {"run", "--to", "--overwrite", "--root", "--kms-key"}
+        | service,
         "storage": {"-h", "--help"},
         "storage rewrap": common | place | {"--to", "--to-endpoint"},
         "storage decrypt": common | place | {"--out"},
-        "checkpoints": common | {"run", "--verify", "--prune", "--root"} | key,
+        "checkpoints": common | {"run", "--verify", "--prune", "--root"} | service,
         "aggregator": {"-h", "--help"},
         "aggregator init": common
         | {"folder", "--host", "--listen", "--no-proxy", "--organisation"},
         "aggregator up": common | {"--config"},
+        "aggregator invite": common | {"site", "--address", "--minutes", "--config"},
+        "aggregator revoke": common | {"site", "--config"},
+        "aggregator sites": common | {"--config"},
+        "enroll": common
+        | {"token", "--renew", "--roster", "--folder", "--organisation", "--accept"},
         "site": {"-h", "--help"},
         "site up": common | {"--config"},
         "run": common | job | {"--aggregator", "--detach"},

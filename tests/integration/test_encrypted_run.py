@@ -258,3 +258,27 @@ def test_run_goes_over_to_another_key(
         assert cli.main(["storage", "decrypt", f"file://{place}", *out]) == cli.DONE
         model = (folder / "model.safetensors").read_bytes()
         assert (place / "clear" / "model.safetensors").read_bytes() == model
+
+
+def test_export_and_checkpoints_at_an_endpoint(
+    tmp_path: Path,
+    s3_server: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """What a run's job says of its service, a URL cannot; the command does."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
+    url = f"s3://{s3_server.bucket()}"
+    bucket = {"url": url, "endpoint": s3_server.url, "region": "us-east-1"}
+    folder = tmp_path / "run"
+    done = simulate(small(tables(None, **bucket)), folder=folder)
+    service = ["--endpoint", s3_server.url, "--region", "us-east-1"]
+    place = f"{url}/small/{done.run_id}"
+    assert cli.main(["checkpoints", place, "--verify", *service]) == cli.DONE
+    assert "verified" in capsys.readouterr().out
+    command = ["export", str(folder), "--to", f"{url}/export", *service]
+    assert cli.main(command) == cli.DONE
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{url}/export\n")
+    assert "in clear" in printed.err
