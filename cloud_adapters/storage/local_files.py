@@ -21,6 +21,7 @@ CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 # Below this the second thread costs more than it saves.
 _WORTH_A_THREAD_BYTES = 1 << 20
 _PIECES_BEHIND = 4
+_BYTES_BEHIND = 16 << 20
 
 FLUSH_BYTES = 64 << 20  # What a disk takes in a moment.
 
@@ -161,13 +162,20 @@ def write_and_sum(file: int, data: Iterable[Buffer]) -> Checksums:
                 checksums.update_crc32c(piece)
                 write_all(file, piece)
             finally:
-                _wait(behind, most=_PIECES_BEHIND if isinstance(piece, bytes) else 0)
+                _wait(behind, most=_most_behind(piece, num_bytes))
             if flushes.are_due(num_bytes):
                 flushed.append(flushing.submit(os.fsync, file))
                 _wait(flushed, most=1)
         _wait(behind, most=0)
         _wait(flushed, most=0)
     return checksums
+
+
+def _most_behind(piece: Buffer, num_bytes: int) -> int:
+    """How many pieces of this kind may wait for their digest: nobody changes bytes."""
+    if not isinstance(piece, bytes):
+        return 0
+    return min(_PIECES_BEHIND, _BYTES_BEHIND // max(num_bytes, 1))
 
 
 def _wait(futures: deque[Future[None]], *, most: int) -> None:
