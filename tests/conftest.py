@@ -23,6 +23,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("flower"):
         # Ray starts in one worker at a time: two would see each other's files.
         item.add_marker(pytest.mark.xdist_group("flower"))
+    elif _shares_a_fixture(item):
+        # One worker makes it once; two would make it twice.
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
     call = getattr(item, "callspec", None)
     params = {} if call is None else call.params
     served = any(isinstance(v, str) and v in _SERVED for v in params.values())
@@ -34,6 +37,13 @@ def pytest_collection_finish() -> None:
     """Spare the collector what lives to the end: torch, and thousands of tests."""
     gc.collect()
     gc.freeze()
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether a test uses what its module makes once, which may take seconds."""
+    info = getattr(item, "_fixtureinfo", None)
+    found = {} if info is None else info.name2fixturedefs
+    return any(one.scope == "module" for defs in found.values() for one in defs)
 
 
 @pytest.fixture(scope="session")
