@@ -29,7 +29,10 @@ def _update(size: int, seed: int = 0) -> Vector:
 
 def _integers(update_d: Vector, spec: RingSpec, weight: float = 1.0) -> np.ndarray:
     words = encode_(update_d, spec, weight=weight, rounding_key=ROUNDING).words_w
-    values = np.array(ring_oracles.as_integers(words, spec.bits))
+    if spec.bits == 24:
+        values = np.array(ring_oracles.as_integers(words, spec.bits))
+    else:
+        values = words.astype(np.int64)
     return np.where(values >= 2 ** (spec.bits - 1), values - 2**spec.bits, values)
 
 
@@ -199,7 +202,7 @@ def test_rounding_is_unbiased(fraction: float, sign: int):
     scaled = float(value * np.float32(spec.scale))
     error = integers.mean() - scaled
     assert abs(error) < 5 * 0.5 / math.sqrt(size) + 2**-8
-    assert set(integers) <= {math.floor(scaled), math.ceil(scaled)}
+    assert set(np.unique(integers)) <= {math.floor(scaled), math.ceil(scaled)}
 
 
 def test_rounding_on_the_grid_has_no_bias_at_all():
