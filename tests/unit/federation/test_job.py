@@ -9,7 +9,7 @@ import pytest
 from support import toy
 
 from federation import job as jobs
-from federation import job_file, privacy_job
+from federation import job_file, privacy_job, storage_job
 from federation.errors import JobError
 from federation.job import JobSpec
 
@@ -412,7 +412,7 @@ def test_every_default_is_a_choice(field: "dataclasses.Field[Any]"):
 def test_all_specs_are_found():
     """The walk over the tables reaches the deepest ones."""
     found = {cls.__name__ for cls in specs()}
-    names = {**vars(jobs), **vars(privacy_job)}
+    names = {**vars(jobs), **vars(privacy_job), **vars(storage_job)}
     there = {n for n, v in names.items() if dataclasses.is_dataclass(v)}
     assert found == there
 
