@@ -79,6 +79,8 @@ class AggregatorService:
     stopped: threading.Event = field(default_factory=threading.Event)
     listener: Callable[[str], None] = print
     _children: list[Child] = field(default_factory=list, init=False)
+    # Whether the SuperLink has answered since the service began.
+    _answers: bool = field(default=False, init=False)
     # Runs whose coordinator was seen at work, since it holds the lock of their
     # folder, and how many looks ago.
     _missed: dict[Path, int] = field(default_factory=dict, init=False)
@@ -125,7 +127,7 @@ class AggregatorService:
     def _health(self, body: bytes) -> tuple[int, bytes]:
         """Whether every program runs: for load balancers, so nothing else is told."""
         del body
-        well = bool(self._children) and all(child.is_up for child in self._children)
+        well = self._answers and all(child.is_up for child in self._children)
         status = _OK if well else _UNAVAILABLE
         return status, json.dumps({"status": "ok" if well else "starting"}).encode()
 
@@ -135,9 +137,12 @@ class AggregatorService:
             for child in self._children:
                 child.watch()
             try:
+                if not self._answers:
+                    control.nodes()
+                    self._answers = True
                 self._move(control)
             except FederationError as error:
-                if str(error) != trouble:
+                if str(error) != trouble and self._answers:
                     self.listener(str(error))
                 trouble = str(error)
             else:

@@ -33,6 +33,7 @@ FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.NOT_SET_UP: "the site had no keys of the run, as after a restart",
     FailureKind.DEADLINE: "no answer before the round's deadline",
     FailureKind.UNREACHABLE: "the site was not connected",
+    FailureKind.DISCONNECTED: "the connection of the site ended",
     FailureKind.BUSY: "the site still worked on an earlier round",
     FailureKind.BUDGET: "the site's privacy budget did not allow the work",
     FailureKind.NOT_FINITE: "the update held NaN or infinity",
