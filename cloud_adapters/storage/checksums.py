@@ -7,12 +7,19 @@ CRC32C may be taken of parts in any order, and joined.
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import google_crc32c
 import numpy as np
 
 from federation.protocols import Buffer
+
+# Below this a second thread costs more than it saves.
+_WORTH_A_THREAD_BYTES = 1 << 20
+_PIECES_BEHIND = 4
+_BYTES_BEHIND = 16 << 20
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reversed: RFC 3720, section 12.1.
 _TO_THE_0TH = 1 << 31  # Reversed: the highest bit is that of x^0.
@@ -81,11 +88,33 @@ class Checksums:
         """SHA-256 as 64 hexadecimal digits."""
         return self._sha256.hexdigest()
 
-    def watch(self, pieces: Iterable[Buffer]) -> Iterator[Buffer]:
-        """Pass pieces on, and take note of each."""
-        for piece in pieces:
-            self.update(piece)
+
+def summed(
+    data: Iterable[Buffer], checksums: Checksums
+) -> Generator[Buffer, None, None]:
+    """Pass pieces on and sum them; of large ones SHA-256 is taken in another thread.
+
+    It may lag behind by a few pieces that nobody can change. Of any other a producer
+    may use the buffer again, so it is done with before the next is asked for. At the
+    end nothing is left to be done; whoever stops before closes the generator.
+    """
+    behind: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1, "sha256") as pool:  # Starts its thread when used.
+        for piece in data:
+            num_bytes = memoryview(piece).nbytes
+            if not behind and num_bytes < _WORTH_A_THREAD_BYTES:
+                checksums.update_sha256(piece)
+            else:
+                behind.append(pool.submit(checksums.update_sha256, piece))
+            checksums.update_crc32c(piece)
             yield piece
+            most = 0
+            if isinstance(piece, bytes):
+                most = min(_PIECES_BEHIND, _BYTES_BEHIND // max(num_bytes, 1))
+            while len(behind) > most:
+                behind.popleft().result()
+        while behind:
+            behind.popleft().result()
 
 
 def checksums_of(data: Iterable[Buffer]) -> Checksums | None:
@@ -97,8 +126,8 @@ def checksums_of(data: Iterable[Buffer]) -> Checksums | None:
     if iter(data) is data:
         return None
     checksums = Checksums()
-    for piece in data:
-        checksums.update(piece)
+    for _ in summed(data, checksums):
+        pass
     return checksums
 
 

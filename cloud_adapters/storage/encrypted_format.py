@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from cloud_adapters.storage.checksums import Checksums
+from cloud_adapters.storage.checksums import Checksums, summed
 from federation.errors import CorruptObject
 from federation.protocols import Buffer
 
@@ -167,11 +167,11 @@ class Cipher:
     ) -> Iterator[bytes]:
         """Yield segments and trailer of a content; ``checksums`` are made on the way.
 
-        Not more than two segments are held at a time.
+        Not more than two segments are held at a time, and what ``summed`` holds.
         """
         index = 0
         buffer = bytearray()
-        for piece in checksums.watch(data):
+        for piece in summed(data, checksums):
             view = memoryview(piece)
             view = view.cast("B") if view.nbytes else memoryview(b"")
             while view.nbytes:

@@ -5,23 +5,17 @@ import fcntl
 import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from cloud_adapters.storage.checksums import Checksums
+from cloud_adapters.storage.checksums import Checksums, summed
 from federation.protocols import Buffer
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe that lies in the tree must not wait for its writer.
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
-# Below this the second thread costs more than it saves.
-_WORTH_A_THREAD_BYTES = 1 << 20
-_PIECES_BEHIND = 4
-_BYTES_BEHIND = 16 << 20
 
 FLUSH_BYTES = 64 << 20  # What a disk takes in a moment.
 
@@ -137,51 +131,26 @@ class Flushes:
 
 
 def write_and_sum(file: int, data: Iterable[Buffer]) -> Checksums:
-    """Write pieces; of large ones the SHA-256 is taken in another thread meanwhile.
-
-    It may lag behind by a few pieces that nobody can change. Of any other a producer
-    may use the buffer again, so it is done with before the next is asked for. A third
-    thread flushes to the disk what has been written.
+    """Write pieces; meanwhile one thread takes SHA-256, and one flushes to the disk.
 
     Raises:
         OSError: The disk is full, for example.
     """
     checksums, flushes = Checksums(), Flushes()
-    behind, flushed = deque[Future[None]](), deque[Future[None]]()
-    with (  # Their threads are started when they are used.
-        ThreadPoolExecutor(1, "sha256") as digesting,
-        ThreadPoolExecutor(1, "flush") as flushing,
+    flushed: Future[None] | None = None
+    with (
+        contextlib.closing(summed(data, checksums)) as pieces,
+        ThreadPoolExecutor(1, "flush") as flushing,  # Its thread starts when used.
     ):
-        for piece in data:
-            num_bytes = memoryview(piece).nbytes
-            if not behind and num_bytes < _WORTH_A_THREAD_BYTES:
-                checksums.update_sha256(piece)
-            else:
-                behind.append(digesting.submit(checksums.update_sha256, piece))
-            try:
-                checksums.update_crc32c(piece)
-                write_all(file, piece)
-            finally:
-                _wait(behind, most=_most_behind(piece, num_bytes))
-            if flushes.are_due(num_bytes):
-                flushed.append(flushing.submit(os.fsync, file))
-                _wait(flushed, most=1)
-        _wait(behind, most=0)
-        _wait(flushed, most=0)
+        for piece in pieces:
+            write_all(file, piece)
+            if flushes.are_due(memoryview(piece).nbytes):
+                if flushed is not None:
+                    flushed.result()
+                flushed = flushing.submit(os.fsync, file)
+        if flushed is not None:
+            flushed.result()
     return checksums
-
-
-def _most_behind(piece: Buffer, num_bytes: int) -> int:
-    """How many pieces of this kind may wait for their digest: nobody changes bytes."""
-    if not isinstance(piece, bytes):
-        return 0
-    return min(_PIECES_BEHIND, _BYTES_BEHIND // max(num_bytes, 1))
-
-
-def _wait(futures: deque[Future[None]], *, most: int) -> None:
-    """Wait for the first ones, until at most so many are under way."""
-    while len(futures) > most:
-        futures.popleft().result()
 
 
 def read_range(file: int, start: int, length: int) -> bytes:

@@ -1,6 +1,7 @@
 """Checksums of contents in pieces."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cloud_adapters.storage.checksums import (
     Crc32c,
     checksums_of,
     crc32c,
+    summed,
 )
 from cloud_adapters.storage.local_files import write_and_sum
 from federation.protocols import Buffer
@@ -78,11 +80,28 @@ def test_values_of_other_types():
     assert checksums.size == 40
 
 
-def test_watching_passes_pieces_on():
+def test_summing_passes_pieces_on():
     """And takes note of each."""
     checksums = Checksums()
-    assert list(checksums.watch([b"123", b"456789"])) == [b"123", b"456789"]
+    assert list(summed([b"123", b"456789"], checksums)) == [b"123", b"456789"]
     assert checksums.crc32c == "e3069283"
+
+
+def test_whoever_stops_summing_leaves_no_thread():
+    """Neither by leaving, nor by the failure of the source."""
+    before = threading.active_count()
+    large = [bytes(1 << 20)] * 3
+    pieces = summed(large, Checksums())
+    next(pieces)
+    pieces.close()
+
+    def broken() -> Iterator[bytes]:
+        yield from large
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        list(summed(broken(), Checksums()))
+    assert threading.active_count() == before
 
 
 def test_sums_of_large_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
