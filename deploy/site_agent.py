@@ -165,6 +165,7 @@ class SiteAgent:
                 federation, run_id=run_id, folder=folder, clock=self.clock
             )
             stack.enter_context(private)
+            self._check_promise(private.promises()[0])
             trainer = private.trainer(self.name)
             make_trainer = lambda: trainer  # noqa: E731
         store = LocalStore(folder)
@@ -203,6 +204,16 @@ class SiteAgent:
             answer=answer,
             stack=stack,
         )
+
+    def _check_promise(self, promise: SitePrivacy) -> None:
+        """Hold against the floor what only the plan could tell."""
+        floor = self.config.file.floor
+        if floor.privacy != "none" and promise.delta > floor.max_delta:
+            raise JobError(
+                f"comes to {promise.delta:.1e} for the records of site {self.name!r}, "
+                f"which allows {floor.max_delta:g} (floor.max_delta)",
+                key="privacy.differential_privacy.delta",
+            )
 
     def _data(self, job: JobSpec) -> wiring.SiteData:
         own = self.config.file.data

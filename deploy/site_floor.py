@@ -4,16 +4,21 @@ import re
 from collections.abc import Iterator
 
 from clients.factories import import_factory
+from deploy.protection import min_sites_of
 from deploy.site_file import UNITS, FloorSpec
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import JobSpec
+from privacy.secagg.thresholds import colluding_tolerated
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z]\w*")
 _UNIT = "privacy.differential_privacy.unit"
 _TARGET = "privacy.differential_privacy.target_epsilon"
 _DELTA = "privacy.differential_privacy.delta"
 _SECURE = "privacy.secure_aggregation.enabled"
+_CLIP = "privacy.secure_aggregation.clip_norm"
+_THRESHOLD = "privacy.secure_aggregation.threshold"
+_PAIR = 2
 
 _Faults = Iterator[tuple[str, str]]
 
@@ -21,14 +26,15 @@ _Faults = Iterator[tuple[str, str]]
 def check_job(job: JobSpec, floor: FloorSpec, site: SiteId) -> None:
     """Hold a job against what a site's operator demands.
 
-    What a job's secure sum must be is checked against its contract, later.
+    What its contract says is checked again, by ``privacy.secagg.floor``; here an
+    operator is told before the first round, and by the keys of the job.
 
     Raises:
         JobError: The site does not take part; ``key`` is the key of the job.
     """
     if site not in {spec.name for spec in job.sites}:
         raise JobError(f"site {site!r} is not named by this job", key="sites")
-    for rule in (_privacy_faults, _other_faults, _function_faults):
+    for rule in (_privacy_faults, _other_faults, _sum_faults, _function_faults):
         for key, fault in rule(job, floor):
             raise JobError(f"site {site!r} {fault}", key=key)
 
@@ -60,6 +66,27 @@ def _other_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
         yield _SECURE, "demands secure aggregation (floor.secure_aggregation)"
     if job.rounds > floor.max_rounds:
         yield "rounds", f"allows {floor.max_rounds} (floor.max_rounds)"
+
+
+def _sum_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    """How well the secure sum hides an update, and how much is in it."""
+    if not job.privacy.secure_aggregation.enabled:
+        return
+    num_sites, fewest = len(job.sites), job.minimum_sites
+    if job.update_clip_norm > floor.max_clip_norm:
+        yield _CLIP, f"allows {floor.max_clip_norm:g} (floor.max_clip_norm)"
+    if num_sites == _PAIR:
+        private = job.privacy.differential_privacy.unit == "record"
+        if not private and not floor.accept_two_sites:
+            demand = "demands record-level privacy in a run of two"
+            yield _UNIT, f"{demand} (floor.accept_two_sites)"
+    elif min_sites_of(num_sites) < floor.min_sites:
+        yield "sites", f"demands {floor.min_sites} in a sum (floor.min_sites)"
+    tolerated = colluding_tolerated(num_sites, fewest)
+    if tolerated < floor.colluding_sites:
+        demand = f"demands protection against {floor.colluding_sites} colluding sites"
+        given = f"{fewest} of {num_sites} give it against {tolerated}"
+        yield _THRESHOLD, f"{demand} (floor.colluding_sites), and {given}"
 
 
 def _function_faults(job: JobSpec, floor: FloorSpec) -> _Faults:

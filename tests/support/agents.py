@@ -41,6 +41,7 @@ OPEN_FLOOR: Mapping[str, Any] = {
     "privacy": "none",
     "secure_aggregation": False,
     "accept_two_sites": True,
+    "max_clip_norm": 100.0,
     "functions": [
         "clients.models:*",
         "clients.frozen_features:oriented_gradients",

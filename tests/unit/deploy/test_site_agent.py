@@ -273,6 +273,18 @@ def test_promise_is_that_of_a_simulation(
     assert found.num_examples == 0
 
 
+def test_delta_that_only_the_plan_tells_is_held_against_the_floor(
+    tmp_path: Path, members: Consortium
+):
+    """A job that names none has one for each site's number of records."""
+    floor = {**OPEN_FLOOR, "privacy": "record", "max_delta": 1e-4}
+    agent = agents.agent(tmp_path, NAME, members, floor=floor)
+    found = agents.propose(agent, members, agents.proposal(private_job()))
+    assert found.refused.startswith("privacy.differential_privacy.delta: comes to ")
+    assert "which allows 0.0001 (floor.max_delta)" in found.refused
+    assert left(agent) == []
+
+
 def ledger(agent: SiteAgent) -> list[Any]:
     """What a site's ledger of the run holds."""
     path = agent.config.folder / "runs" / RUN_ID / "sites" / NAME / "ledger.jsonl"

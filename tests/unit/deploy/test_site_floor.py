@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import pytest
+from support.secure_runs import secure_job
 from support.small_jobs import small_job
 
 from clients import models
@@ -81,6 +82,30 @@ def test_default_floor_accepts_no_job_without_privacy():
             "allows 5 (floor.max_rounds)",
         ),
         (
+            secure_job(2, threshold=2, clip_norm=20.0),
+            OPEN,
+            "privacy.secure_aggregation.clip_norm",
+            "allows 10 (floor.max_clip_norm)",
+        ),
+        (
+            secure_job(2, threshold=2),
+            {**OPEN, "max_clip_norm": 100.0},
+            "privacy.differential_privacy.unit",
+            "record-level privacy in a run of two (floor.accept_two_sites)",
+        ),
+        (
+            secure_job(5),
+            {**OPEN, "min_sites": 4},
+            "sites",
+            "demands 4 in a sum (floor.min_sites)",
+        ),
+        (
+            secure_job(5, threshold=4),
+            {**OPEN, "colluding_sites": 3},
+            "privacy.secure_aggregation.threshold",
+            "(floor.colluding_sites), and 4 of 5 give it against 2",
+        ),
+        (
             small_job(),
             {**OPEN, "functions": ("support.small_jobs:blobs",)},
             "model.factory",
@@ -114,6 +139,13 @@ def test_each_rule_names_its_key_and_that_of_the_floor(
     assert found == key
     assert f"site {SITE!r}" in said
     assert text in said
+
+
+def test_pair_is_accepted_where_records_or_the_floor_allow_it():
+    """One of both is enough, and a floor of more sites is not about pairs."""
+    site_floor.check_job(private_job(), FloorSpec(functions=MODELS, min_sites=3), SITE)
+    waived = FloorSpec(**OPEN, functions=MODELS, accept_two_sites=True)
+    site_floor.check_job(secure_job(2, threshold=2), waived, SITE)
 
 
 def test_job_that_names_other_sites_is_refused():

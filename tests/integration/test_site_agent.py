@@ -1,0 +1,247 @@
+"""A coordinator and site agents, each with its own keys and folder, over bytes alone.
+
+Flower is not in it: see ``tests/contract/test_flower_node.py``.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import agents
+from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
+
+from deploy.deployed_run import DeployedRun
+from deploy.run_folder import RunFolder
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
+from federation import events, job_file
+from federation.clock import SystemClock
+from federation.errors import SiteError
+from federation.ids import SiteId
+from federation.job import JobSpec
+from federation.messages import SecureTask, Task
+
+pytestmark = pytest.mark.slow
+
+JOBS = Path(__file__).parents[2] / "jobs"
+SITES = ("aws-us-east-1", "gcp-us-central1")
+RUN = "20260102-030405-abcdef"
+IN_THE_CLEAR = "privacy.secure_aggregation.enabled=false"
+
+
+class Killed(BaseException):
+    """Ends a coordinator as a signal would: nothing tidies up after it."""
+
+
+@dataclass
+class Place:
+    """An aggregator's host and two sites.
+
+    Attributes:
+        folder: Holds everything.
+        members: Everybody's keys.
+        grid: The way to the agents.
+        seen: Events of all coordinators so far.
+    """
+
+    folder: Path
+    members: Consortium
+    grid: AgentGrid
+    seen: list[events.Event] = field(default_factory=list)
+
+    @property
+    def run_folder(self) -> RunFolder:
+        """Of the run."""
+        return RunFolder(self.folder / "runs" / RUN)
+
+    def run(
+        self,
+        *,
+        stop_requested: Callable[[], bool] = lambda: False,
+        listen: Callable[[events.Event], None] = lambda _: None,
+    ) -> RunResult:
+        """Run a coordinator, as one that is started anew does."""
+        coordinator = DeployedRun(
+            self.run_folder,
+            self.members.parties,
+            clock=SystemClock(),
+            listeners=[self.seen.append, listen],
+            stop_requested=stop_requested,
+        )
+        return coordinator.run(self.grid.connect)
+
+    def submit(self, job: JobSpec) -> None:
+        """Leave a job for the coordinator."""
+        self.run_folder.path.mkdir(parents=True)
+        self.run_folder.write_job(job)
+
+    def restart(self, name: str) -> None:
+        """Have an agent forget what it has in memory."""
+        self.grid.agents[name].close()
+        self.grid.agents[name] = agents.agent(self.folder, name, self.members)
+
+    def rounds(self) -> list[tuple[int, str]]:
+        """Each finished round, and how."""
+        finished = [e for e in self.seen if isinstance(e, events.RoundFinished)]
+        return [(e.round_index, e.status) for e in finished]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    members = consortium(*SITES)
+    found = {name: agents.agent(tmp_path, name, members) for name in SITES}
+    with AgentGrid(found).connected() as grid:
+        yield Place(tmp_path, members, grid)
+
+
+def job(name: str, *changes: str) -> JobSpec:
+    """One of the jobs that come with the product, shortened."""
+    return job_file.load(JOBS / f"{name}.toml", changes)
+
+
+def same(one: RunResult, other: RunResult) -> bool:
+    """Whether two models are the same, bit for bit."""
+    assert one.weights.keys() == other.weights.keys()
+    return all(np.array_equal(one.weights[k], other.weights[k]) for k in one.weights)
+
+
+def test_plain_run_is_the_simulated_one_bit_for_bit(place: Place):
+    """Agents without data of their own take their part of the job's."""
+    plain = job("quickstart", IN_THE_CLEAR, "rounds=3")
+    place.submit(plain)
+    deployed, simulated = place.run(), simulate(plain)
+    assert deployed.status == simulated.status == "completed"
+    assert same(deployed, simulated)
+    files = {path.name for path in place.run_folder.path.iterdir()}
+    assert {"model.safetensors", "result.json", "report.html"} <= files
+
+
+def test_secure_run_comes_to_the_model_of_a_simulated_one(place: Place):
+    """Words are rounded at random, so to within the grid; no update is in the clear."""
+    secure = job("quickstart", "rounds=3")
+    place.submit(secure)
+    deployed, simulated = place.run(), simulate(secure)
+    assert [status for _, status in place.rounds()] == ["completed"] * 3
+    for name, expected in simulated.weights.items():
+        assert np.allclose(deployed.weights[name], expected, atol=1e-2), name
+
+
+def test_private_run_keeps_the_promise_of_a_simulated_one(place: Place):
+    """And each site's ledger lies at that site, not with the aggregator."""
+    private = job("private", "rounds=2")
+    place.submit(private)
+    simulated: list[events.Event] = []
+    simulate(private, listeners=[simulated.append])
+    assert place.run().status == "completed"
+    (planned,) = [e for e in place.seen if isinstance(e, events.PrivacyPlanned)]
+    (expected,) = [e for e in simulated if isinstance(e, events.PrivacyPlanned)]
+    assert planned.sites == expected.sites
+    assert planned.holds_against == expected.holds_against
+    assert planned.withheld == expected.withheld
+    for name in SITES:
+        ledger = place.folder / name / "runs" / RUN / "sites" / name / "ledger.jsonl"
+        assert len(ledger.read_text().splitlines()) > 2
+    assert not list(place.run_folder.path.rglob("ledger*"))
+
+
+def stop_after(rounds: int, place: Place) -> Callable[[], bool]:
+    """Ask to stop once so many rounds are done."""
+    return lambda: len(place.rounds()) >= rounds
+
+
+def test_run_that_was_stopped_goes_on_to_the_same_model(place: Place):
+    """Another coordinator proposes the run again, and the sites know it."""
+    plain = job("quickstart", IN_THE_CLEAR, "rounds=4")
+    place.submit(plain)
+    assert place.run(stop_requested=stop_after(2, place)).status == "stopped"
+    resumed = place.run()
+    assert resumed.status == "completed"
+    assert [index for index, _ in place.rounds()] == [1, 2, 3, 4]
+    assert same(resumed, simulate(plain))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "private"])
+def test_secure_run_whose_coordinator_is_killed_goes_on(place: Place, name: str):
+    """In the middle of a round that sites have answered: they do not answer it twice.
+
+    So it is lost, and the one after it is under a new setup.
+    """
+    place.submit(job(name, "rounds=3"))
+
+    def kill(event: events.Event) -> None:
+        if isinstance(event, events.SiteAnswered) and event.round_index == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        place.run(listen=kill)
+    assert [index for index, _ in place.rounds()] == [1]
+    result = place.run()
+    assert result.status == "completed"
+    statuses = dict(place.rounds())
+    assert len(place.rounds()) == len(statuses) == 3
+    assert [statuses[1], statuses[3]] == ["completed"] * 2
+    assert statuses[2] != "completed"
+    assert result.rounds_completed == 2
+
+
+@pytest.mark.parametrize("name", ["quickstart", "private"])
+def test_secure_run_goes_on_when_an_agent_restarts(place: Place, name: str):
+    """Its keys are gone: the next round is lost, then all have new ones.
+
+    Nothing of a ledger is.
+    """
+    place.submit(job(name, "rounds=4"))
+
+    def restart(event: events.Event) -> None:
+        if isinstance(event, events.RoundFinished) and event.round_index == 2:
+            place.restart(SITES[0])
+
+    result = place.run(listen=restart)
+    assert result.status == "completed"
+    completed = [index for index, status in place.rounds() if status == "completed"]
+    assert completed == [1, 2, 4]
+    assert result.rounds_completed == 3
+    setups = [t for t in place.grid.seen if _begins_setup(t) and t.site == SITES[0]]
+    assert len(setups) == 2
+    if name == "private":
+        spent = [
+            event.spent.epsilon
+            for event in place.seen
+            if isinstance(event, events.SiteAnswered)
+            and event.site == SITES[0]
+            and event.spent is not None
+        ]
+        assert spent == sorted(set(spent))
+
+
+def _begins_setup(task: Task) -> bool:
+    return isinstance(task, SecureTask) and task.step.value == "advertise"
+
+
+def test_plain_run_goes_on_when_agents_restart(place: Place):
+    """After every round, and to the same bits."""
+    plain = job("quickstart", IN_THE_CLEAR, "rounds=3")
+    place.submit(plain)
+
+    def restart(event: events.Event) -> None:
+        if isinstance(event, events.RoundFinished):
+            for name in SITES:
+                place.restart(name)
+
+    assert same(place.run(listen=restart), simulate(plain))
+
+
+def test_site_that_refuses_ends_the_run_before_it_begins(place: Place):
+    """With the site, the key of the job and that of the floor."""
+    floor = {**OPEN_FLOOR, "privacy": "record"}
+    place.grid.agents[SITES[1]] = agents.agent(
+        place.folder, SITES[1], place.members, floor=floor
+    )
+    place.submit(job("quickstart", "rounds=3"))
+    expected = r"does not take part: privacy\.differential_privacy\.unit: .*floor\.priv"
+    with pytest.raises(SiteError, match=expected):
+        place.run()
+    assert not place.run_folder.exists()
+    assert SiteId(SITES[1]) not in {task.site for task in place.grid.seen}
