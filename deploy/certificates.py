@@ -26,6 +26,8 @@ AUTHORITY_DAYS = 3650
 CERTIFICATE_DAYS = 90
 # Clocks of machines that have just met may differ by this much.
 EARLY_SECONDS = 300
+# A certificate is renewed when less than a third of its time is left.
+RENEW_BEFORE_SECONDS = CERTIFICATE_DAYS * 86_400.0 / 3
 MAX_REQUEST_BYTES = 1 << 14
 
 # What the library raises for what others may send.
@@ -221,6 +223,27 @@ class Authority:
             )
         signed = builder.sign(self.key, hashes.SHA256())
         return signed.public_bytes(serialization.Encoding.PEM)
+
+
+def server_names(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """What a server is certified for: its hosts and the loopback.
+
+    The proxy and the coordinator reach the SuperLink there.
+    """
+    return tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1")))
+
+
+def names_in(certificate: x509.Certificate) -> frozenset[str]:
+    """Names and addresses that a certificate is for."""
+    try:
+        found = certificate.extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        ).value
+    except (*MALFORMED, x509.ExtensionNotFound):
+        return frozenset()
+    addresses = found.get_values_for_type(x509.IPAddress)
+    names = found.get_values_for_type(x509.DNSName)
+    return frozenset((*names, *map(str, addresses)))
 
 
 def new_key() -> PrivateKey:

@@ -97,7 +97,9 @@ class Aggregator:
         status, answer = self._call(context, "POST", body)
         if status == _DONE:
             return answer
-        raise EnrolmentRefused(f"{self.address} refuses: {_reason(status, answer)}")
+        raise EnrolmentRefused(
+            f"{self.address} refuses: {_reason(status, answer)}", status=status
+        )
 
     def _call(
         self, context: ssl.SSLContext, method: str, body: bytes
@@ -114,8 +116,8 @@ class Aggregator:
             raise EnrolmentRefused(
                 f"{self.address} does not prove that it is the aggregator: "
                 f"{error.verify_message}. If it is reached under another name, its "
-                "operator adds that to hosts in aggregator.toml and makes a new server "
-                "certificate; if the certificate is not valid yet, compare the clocks"
+                "operator adds that to hosts in aggregator.toml and starts it again; "
+                "if the certificate is not valid yet, compare the clocks"
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise EnrolmentRefused(

@@ -10,6 +10,13 @@ from pathlib import Path
 
 from deploy import keys, proxy_processes
 from deploy.aggregator_file import AggregatorConfig
+from deploy.certificates import (
+    RENEW_BEFORE_SECONDS,
+    load_key,
+    names_in,
+    read_certificate,
+    server_names,
+)
 from deploy.enrolment_book import (
     BookFile,
     Invitation,
@@ -18,6 +25,7 @@ from deploy.enrolment_book import (
     open_authority,
 )
 from deploy.enrolment_token import TOKEN_SECONDS, EnrolmentRefused, Token
+from deploy.run_folder import replace_file
 from deploy.site_file import check_address
 from federation.errors import FederationError
 from federation.ids import check_name
@@ -192,7 +200,7 @@ def revoke(
         book_file.write(book)
         # From here on it is refused; everything after this only tidies up.
         book_file.write_revocations(book, authority)
-        runs = proxy_processes.reload(config.folder / "proxy")
+        runs = proxy_processes.reload(config.proxy)
         keys.withdraw(config.folder / "roster.toml", site=site)
     return {
         "site": site,
@@ -203,7 +211,9 @@ def revoke(
 
 
 def prepare(config: AggregatorConfig, *, clock: Clock) -> None:
-    """Write the proxy's list anew: before it starts, whatever happened before.
+    """Write the proxy's list anew, and the server's certificate where it is due.
+
+    Before the proxy and the SuperLink start, whatever happened before.
 
     Raises:
         FederationError: A file is missing, damaged or cannot be written.
@@ -212,6 +222,31 @@ def prepare(config: AggregatorConfig, *, clock: Clock) -> None:
     book_file = BookFile(folder=config.folder)
     with book_file.locked():
         book_file.write_revocations(book_file.read(), authority)
+    renew_server(config, clock=clock)
+
+
+def renew_server(config: AggregatorConfig, *, clock: Clock) -> bool:
+    """Certify the server's key anew if it is due, or if ``hosts`` has changed.
+
+    A proxy that runs takes it up at once; a SuperLink with its next start.
+
+    Returns:
+        Whether there is a new certificate.
+
+    Raises:
+        FederationError: A file is missing, damaged or cannot be written.
+    """
+    authority = open_authority(config.folder, clock=clock)
+    path = config.folder / "server.crt"
+    present = read_certificate(path)
+    names = server_names(config.file.hosts)
+    left = present.not_valid_after_utc.timestamp() - clock.now()
+    if left > RENEW_BEFORE_SECONDS and names_in(present) == frozenset(names):
+        return False
+    key = load_key(config.folder / "server.key")
+    replace_file(path, [authority.issue_server(names, key)])
+    proxy_processes.reload(config.proxy)
+    return True
 
 
 def _unregister(gone: list[Withdrawn], unregister: Unregister) -> str | None:

@@ -38,9 +38,9 @@ from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
 from privacy.secret_files import read_private, replace_private, write_new
 
-# A certificate is renewed when less than a third of its time is left.
-RENEW_BEFORE_DAYS = certificates.CERTIFICATE_DAYS / 3
-_DAY_SECONDS = 86_400.0
+# An aggregator that starts answers so, before all of it is there.
+_STARTING = frozenset({502, 503, 504})
+PATIENCE_SECONDS, _AGAIN_SECONDS = 30.0, 2.0
 
 # Opens it: address, root certificate (PEM), and the file of the site's certificate.
 Connect = Callable[[str, bytes, Path | None], Way]
@@ -67,7 +67,8 @@ privacy = "record"              # "none" for jobs without differential privacy
 max_epsilon = 8.0
 max_delta = 1e-4
 secure_aggregation = true
-min_sites = 2
+min_sites = 2                   # fewest updates in a sum
+max_clip_norm = 100.0           # largest clip norm of an update in it
 """
 
 
@@ -128,7 +129,8 @@ def enroll(
         node_key=node_key,
         key=key,
     )
-    found = enrolment.read_answer(connect(token.address, root, None).post(request))
+    way = connect(token.address, root, None)
+    found = enrolment.read_answer(_patiently(way, request, clock))
     expires = _check_certificate(found, key, root, clock=clock)
     members = _check_roster(found, SiteId(token.site), own)
     _replace(folder / "ca.crt", root)
@@ -194,7 +196,7 @@ def renew_when_due(
         return None
     present = _pair(config.certificate)[0]
     left = present.not_valid_after_utc.timestamp() - clock.now()
-    if left > RENEW_BEFORE_DAYS * _DAY_SECONDS:
+    if left > certificates.RENEW_BEFORE_SECONDS:
         return None
     return renew(config, clock=clock, connect=connect)
 
@@ -230,6 +232,18 @@ def _ask(
     )
     aggregator = connect(config.file.aggregator.address, _read(config.authority), path)
     return own, enrolment.read_answer(aggregator.post(request))
+
+
+def _patiently(way: Way, request: bytes, clock: Clock) -> bytes:
+    """Send a request, again if the aggregator is only starting."""
+    end = clock.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return way.post(request)
+        except EnrolmentRefused as error:
+            if error.status not in _STARTING or clock.monotonic() >= end:
+                raise
+        clock.sleep(_AGAIN_SECONDS)
 
 
 def _certificate_path(config: SiteConfig) -> Path:

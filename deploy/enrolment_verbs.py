@@ -185,7 +185,8 @@ def _roster(options: argparse.Namespace) -> int:
     elif changes:
         _say(
             "compare the digest with what crossfed aggregator sites shows, and with "
-            f"the other sites; then: crossfed enroll --roster --accept {digest}"
+            f"the other sites; then: crossfed enroll --folder {options.folder} "
+            f"--roster --accept {digest}"
         )
     return DONE
 

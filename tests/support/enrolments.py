@@ -7,13 +7,14 @@ from typing import Any
 
 from deploy import enrolment_operator, enrolment_site, keys, site_file
 from deploy.aggregator_file import AggregatorConfig, AggregatorFile
-from deploy.certificates import Authority
+from deploy.certificates import Authority, key_pem, new_key, server_names
 from deploy.enrolment import read_refusal
 from deploy.enrolment_service import EnrolmentService
 from deploy.enrolment_site import SiteEnrolled
 from deploy.enrolment_token import EnrolmentRefused, Token
 from federation.clock import VirtualClock
 from federation.errors import StoreUnavailable
+from privacy.secret_files import write_new
 
 NOW = 1_800_000_000.0
 
@@ -67,7 +68,13 @@ class Federation:
 
     def __post_init__(self) -> None:
         self.aggregator.mkdir()
-        Authority.create("test", clock=self.clock).save(self.aggregator)
+        authority = Authority.create("test", clock=self.clock)
+        authority.save(self.aggregator)
+        key = new_key()
+        names = server_names(self.config.file.hosts)
+        write_new(self.aggregator / "server.key", key_pem(key))
+        certificate = authority.issue_server(names, key)
+        write_new(self.aggregator / "server.crt", certificate, mode=0o644)
         made = keys.new(
             "aggregator",
             random_bytes=os.urandom,

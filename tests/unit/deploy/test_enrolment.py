@@ -138,7 +138,7 @@ def test_no_private_key_leaves_the_site(federation: Federation):
     assert token.text.rpartition(".")[2].encode() not in b"".join(kept)
 
 
-_OWN_KEYS = ("ca.key", "aggregator.pem")
+_OWN_KEYS = ("ca.key", "aggregator.pem", "server.key")
 
 
 def test_token_expires(federation: Federation):
@@ -180,6 +180,7 @@ def test_outage_of_the_superlink_costs_no_token(federation: Federation):
     federation.nodes.is_down = True
     with pytest.raises(EnrolmentRefused, match="same token"):
         federation.enroll(token)
+    assert federation.clock.now() == NOW + 30.0, "it may have been starting"
     assert any("is down" in line for line in federation.said)
     assert not (federation.folder / "site-a" / "site.pem").exists()
 
@@ -524,6 +525,29 @@ def test_list_is_written_anew_before_the_proxy_starts(federation: Federation):
 
     listed = x509.load_pem_x509_crl(path.read_bytes())
     assert [row.serial_number for row in listed] == [_serial(site.config.certificate)]
+
+
+def test_certificate_of_the_server_is_renewed(federation: Federation):
+    """In its last third, or when the operator has added a name; the key stays."""
+    path = federation.aggregator / "server.crt"
+    first = path.read_bytes()
+    renew = lambda config: enrolment_operator.renew_server(  # noqa: E731
+        config, clock=federation.clock
+    )
+    assert not renew(federation.config)
+    file = replace(federation.config.file, hosts=("fed.example.org", "10.0.0.1"))
+    wider = replace(federation.config, file=file)
+    assert renew(wider)
+    assert not renew(wider)
+    found = certificates.read_certificate(path)
+    assert certificates.names_in(found) == {
+        *("fed.example.org", "10.0.0.1", "localhost", "127.0.0.1")
+    }
+    federation.clock.sleep(61 * DAY)
+    enrolment_operator.prepare(wider, clock=federation.clock)
+    after = certificates.read_certificate(path)
+    assert after.not_valid_after_utc.timestamp() == federation.clock.now() + 90 * DAY
+    assert after.public_key() == x509.load_pem_x509_certificate(first).public_key()
 
 
 def test_renewed_certificate_is_of_a_new_key(federation: Federation):

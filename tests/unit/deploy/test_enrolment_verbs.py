@@ -1,0 +1,106 @@
+"""``crossfed enroll`` and the operator's verbs: what they print and refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.enrolments import Federation
+
+from deploy import cli
+from deploy.enrolment_token import Token
+from federation.clock import SystemClock
+
+
+@pytest.fixture
+def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Federation:
+    made = Federation(folder=tmp_path, clock=SystemClock())
+    text = 'listen = "127.0.0.1:8443"\nhosts = ["127.0.0.1"]\n'
+    (made.aggregator / "aggregator.toml").write_text(text)
+    monkeypatch.chdir(made.aggregator)
+    return made
+
+
+def test_invitation_is_the_only_line_of_output(
+    federation: Federation, capsys: pytest.CaptureFixture[str]
+):
+    """So that it can be piped; what to do with it is on standard error."""
+    assert cli.main(["aggregator", "invite", "site-a"]) == 0
+    out, err = capsys.readouterr()
+    token = Token.parse(out)
+    assert (token.site, token.address) == ("site-a", "127.0.0.1:8443")
+    assert "crossfed enroll" in err
+    assert token.text not in err
+
+
+def test_invitation_for_another_address(
+    federation: Federation, capsys: pytest.CaptureFixture[str]
+):
+    """The aggregator is behind a router, or has several names."""
+    options = ["--address", "fed.example.org:443", "--minutes", "5", "--json"]
+    assert cli.main(["aggregator", "invite", "site-a", *options]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert Token.parse(facts["token"]).address == "fed.example.org:443"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["aggregator", "invite", "Site A"], 1, "not a name"),
+        (["aggregator", "invite", "a", "--address", "nowhere"], 2, "HOST:PORT"),
+        (["aggregator", "invite", "a", "--config", "none.toml"], 2, "none.toml"),
+        (["aggregator", "revoke", "site-z"], 1, "enrolled: none"),
+        (["enroll", "crossfed-1.half"], 1, "copy all of"),
+        (["enroll", "--renew", "--folder", "none"], 2, "site.toml"),
+        (["enroll", "--roster", "--folder", "none"], 2, "site.toml"),
+        (["enroll", "--renew", "--accept", "ab"], 2, "--roster"),
+    ],
+)
+def test_mistake_is_explained(
+    federation: Federation,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+):
+    """Without a traceback, and with the exit code of its kind."""
+    assert cli.main(arguments) == code
+    out, err = capsys.readouterr()
+    assert words in err
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "10081", "an hour"])
+def test_token_holds_for_a_sensible_time(
+    federation: Federation, capsys: pytest.CaptureFixture[str], minutes: str
+):
+    """One that holds for ever is a password."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["aggregator", "invite", "a", "--minutes", minutes])
+    assert end.value.code == 2
+    assert "--minutes" in capsys.readouterr().err
+
+
+def test_token_or_renewal_and_not_both(federation: Federation):
+    """One of them is needed."""
+    for arguments in ([], ["token", "--renew"], ["--renew", "--roster"]):
+        with pytest.raises(SystemExit):
+            cli.main(["enroll", *arguments])
+
+
+def test_list_of_sites(federation: Federation, capsys: pytest.CaptureFixture[str]):
+    """Invited, enrolled and revoked, and the digest that sites compare."""
+    federation.site("site-a")
+    federation.site("site-b")
+    federation.revoke("site-b")
+    federation.invite("site-c")
+
+    assert cli.main(["aggregator", "sites"]) == 0
+    text = capsys.readouterr().out
+    for words in ("enrolled  site-a", "revoked   site-b", "invited   site-c"):
+        assert words in text
+    assert cli.main(["aggregator", "sites", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["digest"] in text
+    assert [row["state"] for row in facts["sites"]] == [
+        *("invited", "enrolled", "revoked")
+    ]
