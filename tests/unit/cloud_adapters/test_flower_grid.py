@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -365,6 +366,159 @@ def test_unknown_site_is_a_mistake(flower: FakeFlower, clock: VirtualClock):
         make_grid(flower, clock).exchange(
             [replace(TASK, site=SiteId("zoe"))], deadline_seconds=1.0
         )
+
+
+class Beating(FakeFlower):
+    """Nodes that send heartbeats, until the test has them stop.
+
+    Attributes:
+        last: Time of the last heartbeat of a node that has stopped.
+        names: What each node says that it is.
+    """
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self.last: dict[int, float] = {}
+        self.names = {10: "two", 20: "one", 30: "three"}
+        self._clock = clock
+        self._work = self._app
+        self._app = self._answer
+
+    def get_nodes(self) -> list[Any]:
+        """As Flower: a node is listed for two intervals after its last heartbeat."""
+        now = self._clock.now()
+        beats = {node: self.last.get(node, now) for node in self.nodes}
+        return [
+            SimpleNamespace(
+                node_id=node, heartbeat_interval=10.0, online_until=beat + 20.0
+            )
+            for node, beat in beats.items()
+            if now < beat + 20.0
+        ]
+
+    def _answer(self, message: Message, context: Any) -> Message:
+        if message.metadata.message_type != "query":
+            return self._work(message, context)
+        name = self.names[node_of(message)]
+        return Message(flower_site.pack_bytes(name.encode()), reply_to=message)
+
+
+class NamesRead:
+    """A roll call that believes every name."""
+
+    question = b"who?"
+
+    def site_of(self, answer: bytes) -> SiteId:
+        return SiteId(answer.decode())
+
+
+@pytest.fixture
+def beating(flower: FakeFlower, clock: VirtualClock) -> Beating:
+    """A Flower run of three nodes with heartbeats."""
+    clock.sleep(1000.0)  # Long after the epoch, so that a heartbeat can be old.
+    return Beating(clock)
+
+
+def test_tasks_go_to_the_nodes_that_the_roll_call_names(
+    beating: Beating, clock: VirtualClock
+):
+    """Whatever their numbers."""
+    replies = exchange(make_grid(beating, clock, roll_call=NamesRead()))
+    assert [node_of(message) for message in beating.sent[-3:]] == [20, 10, 30]
+    assert set(kinds(replies).values()) == {"answered"}
+
+
+def test_site_that_was_never_there_fails_each_round(
+    beating: Beating, clock: VirtualClock
+):
+    """Without a wait, and without a message to anybody."""
+    beating.nodes = [10, 20]
+    grid = make_grid(
+        beating, clock, roll_call=NamesRead(), required=2, connect_seconds=30.0
+    )
+    before, sent = clock.now(), len(beating.sent)
+    found = kinds(exchange(grid))
+    assert found == {
+        "one": "answered",
+        "two": "answered",
+        "three": FailureKind.UNREACHABLE,
+    }
+    assert clock.now() - before < 1.0
+    assert len(beating.sent) - sent == 2
+
+
+def stop_beating(beating: Beating, clock: VirtualClock, node: int) -> None:
+    """Have a node say nothing more, from now on."""
+    beating.silent.add(node)
+    beating.last[node] = clock.now()
+
+
+def test_node_whose_heart_stops_is_not_waited_for(
+    beating: Beating, clock: VirtualClock
+):
+    """Not for the round's deadline: a site that was killed is known in seconds."""
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    stop_beating(beating, clock, 20)
+    before = clock.now()
+    replies = exchange(grid, seconds=600.0)
+    assert kinds(replies)["one"] == FailureKind.DISCONNECTED
+    assert "no heartbeat for 12 s" in replies[-1].message.message
+    assert 12.0 <= clock.now() - before < 15.0
+
+
+def test_node_that_beats_has_until_its_deadline(beating: Beating, clock: VirtualClock):
+    """It may be at work for an hour."""
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    beating.silent = {20}
+    before = clock.now()
+    assert kinds(exchange(grid, seconds=600.0))["one"] == FailureKind.DEADLINE
+    assert 600.0 <= clock.now() - before < 602.0
+
+
+def test_node_that_was_given_up_may_still_answer(beating: Beating, clock: VirtualClock):
+    """Its heartbeats were lost and it was not: the answer is late."""
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    stop_beating(beating, clock, 20)
+    exchange(grid, seconds=600.0)
+    beating.silent, beating.last = set(), {}
+    replies = exchange(grid, round_index=2)
+    assert sorted(r.message.round_index for r in replies) == [1, 2, 2, 2]
+
+
+def test_round_waits_for_a_node_that_restarts(beating: Beating, clock: VirtualClock):
+    """Or a site that is killed would lose every round until it is back."""
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    stop_beating(beating, clock, 20)
+    clock.sleep(30.0)
+    before, real_sleep = clock.now(), clock.sleep
+
+    def sleep(seconds: float) -> None:
+        real_sleep(seconds)
+        if clock.now() - before > 25.0:
+            beating.silent, beating.last = set(), {}
+
+    clock.sleep = sleep
+    assert set(kinds(exchange(grid)).values()) == {"answered"}
+    assert 25.0 < clock.now() - before < 30.0
+
+
+def test_node_that_does_not_come_back_delays_one_round_only(
+    beating: Beating, clock: VirtualClock
+):
+    """From then on the others go on without it; when it is back, with it."""
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    stop_beating(beating, clock, 20)
+    clock.sleep(30.0)
+    taken = []
+    for round_index in (1, 2):
+        before = clock.now()
+        found = kinds(exchange(grid, seconds=600.0, round_index=round_index))
+        assert found["one"] == FailureKind.DISCONNECTED
+        taken.append(clock.now() - before)
+    assert taken[0] >= flower_grid.RETURN_SECONDS
+    assert taken[1] < 5.0
+    beating.silent, beating.last = set(), {}
+    assert kinds(exchange(grid, round_index=3))["one"] == "answered"
 
 
 def make_app(handler_for: Any) -> Any:
