@@ -9,11 +9,11 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -I -m pytest
 
 # What `make check` runs. A module that has none of it is not even imported: Flower takes
-# two seconds. pytest's capture of logs costs as much as the shorter half of the tests.
+# two seconds.
 FAST := tests/contract tests/unit --ignore=tests/unit/cloud_adapters/test_flower_grid.py \
 	--ignore=tests/unit/cloud_adapters/test_flower_roll_call.py \
 	--ignore=tests/contract/test_flower_node.py \
-	-m "not slow and not flower and not deploy" -p no:logging
+	-m "not slow and not flower and not deploy"
 
 .PHONY: help demo nginx test test-long test-fast test-cloud test-lowest lint check format bench docs dist clean
 
