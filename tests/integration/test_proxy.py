@@ -13,7 +13,9 @@ from support import proxy_server
 from support.proxy_server import RunningProxy, wait_for
 
 from deploy import proxy_processes
+from deploy.certificates import Authority
 from deploy.proxy_processes import is_nginx
+from federation.clock import SystemClock
 
 pytestmark = [
     pytest.mark.slow,
@@ -220,6 +222,19 @@ def _status(client: httpx.Client, url: str) -> int:
         except httpx.TransportError:
             continue  # The old worker has closed the connection.
     raise AssertionError("three connections were closed")
+
+
+def test_another_in_the_superlinks_place_gets_nothing(tmp_path: Path):
+    """A process that took the port while the SuperLink was down has no certificate."""
+    authority = Authority.create("test", clock=SystemClock())
+    authority.save(tmp_path)
+    stranger = Authority.create("test", clock=SystemClock())
+    with proxy_server.serve_before(
+        tmp_path, authority, service_port=1, behind=stranger
+    ) as proxy:
+        site, _ = proxy.issue("site-a")
+        assert proxy.ask(FLEET, body=b"x", certificate=site) == "502"
+        assert not proxy.fleet
 
 
 def test_log_holds_no_secret(proxy: RunningProxy):

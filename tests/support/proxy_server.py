@@ -127,15 +127,25 @@ def serve() -> Iterator[RunningProxy]:
 
 @contextlib.contextmanager
 def serve_before(
-    folder: Path, authority: Authority, *, service_port: int, host: str = LOOPBACK
+    folder: Path,
+    authority: Authority,
+    *,
+    service_port: int,
+    host: str = LOOPBACK,
+    behind: Authority | None = None,
 ) -> Iterator[RunningProxy]:
-    """Start nginx in an aggregator's folder, before a service that runs."""
+    """Start nginx in an aggregator's folder, before a service that runs.
+
+    ``behind`` has certified the SuperLink, if it is not the same authority.
+    """
     key = new_key()
     (folder / "server.key").write_bytes(key_pem(key))
     certificate = authority.issue_server((LOOPBACK, "localhost"), key)
     (folder / "server.crt").write_bytes(certificate)
+    other = (behind or authority).issue_server((LOOPBACK, "localhost"), key)
+    (folder / "superlink.crt").write_bytes(other)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "server.crt", folder / "server.key")
+    context.load_cert_chain(folder / "superlink.crt", folder / "server.key")
     fleet: list[str] = []
     with _notes(fleet, context) as superlink:
         port = free_port()
