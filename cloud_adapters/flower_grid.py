@@ -1,7 +1,8 @@
 """The grid over Flower: tasks become Flower messages, answers become replies.
 
 Flower proves which node sent a reply; that it speaks for the site that was asked is
-checked here. Byte counts are those of the wire format, without Flower's own.
+checked here. Byte counts are those of the wire format, without Flower's own; what
+travels through a store instead is among them.
 """
 
 import math
@@ -14,9 +15,18 @@ from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_site
 from cloud_adapters.flower_roll_call import NODE_GONE, RollCall, gist, meet
+from cloud_adapters.frame_references import Packed, Reference, Sizes
+from cloud_adapters.frames import INLINE, Frames
 from federation import wire
-from federation.errors import FederationError, ProtocolError, SiteError
-from federation.ids import SiteId
+from federation.errors import (
+    CorruptObject,
+    FederationError,
+    ObjectNotFound,
+    ProtocolError,
+    SiteError,
+    StoreError,
+)
+from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
     Reply,
@@ -44,6 +54,8 @@ SILENT_SECONDS = 12.0
 LOOK_SECONDS = 1.0
 # Flower refuses a node that died without a word for 20 s; then it must start.
 RETURN_SECONDS = 90.0
+# A look for answers that took so long has fetched vectors.
+LONG_SECONDS = 1.0
 # Answers that may be held back for one that is due before them.
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
@@ -89,6 +101,7 @@ class FlowerGrid:
         clock: Clock,
         job_text: str = "",
         roll_call: RollCall | None = None,
+        frames: Frames = INLINE,
         required: int | None = None,
         ordered: bool = False,
         workers: int | None = None,
@@ -105,6 +118,7 @@ class FlowerGrid:
             job_text: Handed to every site with its tasks; empty where sites know it.
             roll_call: Tells which node is which site. Without it nodes are as good
                 as each other: they are dealt out in ascending order of their ids.
+            frames: How large messages travel; all in one piece by default.
             required: Sites that must be there after ``connect_seconds``; all of them
                 by default.
             ordered: Yield replies in the order of the tasks, so that sums of
@@ -123,6 +137,8 @@ class FlowerGrid:
         """
         self._api = api
         self._job_text = job_text
+        self._frames = frames
+        self._tidied: tuple[RunId, int] | None = None
         self._clock = clock
         self._ordered = ordered
         self._workers = workers
@@ -168,6 +184,7 @@ class FlowerGrid:
         unknown = [task.site for task in tasks if task.site not in self._sites]
         if unknown:
             raise ValueError(f"the grid has no sites {unknown}")
+        self._tidy(tasks)
         exchange = _Exchange(
             waiting=deque(enumerate(tasks)),
             ahead=self._max_in_flight + _ahead(tasks) if self._ordered else math.inf,
@@ -179,7 +196,7 @@ class FlowerGrid:
         try:
             while exchange.is_open():
                 self._push(exchange, deadline_seconds)
-                late = self._pull(exchange)
+                late = self._pull_all(exchange)
                 self._expire(exchange, deadline_seconds)
                 self._give_up_silent(exchange)
                 ready = [*late, *self._ready(exchange)]
@@ -195,23 +212,23 @@ class FlowerGrid:
             if index >= exchange.next_index + exchange.ahead:
                 return
             exchange.waiting.popleft()
-            frame = wire.encode_bytes(task) if task.site in self._nodes else b""
+            packed = self._pack(task)
             question = _Question(
                 index=index,
                 task=task,
                 asked_seconds=self._clock.monotonic(),
-                bytes_down=len(frame),
+                bytes_down=packed.num_bytes if isinstance(packed, Packed) else 0,
             )
-            if not frame:
-                failure = _failure(task, FailureKind.UNREACHABLE, "was never there")
-                exchange.landed[index] = self._reply(question, failure, bytes_up=0)
+            if isinstance(packed, SiteFailure):
+                exchange.landed[index] = self._reply(question, packed, bytes_up=0)
                 continue
             message = Message(
                 flower_site.pack(
-                    frame,
+                    packed.frame,
                     site=task.site,
                     job_text=self._job_text,
                     deadline_seconds=deadline_seconds,
+                    references=packed.references,
                 ),
                 self._nodes[task.site],
                 _kind(task).value,
@@ -226,6 +243,36 @@ class FlowerGrid:
                 failure = _failure(task, FailureKind.UNREACHABLE, text)
                 exchange.landed[index] = self._reply(question, failure, bytes_up=0)
 
+    def _pack(self, task: Task) -> Packed | SiteFailure:
+        if task.site not in self._nodes:
+            return _failure(task, FailureKind.UNREACHABLE, "was never there")
+        try:
+            return self._frames.send(task)
+        except StoreError as error:
+            text = f"the model does not get into the store: {error}"
+            return _failure(task, FailureKind.UNREACHABLE, text)
+
+    def _tidy(self, tasks: Sequence[Task]) -> None:
+        """Remove what earlier rounds have left in the store."""
+        for task in tasks[:1]:  # All are of one round.
+            now = task.run_id, task.round_index
+            if self._tidied != now:
+                self._tidied = now
+                self._frames.end_rounds(now[0], self._sites, before=now[1])
+
+    def _pull_all(self, exchange: _Exchange) -> list[Reply]:
+        """Take in what has arrived, also while vectors were being fetched.
+
+        Or answers would miss their deadline because others are large.
+        """
+        late = []
+        while True:
+            begin, num_pending = self._clock.monotonic(), len(exchange.pending)
+            late += self._pull(exchange)
+            is_new = len(exchange.pending) < num_pending
+            if not is_new or self._clock.monotonic() - begin < LONG_SECONDS:
+                return late
+
     def _pull(self, exchange: _Exchange) -> list[Reply]:
         """Take in what has arrived; return the late answers among it."""
         late = []
@@ -235,7 +282,8 @@ class FlowerGrid:
                 question = exchange.pending.pop(message_id)
                 exchange.landed[question.index] = self._receive(question, message)
             elif message_id in self._late:
-                reply = self._receive(self._late.pop(message_id), message)
+                question = self._late.pop(message_id)
+                reply = self._receive(question, message, is_late=True)
                 if not isinstance(reply.message, SiteFailure):
                     late.append(reply)
         return late
@@ -314,7 +362,9 @@ class FlowerGrid:
             exchange.next_index += 1
         return ready
 
-    def _receive(self, question: _Question, message: Message) -> Reply:
+    def _receive(
+        self, question: _Question, message: Message, *, is_late: bool = False
+    ) -> Reply:
         task = question.task
         if message.has_error():
             error = message.error
@@ -325,16 +375,34 @@ class FlowerGrid:
                 kind = FailureKind.DISCONNECTED
             text = f"Flower error {error.code}: {gist(error.reason)}"
             return self._reply(question, _failure(task, kind, text), bytes_up=0)
-        frame = b""
+        packed = Packed(frame=b"")
         try:
-            frame = flower_site.unpack(message.content)
-            answer = wire.decode(frame)
+            packed = flower_site.unpack_all(message.content)
+            answer = wire.decode(packed.frame)
             if isinstance(answer, RoundTask | SecureTask) or answer.site != task.site:
                 text = f"{task.site}'s node spoke for {answer.site!r}"
                 raise ProtocolError(text)  # noqa: TRY301 -- one place makes the reply
-        except ProtocolError as error:
+            if packed.references and not is_late:
+                answer = self._fetch(task, answer, packed.references)
+        except (ProtocolError, CorruptObject, ObjectNotFound) as error:
             answer = _failure(task, FailureKind.INVALID, str(error))
-        return self._reply(question, answer, bytes_up=len(frame))
+        except StoreError as error:
+            text = f"its answer cannot be fetched: {error}"
+            answer = _failure(task, FailureKind.UNREACHABLE, text)
+        return self._reply(question, answer, bytes_up=packed.num_bytes)
+
+    def _fetch(
+        self, task: Task, head: SiteMessage, references: Sequence[Reference]
+    ) -> SiteMessage:
+        if not isinstance(task, RoundTask):
+            text = f"{task.site} answered a step with vectors in the store"
+            raise ProtocolError(text)
+        if (head.run_id, head.round_index) != (task.run_id, task.round_index):
+            return head  # It will not count, whatever its vectors are.
+        try:
+            return self._frames.receive(head, references, Sizes.of_task(task))
+        finally:
+            self._frames.discard(head, references)
 
     def _reply(
         self, question: _Question, message: SiteMessage, *, bytes_up: int

@@ -3,7 +3,8 @@
 A Flower message carries a frame of ``federation.wire`` as one array of bytes, and
 beside it the site's name and the text of the job. Bytes go into an array and not
 into a config record, because Flower cuts arrays into chunks, while the cost of a
-large config record grows with the square of its size.
+large config record grows with the square of its size. Vectors of a large message lie
+in a store, and references to them stand beside the frame: see ``frames``.
 
 Flower may bring a site's tasks to any of its processes, in any order, and may start
 a process for each: a handler is built where the task arrives, and must not depend
@@ -20,9 +21,12 @@ from typing import Protocol
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from cloud_adapters import frame_references
+from cloud_adapters.frame_references import Packed, Reference, Sizes, inline
+from cloud_adapters.frames import INLINE, Frames
 from federation import wire
 from federation.errors import ProtocolError
-from federation.ids import SiteId
+from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
     RoundTask,
@@ -32,12 +36,14 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import SiteHandler
+from federation.vectors import Layout
 
 HandlerFor = Callable[[SiteId, str], SiteHandler]
 
 MAX_HANDLERS = 256  # that a process keeps; the one used longest ago goes first
 
 _ARRAYS, _FRAME, _ABOUT = "frame", "bytes", "about"
+_ELSEWHERE, _REFERENCES = "elsewhere", "references"
 _STYPE = f"crossfed.wire.v{wire.VERSION}"
 _BYTES_STYPE = "crossfed.bytes.v1"
 
@@ -79,12 +85,20 @@ class Agent(Protocol):
         """Answer a task."""
         ...
 
+    def layout(self, run_id: RunId) -> Layout:
+        """Layout of a run's model."""
+        ...
 
-def agent_app(agent: Agent) -> ClientApp:
+
+def agent_app(agent: Agent, frames: Frames = INLINE) -> ClientApp:
     """Make the app of a node in whose process a site stays.
 
     A query holds a proposal of a run and is answered with an introduction; what is
     malformed or forged gets no answer but an error. Jobs do not travel with tasks.
+
+    Args:
+        agent: The site.
+        frames: How large messages travel.
     """
     app = ClientApp()
 
@@ -93,11 +107,18 @@ def agent_app(agent: Agent) -> ClientApp:
         return Message(pack_bytes(agent.introduce(sealed)), reply_to=message)
 
     def answer(message: Message, context: Context) -> Message:  # noqa: ARG001
-        task = _task(message)
-        seconds = _deadline(message)
-        found = _within(seconds, task, lambda: agent.answer(task))
-        frame = wire.encode_bytes(found)
-        return Message(RecordDict({_ARRAYS: _arrays(frame)}), reply_to=message)
+        head = _task(message)
+        references = _references(message.content)
+
+        def work() -> Packed:
+            task = head
+            if references:
+                sizes = Sizes.of_layout(agent.layout(head.run_id))
+                task = frames.receive(head, references, sizes)
+            return frames.send(agent.answer(task))
+
+        packed = _within(_deadline(message), head, work)
+        return Message(_content(packed), reply_to=message)
 
     app.query()(introduce)
     app.train()(answer)
@@ -121,13 +142,19 @@ def unpack_bytes(content: RecordDict) -> bytes:
 
 
 def pack(
-    frame: bytes, *, site: SiteId, job_text: str, deadline_seconds: float
+    frame: bytes,
+    *,
+    site: SiteId,
+    job_text: str,
+    deadline_seconds: float,
+    references: tuple[Reference, ...] = (),
 ) -> RecordDict:
     """Put a task's frame into the content of a Flower message."""
-    about = ConfigRecord(
+    content = _content(Packed(frame=frame, references=references))
+    content[_ABOUT] = ConfigRecord(
         {"site": site, "job": job_text, "deadline_seconds": deadline_seconds}
     )
-    return RecordDict({_ARRAYS: _arrays(frame), _ABOUT: about})
+    return content
 
 
 def unpack(content: RecordDict) -> bytes:
@@ -137,6 +164,33 @@ def unpack(content: RecordDict) -> bytes:
         ProtocolError: There is none.
     """
     return _array_of(content, _STYPE)
+
+
+def unpack_all(content: RecordDict) -> Packed:
+    """Take out the frame, and the references that stand beside it.
+
+    Raises:
+        ProtocolError: There is no frame, or a reference is malformed.
+    """
+    return Packed(frame=unpack(content), references=_references(content))
+
+
+def _references(content: RecordDict) -> tuple[Reference, ...]:
+    record = content.config_records.get(_ELSEWHERE)
+    if record is None:
+        return ()
+    text = record.get(_REFERENCES)
+    if not isinstance(text, str):
+        raise ProtocolError("a Flower message with references that are no text")
+    return frame_references.read_references(text)
+
+
+def _content(packed: Packed) -> RecordDict:
+    content = RecordDict({_ARRAYS: _arrays(packed.frame)})
+    if packed.references:
+        text = frame_references.write_references(packed.references)
+        content[_ELSEWHERE] = ConfigRecord({_REFERENCES: text})
+    return content
 
 
 def _array_of(content: RecordDict, stype: str) -> bytes:
@@ -167,14 +221,13 @@ def _answer(
     task = _task(message)
     job_text = str(_about(message)["job"])
 
-    def handle() -> SiteMessage:
+    def work() -> Packed:
         handler = _handler(handler_for, job_text, task.site)
         _limit_torch(threads)
-        return handler.handle(task)
+        return inline(handler.handle(task))
 
-    answer = _within(_deadline(message), task, handle)
-    frame = wire.encode_bytes(answer)
-    return Message(RecordDict({_ARRAYS: _arrays(frame)}), reply_to=message)
+    packed = _within(_deadline(message), task, work)
+    return Message(_content(packed), reply_to=message)
 
 
 def _about(message: Message) -> ConfigRecord:
@@ -217,31 +270,29 @@ def _limit_torch(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _within(
-    seconds: float, task: Task, handle: Callable[[], SiteMessage]
-) -> SiteMessage:
+def _within(seconds: float, task: Task, work: Callable[[], Packed]) -> Packed:
     """Answer within a time, in a thread, so that a hanging site frees its process."""
-    answers: list[SiteMessage] = []
+    answers: list[Packed] = []
 
-    def work() -> None:
+    def do() -> None:
         try:
-            answers.append(handle())
+            answers.append(work())
         except BaseException as error:  # noqa: BLE001 -- it would only end this thread
             text = f"{type(error).__name__}: {error}"
-            answers.append(_failure(task, FailureKind.CRASHED, text))
+            answers.append(inline(_failure(task, FailureKind.CRASHED, text)))
 
     with _lock:
         earlier = _working.get(task.site)
         if earlier is not None and earlier[0].is_alive():
             text = f"still works on round {earlier[1]}"
-            return _failure(task, FailureKind.BUSY, text)
-        thread = threading.Thread(target=work, name="crossfed-site", daemon=True)
+            return inline(_failure(task, FailureKind.BUSY, text))
+        thread = threading.Thread(target=do, name="crossfed-site", daemon=True)
         _working[task.site] = (thread, task.round_index)
         thread.start()
     thread.join(timeout=seconds)
     if thread.is_alive():
         text = f"gave no answer within {seconds:g} s"
-        return _failure(task, FailureKind.DEADLINE, text)
+        return inline(_failure(task, FailureKind.DEADLINE, text))
     return answers[0]
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy import exchange
+from deploy.exchange import ExchangeSpec
 from deploy.site_file import check_address
 from federation import job_file
 from federation.errors import JobError
@@ -41,6 +43,9 @@ class AggregatorFile:
     )
     connect_seconds: float = key(
         "How long a run waits for its sites.", default=600.0, above=0.0
+    )
+    exchange: ExchangeSpec = key(
+        "Where large models travel; the same at all sites.", default=ExchangeSpec()
     )
 
 
@@ -104,3 +109,4 @@ def _check(file: AggregatorFile) -> None:
         raise JobError("without a proxy it must be a loopback", key="listen")
     if not file.hosts:
         raise JobError("name at least one", key="hosts")
+    exchange.check(file.exchange)

@@ -10,12 +10,15 @@ from flwr.serverapp import Grid as FlowerApi
 from flwr.serverapp import ServerApp
 
 from cloud_adapters.flower_grid import FlowerGrid
-from deploy import aggregator_file
+from cloud_adapters.frames import Frames
+from deploy import aggregator_file, exchange
 from deploy.aggregator_file import AggregatorConfig
-from deploy.deployed_run import DeployedRun, Parties
+from deploy.deployed_run import Connect, DeployedRun, Parties
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder
 from deploy.run_queue import STOP, Outcome, leave_outcome
+from deploy.run_result import RunResult
+from federation import job_file
 from federation.clock import SystemClock
 from federation.errors import (
     BudgetExceeded,
@@ -57,7 +60,9 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
             clock=SystemClock(),
             stop_requested=(run.path / STOP).exists,
         )
-        result = deployed.run(partial(_connect, api, config))
+        with exchange.opened(config.file.exchange, run.path / "scratch") as frames:
+            connect = partial(_connect, api, config, frames=frames)
+            result = _run(deployed, run, connect, frames)
     except RunConflict:
         raise
     except FederationError as error:
@@ -66,18 +71,43 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
     leave_outcome(run, Outcome(code=_CODES[result.status], message=result.status))
 
 
+def _run(
+    deployed: DeployedRun, run: RunFolder, connect: Connect, frames: Frames
+) -> RunResult:
+    """Run it, and remove what it has left in the exchange, however it ends."""
+    try:
+        result = deployed.run(connect)
+    except RunConflict:  # The exchange is the other coordinator's.
+        raise
+    except FederationError:
+        _tidy(run, frames)
+        raise
+    _tidy(run, frames)
+    return result
+
+
+def _tidy(run: RunFolder, frames: Frames) -> None:
+    run_id = run.run_id()
+    if run_id is not None:
+        sites = job_file.loads(run.read_job()).sites
+        frames.end_run(run_id, [SiteId(site.name) for site in sites])
+
+
 def _connect(
     api: FlowerApi,
     config: AggregatorConfig,
     roll_call: SignedRollCall,
     sites: Sequence[SiteId],
     required: int,
+    *,
+    frames: Frames,
 ) -> Grid:
     return FlowerGrid(
         api,
         sites,
         clock=SystemClock(),
         roll_call=roll_call,
+        frames=frames,
         required=required,
         connect_seconds=config.file.connect_seconds,
     )

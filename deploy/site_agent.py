@@ -9,7 +9,7 @@ model, data and keys of the run are in memory.
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from clients.kept_integers import KeptIntegers
 from clients.model_pool import ModelPool
 from clients.secure_site import Protection, SecureSite
 from cloud_adapters.storage.local import LocalStore
-from deploy import introduction, wiring
+from deploy import introduction, site_ranks, wiring
 from deploy.data import load_data
 from deploy.introduction import Introduction, Proposal
 from deploy.private_sites import PrivateSites
@@ -33,7 +33,7 @@ from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId, check_name
 from federation.job import JobSpec
 from federation.messages import SiteMessage, Task
-from federation.protocols import Clock, SiteHandler, Trainer
+from federation.protocols import Clock, SiteHandler
 from federation.vectors import Layout
 from privacy.secagg.floor import LocalFloor
 from privacy.secagg.identity import Identity
@@ -51,6 +51,7 @@ class _Run:
 
     run_id: RunId
     job: JobSpec
+    layout: Layout
     sealed: bytes
     handler: SiteHandler
     answer: Introduction
@@ -102,11 +103,17 @@ class SiteAgent:
         """
         if task.site != self.name:
             raise ProtocolError(f"a task for {task.site!r} came to site {self.name!r}")
-        run = self._run
-        if run is None or run.run_id != task.run_id:
-            run = self._open_again(task.run_id)
+        run = self._current(task.run_id)
         with wiring.torch_threads(run.job):
             return run.handler.handle(task)
+
+    def layout(self, run_id: RunId) -> Layout:
+        """Layout of the model of a run that was proposed before.
+
+        Raises:
+            ProtocolError: It was not.
+        """
+        return self._current(run_id).layout
 
     def close(self) -> None:
         """Leave the run: keys go, ledgers are closed."""
@@ -119,6 +126,12 @@ class SiteAgent:
             return self.config.folder / "runs" / check_name(run_id)
         except ValueError as error:
             raise ProtocolError(f"a run without a proper name: {error}") from None
+
+    def _current(self, run_id: RunId) -> _Run:
+        run = self._run
+        if run is None or run.run_id != run_id:
+            run = self._open_again(run_id)
+        return run
 
     def _open_again(self, run_id: RunId) -> _Run:
         """Take up a run after a restart of this process."""
@@ -156,10 +169,12 @@ class SiteAgent:
         self, run_id: RunId, job: JobSpec, sealed: bytes, folder: Path, stack: ExitStack
     ) -> _Run:
         federation = wiring.Federation(
-            job=job, pool=ModelPool(job), site_data={self.name: self._data(job)}
+            job=job,
+            pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
+            site_data={self.name: self._data(job)},
         )
         private: PrivateSites | None = None
-        make_trainer: Callable[[], Trainer] = partial(federation.trainer, self.name)
+        make_trainer = site_ranks.trainer_of(federation, self.config.file, stack)
         if job.privacy.differential_privacy.unit != "none":
             private = PrivateSites(
                 federation, run_id=run_id, folder=folder, clock=self.clock
@@ -199,6 +214,7 @@ class SiteAgent:
         return _Run(
             run_id=run_id,
             job=job,
+            layout=federation.pool.layout,
             sealed=sealed,
             handler=handler,
             answer=answer,

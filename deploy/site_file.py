@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy import exchange
+from deploy.exchange import ExchangeSpec
 from federation import job_file
 from federation.errors import JobError
 from federation.ids import check_name
@@ -119,6 +121,10 @@ class SiteFile:
     aggregator: AggregatorSpec = key("The aggregator.")
     data: SiteDataSpec = key("The site's data.", default=SiteDataSpec())
     floor: FloorSpec = key("What every job must promise.", default=FloorSpec())
+    exchange: ExchangeSpec = key(
+        "Where large models travel: what the aggregator's operator names.",
+        default=ExchangeSpec(),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +182,7 @@ def _check(file: SiteFile) -> None:
     except ValueError as error:
         raise JobError(str(error), key="name") from None
     check_address(file.aggregator.address, key="aggregator.address")
+    exchange.check(file.exchange)
 
 
 def check_address(text: str, *, key: str) -> tuple[str, int]:

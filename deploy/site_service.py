@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from cloud_adapters.flower_node import FlowerNode
 from cloud_adapters.flower_site import agent_app
-from deploy import enrolment_site, site_file
+from deploy import enrolment_site, exchange, site_file
 from deploy.site_agent import SiteAgent, only_one
 from deploy.site_file import SiteConfig
 from federation.clock import SystemClock
@@ -57,11 +57,14 @@ def serve(
             f"cannot read {config.authority}: {error.strerror}",
             key="aggregator.authority",
         ) from error
-    with only_one(config.folder):
+    with (
+        only_one(config.folder),
+        exchange.opened(config.file.exchange, config.folder / "scratch") as frames,
+    ):
         clock = SystemClock()
         agent = SiteAgent(config=config, identity=me, roster=members, clock=clock)
         node = FlowerNode(
-            app=agent_app(agent),
+            app=agent_app(agent, frames),
             address=config.file.aggregator.address,
             root_certificates=authority,
             key=_node_key(config.node_key),
