@@ -6,17 +6,22 @@ arXiv:1812.06127, equation 2) if the job asks for it. Optimiser state starts afr
 in every round, so a site has nothing to lose between rounds.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
 
 import numpy as np
 import torch
 
 from clients import batches, weights
+from clients.batches import ALONE, Rank
 from clients.datasets import Batch, Dataset, Indices
+from clients.local_steps import (
+    add_proximal,
+    groups,
+    make_optimizer,
+    set_learning_rate,
+)
 from clients.model_pool import ModelPool
 from clients.objectives import OBJECTIVES
 from clients.private_steps import (
@@ -27,10 +32,11 @@ from clients.private_steps import (
     takes_private_steps,
 )
 from clients.randomness import torch_seed
+from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
-from federation.errors import SiteError
+from federation.errors import JobError, SiteError
 from federation.ids import SiteId
-from federation.job import JobSpec, LearningRateSpec, OptimizerSpec
+from federation.job import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalResult
 from federation.vectors import IntegerVector, Layout, Vector
@@ -48,6 +54,7 @@ class TorchTrainer:
         train: Dataset,
         held_out: Dataset,
         private: PrivateTraining | None = None,
+        peers: Peers = NO_PEERS,
     ) -> None:
         """Bring a job, a site's name and its data together.
 
@@ -58,13 +65,15 @@ class TorchTrainer:
             train: What to train on.
             held_out: What to evaluate on.
             private: Makes every gradient differentially private; None for none.
+            peers: The site's other ranks; each of them calls what this one calls.
 
         Raises:
             SiteError: The site has nothing to train on, or nothing to evaluate on
                 and the job asks for evaluation; or it has too few records for
-                private steps.
+                private steps or for its ranks.
+            JobError: A batch cannot be shared out evenly, and the data needs it.
             ValueError: The job's unit of privacy and ``private`` contradict each
-                other.
+                other, or there are several ranks and ``private``.
         """
         if len(train) == 0:
             raise SiteError(f"site {site!r} has no training examples")
@@ -76,7 +85,10 @@ class TorchTrainer:
         if takes_private_steps(job) != (private is not None):
             raise ValueError("private training is what the job asks for, or is not")
         if private is not None:
+            if peers.count > 1:
+                raise ValueError("private steps are taken by one rank")
             sampling_rate(job, len(train))
+        check_shares(job, site, train, peers.count)
         self._private = private
         self._is_protected = job.privacy.differential_privacy.unit != "none"
         self._job = job
@@ -84,6 +96,7 @@ class TorchTrainer:
         self._pool = pool
         self._train_data = train
         self._held_out = held_out
+        self._peers = peers
         self._objective = OBJECTIVES[job.training.task]
         if private is None:
             # Data that is far away begins to come while the first task is on its way
@@ -98,7 +111,9 @@ class TorchTrainer:
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:
         """Train from the global weights; see ``federation.protocols.Trainer``."""
-        seed = torch_seed(self._job.seed, "training", self._site, round_index)
+        # Every rank draws for itself; the first one draws what it would draw alone.
+        mine = (self._peers.rank.rank,) if self._peers.rank.rank else ()
+        seed = torch_seed(self._job.seed, "training", self._site, round_index, *mine)
         with self._pool.borrow() as model:
 
             def train() -> LocalResult:
@@ -107,7 +122,7 @@ class TorchTrainer:
                     return self._one_step(model.module, self._private, integers_m)
                 return self._train(model.module, round_index, weights_d)
 
-            return self._pool.draws.run(train, kind="train", seed=seed)
+            return self._peers.draw(self._pool.draws, train, kind="train", seed=seed)
 
     def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
         """Sums over the site's held-out data."""
@@ -124,7 +139,9 @@ class TorchTrainer:
                 model.load(weights_d, integers_m)
                 return self._evaluate(model.module, max_loss)
 
-            return self._pool.draws.run(evaluate, kind="evaluate", seed=seed)
+            return self._peers.draw(
+                self._pool.draws, evaluate, kind="evaluate", seed=seed
+            )
 
     def spent(self) -> None:
         """Keep no ledger; see ``clients.budget`` for a trainer that does."""
@@ -169,29 +186,43 @@ class TorchTrainer:
         anchor = (
             [p.detach().clone() for p in parameters] if training.proximal_mu else []
         )
-        optimizer = _optimizer(parameters, training.optimizer)
-        sums = _Sums(self._pool.device)
+        optimizer = make_optimizer(parameters, training.optimizer)
+        sums = Sums(self._pool.device, self._peers)
+        wrapped = self._peers.wrap(model)
         step = first_step = (round_index - 1) * self._steps_per_round()
-        for group in _groups(self._indices(round_index), training.accumulate):
-            num_examples = sum(map(len, group))
-            for chosen in group:
-                inputs, targets = self._on_device(self._train_data.batch(chosen))
-                with self._autocast():
-                    loss = self._objective(model, inputs, targets)
-                # Every example of a step counts the same, whatever its batch.
-                share = len(chosen) / num_examples
-                mean = loss.total / (loss.count / share)
-                mean.backward()  # type: ignore[no-untyped-call]
-                sums.add(loss.total, loss.count, loss.correct)
+        for group in groups(self._indices(round_index), training.accumulate):
+            num_examples = self._peers.total(sum(map(len, group)))
+            for number, chosen in enumerate(group, start=1):
+                with self._peers.adding(wrapped, last=number == len(group)):
+                    self._add_gradient(wrapped, chosen, num_examples, sums)
             if anchor:  # The gradient of mu/2 |x - theta|^2.
-                _add_proximal(parameters, anchor, training.proximal_mu)
+                add_proximal(parameters, anchor, training.proximal_mu)
             if training.clip_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, training.clip_grad_norm)
-            _set_learning_rate(optimizer, self._job, step)
+            set_learning_rate(optimizer, self._job, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
         return sums.metrics(), step - first_step
+
+    def _add_gradient(
+        self, model: torch.nn.Module, chosen: Indices, num_examples: int, sums: Sums
+    ) -> None:
+        """Add the gradient of one batch of a step of so many examples."""
+        # A rank without an example goes through one all the same, and counts nothing.
+        read = chosen if len(chosen) else np.zeros(1, dtype=np.int64)
+        inputs, targets = self._on_device(self._train_data.batch(read))
+        with self._autocast():
+            loss = self._objective(model, inputs, targets)
+        if len(chosen) == 0:
+            (loss.total * 0.0).backward()  # type: ignore[no-untyped-call]
+            return
+        # Every example of a step counts the same, whatever its batch and its rank;
+        # the mean over the ranks is still to be taken.
+        share = len(chosen) * self._peers.count / num_examples
+        mean = loss.total / (loss.count / share)
+        mean.backward()  # type: ignore[no-untyped-call]
+        sums.add(loss.total, loss.count, loss.correct)
 
     def _private_steps(
         self, model: torch.nn.Module, round_index: int, private: PrivateTraining
@@ -206,7 +237,7 @@ class TorchTrainer:
         anchor = (
             [p.detach().clone() for p in parameters] if training.proximal_mu else []
         )
-        optimizer = _optimizer(parameters, training.optimizer)
+        optimizer = make_optimizer(parameters, training.optimizer)
         gradient = PrivateGradient(model, self._job, private, num_records=size)
         num_steps = num_private_steps(self._job, size)
         first_step = (round_index - 1) * num_steps
@@ -216,8 +247,8 @@ class TorchTrainer:
                 gradient.add_(loss, len(chosen))
             gradient.release_()
             if anchor:  # It depends on no record.
-                _add_proximal(parameters, anchor, training.proximal_mu)
-            _set_learning_rate(optimizer, self._job, step)
+                add_proximal(parameters, anchor, training.proximal_mu)
+            set_learning_rate(optimizer, self._job, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return num_steps
@@ -261,10 +292,11 @@ class TorchTrainer:
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, max_loss: float | None) -> MetricSums:
         model.eval()
-        sums = _Sums(self._pool.device)
+        sums = Sums(self._pool.device, self._peers)
         size = self._job.evaluation.batch_size
-        total = len(self._held_out)
-        walk = (np.arange(i, min(i + size, total)) for i in range(0, total, size))
+        total, rank = len(self._held_out), self._peers.rank
+        starts = range(rank.rank * size, total, rank.world_size * size)
+        walk = (np.arange(i, min(i + size, total)) for i in starts)
         for chosen in telling_ahead(self._held_out, walk):
             inputs, targets = self._on_device(self._held_out.batch(chosen))
             with self._autocast():
@@ -281,35 +313,44 @@ class TorchTrainer:
         return -(-num_batches // training.accumulate)
 
     def _indices(self, round_index: int) -> Iterator[Indices]:
-        """Yield the examples of each batch of a round."""
+        """Yield this rank's examples of each batch of a round."""
+        if isinstance(self._train_data, ReadsAhead):  # Each rank has its own shards.
+            return self._walk(round_index, self._peers.rank)
+        return map(self._peers.part, self._walk(round_index, ALONE))
+
+    def _walk(self, round_index: int, rank: Rank) -> Iterator[Indices]:
+        """Yield the examples of each batch of a round, or a rank's share of them."""
         training, data = self._job.training, self._train_data
+        batch_size = training.batch_size // rank.world_size
         # Data that is told in advance hears of the next round's first batches too.
         ahead, shuffle = 0, None
         if isinstance(data, ReadsAhead):
             shuffle = data.epoch_order
             if round_index < self._job.rounds:
-                ahead = -(-data.examples_ahead // training.batch_size)
+                ahead = -(-data.examples_ahead // batch_size)
         if training.local_steps is not None:
             num_batches = training.local_steps * training.accumulate
             walk = batches.stepwise(
                 len(data),
-                batch_size=training.batch_size,
+                batch_size=batch_size,
                 first_batch=(round_index - 1) * num_batches,
                 num_batches=num_batches + ahead,
                 seed=self._job.seed,
                 site=self._site,
                 shuffle=shuffle,
+                rank=rank,
             )
             return telling_ahead(data, walk, num_batches)
         num_epochs = training.local_epochs or 1
         walk = batches.epochwise(
             len(data),
-            batch_size=training.batch_size,
+            batch_size=batch_size,
             first_epoch=(round_index - 1) * num_epochs,
             num_epochs=num_epochs + bool(ahead),
             seed=self._job.seed,
             site=self._site,
             shuffle=shuffle,
+            rank=rank,
         )
         per_epoch = -(-len(data) // training.batch_size)
         return telling_ahead(data, walk, num_epochs * per_epoch)
@@ -328,89 +369,22 @@ class TorchTrainer:
         return torch.autocast(self._pool.device.type, dtype=torch.bfloat16)
 
 
-class _Sums:
-    """Adds up losses on the device and reads them once, at the end."""
+def check_shares(job: JobSpec, site: SiteId, train: Dataset, num_ranks: int) -> None:
+    """Check that every rank of a site gets something to do.
 
-    def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._correct = torch.zeros((), dtype=torch.int64, device=device)
-        self._count = 0
-
-    def add(self, total: torch.Tensor, count: int, correct: torch.Tensor) -> None:
-        self._loss += total.detach()
-        self._correct += correct
-        self._count += count
-
-    def metrics(self) -> MetricSums:
-        return MetricSums(
-            count=self._count,
-            loss_sum=float(self._loss),
-            correct=int(self._correct),
-        )
-
-
-def learning_rate(spec: LearningRateSpec, lr: float, step: int, steps: int) -> float:
-    """Learning rate at a local step of the run.
-
-    Args:
-        spec: The schedule.
-        lr: The optimiser's learning rate.
-        step: 0 for the first step of the first round.
-        steps: Local steps of the whole run; of no account to ``constant``.
+    Raises:
+        SiteError: There are fewer examples than ranks.
+        JobError: A batch cannot be shared out evenly, and the data needs it.
     """
-    if step < spec.warmup_steps:
-        return lr * (step + 1) / spec.warmup_steps
-    if spec.name == "constant":
-        return lr
-    progress = (step - spec.warmup_steps) / max(steps - spec.warmup_steps, 1)
-    left = (
-        1 - progress
-        if spec.name == "linear"
-        else (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-    )
-    return lr * (spec.final_fraction + (1 - spec.final_fraction) * max(left, 0.0))
-
-
-def _set_learning_rate(
-    optimizer: torch.optim.Optimizer, job: JobSpec, step: int
-) -> None:
-    training = job.training
-    steps = job.rounds * (training.local_steps or 0)
-    rate = learning_rate(training.learning_rate, training.optimizer.lr, step, steps)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def _optimizer(
-    parameters: Sequence[torch.nn.Parameter], spec: OptimizerSpec
-) -> torch.optim.Optimizer:
-    if spec.name == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=spec.lr,
-            momentum=spec.momentum,
-            nesterov=spec.nesterov,
-            weight_decay=spec.weight_decay,
+    if len(train) < num_ranks:
+        raise SiteError(
+            f"site {site!r} has {len(train)} training examples for {num_ranks} "
+            "ranks: start fewer"
         )
-    algorithm: type[torch.optim.Adam]
-    algorithm = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
-    first, second = spec.betas
-    return algorithm(
-        parameters, lr=spec.lr, betas=(first, second), weight_decay=spec.weight_decay
-    )
-
-
-def _groups(items: Iterator[Indices], size: int) -> Iterator[list[Indices]]:
-    """Cut a stream of batches into the batches of one optimiser step."""
-    while group := list(islice(items, size)):
-        yield group
-
-
-@torch.no_grad()
-def _add_proximal(
-    parameters: Sequence[torch.nn.Parameter], anchor: Sequence[torch.Tensor], mu: float
-) -> None:
-    for parameter, origin in zip(parameters, anchor, strict=True):
-        if parameter.grad is None:  # No batch of this step has used it.
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.add_(parameter - origin, alpha=mu)
+    size = job.training.batch_size
+    if isinstance(train, ReadsAhead) and size % num_ranks:
+        raise JobError(
+            f"is {size}: data in shards is read in equal parts by the {num_ranks} "
+            f"ranks of site {site!r}, so make it a multiple of that",
+            key="training.batch_size",
+        )

@@ -39,6 +39,32 @@ class SiteDataSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSpec:
+    """What the site trains with."""
+
+    ranks: int = key(
+        "Processes that train together, each with a GPU of its own if there are GPUs. "
+        "1 trains in the agent's own process.",
+        default=1,
+        low=1,
+        high=64,
+    )
+    restarts: int = key(
+        "How often a round is begun again because a rank died.", default=2, low=0
+    )
+    timeout_seconds: float = key(
+        "How long a rank waits for the others in a step before it gives up.",
+        default=120.0,
+        above=0.0,
+    )
+    environment: tuple[str, ...] = key(
+        "Names of environment variables that ranks get besides those that Python, "
+        "torch and a remote data source need.",
+        default=(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FloorSpec:
     """What the site demands of every job; a job below it is refused."""
 
@@ -120,6 +146,7 @@ class SiteFile:
     )
     aggregator: AggregatorSpec = key("The aggregator.")
     data: SiteDataSpec = key("The site's data.", default=SiteDataSpec())
+    compute: ComputeSpec = key("What it trains with.", default=ComputeSpec())
     floor: FloorSpec = key("What every job must promise.", default=FloorSpec())
     exchange: ExchangeSpec = key(
         "Where large models travel: what the aggregator's operator names.",

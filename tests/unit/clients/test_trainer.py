@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from clients.batches import epoch_order
 from clients.datasets import Dataset, Examples, as_dataset
+from clients.local_steps import learning_rate
 from clients.model_pool import ModelPool
-from clients.trainer import TorchTrainer, learning_rate
+from clients.trainer import TorchTrainer
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec, LearningRateSpec

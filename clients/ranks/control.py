@@ -1,0 +1,169 @@
+"""What a site's agent and its ranks say to each other, and the pipe they say it over.
+
+Small typed messages as JSON, each behind its length. Weights are not in here: they lie
+in memory that both sides see (``shared_model``). Both ends are processes of one
+operator on one machine, and of one release.
+"""
+
+import dataclasses
+import json
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from federation.errors import ProtocolError
+from federation.messages import MetricSums
+
+MAX_BYTES = 16 * 1024 * 1024  # A job with its options is far smaller.
+
+_LENGTH = struct.Struct("!I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Agent to rank, once: what the run is.
+
+    Attributes:
+        job: The job, as TOML.
+        site: Name of the site.
+        data: ``source`` and ``options`` of the site's own data, as TOML.
+        layout: Digest of the model's layout.
+        timeout_seconds: How long a rank waits for the others in a step.
+    """
+
+    job: str
+    site: str
+    data: str
+    layout: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Rank to agent: model and data are there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Agent to rank: train from the weights in the shared memory."""
+
+    round_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Agent to rank: evaluate the weights in the shared memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Rank to agent: training is done, and rank 0 has put the weights in the memory.
+
+    Attributes:
+        num_examples: Of the whole site.
+        num_steps: Optimiser steps.
+        count: Predictions of all ranks; -1 if the sums are not to be told.
+        loss_sum: Their losses, in nats.
+        correct: How many were right.
+    """
+
+    num_examples: int
+    num_steps: int
+    count: int
+    loss_sum: float
+    correct: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Rank to agent: sums over the held-out data of the whole site."""
+
+    count: int
+    loss_sum: float
+    correct: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Rank to agent: an error that another attempt would not mend."""
+
+    message: str
+
+
+Message = Start | Ready | Fit | Evaluate | Trained | Measured | Failed
+
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind
+    for kind in (Start, Ready, Fit, Evaluate, Trained, Measured, Failed)
+}
+
+
+def metric_sums(message: Trained | Measured) -> MetricSums:
+    """Sums that a message tells."""
+    return MetricSums(
+        count=message.count, loss_sum=message.loss_sum, correct=message.correct
+    )
+
+
+class Channel:
+    """One end of the pipe between agent and rank."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Take over a connected stream socket."""
+        self._end = end
+
+    def fileno(self) -> int:
+        """File descriptor, to wait for."""
+        return self._end.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: The other side is gone.
+        """
+        fields = {"kind": type(message).__name__} | dataclasses.asdict(message)
+        body = json.dumps(fields).encode()
+        self._end.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> Message:
+        """Wait for a message.
+
+        Raises:
+            EOFError: The other side is gone.
+            ProtocolError: It is none of this release.
+        """
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > MAX_BYTES:
+            raise ProtocolError(f"a rank's message of {length} bytes is too long")
+        return _decode(self._exactly(length))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._end.close()
+
+    def _exactly(self, length: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < length:
+            try:
+                part = self._end.recv(length - len(parts))
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        fields: dict[str, Any] = json.loads(body)
+        kind = _KINDS[fields.pop("kind")]
+        message = kind(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProtocolError("what a rank says is no message") from error
+    for field in dataclasses.fields(kind):
+        if type(getattr(message, field.name)) is not field.type:
+            raise ProtocolError(f"{field.name} in a message of a rank is no value")
+    return message

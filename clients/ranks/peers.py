@@ -1,0 +1,116 @@
+"""What ranks of one site do together while they train, as seen by one of them.
+
+Gradients are averaged by ``DistributedDataParallel``; sums are all-reduced. A trainer
+that is alone calls the same functions, and they do nothing. Starting processes is not
+here: see ``group``.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from clients.batches import ALONE, Indices, Rank
+from clients.randomness import GlobalDraws, seeded_globally
+from federation.messages import MetricSums
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The ranks of a site, seen from one of them.
+
+    With more than one rank the process must be in a process group of
+    ``torch.distributed``, and all ranks must call the same methods in the same order.
+
+    Attributes:
+        rank: Which of them this is.
+        device: Where it computes.
+    """
+
+    rank: Rank = ALONE
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 -- immutable
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        return self.rank.world_size
+
+    def part(self, indices: Indices) -> Indices:
+        """Return this rank's examples of a batch of the whole site; maybe none."""
+        return indices[self.rank.rank :: self.count]
+
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return a module whose gradients are the mean over the ranks."""
+        if self.count == 1:
+            return module
+        on_gpu = self.device.type == "cuda"
+        # A parameter that no rank has used keeps no gradient, as with one rank.
+        return DistributedDataParallel(
+            module,
+            device_ids=[self.device.index] if on_gpu else None,
+            find_unused_parameters=True,
+        )
+
+    def adding(
+        self, wrapped: torch.nn.Module, *, last: bool
+    ) -> AbstractContextManager[object]:
+        """Backward passes in here add to gradients; the ``last`` one averages them."""
+        if isinstance(wrapped, DistributedDataParallel) and not last:
+            return wrapped.no_sync()
+        return nullcontext()
+
+    def total(self, number: int) -> int:
+        """Sum of every rank's number."""
+        if self.count == 1:
+            return number
+        return int(self.sum_(torch.tensor(number, device=self.device)))
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """Replace values by their sum over the ranks."""
+        if self.count > 1:
+            distributed.all_reduce(values)
+        return values
+
+    def draw(
+        self, draws: GlobalDraws, work: Callable[[], _Result], *, kind: str, seed: int
+    ) -> _Result:
+        """Do work that may draw from the global generators; see ``GlobalDraws``."""
+        if self.count == 1:
+            return draws.run(work, kind=kind, seed=seed)
+        # Not there: one rank might do its work twice, and wait for the others forever.
+        with seeded_globally(seed, self.device):
+            return work()
+
+
+NO_PEERS = Peers()
+
+
+class Sums:
+    """Adds up losses on the device and reads them once, at the end."""
+
+    def __init__(self, device: torch.device, peers: Peers) -> None:
+        """Begin with nothing."""
+        self._peers = peers
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._correct = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = 0
+
+    def add(self, total: torch.Tensor, count: int, correct: torch.Tensor) -> None:
+        """Count a batch of this rank."""
+        self._loss += total.detach()
+        self._correct += correct
+        self._count += count
+
+    def metrics(self) -> MetricSums:
+        """Sums over the batches of all ranks."""
+        return MetricSums(
+            count=self._peers.total(self._count),
+            loss_sum=float(self._peers.sum_(self._loss)),
+            correct=int(self._peers.sum_(self._correct)),
+        )

@@ -1,0 +1,186 @@
+"""What runs in a rank: it trains when the agent says so, until the agent is gone.
+
+A rank has no key, no ledger and no connection but to its peers, over the loopback
+interface. It must not outlive the agent, however that ends: a thread reads the pipe,
+and its end is the end of the process.
+"""
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from clients.batches import Rank
+from clients.ranks.control import (
+    Channel,
+    Evaluate,
+    Failed,
+    Fit,
+    Measured,
+    Message,
+    Ready,
+    Start,
+    Trained,
+)
+from clients.ranks.peers import Peers
+from clients.ranks.shared_model import SharedModel
+from federation.errors import FederationError, ProtocolError
+from federation.job import JobSpec
+from federation.protocols import Trainer
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inherited:
+    """What the agent gave a rank when it started it.
+
+    Attributes:
+        rank: Which one it is.
+        pipe: File descriptor of the pipe to the agent.
+        meeting: File descriptor of the memory in which ranks find each other.
+        memory: File descriptor of the model's values.
+    """
+
+    rank: Rank
+    pipe: int
+    meeting: int
+    memory: int
+
+    def arguments(self) -> list[str]:
+        """Command-line arguments that say so."""
+        numbers = (self.rank.rank, self.rank.world_size)
+        return [str(n) for n in (*numbers, self.pipe, self.meeting, self.memory)]
+
+    @staticmethod
+    def of(arguments: Sequence[str]) -> "Inherited":
+        """Read them."""
+        rank, world_size, pipe, meeting, memory = map(int, arguments)
+        return Inherited(
+            rank=Rank(rank=rank, world_size=world_size),
+            pipe=pipe,
+            meeting=meeting,
+            memory=memory,
+        )
+
+
+Build = Callable[[Start, Peers], Trainer]
+
+
+def device_of(job: JobSpec, rank: Rank) -> torch.device:
+    """Device of a rank: each has a GPU of its own, or all compute on the CPU."""
+    if job.training.device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", rank.rank)
+    return torch.device("cpu")
+
+
+def serve(
+    inherited: Inherited, *, build: Build, device: Callable[[Start], str]
+) -> None:
+    """Answer the agent until it hangs up; the process ends in here.
+
+    Args:
+        inherited: What the agent gave this process.
+        build: Makes the trainer.
+        device: Says where it computes, as torch names it.
+    """
+    channel = Channel(socket.socket(fileno=inherited.pipe))
+    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(channel, messages), daemon=True).start()
+    try:
+        _answer(channel, messages, inherited, build=build, device=device)
+    except FederationError as error:
+        _LOG.error("rank %d ends: %s", inherited.rank.rank, error)
+        os._exit(1)
+    except Exception:  # noqa: BLE001 -- the last place of a process
+        # Also where a peer has died and a collective with it. The agent sees the end of
+        # the pipe; gloo's threads and destructors would wait for the peer.
+        _LOG.exception("rank %d ends", inherited.rank.rank)
+        os._exit(1)
+
+
+def _read(channel: Channel, messages: "queue.SimpleQueue[Message]") -> None:
+    while True:
+        try:
+            messages.put(channel.receive())
+        except (EOFError, OSError, ProtocolError):
+            os._exit(0)
+
+
+def _answer(
+    channel: Channel,
+    messages: "queue.SimpleQueue[Message]",
+    inherited: Inherited,
+    *,
+    build: Build,
+    device: Callable[[Start], str],
+) -> None:
+    start = messages.get()
+    if not isinstance(start, Start):
+        raise ProtocolError("the agent does not begin with the run")
+    try:
+        peers = Peers(rank=inherited.rank, device=torch.device(device(start)))
+        _meet(inherited, start, peers.device)
+        trainer = build(start, peers)
+        if trainer.layout().digest != start.layout:
+            raise ProtocolError("the rank builds another model than the agent")
+    except FederationError as error:
+        channel.send(Failed(message=str(error)))
+        raise
+    memory = SharedModel(trainer.layout(), inherited.memory)
+    channel.send(Ready())
+    while True:
+        task = messages.get()
+        try:
+            answer = _work(task, trainer, memory, inherited.rank)
+        except FederationError as error:
+            answer = Failed(message=str(error))
+        channel.send(answer)
+
+
+def _work(task: Message, trainer: Trainer, memory: SharedModel, rank: Rank) -> Message:
+    weights_d, integers_m = memory.view()
+    if isinstance(task, Evaluate):
+        sums = trainer.evaluate(weights_d, integers_m)
+        return Measured(count=sums.count, loss_sum=sums.loss_sum, correct=sums.correct)
+    if not isinstance(task, Fit):
+        raise ProtocolError("the agent asks for something unknown")
+    result = trainer.fit(weights_d, integers_m, round_index=task.round_index)
+    distributed.barrier()  # Nobody reads the weights of before any more.
+    if rank.rank == 0:
+        memory.write(result.weights_d, result.integers_m)
+    training = result.training
+    return Trained(
+        num_examples=result.num_examples,
+        num_steps=result.num_steps,
+        count=-1 if training is None else training.count,
+        loss_sum=0.0 if training is None else training.loss_sum,
+        correct=0 if training is None else training.correct,
+    )
+
+
+def _meet(inherited: Inherited, start: Start, device: torch.device) -> None:
+    """Join the process group.
+
+    The ranks find each other in a memory file without a name: torch's own store would
+    listen on every interface, and lets in whoever connects.
+    """
+    rank = inherited.rank
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    path = f"/proc/self/fd/{inherited.meeting}"
+    store = distributed.FileStore(path, rank.world_size)  # type: ignore[attr-defined]
+    distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timedelta(seconds=start.timeout_seconds),
+    )

@@ -1,0 +1,56 @@
+"""One rank of a deployed site, as its agent starts it: ``python -m`` runs this."""
+
+import logging
+import sys
+import tomllib
+from dataclasses import replace
+
+import torch
+
+from clients.model_pool import ModelPool
+from clients.ranks import process
+from clients.ranks.control import Start
+from clients.ranks.peers import Peers
+from clients.trainer import TorchTrainer
+from deploy import wiring
+from deploy.data import load_data
+from federation import job_file
+from federation.ids import SiteId
+from federation.job import JobSpec
+
+
+def main() -> None:
+    """Serve the agent until it is gone."""
+    logging.basicConfig(
+        stream=sys.stderr, format="%(asctime)s %(process)d %(levelname)s %(message)s"
+    )
+    inherited = process.Inherited.of(sys.argv[1:])
+    process.serve(
+        inherited,
+        build=_build,
+        device=lambda start: str(
+            process.device_of(job_file.loads(start.job), inherited.rank)
+        ),
+    )
+
+
+def _build(start: Start, peers: Peers) -> TorchTrainer:
+    job = job_file.loads(start.job)
+    torch.set_num_threads(job.training.threads)
+    job = replace(job, training=replace(job.training, device=str(peers.device)))
+    site = SiteId(start.site)
+    train, held_out = _data(job, site, start)
+    return TorchTrainer(
+        job, site, pool=ModelPool(job), train=train, held_out=held_out, peers=peers
+    )
+
+
+def _data(job: JobSpec, site: SiteId, start: Start) -> wiring.SiteData:
+    own = tomllib.loads(start.data)
+    if own["source"]:
+        return load_data(own["source"], own["options"])
+    return wiring.deal_data(job)[site]
+
+
+if __name__ == "__main__":
+    main()

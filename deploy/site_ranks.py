@@ -1,0 +1,170 @@
+"""Ranks of a deployed site: whether a job can use them, and what they are given.
+
+The agent keeps keys, ledger and protocol. A rank gets the job, the site's data source
+and weights, and an environment without credentials that its data does not need. That is
+order, not a wall: a rank runs as the same user as the agent.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+import tomli_w
+
+from clients.private_steps import takes_private_steps
+from clients.ranks.control import Start
+from clients.ranks.group import RankGroup
+from clients.ranks.shared_model import SharedModel
+from clients.ranks.trainer import RankedTrainer
+from clients.trainer import check_shares
+from cloud_adapters.urls import parse_url
+from deploy.site_file import SiteDataSpec, SiteFile
+from deploy.wiring import Federation, SiteData
+from federation import job_file
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job import JobSpec
+from federation.protocols import Trainer
+from federation.vectors import Layout
+
+MODULE = "deploy.rank_process"
+
+# Where programs, libraries, modules and caches are, and how to compute.
+_PLAIN = (
+    "PATH", "HOME", "LANG", "LC_*", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONWARNINGS",
+    "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "CROSSFED_CACHE_*", "CUDA_*", "NVIDIA_*",
+    "NCCL_*", "OMP_*", "MKL_*", "TORCH_*", "PYTORCH_*",
+)  # fmt: skip
+# What the clients of object stores and key services look for.
+_CLOUD = (
+    "AWS_*",
+    "GOOGLE_*",
+    "CLOUDSDK_*",
+    "GCE_*",
+    "SSL_CERT_*",
+    "*_PROXY",
+    "*_proxy",
+)
+
+
+def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
+    """Check that a job can be trained by the site's ranks; any can by one.
+
+    Raises:
+        JobError: It cannot; ``key`` is the key of the job.
+        SiteError: There are fewer examples than ranks.
+    """
+    ranks = file.compute.ranks
+    if ranks == 1:
+        return
+    site = f"site {file.name!r} trains with {ranks} ranks (compute.ranks)"
+    if takes_private_steps(job):
+        raise JobError(
+            f"{site}, and private steps are taken by one alone: ask its operator to "
+            "set compute.ranks = 1",
+            key="privacy.differential_privacy.unit",
+        )
+    if job.training.device.startswith("cuda:"):
+        raise JobError(
+            f"{site}, and {job.training.device!r} is one device: write cuda or auto",
+            key="training.device",
+        )
+    check_shares(job, SiteId(file.name), data[0], ranks)
+
+
+def agents_job(job: JobSpec, file: SiteFile) -> JobSpec:
+    """Return the job for the agent's own model: where ranks train it needs no GPU."""
+    if file.compute.ranks == 1:
+        return job
+    return replace(job, training=replace(job.training, device="cpu"))
+
+
+def trainer_of(
+    federation: Federation, file: SiteFile, stack: ExitStack
+) -> Callable[[], Trainer]:
+    """Choose what trains at a site: its agent, or ranks that begin to start now.
+
+    Args:
+        federation: Model and data of the run, as the agent has them.
+        file: The site's configuration.
+        stack: Ends the ranks.
+
+    Raises:
+        JobError: The site's ranks cannot train this job.
+        SiteError: There are fewer examples than ranks, or they cannot be started.
+    """
+    name = SiteId(file.name)
+    if file.compute.ranks == 1:
+        return partial(federation.trainer, name)
+    check_job(federation.job, file, federation.site_data[name])
+    layout = federation.pool.layout
+    trainer = stack.enter_context(ranked_trainer(federation.job, file, layout))
+    return lambda: trainer
+
+
+@contextmanager
+def ranked_trainer(
+    job: JobSpec, file: SiteFile, layout: Layout
+) -> Iterator[RankedTrainer]:
+    """Start the site's ranks for a run and end them after it.
+
+    Raises:
+        SiteError: No process can be started.
+    """
+    memory = SharedModel(layout)
+    group = RankGroup(
+        MODULE,
+        num_ranks=file.compute.ranks,
+        environment=environment(file, os.environ),
+        start=Start(
+            job=tomli_w.dumps(job_file.document(job)),
+            site=file.name,
+            data=tomli_w.dumps(
+                {"source": file.data.source, "options": dict(file.data.options)}
+            ),
+            layout=layout.digest,
+            timeout_seconds=file.compute.timeout_seconds,
+        ),
+        memory=memory,
+    )
+    try:
+        trainer = RankedTrainer(
+            group,
+            site=SiteId(file.name),
+            layout=layout,
+            memory=memory,
+            restarts=file.compute.restarts,
+        )
+    except BaseException:
+        memory.close()
+        raise
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def environment(file: SiteFile, whole: Mapping[str, str]) -> dict[str, str]:
+    """Choose the environment variables that a site's ranks see.
+
+    Args:
+        file: The site's configuration.
+        whole: The agent's own environment.
+    """
+    patterns = [*_PLAIN, *file.compute.environment]
+    if _is_remote(file.data):
+        patterns += _CLOUD
+    return {
+        name: value
+        for name, value in whole.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _is_remote(data: SiteDataSpec) -> bool:
+    if "://" not in data.source:
+        return False
+    return parse_url(data.source).is_remote or "encryption_key" in data.options
