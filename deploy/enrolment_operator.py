@@ -157,7 +157,9 @@ def invite(
     book_file = BookFile(folder=config.folder)
     with book_file.locked():
         book = book_file.read().at(clock.now())
-        if book.member(site) is not None:
+        member = book.member(site)
+        # One that let its certificates expire may come back with its own keys.
+        if member is not None and member.certificates:
             raise EnrolmentRefused(
                 f"site {site!r} is enrolled: it renews its certificate itself with "
                 "crossfed enroll --renew; if its keys are lost, revoke it first with "

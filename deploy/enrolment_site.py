@@ -118,7 +118,7 @@ def enroll(
             that invited; the message says what to do.
         KeyFileRefused: A key file is damaged, open to others or cannot be written.
     """
-    _check_folder(folder)
+    _check_folder(folder, clock=clock)
     root = connect(token.address, b"", None).authority(token.authority)
     own, node_key, key = _keys(folder), _node_key(folder / "node.pem"), new_key()
     request = enrolment.request_enrolment(
@@ -268,8 +268,9 @@ def _pair(path: Path) -> tuple[x509.Certificate, PrivateKey]:
     return certificate, load_key(path)
 
 
-def _check_folder(folder: Path) -> None:
-    if (folder / "site.pem").exists():
+def _check_folder(folder: Path, *, clock: Clock) -> None:
+    path = folder / "site.pem"
+    if path.exists() and _pair(path)[0].not_valid_after_utc.timestamp() > clock.now():
         raise EnrolmentRefused(
             f"{folder} is an enrolled site's: crossfed enroll --renew gets it a new "
             "certificate; name another --folder for another site"

@@ -587,6 +587,22 @@ def test_expired_certificate_is_not_renewed(federation: Federation):
         site.renew()
 
 
+def test_site_comes_back_after_its_certificate_has_expired(federation: Federation):
+    """With an invitation and its own keys; other keys are not its own."""
+    site = federation.site("site-a")
+    before = roster.load(federation.aggregator / "roster.toml")
+    federation.clock.sleep(91 * DAY)
+    token = federation.invite("site-a")
+    with pytest.raises(EnrolmentRefused, match="with other keys"):
+        federation.enroll(token, "elsewhere")
+
+    federation.enroll(token)
+
+    assert roster.load(federation.aggregator / "roster.toml") == before
+    assert len(federation.nodes.known) == 1
+    site.renew()
+
+
 def test_certificates_of_one_site_have_a_limit(federation: Federation):
     """A site in a loop does not fill the aggregator's disk."""
     site = federation.site("site-a")
