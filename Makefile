@@ -12,6 +12,7 @@ PYTEST := $(BIN)/python -I -m pytest
 # two seconds.
 FAST := tests/contract tests/unit --ignore=tests/unit/cloud_adapters/test_flower_grid.py \
 	--ignore=tests/unit/cloud_adapters/test_flower_roll_call.py \
+	--ignore=tests/unit/cloud_adapters/test_flower_fleet.py \
 	--ignore=tests/contract/test_flower_node.py \
 	-m "not slow and not flower and not deploy"
 

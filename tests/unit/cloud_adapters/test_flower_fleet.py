@@ -1,0 +1,186 @@
+"""What a node makes of a request that fails: again, anew, never, or an end."""
+
+import importlib.util
+import json
+import ssl
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from cloud_adapters import flower_simulation
+from federation.clock import VirtualClock
+from federation.errors import SiteError
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+import httpx  # noqa: E402
+
+from cloud_adapters import flower_fleet  # noqa: E402
+from cloud_adapters.flower_fleet import (  # noqa: E402
+    Dropped,
+    FleetCalls,
+    Lost,
+    Passing,
+    Taken,
+)
+
+pytestmark = pytest.mark.flower
+
+REQUEST = httpx.Request("POST", "https://host:1/v1/fleet/pull-messages")
+GONE = httpx.ConnectError("refused", request=REQUEST)
+
+
+def status(code: int, flower: int | None = None) -> httpx.HTTPStatusError:
+    """An answer that is none, by a proxy or with a code of Flower's."""
+    text = "" if flower is None else json.dumps({"code": flower, "detail": "no"})
+    response = httpx.Response(code, text=text, request=REQUEST)
+    return httpx.HTTPStatusError("no", request=REQUEST, response=response)
+
+
+class Aggregator:
+    """Answers with errors, one after the other, and then as it should."""
+
+    def __init__(self, clock: VirtualClock, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.clock = clock
+        self.asked = 0
+
+    def __call__(self) -> str:
+        self.asked += 1
+        self.clock.sleep(1.0)
+        if self.errors:
+            raise self.errors.pop(0)
+        return "answer"
+
+
+class Node:
+    """A node that is active and has just been heard of."""
+
+    def __init__(self, *, is_active: bool = True) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.words: list[str] = []
+        self.waits: list[float] = []
+        self.calls = FleetCalls(
+            address="host:1",
+            clock=self.clock,
+            stopped=threading.Event(),
+            listener=self.words.append,
+            uniform=lambda _, high: self.waits.append(high) or 0.0,
+        )
+        self.calls.begin()
+        if is_active:
+            self.calls.succeed()
+            self.calls.hear()
+
+    def ask(self, *errors: Exception) -> str:
+        """Make a request that first meets some errors."""
+        return self.calls.call(Aggregator(self.clock, *errors))
+
+
+@pytest.mark.parametrize("error", [GONE, *map(status, sorted(flower_fleet.PASSING))])
+def test_passing_failure_costs_a_wait(error: Exception):
+    """The aggregator still counts the node: it goes on where it was."""
+    node = Node()
+    assert node.ask(error, error, error) == "answer"
+    assert node.waits == [1.0, 2.0, 4.0]
+    assert all("host:1" in word and "trying again" in word for word in node.words)
+
+
+def test_long_outage_is_for_a_new_connection():
+    """After two intervals without a heartbeat another node may have the key."""
+    node = Node()
+    with pytest.raises(Passing, match="cannot be reached"):
+        node.ask(*[GONE] * 100)
+    assert flower_fleet.ACTIVE_SECONDS == 20.0
+    assert len(node.waits) == 20
+
+
+def test_heartbeats_count_as_word_of_the_aggregator():
+    """Or the answer after an hour of work would be lost to the first hiccup."""
+    node = Node()
+    node.clock.sleep(3600.0)
+    with pytest.raises(Passing):
+        node.ask(GONE)
+    node.calls.hear()
+    assert node.ask(GONE) == "answer"
+
+
+def test_node_that_is_not_let_in_yet_hears_of_it_at_once():
+    """How long to wait then is for its main loop."""
+    with pytest.raises(Passing):
+        Node(is_active=False).ask(GONE)
+
+
+def test_stopped_node_makes_no_second_attempt():
+    """Its operator waits."""
+    node = Node()
+    node.calls.stopped.set()
+    with pytest.raises(Passing):
+        node.ask(GONE)
+    assert not node.waits
+
+
+@pytest.mark.parametrize(
+    ("error", "is_active", "kind", "text"),
+    [
+        (status(401), True, Lost, "refuses: HTTP 401"),
+        (status(403), True, Lost, "refuses: HTTP 403"),
+        (status(403, 2007), True, Dropped, "Flower error 2007: no"),
+        (status(404), True, Dropped, "refuses: HTTP 404"),
+        (status(413), True, Dropped, "refuses: HTTP 413"),
+        (status(401), False, SiteError, "does not know this site's key"),
+        (status(403), False, SiteError, "expired or revoked"),
+        (status(404), False, Lost, "refuses: HTTP 404"),
+        (status(412, 2003), False, Lost, "Flower error 2003"),
+    ],
+)
+def test_other_refusals(
+    *, error: Exception, is_active: bool, kind: type[Exception], text: str
+):
+    """Those of a message are not those of the node, and no one waits for either."""
+    node = Node(is_active=is_active)
+    with pytest.raises(kind, match=text) as caught:
+        node.ask(error)
+    assert type(caught.value) is kind
+    assert not node.waits
+
+
+def refused(node: Node) -> Callable[[], object]:
+    """A request to be let in that Flower refuses."""
+    return Aggregator(node.clock, status(412, 2004))
+
+
+def test_key_that_stays_refused_ends_the_node():
+    """A node that died is forgotten sooner; what is left is a person's mistake."""
+    node = Node(is_active=False)
+    for _ in range(60):
+        with pytest.raises(Taken, match="counts another node with this site's key"):
+            node.calls.call(refused(node))
+    with pytest.raises(SiteError, match="stop the other agent that uses it; or enrol"):
+        node.calls.call(refused(node))
+
+
+def test_time_of_refusal_counts_from_the_last_success():
+    """A node that lives for weeks may meet its own shadow more than once."""
+    node = Node(is_active=False)
+    with pytest.raises(Taken):
+        node.calls.call(refused(node))
+    node.calls.succeed()
+    node.clock.sleep(10 * flower_fleet.TURN_SECONDS)
+    node.calls.begin()
+    with pytest.raises(Taken):
+        node.calls.call(refused(node))
+
+
+def test_wrong_certificate_is_found_below_other_errors():
+    """It ends the node: nothing may be sent to who is not the aggregator."""
+    cause = ssl.SSLCertVerificationError("certificate verify failed")
+    cause.verify_message = "self-signed certificate"
+    error = httpx.ConnectError("handshake", request=REQUEST)
+    error.__cause__ = RuntimeError("a library between")
+    error.__cause__.__context__ = cause
+    with pytest.raises(SiteError, match="aggregator: self-signed certificate; compare"):
+        Node().ask(error)
