@@ -38,7 +38,7 @@ FLEET_CALLS = (
 )
 PID_FILE = "nginx.pid"
 CONFIG_FILE = "nginx.conf"
-CHECK_SECONDS = 20.0
+CHECK_SECONDS = 60.0
 
 _PROGRAMS = ("/usr/sbin/nginx", "/usr/local/sbin/nginx", "/usr/local/bin/nginx")
 _NOT_QUOTED = frozenset("\"'\\${};\n\r")
@@ -300,13 +300,16 @@ def check(work: Path) -> None:
     Raises:
         ProxyFailed: It does not accept them, or is not installed.
     """
-    tried = subprocess.run(  # noqa: S603 -- our own arguments
-        [*command(work), "-t", "-q"],
-        capture_output=True,
-        text=True,
-        timeout=CHECK_SECONDS,
-        check=False,
-    )
+    try:
+        tried = subprocess.run(  # noqa: S603 -- our own arguments
+            [*command(work), "-t", "-q"],
+            capture_output=True,
+            text=True,
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ProxyFailed(f"nginx does not start: {error}") from error
     if tried.returncode:
         raise ProxyFailed(
             f"nginx does not accept its configuration: {tried.stderr.strip()[-500:]}"

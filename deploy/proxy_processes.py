@@ -18,7 +18,7 @@ from deploy.proxy import ProxyFailed
 from federation.clock import SystemClock
 from federation.errors import FederationError
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.01
 
 

@@ -14,6 +14,7 @@ from support.proxy_server import RunningProxy, wait_for
 
 from deploy import proxy_processes
 from deploy.certificates import Authority
+from deploy.proxy import ProxyFailed
 from deploy.proxy_processes import is_nginx
 from federation.clock import SystemClock
 
@@ -213,6 +214,20 @@ def test_revoked_site_is_refused_at_once():
             assert [_status(client, url) for _ in range(20)] == [403] * 20
             assert _status(bystander, url) == 200
         assert proxy.ask(FLEET, certificate=revoked) == "403"
+
+
+def test_torn_list_is_not_taken():
+    """The one before stays in force, and the operator is told."""
+    with proxy_server.serve() as proxy:
+        site, _ = proxy.issue("site-a")
+        gone, serial = proxy.issue("site-b")
+        proxy.revoke(serial)
+        path = proxy.settings.folder / "ca.crl"
+        path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(ProxyFailed, match="does not accept"):
+            proxy_processes.reload(proxy.settings.work)
+        assert proxy.ask(FLEET, certificate=gone) == "403"
+        assert proxy.ask(FLEET, certificate=site) == "200"
 
 
 def _status(client: httpx.Client, url: str) -> int:

@@ -147,20 +147,30 @@ def serve_before(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "superlink.crt", folder / "server.key")
     fleet: list[str] = []
-    with _notes(fleet, context) as superlink:
-        port = free_port()
-        settings = ProxySettings(
-            listen=f"{host}:{port}",
-            superlink_port=superlink,
-            service_port=service_port,
-            folder=folder,
-            work=folder / "proxy",
-        )
-        running = RunningProxy(
+    with _notes(fleet, context) as superlink, contextlib.ExitStack() as stack:
+        for attempts_left in reversed(range(5)):
+            port = free_port()
+            settings = ProxySettings(
+                listen=f"{host}:{port}",
+                superlink_port=superlink,
+                service_port=service_port,
+                folder=folder,
+                work=folder / "proxy",
+            )
+            try:
+                stack.enter_context(nginx(settings))
+            except Ended:  # Somebody has taken the port since.
+                if not attempts_left:
+                    raise
+            else:
+                break
+        yield RunningProxy(
             authority=authority, settings=settings, port=port, fleet=fleet
         )
-        with nginx(settings):
-            yield running
+
+
+class Ended(Exception):
+    """Nginx does not run."""
 
 
 @contextlib.contextmanager
@@ -170,12 +180,19 @@ def nginx(settings: ProxySettings) -> Iterator[None]:
         proxy.prepare(settings), stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        port = int(settings.listen.rpartition(":")[2])
-        wait_for(lambda: _listens(port, process), f"nginx listens on {port}")
+        wait_for(lambda: _is_up(settings, process), "nginx is up")
         yield
     finally:
         process.terminate()
         process.wait(PATIENCE_SECONDS)
+
+
+def _is_up(settings: ProxySettings, process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has written its pid, which it does when it listens."""
+    if process.poll() is not None:
+        raise Ended(settings.listen)
+    path = settings.pid_file
+    return path.exists() and path.read_text().strip() == str(process.pid)
 
 
 def free_port() -> int:
@@ -200,13 +217,6 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"waited in vain until {what}")
-
-
-def _listens(port: int, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None, "nginx has ended"
-    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), 1.0):
-        return True
-    return False
 
 
 @contextlib.contextmanager
