@@ -34,6 +34,23 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Tell the scheduler which tests one worker is to have.
+
+    pytest-xdist 3.8 sets ``_nodeid`` for that, which pytest 9.2 does not read: without
+    this, groups are dealt like all else, and nothing says so.
+    """
+    if not config.getoption("loadgroup", default=False):
+        return
+    for item in items:
+        mark = item.get_closest_marker("xdist_group")
+        if mark is not None and not item.nodeid.endswith(f"@{mark.args[0]}"):
+            item._id = type(item._id).parse(f"{item.nodeid}@{mark.args[0]}")
+
+
 def pytest_collection_finish() -> None:
     """Make every test cheaper by what it need not pay for."""
     # What lives to the end, torch and thousands of tests, is no garbage.
