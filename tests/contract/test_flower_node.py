@@ -172,11 +172,10 @@ def test_heartbeats_are_close_enough_for_the_aggregator(running: Running):
         return len(seen) == 4
 
     wait_for(beaten, "three heartbeats have come")
-    last = seen[-1] - 2 * flower_fleet.HEARTBEAT_SECONDS
-    assert SystemClock().now() - last < flower_grid.SILENT_SECONDS
     gaps = [after - before for before, after in itertools.pairwise(seen)]
-    assert min(gaps) > flower_node.BEAT_EVERY_SECONDS - 1.0
-    assert max(gaps) < flower_grid.SILENT_SECONDS
+    # A busy machine may come late to any one of them.
+    often = flower_node.BEAT_EVERY_SECONDS
+    assert often - 0.5 < min(gaps) < flower_grid.SILENT_SECONDS
     running.agent.free.set()
     assert running.server.ask("pull", message=message, size=8)["right"]
 
@@ -213,8 +212,12 @@ def test_second_node_with_a_key_waits_for_the_first(
         second.stop()
 
 
-def test_answer_survives_a_restart_of_the_superlink(running: Running):
+def test_answer_survives_a_restart_of_the_superlink(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
     """Its database knows the node and the question, and the node keeps the answer."""
+    # A busy machine may need longer to start it than a node waits.
+    monkeypatch.setattr(flower_fleet, "ACTIVE_SECONDS", superlink.PATIENCE_SECONDS)
     node = running.node.node_id
     running.agent.free.clear()
     message = running.server.ask("push_query", node=node, size=MB)
@@ -223,6 +226,7 @@ def test_answer_survives_a_restart_of_the_superlink(running: Running):
     running.agent.free.set()
     wait_for(lambda: running.said("cannot be reached"), "the node misses the SuperLink")
     running.server.start()
+    wait_for(lambda: node in running.server.online(), "a heartbeat has come")
     answer = running.server.ask("pull", message=message, size=MB)
     assert answer == {"error": None, "right": True}, running.words
     assert running.ask("train", MB)["right"]
@@ -272,9 +276,7 @@ def test_killed_node_comes_back_under_its_number(
         assert second.connected() == node
         assert second.said("counts another node with this site's key")
         activated = server.online()[node] - 2 * flower_fleet.HEARTBEAT_SECONDS
-        waited = activated - killed
-        longest = flower_fleet.ACTIVE_SECONDS + 2 * flower_fleet.MAX_TURN_SECONDS
-        assert flower_fleet.HEARTBEAT_SECONDS < waited < longest
+        assert activated - killed < flower_fleet.TURN_SECONDS
         assert second.ask("query", 8)["right"]
     finally:
         second.stop()
