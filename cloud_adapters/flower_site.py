@@ -247,7 +247,7 @@ def _task(message: Message) -> Task:
 
 def _deadline(message: Message) -> float:
     seconds = _about(message).get("deadline_seconds")
-    if not isinstance(seconds, float) or not 0 < seconds < MAX_SECONDS:
+    if not isinstance(seconds, int | float) or not 0 < seconds < MAX_SECONDS:
         raise ProtocolError("a Flower message without a deadline")
     return seconds
 

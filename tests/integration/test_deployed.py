@@ -1,0 +1,123 @@
+"""A federation of real processes, as the how-to describes it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from support import proxy_server
+from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
+
+from deploy.simulation import simulate
+from federation import job_file
+
+JOBS = Path(__file__).parents[2] / "jobs"
+FLOOR = """
+privacy = "none"
+secure_aggregation = false
+accept_two_sites = true
+max_clip_norm = 100.0
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.flower,
+    pytest.mark.deploy,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployed"),
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployed(tmp_path_factory.mktemp("federation"), FLOOR) as made:
+        yield made
+
+
+def finish(process: "object") -> dict[str, object]:
+    out, err = process.communicate(timeout=400)  # type: ignore[attr-defined]
+    assert process.returncode == 0, err  # type: ignore[attr-defined]
+    return dict(json.loads(out))
+
+
+def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Path):
+    """In the clear, where it is the same bit for bit."""
+    job = tmp_path / "job.toml"
+    text = (JOBS / "quickstart.toml").read_text()
+    head, _, tail = text.partition("[privacy.secure_aggregation]")
+    job.write_text(head + tail[tail.index("[[sites]]") :])
+    result = finish(federation.run(job, "rounds=3"))
+    assert result["status"] == "completed"
+    run = max((federation.folder / "aggregator" / "runs" / "quickstart").iterdir())
+    expected = simulate(job_file.load(job, ["rounds=3"]), folder=None)
+    found = load_file(run / "model.safetensors")
+    for name, values in expected.weights.items():
+        assert found[name].tobytes() == values.tobytes(), name
+    assert {path.name for path in run.iterdir()} >= {
+        "job.toml",
+        "events.jsonl",
+        "result.json",
+        "report.html",
+        "outcome.json",
+    }
+    assert "quickstart" in crossfed("ps", "--aggregator", federation.config).stdout
+
+
+def test_a_job_below_the_floor_is_refused(federation: Deployment, tmp_path: Path):
+    """Nothing is trained, and the message names site and key."""
+    job = tmp_path / "job.toml"
+    text = (JOBS / "quickstart.toml").read_text()
+    job.write_text(text.replace("clients.data:digits", "clients.data:text_folder"))
+    refused = crossfed("run", str(job), "--aggregator", federation.config, code=1)
+    assert "does not take part: data.source: site " in refused.stderr
+    assert "does not accept 'clients.data:text_folder'" in refused.stderr
+
+
+def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
+    """Coordinator, SuperLink, SuperExec, proxy and a site: a round each at most."""
+    process = federation.run(JOBS / "private.toml", "rounds=12")
+    kills = 0
+    for kill in (
+        lambda: federation.kill_child("flwr-serverapp"),
+        lambda: federation.kill_child("flower-superlink"),
+        lambda: federation.kill_child("nginx: master"),
+        lambda: federation.kill(SITES[1]),
+        lambda: federation.kill_child("flower-superexec"),
+    ):
+        before = federation.rounds()
+        wait_for(lambda n=before: federation.rounds() > n + 1, "rounds go on")
+        kill()
+        kills += 1
+        if SITES[1] not in federation.processes:
+            federation.start_site(SITES[1])
+    result = finish(process)
+    assert result["status"] == "completed"
+    # Each round at most once, and only what was in flight was lost.
+    completed = result["rounds_completed"]
+    assert isinstance(completed, int)
+    assert 12 - kills - 1 <= completed <= 12
+    check_ledgers(federation)
+
+
+def check_ledgers(federation: Deployment) -> None:
+    """No ledger shows less than was released, and no round was charged twice."""
+    events = federation.events()
+    run_id = next(e["run_id"] for e in events if e["event"] == "RunStarted")
+    for site in SITES:
+        folder = federation.folder / site / "runs" / run_id / "sites" / site
+        shown = crossfed("ledger", str(folder / "ledger.jsonl"), "--json").stdout
+        (ledger,) = json.loads(shown)["ledgers"]
+        spent = ledger["spent"]["train"]
+        released = {
+            e["round_index"]
+            for e in events
+            if e["event"] == "SiteAnswered" and e["site"] == site
+        }
+        assert ledger["sound"]
+        assert spent["rounds"] >= len(released - {0})
+        assert spent["charges"] == spent["rounds"] <= 12
+        assert spent["epsilon"] <= ledger["epsilon_cap"]

@@ -1,0 +1,213 @@
+"""A whole federation on this machine: real processes, real sockets, real keys."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from federation.clock import SystemClock
+
+CLOCK = SystemClock()
+CROSSFED = [str(Path(sys.executable).with_name("crossfed"))]
+SITES = ("aws-us-east-1", "gcp-us-central1")
+
+
+def wait_for(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    """Wait until something holds."""
+    deadline = CLOCK.monotonic() + seconds
+    while not holds():
+        assert CLOCK.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        CLOCK.sleep(0.1)
+
+
+def crossfed(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command line."""
+    done = subprocess.run(
+        [*CROSSFED, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@dataclass(kw_only=True)
+class Deployment:
+    """An aggregator and two sites."""
+
+    folder: Path
+    port: int
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def config(self) -> str:
+        return str(self.folder / "aggregator" / "aggregator.toml")
+
+    def start(self, name: str, *arguments: str) -> None:
+        """Start a process that stays."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [*CROSSFED, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def start_aggregator(self) -> None:
+        self.start("aggregator", "aggregator", "up", "--config", self.config)
+
+    def start_site(self, name: str) -> None:
+        config = self.folder / name / "site.toml"
+        self.start(name, "site", "up", "--config", str(config))
+
+    def kill(self, name: str) -> None:
+        """End a process of ours as the kernel would."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def kill_child(self, program: str) -> None:
+        """End a process that the service has started, or one below it."""
+        found = [
+            pid
+            for pid in descendants(self.processes["aggregator"].pid)
+            if program in command_of(pid)
+        ]
+        assert found, f"no {program} runs"
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+
+    def run(self, job: Path, *settings: str) -> subprocess.Popen[str]:
+        """Hand a job over, and follow it."""
+        words = [w for setting in settings for w in ("--set", setting)]
+        return subprocess.Popen(
+            [*CROSSFED, "run", str(job), *words, "--aggregator", self.config, "--json"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened in the newest run."""
+        runs = (self.folder / "aggregator" / "runs").glob("*/*/events.jsonl")
+        newest = max(runs, default=None)
+        if newest is None:
+            return []
+        *lines, _ = newest.read_text().split("\n")
+        return [json.loads(line) for line in lines]
+
+    def rounds(self) -> int:
+        """Rounds that were finished in the newest run."""
+        return sum(event["event"] == "RoundFinished" for event in self.events())
+
+    def stop(self) -> None:
+        """End everything, and see that nothing is left."""
+        family = {pid for p in self.processes.values() for pid in descendants(p.pid)}
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+            process.wait()
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not any(map(is_alive, family)), "children end", 20)
+        left = [command_of(pid) for pid in family if is_alive(pid)]
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert not left
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below one."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            words = entry.read_text().rpartition(")")[2].split()
+            parents[int(entry.parent.name)] = int(words[1])
+    found: set[int] = set()
+    while (
+        more := {p for p, parent in parents.items() if parent in {pid, *found}} - found
+    ):
+        found |= more
+    return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: one that waits to be collected does not."""
+    return bool(command_of(pid))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def deployed(folder: Path, floor: str) -> Iterator[Deployment]:
+    """Make a federation as the how-to says, and end it."""
+    port = free_port()
+    made = Deployment(folder=folder, port=port)
+    address = f"127.0.0.1:{port}"
+    home = str(folder / "aggregator")
+    crossfed("aggregator", "init", home, "--host", "127.0.0.1", "--listen", address)
+    try:
+        made.start_aggregator()
+        log = folder / "aggregator.log"
+        wait_for(lambda: _is_healthy(made), f"the aggregator ({log})")
+        for site in SITES:
+            invited = crossfed("aggregator", "invite", site, "--config", made.config)
+            token = invited.stdout.split()[-1]
+            crossfed("enroll", token, "--folder", str(folder / site))
+        for site in SITES:
+            _accept_roster(folder / site)
+            _lower_floor(folder / site / "site.toml", floor)
+            made.start_site(site)
+        yield made
+    finally:
+        made.stop()
+
+
+def _is_healthy(made: Deployment) -> bool:
+    import ssl  # noqa: PLC0415
+    import urllib.request  # noqa: PLC0415
+
+    authority = str(made.folder / "aggregator" / "ca.crt")
+    context = ssl.create_default_context(cafile=authority)
+    try:
+        url = f"https://127.0.0.1:{made.port}/health"
+        with urllib.request.urlopen(url, context=context, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _accept_roster(folder: Path) -> None:
+    shown = crossfed("enroll", "--roster", "--folder", str(folder)).stdout
+    if "--accept" in shown:
+        digest = shown.split("--accept")[1].split()[0]
+        crossfed("enroll", "--roster", "--accept", digest, "--folder", str(folder))
+
+
+def _lower_floor(path: Path, floor: str) -> None:
+    before, _, _ = path.read_text().partition("[floor]")
+    path.write_text(f"{before}[floor]\n{floor}")
