@@ -1,0 +1,79 @@
+"""A site is shut out of a federation of real processes, and another takes its name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support import proxy_server
+from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
+
+from cloud_adapters import flower_simulation
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.flower,
+    pytest.mark.deploy,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployed"),
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+STAYS, GOES = SITES
+
+
+def _log(federation: Deployment, name: str) -> str:
+    return (federation.folder / f"{name}.log").read_text()
+
+
+def _online(federation: Deployment) -> int:
+    """Nodes that the SuperLink itself counts."""
+    flower_simulation.import_flower()
+    from cloud_adapters.flower_control import FlowerControl  # noqa: PLC0415
+
+    home = federation.folder / "aggregator"
+    port = (home / "flower" / "port").read_text()
+    authority = (home / "ca.crt").read_bytes()
+    with FlowerControl(f"127.0.0.1:{port}", authority) as control:
+        return sum(node.status == "online" for node in control.nodes())
+
+
+def test_revoked_site_is_shut_out_while_another_renews(tmp_path: Path):
+    """By the proxy, by Flower and by the roster; its name is free for new keys."""
+    with deployed(tmp_path, 'privacy = "none"\n') as federation:
+        for site in SITES:
+            wait_for(
+                lambda s=site: "connected to" in _log(federation, s), f"{site} connects"
+            )
+        wait_for(lambda: _online(federation) == 2, "both are online")
+        crossfed("enroll", "--renew", "--folder", str(tmp_path / STAYS))
+
+        crossfed("aggregator", "revoke", GOES, "--config", federation.config)
+
+        assert _online(federation) == 1
+        assert federation.processes.pop(GOES).wait(120) == 2
+        assert "expired or revoked" in _log(federation, GOES)
+        assert "Traceback" not in _log(federation, GOES)
+        assert federation.processes[STAYS].poll() is None
+        refused = crossfed(
+            "enroll", "--renew", "--folder", str(tmp_path / GOES), code=1
+        )
+        assert "revoked" in refused.stderr
+
+        invited = crossfed("aggregator", "invite", GOES, "--config", federation.config)
+        token = invited.stdout.strip()
+        crossfed("enroll", token, "--folder", str(tmp_path / "fresh"))
+        config = str(tmp_path / "fresh" / "site.toml")
+        federation.start("fresh", "site", "up", "--config", config)
+        wait_for(lambda: _online(federation) == 2, "the new one is online")
+
+        listed = crossfed(
+            "aggregator", "sites", "--json", "--config", federation.config
+        )
+        rows = json.loads(listed.stdout)["sites"]
+        assert [(row["state"], row["site"]) for row in rows] == [
+            ("enrolled", STAYS),
+            ("enrolled", GOES),
+            ("revoked", GOES),
+        ]
