@@ -81,6 +81,11 @@ class FloorSpec:
     max_delta: float = key(
         "Largest delta of a run; likewise.", default=1e-4, above=0.0, below=1.0
     )
+    public_held_out: bool = key(
+        "Whether a job may declare the held-out data public, so that results on them "
+        "leave without noise; not looked at if `privacy` is `none`.",
+        default=False,
+    )
     secure_aggregation: bool = key(
         "Whether updates must be summed in secret.", default=True
     )

@@ -15,6 +15,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z]\w*")
 _UNIT = "privacy.differential_privacy.unit"
 _TARGET = "privacy.differential_privacy.target_epsilon"
 _DELTA = "privacy.differential_privacy.delta"
+_HELD_OUT = "privacy.differential_privacy.held_out"
 _SECURE = "privacy.secure_aggregation.enabled"
 _CLIP = "privacy.secure_aggregation.clip_norm"
 _THRESHOLD = "privacy.secure_aggregation.threshold"
@@ -54,6 +55,9 @@ def _privacy_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
         yield _UNIT, f"{demand}, and the job says {private.unit!r}"
     if floor.privacy == "none":
         return
+    if private.held_out == "public" and not floor.public_held_out:
+        demand = "does not call its held-out data public (floor.public_held_out)"
+        yield _HELD_OUT, f"{demand}: choose 'noise'"
     target, delta = private.target_epsilon, private.delta
     if target is not None and target > floor.max_epsilon:
         yield _TARGET, f"allows {floor.max_epsilon:g} (floor.max_epsilon)"

@@ -30,6 +30,7 @@ def test_smallest_file_is_a_strict_site(tmp_path: Path):
     assert floor == FloorSpec()
     assert (floor.privacy, floor.secure_aggregation) == ("record", True)
     assert not floor.accept_two_sites
+    assert not floor.public_held_out
     assert all(name.startswith("clients.") for name in floor.functions)
     assert config.file.data.source == ""
 

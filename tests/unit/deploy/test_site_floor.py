@@ -70,6 +70,12 @@ def test_default_floor_accepts_no_job_without_privacy():
             "allows 1e-06 (floor.max_delta)",
         ),
         (
+            private_job(held_out="public"),
+            {},
+            "privacy.differential_privacy.held_out",
+            "does not call its held-out data public (floor.public_held_out)",
+        ),
+        (
             small_job(),
             {"privacy": "none"},
             "privacy.secure_aggregation.enabled",
@@ -146,6 +152,14 @@ def test_pair_is_accepted_where_records_or_the_floor_allow_it():
     site_floor.check_job(private_job(), FloorSpec(functions=MODELS, min_sites=3), SITE)
     waived = FloorSpec(**OPEN, functions=MODELS, accept_two_sites=True)
     site_floor.check_job(secure_job(2, threshold=2), waived, SITE)
+
+
+def test_held_out_data_are_public_where_the_operator_says_so():
+    """A job cannot know; and where nothing is promised it does not matter."""
+    job = private_job(held_out="public")
+    said = FloorSpec(functions=MODELS, public_held_out=True)
+    site_floor.check_job(job, said, SITE)
+    site_floor.check_job(job, FloorSpec(functions=MODELS, privacy="none"), SITE)
 
 
 def test_job_that_names_other_sites_is_refused():
