@@ -96,8 +96,7 @@ def serve(
     threading.Thread(target=_read, args=(channel, messages), daemon=True).start()
     try:
         _answer(channel, messages, inherited, build=build, device=device)
-    except FederationError as error:
-        _LOG.error("rank %d ends: %s", inherited.rank.rank, error)
+    except FederationError:  # It has been said.
         os._exit(1)
     except Exception:  # noqa: BLE001 -- the last place of a process
         # Also where a peer has died and a collective with it. The agent sees the end of
@@ -123,26 +122,30 @@ def _answer(
     device: Callable[[Start], str],
 ) -> None:
     start = messages.get()
-    if not isinstance(start, Start):
-        raise ProtocolError("the agent does not begin with the run")
     try:
+        if not isinstance(start, Start):
+            raise ProtocolError("the agent does not begin with the run")
         peers = Peers(rank=inherited.rank, device=torch.device(device(start)))
         _meet(inherited, start, peers.device)
         trainer = build(start, peers)
         if trainer.layout().digest != start.layout:
             raise ProtocolError("the rank builds another model than the agent")
     except FederationError as error:
+        # In this order: the agent ends this process as soon as it knows.
+        _LOG.error("rank %d cannot begin: %s", inherited.rank.rank, error)
         channel.send(Failed(message=str(error)))
         raise
     memory = SharedModel(trainer.layout(), inherited.memory)
     channel.send(Ready())
     while True:
-        task = messages.get()
-        try:
-            answer = _work(task, trainer, memory, inherited.rank)
-        except FederationError as error:
-            answer = Failed(message=str(error))
-        channel.send(answer)
+        channel.send(_tried(messages.get(), trainer, memory, inherited.rank))
+
+
+def _tried(task: Message, trainer: Trainer, memory: SharedModel, rank: Rank) -> Message:
+    try:
+        return _work(task, trainer, memory, rank)
+    except FederationError as error:
+        return Failed(message=str(error))
 
 
 def _work(task: Message, trainer: Trainer, memory: SharedModel, rank: Rank) -> Message:

@@ -1,0 +1,260 @@
+"""A site that trains with several processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import agents, ranked_sites
+from support.ranked_sites import TESTS, alone, pids_of, ranked, wait_until_gone
+from support.small_jobs import small_job
+
+from clients.model_pool import ModelPool
+from clients.ranks.trainer import RankedTrainer
+from federation.errors import SiteError
+from federation.job import JobSpec
+from federation.messages import RoundTask, SiteUpdate, TaskKind
+
+pytestmark = [pytest.mark.slow]
+
+# The last batch of an epoch has one example: the second rank gets none of it.
+EPOCHS = small_job(
+    rounds=3,
+    training={
+        "local_epochs": 2,
+        "batch_size": 59,
+        "proximal_mu": 0.3,
+        "clip_grad_norm": 0.5,
+        "optimizer": {"name": "adamw", "lr": 0.05},
+    },
+    evaluation={"batch_size": 5},
+)
+# Batches of four and five, three and two to a step.
+STEPS = small_job(
+    rounds=3,
+    training={
+        "local_steps": 7,
+        "batch_size": 9,
+        "accumulate": 3,
+        "optimizer": {"lr": 0.5},
+    },
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Ranks find the tests' own modules, and a secret that is not for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS))
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "of the agent alone")
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool() -> ModelPool:
+    return ModelPool(EPOCHS)
+
+
+@pytest.fixture(scope="module")
+def pair(pool: ModelPool) -> Iterator[RankedTrainer]:
+    """Two ranks that train EPOCHS."""
+    with ranked(EPOCHS, pool) as trainer:
+        yield trainer
+
+
+def assert_like_one(trainer: RankedTrainer, job: JobSpec, pool: ModelPool) -> None:
+    """Two rounds and their evaluations, but for the order of sums."""
+    one = alone(job, pool)
+    weights_d, integers_m = pool.initial_weights()
+    for round_index in (1, 2):
+        expected = one.fit(weights_d, integers_m, round_index=round_index)
+        found = trainer.fit(weights_d, integers_m, round_index=round_index)
+        np.testing.assert_allclose(expected.weights_d, found.weights_d, atol=2e-6)
+        assert (expected.num_steps, expected.num_examples) == (
+            found.num_steps,
+            found.num_examples,
+        )
+        assert expected.training is not None
+        assert found.training is not None
+        assert expected.training.count == found.training.count
+        assert expected.training.loss == pytest.approx(found.training.loss, rel=1e-6)
+        weights_d = expected.weights_d
+        measured = trainer.evaluate(weights_d, integers_m)
+        reference = one.evaluate(weights_d, integers_m)
+        assert (reference.count, reference.correct) == (
+            measured.count,
+            measured.correct,
+        )
+        assert reference.loss == pytest.approx(measured.loss, rel=1e-6)
+
+
+def test_two_ranks_are_like_one(pair: RankedTrainer, pool: ModelPool):
+    """Epochs whose last batch is too small to share."""
+    assert_like_one(pair, EPOCHS, pool)
+
+
+def test_three_ranks_are_like_one(pool: ModelPool):
+    """Accumulated batches that cannot be shared out evenly."""
+    with ranked(STEPS, pool, ranks=3) as trainer:
+        assert_like_one(trainer, STEPS, pool)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_nothing_but_time(
+    pair: RankedTrainer, pool: ModelPool, rank: int
+):
+    """It dies while the others wait for it; the round gives the same bits."""
+    weights = pool.initial_weights()
+    expected = pair.fit(*weights, round_index=2)
+    before = pids_of(pair)
+    os.kill(before[rank], signal.SIGSTOP)
+    killer = threading.Timer(0.5, os.kill, (before[rank], signal.SIGKILL))
+    killer.start()
+    found = pair.fit(*weights, round_index=2)
+    killer.join()
+    np.testing.assert_array_equal(expected.weights_d, found.weights_d)
+    assert expected.training == found.training
+    assert not set(before) & set(pids_of(pair))
+    wait_until_gone(before)
+
+
+def test_a_frozen_rank_holds_up_and_spoils_nothing(
+    pair: RankedTrainer, pool: ModelPool
+):
+    """It goes on within the timeout, and nothing is begun again."""
+    weights = pool.initial_weights()
+    expected = pair.fit(*weights, round_index=2)
+    before = pids_of(pair)
+    os.kill(before[1], signal.SIGSTOP)
+    waker = threading.Timer(1.0, os.kill, (before[1], signal.SIGCONT))
+    waker.start()
+    found = pair.fit(*weights, round_index=2)
+    waker.join()
+    np.testing.assert_array_equal(expected.weights_d, found.weights_d)
+    assert before == pids_of(pair)
+
+
+def test_ranks_listen_on_the_loopback_alone(pair: RankedTrainer, pool: ModelPool):
+    """Gloo's ports are the only ones, and nobody outside reaches them."""
+    pair.evaluate(*pool.initial_weights())
+    hosts = {host for pid in pids_of(pair) for host in listening(pid)}
+    assert hosts == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses on which a process listens, as the kernel writes them."""
+    inodes = {
+        str(path.readlink()).removeprefix("socket:[").rstrip("]")
+        for path in Path(f"/proc/{pid}/fd").iterdir()
+        if str(path.readlink()).startswith("socket:")
+    }
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def test_ranks_see_no_credentials(pair: RankedTrainer, pool: ModelPool):
+    """What the agent's environment holds for others does not come to them."""
+    pair.evaluate(*pool.initial_weights())
+    for pid in pids_of(pair):
+        seen = Path(f"/proc/{pid}/environ").read_text()
+        assert f"PYTHONPATH={TESTS}" in seen
+        assert "of the agent alone" not in seen
+
+
+def test_ranks_that_die_each_time_fail_the_round():
+    """So many attempts, and the last words of a rank."""
+    job = small_job(model={"factory": "support.dying_models:dying_network"})
+    pool = ModelPool(job)
+    with (
+        ranked(job, pool, restarts=1) as trainer,
+        pytest.raises(SiteError, match=r"ended with exit code 3.* in 2 attempts"),
+    ):
+        trainer.evaluate(*pool.initial_weights())
+
+
+def test_an_error_that_another_attempt_would_not_mend():
+    """It is told once, as with one rank, and by which rank."""
+    job = small_job(
+        training={"task": "causal_lm", "local_steps": 1, "optimizer": {"lr": 0.5}}
+    )
+    pool = ModelPool(job)
+    with (
+        ranked(job, pool) as trainer,
+        pytest.raises(SiteError, match=r"rank [01]: causal_lm needs windows"),
+    ):
+        trainer.fit(*pool.initial_weights(), round_index=1)
+    assert pids_of(trainer) == []
+
+
+def test_what_is_wrong_with_the_data_stays_at_the_site(
+    pool: ModelPool, capfd: pytest.CaptureFixture[str]
+):
+    """The error that travels names no function; the log does, without a traceback."""
+    source = "support.small_jobs:not_there"
+    with (
+        ranked(EPOCHS, pool, source) as trainer,
+        pytest.raises(SiteError, match="cannot begin; the site's log says") as caught,
+    ):
+        trainer.evaluate(*pool.initial_weights())
+    assert "not_there" not in str(caught.value)
+    logged = capfd.readouterr().err
+    assert "not_there" in logged
+    assert "Traceback" not in logged
+
+
+def test_ranks_do_not_outlive_their_agent():
+    """Killed, it can tell them nothing."""
+    command = [sys.executable, "-P", "-m", "support.doomed_agent"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        pids = [int(pid) for pid in agent.stdout.readline().split()]
+        agent.kill()
+    assert len(pids) == 2
+    wait_until_gone(pids)
+
+
+def test_an_agent_trains_with_ranks(tmp_path: Path, pool: ModelPool):
+    """From ``site.toml`` to the update, and nobody is left after the run."""
+    members = agents.consortium("site-0")
+    job = EPOCHS
+    updates = []
+    for ranks in (1, 2):
+        agent = agents.agent(
+            tmp_path / str(ranks), "site-0", members, compute={"ranks": ranks}
+        )
+        try:
+            introduction = agents.propose(agent, members, agents.proposal(job))
+            assert introduction.refused == ""
+            updates.append(agent.answer(task(pool)))
+        finally:
+            agent.close()
+    one, two = updates
+    assert isinstance(one, SiteUpdate)
+    assert isinstance(two, SiteUpdate)
+    np.testing.assert_allclose(one.delta_d, two.delta_d, atol=2e-6)
+    assert one.num_examples == two.num_examples
+
+
+def task(pool: ModelPool) -> RoundTask:
+    weights_d, integers_m = pool.initial_weights()
+    return RoundTask(
+        run_id=agents.RUN_ID,
+        round_index=1,
+        site=ranked_sites.SITE,
+        kind=TaskKind.TRAIN,
+        layout_digest=pool.layout.digest,
+        weights_d=weights_d,
+        integers_m=integers_m,
+        evaluate=True,
+        evaluate_after=False,
+    )

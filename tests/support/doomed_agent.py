@@ -1,0 +1,16 @@
+"""A process with ranks that says who they are and waits to be killed."""
+
+import time
+
+from support.ranked_sites import pids_of, ranked
+from support.small_jobs import small_job
+
+from clients.model_pool import ModelPool
+
+if __name__ == "__main__":
+    job = small_job()
+    pool = ModelPool(job)
+    with ranked(job, pool) as trainer:
+        trainer.evaluate(*pool.initial_weights())
+        print(*pids_of(trainer), flush=True)  # noqa: T201
+        time.sleep(600)

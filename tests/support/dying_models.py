@@ -1,0 +1,16 @@
+"""Models of which a process dies."""
+
+import os
+
+import torch
+from torch import nn
+
+
+class _Dying(nn.Linear):
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        os._exit(3)
+
+
+def dying_network() -> nn.Module:
+    """A module that ends the process that uses it."""
+    return _Dying(4, 3)
