@@ -131,7 +131,7 @@ def crossfed(*arguments: str, folder: Path, **environment: str) -> Done:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=280,
     )
     return Done(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
