@@ -24,6 +24,7 @@ from privacy.secagg import identity, roster
 from privacy.secagg.errors import KeyFileRefused, RosterRefused
 from privacy.secagg.identity import PublicIdentity
 from privacy.secagg.roster import Roster
+from privacy.secret_files import MAX_KEY_FILE_BYTES
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -152,7 +153,7 @@ def check_key(path: Path) -> tuple[list[Check], PublicIdentity | None]:
     if pem is None:
         return [_bad_key(path, "it is not a regular file")], None
     exposed = list(_key_exposure(path, status))
-    if b"PRIVATE KEY-----" not in pem or len(pem) > identity.MAX_KEY_FILE_BYTES:
+    if b"PRIVATE KEY-----" not in pem or len(pem) > MAX_KEY_FILE_BYTES:
         return [*exposed, _bad_key(path, "it holds no private key")], None
     if is_encrypted(pem):
         encrypted = Check(name="key", status="ok", found=f"{path} is encrypted")
@@ -307,7 +308,7 @@ def _look(path: Path) -> tuple[os.stat_result, bytes | None]:
     if not stat.S_ISREG(status.st_mode):
         return status, None
     with path.open("rb") as file:
-        return status, file.read(identity.MAX_KEY_FILE_BYTES + 1)
+        return status, file.read(MAX_KEY_FILE_BYTES + 1)
 
 
 def _key_exposure(path: Path, status: os.stat_result) -> Iterator[Check]:
