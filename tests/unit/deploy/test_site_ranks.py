@@ -1,0 +1,94 @@
+"""Which jobs a site's ranks train, and what of the agent's environment they get."""
+
+from typing import Any
+
+import pytest
+from support.small_jobs import blobs, small_job
+
+from clients.datasets import as_dataset
+from deploy import site_ranks
+from deploy.site_file import AggregatorSpec, ComputeSpec, SiteDataSpec, SiteFile
+from federation.errors import JobError, SiteError
+
+DATA = tuple(as_dataset(part, name="blobs") for part in blobs())
+WHOLE = {
+    "PATH": "/bin",
+    "PYTHONPATH": "/here",
+    "CUDA_VISIBLE_DEVICES": "0,1",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "GOOGLE_APPLICATION_CREDENTIALS": "key.json",
+    "CROSSFED_CACHE_GIB": "1",
+    "WAREHOUSE_TOKEN": "secret",
+}
+PLAIN = {"PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CROSSFED_CACHE_GIB"}
+CLOUD = {"AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS"}
+
+
+def site_file(source: str = "", ranks: int = 2, **options: Any) -> SiteFile:
+    environment = options.pop("environment", ())
+    return SiteFile(
+        name="site-0",
+        aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
+        data=SiteDataSpec(source=source, options=options),
+        compute=ComputeSpec(ranks=ranks, environment=environment),
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (site_file("warehouse:patients"), PLAIN),
+        (site_file("file:///data"), PLAIN),
+        (site_file("s3://bucket/data"), PLAIN | CLOUD),
+        (site_file("file:///data", encryption_key="aws-kms:arn"), PLAIN | CLOUD),
+        (
+            site_file("warehouse:patients", environment=("WAREHOUSE_TOKEN",)),
+            PLAIN | {"WAREHOUSE_TOKEN"},
+        ),
+    ],
+)
+def test_credentials_go_where_data_needs_them(file: SiteFile, expected: set[str]):
+    """And what the operator names, goes too."""
+    assert expected == set(site_ranks.environment(file, WHOLE))
+
+
+def test_private_steps_are_refused():
+    """The message says what the operator can do."""
+    job = small_job(
+        training={"local_steps": 1, "batch_size": 8, "optimizer": {"lr": 0.5}},
+        aggregation={"weights": "uniform"},
+        privacy={
+            "differential_privacy": {
+                "unit": "record",
+                "target_epsilon": 8.0,
+                "clip_norm": 1.0,
+            }
+        },
+    )
+    with pytest.raises(JobError, match=r"set compute.ranks = 1") as caught:
+        site_ranks.check_job(job, site_file(), DATA)
+    assert caught.value.key == "privacy.differential_privacy.unit"
+    site_ranks.check_job(job, site_file(ranks=1), DATA)
+
+
+def test_one_device_is_refused():
+    """Each rank has a GPU of its own."""
+    job = small_job(
+        training={"local_steps": 1, "device": "cuda:0", "optimizer": {"lr": 0.5}}
+    )
+    with pytest.raises(JobError, match="is one device") as caught:
+        site_ranks.check_job(job, site_file(), DATA)
+    assert caught.value.key == "training.device"
+
+
+def test_more_ranks_than_examples_are_refused():
+    """At the roll call, and not in the first round."""
+    with pytest.raises(SiteError, match="60 training examples for 61 ranks"):
+        site_ranks.check_job(small_job(), site_file(ranks=61), DATA)
+
+
+def test_the_agent_needs_no_gpu_of_its_own():
+    """Where ranks train, its model is on the CPU."""
+    job = small_job()
+    assert site_ranks.agents_job(job, site_file(ranks=1)) == job
+    assert site_ranks.agents_job(job, site_file()).training.device == "cpu"
