@@ -1,9 +1,10 @@
 """The site's side of Flower: a ``ClientApp`` that hands tasks to a site.
 
-A Flower message carries a frame of ``federation.wire`` as one array of bytes, and
-beside it the site's name and the text of the job. Bytes go into an array and not
-into a config record, because Flower cuts arrays into chunks, while the cost of a
-large config record grows with the square of its size. Vectors of a large message lie
+A Flower message carries a frame of ``federation.wire``, and beside it the site's name
+and the text of the job. A small frame goes into a config record: every object that
+Flower stores costs two requests, and an array is three. A large one goes into an array
+of bytes, because Flower cuts arrays into chunks, while the cost of a large config
+record grows with the square of its size. Vectors of a large message lie
 in a store, and references to them stand beside the frame: see ``frames``.
 
 Flower may bring a site's tasks to any of its processes, in any order, and may start
@@ -14,9 +15,9 @@ on what the same object did in an earlier round.
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -43,7 +44,11 @@ HandlerFor = Callable[[SiteId, str], SiteHandler]
 MAX_HANDLERS = 256  # that a process keeps; the one used longest ago goes first
 
 _ARRAYS, _FRAME, _ABOUT = "frame", "bytes", "about"
-_ELSEWHERE, _REFERENCES = "elsewhere", "references"
+_TYPE, _REFERENCES = "type", "references"
+SMALL_BYTES = 1 << 18
+# Values of a config record, as far as we write them.
+_Record = Mapping[str, Any]
+_NOTHING: _Record = {}
 _STYPE = f"crossfed.wire.v{wire.VERSION}"
 _BYTES_STYPE = "crossfed.bytes.v1"
 
@@ -128,8 +133,7 @@ def agent_app(agent: Agent, frames: Frames = INLINE) -> ClientApp:
 
 def pack_bytes(content: bytes) -> RecordDict:
     """Put bytes that are no frame into the content of a Flower message."""
-    array = Array("uint8", (len(content),), _BYTES_STYPE, content)
-    return RecordDict({_ARRAYS: ArrayRecord({_FRAME: array})})
+    return _around(content, _BYTES_STYPE, {})
 
 
 def unpack_bytes(content: RecordDict) -> bytes:
@@ -138,7 +142,7 @@ def unpack_bytes(content: RecordDict) -> bytes:
     Raises:
         ProtocolError: There are none.
     """
-    return _array_of(content, _BYTES_STYPE)
+    return _bytes_of(content, _BYTES_STYPE)
 
 
 def pack(
@@ -150,11 +154,12 @@ def pack(
     references: tuple[Reference, ...] = (),
 ) -> RecordDict:
     """Put a task's frame into the content of a Flower message."""
-    content = _content(Packed(frame=frame, references=references))
-    content[_ABOUT] = ConfigRecord(
-        {"site": site, "job": job_text, "deadline_seconds": deadline_seconds}
-    )
-    return content
+    about: _Record = {
+        "site": site,
+        "job": job_text,
+        "deadline_seconds": deadline_seconds,
+    }
+    return _content(Packed(frame=frame, references=references), about)
 
 
 def unpack(content: RecordDict) -> bytes:
@@ -163,7 +168,7 @@ def unpack(content: RecordDict) -> bytes:
     Raises:
         ProtocolError: There is none.
     """
-    return _array_of(content, _STYPE)
+    return _bytes_of(content, _STYPE)
 
 
 def unpack_all(content: RecordDict) -> Packed:
@@ -176,24 +181,38 @@ def unpack_all(content: RecordDict) -> Packed:
 
 
 def _references(content: RecordDict) -> tuple[Reference, ...]:
-    record = content.config_records.get(_ELSEWHERE)
-    if record is None:
-        return ()
-    text = record.get(_REFERENCES)
+    text = _about_of(content).get(_REFERENCES, "")
     if not isinstance(text, str):
         raise ProtocolError("a Flower message with references that are no text")
-    return frame_references.read_references(text)
+    return frame_references.read_references(text) if text else ()
 
 
-def _content(packed: Packed) -> RecordDict:
-    content = RecordDict({_ARRAYS: _arrays(packed.frame)})
+def _content(packed: Packed, about: _Record = _NOTHING) -> RecordDict:
     if packed.references:
         text = frame_references.write_references(packed.references)
-        content[_ELSEWHERE] = ConfigRecord({_REFERENCES: text})
-    return content
+        about = {**about, _REFERENCES: text}
+    return _around(packed.frame, _STYPE, about)
 
 
-def _array_of(content: RecordDict, stype: str) -> bytes:
+def _around(content: bytes, stype: str, about: _Record) -> RecordDict:
+    """Put bytes and what they are about into as few objects as their size allows."""
+    if len(content) <= SMALL_BYTES:
+        record = ConfigRecord({**about, _TYPE: stype, _FRAME: content})
+        return RecordDict({_ABOUT: record})
+    # The bytes as they are; Array(ndarray) would copy them through np.save.
+    array = Array("uint8", (len(content),), stype, content)
+    found = RecordDict({_ARRAYS: ArrayRecord({_FRAME: array})})
+    if about:
+        found[_ABOUT] = ConfigRecord({**about})
+    return found
+
+
+def _bytes_of(content: RecordDict, stype: str) -> bytes:
+    """Take the bytes out of either place."""
+    about = _about_of(content)
+    small = about.get(_FRAME)
+    if isinstance(small, bytes) and about.get(_TYPE) == stype:
+        return small
     record = content.array_records.get(_ARRAYS)
     array = None if record is None else record.get(_FRAME)
     if array is None or array.stype != stype:
@@ -201,10 +220,8 @@ def _array_of(content: RecordDict, stype: str) -> bytes:
     return array.data
 
 
-def _arrays(frame: bytes) -> ArrayRecord:
-    # The bytes as they are; Array(ndarray) would copy them through np.save.
-    array = Array("uint8", (len(frame),), _STYPE, frame)
-    return ArrayRecord({_FRAME: array})
+def _about_of(content: RecordDict) -> ConfigRecord:
+    return content.config_records.get(_ABOUT) or ConfigRecord()
 
 
 def _greet(message: Message, context: Context) -> Message:  # noqa: ARG001

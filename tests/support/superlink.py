@@ -101,6 +101,11 @@ class SuperLink:
         """What the SuperLink has said so far."""
         return (self.folder / "superlink.log").read_text()
 
+    @property
+    def pid(self) -> int:
+        """Number of the SuperLink's process."""
+        return self._processes["superlink"].pid
+
     def start(self) -> None:
         """Start the SuperLink, also after ``kill``."""
         host, _, port = self.address.partition(":")

@@ -1,5 +1,6 @@
 """The ServerApp of ``support.superlink``: it does what a test asks over a socket."""
 
+import importlib
 import json
 import random
 import socket
@@ -90,6 +91,12 @@ def pull(
     return {"error": "no answer", "code": None}
 
 
+def call(grid: Grid, *, function: str, **arguments: Any) -> Any:
+    """Call ``module:function`` with the grid."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(grid, **arguments)
+
+
 def _push(grid: Grid, content: RecordDict, node: int, kind: str) -> str:
     # A ServerApp that outlives its SuperLink may be told that it is away.
     (message,) = grid.push_messages([Message(content, node, kind, ttl=300.0)])
@@ -107,6 +114,7 @@ def _is_right(reply: Message, size: int) -> bool:
 
 
 _DO = {
+    "call": call,
     "nodes": nodes,
     "push_query": push_query,
     "push_train": push_train,

@@ -15,7 +15,7 @@ from support import toy_sites
 from cloud_adapters import flower_simulation
 from federation import wire
 from federation.clock import VirtualClock
-from federation.errors import FederationError, SiteError
+from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -34,10 +34,14 @@ if importlib.util.find_spec("flwr") is None:
 flower_simulation.import_flower()
 
 from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
+from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
+    get_all_nested_objects,
+)
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters import flower_grid, flower_site  # noqa: E402
 from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+from cloud_adapters.frame_references import Packed  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -152,7 +156,23 @@ def test_message_says_what_flower_needs(flower: FakeFlower, clock: VirtualClock)
     assert (metadata.message_type, metadata.group_id) == ("evaluate", "7")
     assert metadata.ttl == 2 * (5.0 + 60.0)
     about = flower.sent[-1].content.config_records["about"]
-    assert dict(about) == {"site": "three", "job": "job", "deadline_seconds": 5.0}
+    expected = {"site": "three", "job": "job", "deadline_seconds": 5.0}
+    assert {name: about[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("extra", "num_objects"), [(0, 2), (1, 5)], ids=["config record", "array"]
+)
+def test_small_content_is_few_objects(extra: int, num_objects: int):
+    """Flower makes two requests for each."""
+    frame = bytes(flower_site.SMALL_BYTES + extra)
+    content = flower_site.pack(frame, site=SITES[0], job_text="", deadline_seconds=1.0)
+    assert flower_site.unpack(content) == frame
+    assert len(get_all_nested_objects(content)) == num_objects
+    bare = flower_site.pack_bytes(frame)
+    assert flower_site.unpack_bytes(bare) == frame
+    with pytest.raises(ProtocolError, match=r"crossfed\.bytes"):
+        flower_site.unpack_bytes(content)
 
 
 def test_secure_step_is_a_message_of_training(flower: FakeFlower, clock: VirtualClock):
@@ -317,14 +337,14 @@ def test_error_reply_is_a_failure(
     [
         (RecordDict(), "without a frame"),
         (RecordDict({"frame": ConfigRecord({"bytes": b""})}), "without a frame"),
-        (RecordDict({"frame": flower_site._arrays(b"")}), "too few"),
-        (RecordDict({"frame": flower_site._arrays(b"x" * 90)}), "do not start like"),
+        (flower_site._content(Packed(frame=b"")), "too few"),
+        (flower_site._content(Packed(frame=b"x" * 90)), "do not start like"),
         (
-            RecordDict({"frame": flower_site._arrays(wire.encode_bytes(TASK))}),
+            flower_site._content(Packed(frame=wire.encode_bytes(TASK))),
             "spoke for 'one'",
         ),
         (
-            RecordDict({"frame": flower_site._arrays(wire.encode_bytes(SECURE_TASK))}),
+            flower_site._content(Packed(frame=wire.encode_bytes(SECURE_TASK))),
             "spoke for 'one'",
         ),
     ],
@@ -345,9 +365,7 @@ def test_node_may_speak_for_its_own_site_only(flower: FakeFlower, clock: Virtual
     """The site in the answer is that of the question."""
     grid = make_grid(flower, clock)
     stolen = toy_sites.echo_site(SITES[1], "job").handle(TASK)
-    flower.spoilt = {
-        10: RecordDict({"frame": flower_site._arrays(wire.encode_bytes(stolen))})
-    }
+    flower.spoilt = {10: flower_site._content(Packed(frame=wire.encode_bytes(stolen)))}
     reply = exchange(grid)[0]
     assert (reply.message.site, reply.message.kind) == ("one", FailureKind.INVALID)
     assert reply.bytes_up == wire.encoded_size(stolen)

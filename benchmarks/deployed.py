@@ -1,0 +1,235 @@
+"""What a deployed federation's way costs: rounds over a real SuperLink, without work.
+
+    python benchmarks/deployed.py [--mb 1000] [--rounds 3] [--tiny-rounds 100]
+
+A SuperLink with TLS, node keys and SQLite, a ServerApp with our grid, and sites in
+processes of their own that answer with the model that they got; all on this machine.
+
+- Large: one site, a model of so many MB through a store in a folder, and back. Peaks of
+  memory are of a process's own pages (``own``), and of these and mapped files together
+  (``resident``), which the kernel can take back.
+- Tiny: two sites, a model of ten values: what is left is overhead.
+
+JSON lines on stdout, the machine first; a table on stderr.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import machine
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from cloud_adapters import flower_simulation  # noqa: E402
+
+flower_simulation.import_flower()
+
+from support import exchange_app, superlink  # noqa: E402
+
+from cloud_adapters import flower_site  # noqa: E402
+from cloud_adapters.flower_node import FlowerNode  # noqa: E402
+from cloud_adapters.frames import INLINE, Frames  # noqa: E402
+from cloud_adapters.storage.local import LocalStore  # noqa: E402
+from deploy.certificates import key_pem, load_key, new_key  # noqa: E402
+from federation.clock import SystemClock  # noqa: E402
+from federation.ids import RunId  # noqa: E402
+from federation.messages import RoundTask, SiteMessage, SiteUpdate, Task  # noqa: E402
+from federation.vectors import Layout, Role  # noqa: E402
+
+LOOK_SECONDS = 0.05
+
+
+class Mirror:
+    """A site that answers with the model that it got, uncopied."""
+
+    def __init__(self, name: str, num_floats: int) -> None:
+        self._name = name
+        model = [("w", (num_floats,), "float32", Role.PARAMETER)]
+        self._layout = Layout.build(model)
+
+    def introduce(self, sealed: bytes) -> bytes:
+        """Tell the site's name."""
+        return self._name.encode() if sealed else b""
+
+    def layout(self, run_id: RunId) -> Layout:  # noqa: ARG002 -- as of Agent
+        """The same for all runs."""
+        return self._layout
+
+    def answer(self, task: Task) -> SiteMessage:
+        """Answer without any work."""
+        assert isinstance(task, RoundTask)
+        return SiteUpdate(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=task.site,
+            layout_digest=task.layout_digest,
+            delta_d=task.weights_d,
+            integers_m=task.integers_m,
+            num_examples=1,
+            num_steps=1,
+            training=None,
+            evaluation=None,
+            evaluation_after=None,
+            phases=(),
+        )
+
+
+def site(name: str, num_floats: int, address: str, place: Path, store: str) -> None:
+    """Be a site until standard input ends."""
+    frames = INLINE
+    if store:
+        frames = Frames(store=LocalStore(Path(store)), scratch=place / name)
+    node = FlowerNode(
+        app=flower_site.agent_app(Mirror(name, num_floats), frames),
+        address=address,
+        root_certificates=(place / "ca.crt").read_bytes(),
+        key=load_key(place / f"{name}.pem"),
+        clock=SystemClock(),
+    )
+
+    def wait() -> None:
+        sys.stdin.read()
+        node.stopped.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    node.run()
+
+
+class Peaks:
+    """The most memory that processes have used, by looking again and again."""
+
+    def __init__(self, processes: dict[str, int]) -> None:
+        self._processes = processes
+        self._ended = threading.Event()
+        self.own: dict[str, float] = {}
+        self.resident: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it."""
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_SECONDS):
+            for name, pid in self._processes.items():
+                found = exchange_app.memory(str(pid))
+                self.own[name] = max(self.own.get(name, 0.0), found["own_mb"])
+                self.resident[name] = found["peak_mb"]
+
+
+@contextlib.contextmanager
+def federation(
+    names: list[str], num_floats: int, *, with_store: bool
+) -> Iterator[tuple[superlink.SuperLink, Path, dict[str, int]]]:
+    """Start everything; yields the SuperLink, the folder and the processes."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.ExitStack() as stack,
+        superlink.serve(Path(folder)) as server,
+    ):
+        place = Path(folder)
+        store = str(place / "store") if with_store else ""
+        processes = {
+            "superlink": server.pid,
+            "serverapp": server.ask("call", function="support.exchange_app:process"),
+        }
+        for name in names:
+            key = new_key()
+            (place / f"{name}.pem").write_bytes(key_pem(key))
+            (place / f"{name}.pem").chmod(0o600)
+            server.register(key)
+            started = subprocess.Popen(
+                [
+                    *(sys.executable, __file__, "--site", name),
+                    *(str(num_floats), server.address, str(place), store),
+                ],
+                stdin=subprocess.PIPE,
+            )
+            stack.callback(started.wait)
+            stack.callback(started.kill)
+            processes[name] = started.pid
+        yield server, place, processes
+
+
+def large(num_mb: int, num_rounds: int) -> dict[str, object]:
+    """Time a large model's way to one site and back."""
+    num_floats = num_mb * 1_000_000 // 4
+    with federation(["one"], num_floats, with_store=True) as parts:
+        server, place, processes = parts
+        peaks = Peaks(processes)
+        seconds, wrong = [], []
+        for _ in range(num_rounds):
+            found = server.ask(
+                "call",
+                function="support.exchange_app:rounds",
+                sites=["one"],
+                num_floats=num_floats,
+                num_rounds=1,
+                folder=str(place),
+            )
+            seconds += found["seconds"]
+            wrong += found["wrong"]
+        peaks.stop()
+    return {
+        "model_mb": num_mb,
+        "seconds": [round(each, 2) for each in seconds],
+        "wrong": wrong,
+        "own_peak_mb": {name: round(peak) for name, peak in peaks.own.items()},
+        "resident_peak_mb": {n: round(peak) for n, peak in peaks.resident.items()},
+    }
+
+
+def tiny(num_rounds: int) -> dict[str, object]:
+    """Time rounds of two sites with next to nothing to send."""
+    names = ["one", "two"]
+    with federation(names, 10, with_store=False) as (server, _, _):
+        found = server.ask(
+            "call",
+            function="support.exchange_app:rounds",
+            sites=names,
+            num_floats=10,
+            num_rounds=num_rounds,
+            folder="",
+        )
+    cuts = statistics.quantiles(found["seconds"], n=20)
+    return {
+        "rounds": num_rounds,
+        "wrong": found["wrong"],
+        "median_seconds": round(statistics.median(found["seconds"]), 3),
+        "p95_seconds": round(cuts[-1], 3),
+        "max_seconds": round(max(found["seconds"]), 3),
+    }
+
+
+def main() -> None:
+    """Run both, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny-rounds", type=int, default=100)
+    parser.add_argument("--site", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.site:
+        name, num_floats, address, place, store = args.site
+        site(name, int(num_floats), address, Path(place), store)
+        return
+    print(json.dumps(machine.facts("deployed")))
+    for row in (tiny(args.tiny_rounds), large(args.mb, args.rounds)):
+        print(json.dumps(row), flush=True)
+        for name, value in row.items():
+            print(f"{name:20} {value}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

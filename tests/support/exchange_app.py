@@ -1,0 +1,97 @@
+"""The aggregator's side of ``benchmarks/deployed.py``, in a ServerApp's process."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.serverapp import Grid
+
+from cloud_adapters.flower_grid import FlowerGrid
+from cloud_adapters.frames import INLINE, Frames
+from cloud_adapters.storage.local import LocalStore
+from federation.clock import SystemClock
+from federation.ids import RunId, SiteId
+from federation.messages import RoundTask, SiteUpdate, TaskKind
+
+RUN = RunId("run-1")
+MB = 1 << 20
+
+
+class NamesCall:
+    """Believes every node that says a name."""
+
+    question = b"who is there?"
+
+    def site_of(self, answer: bytes) -> SiteId:
+        """Take it at its word."""
+        return SiteId(answer.decode())
+
+
+def rounds(
+    api: Grid, *, sites: list[str], num_floats: int, num_rounds: int, folder: str
+) -> dict[str, Any]:
+    """Send a model to all sites and wait for their answers, a number of times.
+
+    Returns:
+        Seconds of each round, what was wrong with an answer, and this process's
+        number and peaks of memory.
+    """
+    frames = INLINE
+    if folder:
+        store, scratch = LocalStore(Path(folder) / "store"), Path(folder) / "scratch"
+        frames = Frames(store=store, scratch=scratch)
+    names = [SiteId(name) for name in sites]
+    grid = FlowerGrid(
+        api, names, clock=SystemClock(), roll_call=NamesCall(), frames=frames
+    )
+    weights_d = np.arange(num_floats, dtype=np.float32)
+    seconds, wrong = [], []
+    for index in range(1, num_rounds + 1):
+        begin = time.perf_counter()
+        for reply in grid.exchange(
+            [_task(name, index, weights_d) for name in names], deadline_seconds=600.0
+        ):
+            if not _is_right(reply.message, weights_d):
+                wrong.append(str(reply.message)[:500])
+            del reply
+        seconds.append(time.perf_counter() - begin)
+    if folder:
+        frames.end_run(RUN, names)
+    return {"seconds": seconds, "wrong": wrong, **memory()}
+
+
+def process(_: Grid) -> int:
+    """Number of the process."""
+    return os.getpid()
+
+
+def _task(site: SiteId, index: int, weights_d: Any) -> RoundTask:
+    return RoundTask(
+        run_id=RUN,
+        round_index=index,
+        site=site,
+        kind=TaskKind.TRAIN,
+        layout_digest="ab" * 32,
+        weights_d=weights_d,
+        integers_m=np.zeros(0, dtype=np.int64),
+        evaluate=False,
+        evaluate_after=False,
+    )
+
+
+def _is_right(answer: object, weights_d: Any) -> bool:
+    """Look at every value, a part at a time."""
+    if not isinstance(answer, SiteUpdate) or answer.delta_d.size != weights_d.size:
+        return False
+    parts = [slice(at, at + MB) for at in range(0, weights_d.size, MB)]
+    return all(np.array_equal(answer.delta_d[p], weights_d[p]) for p in parts)
+
+
+def memory(process: str = "self") -> dict[str, float]:
+    """Peak of resident memory, and memory of one's own that is in use, in MiB."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    peak, own = (int(found[name].split()[0]) / 1024 for name in ("VmHWM", "RssAnon"))
+    return {"peak_mb": peak, "own_mb": own}
