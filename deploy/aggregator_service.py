@@ -34,6 +34,8 @@ from privacy.secret_files import write_new
 
 LOOK_SECONDS = 1.0
 MISSED_LOOKS = 3
+RENEWAL_LOOK_SECONDS = 3600.0
+SUPERLINK = "superlink"
 _SECRET_BYTES = 64
 _LOOPBACK = "127.0.0.1"
 _FAILED = 1
@@ -84,6 +86,7 @@ class AggregatorService:
     # Runs whose coordinator was seen at work, since it holds the lock of their
     # folder, and how many looks ago.
     _missed: dict[Path, int] = field(default_factory=dict, init=False)
+    _next_renewal: float = field(default=0.0, init=False)
 
     def run(self) -> None:
         """Serve until ``stopped`` is set.
@@ -140,6 +143,7 @@ class AggregatorService:
                 if not self._answers:
                     control.nodes()
                     self._answers = True
+                self._renew()
                 self._move(control)
             except FederationError as error:
                 if str(error) != trouble and self._answers:
@@ -148,6 +152,18 @@ class AggregatorService:
             else:
                 trouble = ""
             self.stopped.wait(LOOK_SECONDS)
+
+    def _renew(self) -> None:
+        """Renew the server's certificate when it is due; the SuperLink starts anew."""
+        now = self.clock.monotonic()
+        if now < self._next_renewal:
+            return
+        self._next_renewal = now + RENEWAL_LOOK_SECONDS
+        if enrolment_operator.renew_server(self.config, clock=self.clock):
+            self.listener("the server's certificate was renewed")
+            for child in self._children:
+                if child.name == SUPERLINK:
+                    child.stop()
 
     def _move(self, control: FlowerControl) -> None:
         """Start what is to be started."""
@@ -225,7 +241,7 @@ class AggregatorService:
             *("--superexec-auth-secret-file", secret),
         ]
         return [
-            self._child("superlink", [_program("flower-superlink"), *link]),
+            self._child(SUPERLINK, [_program("flower-superlink"), *link]),
             self._child("superexec", [_program("flower-superexec"), *executor]),
         ]
 

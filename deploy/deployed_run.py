@@ -6,7 +6,7 @@ knows of their data is learned from their introductions, or not at all.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from clients.model_pool import ModelPool
 from deploy import private_sites, wiring
 from deploy.protection import check_layout, contract_of
 from deploy.roll_call import SignedRollCall
-from deploy.run_folder import RunFolder
+from deploy.run_folder import RunFolder, replace_file
 from deploy.run_record import RunRecord
 from deploy.run_result import RunResult
 from deploy.store_meters import StoreMeters
@@ -48,6 +48,22 @@ class Parties:
 
     identity: Identity
     roster: Roster
+
+    @classmethod
+    def of_run(cls, folder: Path, run: RunFolder) -> "Parties":
+        """Read a folder's key, and the roster that a run has begun with.
+
+        A site that enrols meanwhile changes the folder's roster; the sites of the run
+        hold the one before, and a contract is between holders of the same.
+
+        Raises:
+            FederationError: See ``load``; or the run's folder cannot be written.
+        """
+        found = cls.load(folder)
+        kept = run.path / "roster.toml"
+        if not kept.exists():
+            replace_file(kept, [roster.dumps(found.roster).encode()])
+        return replace(found, roster=roster.load(kept))
 
     @classmethod
     def load(cls, folder: Path) -> "Parties":

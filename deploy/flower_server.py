@@ -56,7 +56,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
     try:
         deployed = DeployedRun(
             run,
-            Parties.load(config.folder),
+            Parties.of_run(config.folder, run),
             clock=SystemClock(),
             stop_requested=(run.path / STOP).exists,
         )
