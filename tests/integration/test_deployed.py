@@ -22,7 +22,6 @@ max_clip_norm = 100.0
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.flower,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),

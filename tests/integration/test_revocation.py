@@ -11,7 +11,6 @@ from cloud_adapters import flower_simulation
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.flower,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),

@@ -100,7 +100,7 @@ class Deployment:
     def events(self) -> list[dict[str, Any]]:
         """What happened in the newest run."""
         runs = (self.folder / "aggregator" / "runs").glob("*/*/events.jsonl")
-        newest = max(runs, default=None)
+        newest = max(runs, key=lambda path: path.parent.name, default=None)
         if newest is None:
             return []
         *lines, _ = newest.read_text().split("\n")
