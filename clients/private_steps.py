@@ -12,6 +12,12 @@ Guarantee:
     The trainable weights after a round are post-processing of what ``event_of``
     describes, for whoever does not know the keys. All else of a model stays as it
     came: buffers and frozen parameters are put back after every batch.
+
+    The same with several ranks. Each samples among records of its own, with a key of
+    its own, so that all together are a Poisson sample of the site. Their sums are added
+    in float64, which is in the margin of ``privacy.dp_sgd.clipping.sum_margin`` for
+    float64; noise is added once, by the first rank, which gives the others what it
+    released and nothing else.
 """
 
 import os
@@ -22,6 +28,7 @@ import numpy as np
 import torch
 
 from clients.datasets import Indices
+from clients.ranks.peers import NO_PEERS, Peers
 from federation.errors import SiteError
 from federation.job import JobSpec
 from federation.vectors import Layout, Vector
@@ -149,8 +156,16 @@ class PrivateGradient:
         private: PrivateTraining,
         *,
         num_records: int,
+        peers: Peers = NO_PEERS,
     ) -> None:
         """Take fresh keys.
+
+        Args:
+            model: The model.
+            job: The job.
+            private: How it is made private.
+            num_records: Training records of the whole site.
+            peers: The site's other ranks, each with the same model.
 
         Raises:
             SiteError: The site holds too few records.
@@ -158,7 +173,8 @@ class PrivateGradient:
         self._rate = sampling_rate(job, num_records)
         self._expected = expected_batch(job)
         self._batch_size = job.training.batch_size
-        self._num_records = num_records
+        self._num_records = peers.rank.share(num_records)
+        self._peers = peers
         self._random_bytes = private.random_bytes
         self._sum = ClippedSum(
             model,
@@ -175,13 +191,14 @@ class PrivateGradient:
         ]
 
     def draw(self) -> Iterator[Indices]:
-        """Sample the records of a step, and cut them into batches that fit memory.
+        """Sample this rank's records of a step, in batches that fit memory.
 
         There is no batch at all if the sample is empty; the step is taken all the
         same, since its absence would be noticed.
         """
         self._sum.sum_d.zero_()
         chosen = poisson_indices(self._num_records, self._rate, self._sampling)
+        chosen = chosen * self._peers.count + self._peers.rank.rank
         for start in range(0, len(chosen), self._batch_size):
             yield chosen[start : start + self._batch_size]
 
@@ -216,14 +233,18 @@ class PrivateGradient:
 
     def release_(self) -> None:
         """Add noise and make the result the gradient of the model's parameters."""
-        sum_d = self._sum.sum_d
+        if self._peers.total_at_first_(self._sum.sum_d):
+            self._add_noise_(self._sum.sum_d)
+        self._peers.as_at_first_(self._sum.sum_d)
+        self._sum.write_gradients(self._expected)
+
+    def _add_noise_(self, sum_d: torch.Tensor) -> None:
         if sum_d.device.type == "cpu":
             self._mechanism.release_(sum_d.numpy(), self._random_bytes)
         else:
             host_d: np.ndarray[tuple[int], np.dtype[np.float64]] = sum_d.cpu().numpy()
             self._mechanism.release_(host_d, self._random_bytes)
             sum_d.copy_(torch.from_numpy(host_d))
-        self._sum.write_gradients(self._expected)
 
     @torch.no_grad()
     def _put_back(self) -> None:

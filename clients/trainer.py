@@ -73,7 +73,7 @@ class TorchTrainer:
                 private steps or for its ranks.
             JobError: A batch cannot be shared out evenly, and the data needs it.
             ValueError: The job's unit of privacy and ``private`` contradict each
-                other, or there are several ranks and ``private``.
+                other, or there are several ranks and noise in the secure sum.
         """
         if len(train) == 0:
             raise SiteError(f"site {site!r} has no training examples")
@@ -85,8 +85,8 @@ class TorchTrainer:
         if takes_private_steps(job) != (private is not None):
             raise ValueError("private training is what the job asks for, or is not")
         if private is not None:
-            if peers.count > 1:
-                raise ValueError("private steps are taken by one rank")
+            if peers.count > 1 and private.in_sum:
+                raise ValueError("with noise in the sum one rank takes the step")
             sampling_rate(job, len(train))
         check_shares(job, site, train, peers.count)
         self._private = private
@@ -238,7 +238,9 @@ class TorchTrainer:
             [p.detach().clone() for p in parameters] if training.proximal_mu else []
         )
         optimizer = make_optimizer(parameters, training.optimizer)
-        gradient = PrivateGradient(model, self._job, private, num_records=size)
+        gradient = PrivateGradient(
+            model, self._job, private, num_records=size, peers=self._peers
+        )
         num_steps = num_private_steps(self._job, size)
         first_step = (round_index - 1) * num_steps
         for step in range(first_step, first_step + num_steps):

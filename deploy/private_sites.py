@@ -7,14 +7,14 @@ accountant is told and what the trainer does come from the same functions of
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from clients.budget import BudgetedTrainer, Releases
+from clients.budget import BudgetedTrainer, ClippingTrainer, Releases
 from clients.datasets import Dataset
 from clients.private_steps import (
     PrivateTraining,
@@ -52,6 +52,9 @@ _SAMPLINGS = {
     "joint": accountant.SAMPLING_ASSUMPTION,
     "site": accountant.NO_SAMPLING,
 }
+
+
+MakePrivate = Callable[[PrivateTraining | None], ClippingTrainer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,23 +123,32 @@ class PrivateSites:
         for ledger in self._ledgers.values():
             ledger.close()
 
-    def trainer(self, name: SiteId) -> Trainer:
+    def trainer(self, name: SiteId, make: MakePrivate | None = None) -> Trainer:
         """Make a site's trainer and open its ledger.
+
+        Args:
+            name: The site.
+            make: Makes what trains as planned; this process does by default.
 
         Raises:
             PrivacyError: The ledger that is there cannot be gone on with.
         """
         plan, federation = self.plans[name], self._federation
         train, held_out = federation.site_data[name]
-        return BudgetedTrainer(
-            TorchTrainer(
+        trainer: ClippingTrainer
+        if make is not None:
+            trainer = make(plan.training)
+        else:
+            trainer = TorchTrainer(
                 federation.job,
                 name,
                 pool=federation.pool,
                 train=train,
                 held_out=held_out,
                 private=plan.training,
-            ),
+            )
+        return BudgetedTrainer(
+            trainer,
             self._ledger(name, plan),
             Releases(
                 round_event=plan.round_event, held_out=plan.held_out, max_loss=MAX_LOSS

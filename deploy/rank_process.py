@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from clients.model_pool import ModelPool
+from clients.private_steps import PrivateTraining
 from clients.ranks import process
 from clients.ranks.control import Start
 from clients.ranks.peers import Peers
@@ -41,7 +42,23 @@ def _build(start: Start, peers: Peers) -> TorchTrainer:
     site = SiteId(start.site)
     train, held_out = _data(job, site, start)
     return TorchTrainer(
-        job, site, pool=ModelPool(job), train=train, held_out=held_out, peers=peers
+        job,
+        site,
+        pool=ModelPool(job),
+        train=train,
+        held_out=held_out,
+        private=_private(start),
+        peers=peers,
+    )
+
+
+def _private(start: Start) -> PrivateTraining | None:
+    if not start.clipping:
+        return None
+    return PrivateTraining(
+        clip_norm=start.clip_norm,
+        noise_multiplier=start.noise_multiplier,
+        clipping=start.clipping,
     )
 
 

@@ -181,7 +181,8 @@ class SiteAgent:
             )
             stack.enter_context(private)
             self._check_promise(private.promises()[0])
-            trainer = private.trainer(self.name)
+            make = site_ranks.private_maker(federation, self.config.file, stack)
+            trainer = private.trainer(self.name, make)
             make_trainer = lambda: trainer  # noqa: E731
         store = LocalStore(folder)
         handler: SiteHandler

@@ -14,13 +14,14 @@ from functools import partial
 
 import tomli_w
 
-from clients.private_steps import takes_private_steps
+from clients.private_steps import PrivateTraining
 from clients.ranks.control import Start
 from clients.ranks.group import RankGroup
 from clients.ranks.shared_model import SharedModel
 from clients.ranks.trainer import RankedTrainer
 from clients.trainer import check_shares
 from cloud_adapters.urls import parse_url
+from deploy.private_sites import MakePrivate
 from deploy.site_file import SiteDataSpec, SiteFile
 from deploy.wiring import Federation, SiteData
 from federation import job_file
@@ -61,10 +62,10 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
     if ranks == 1:
         return
     site = f"site {file.name!r} trains with {ranks} ranks (compute.ranks)"
-    if takes_private_steps(job):
+    if job.privacy.differential_privacy.unit == "joint":
         raise JobError(
-            f"{site}, and private steps are taken by one alone: ask its operator to "
-            "set compute.ranks = 1",
+            f"{site}, and the one step of a joint round is taken by one alone: ask its "
+            "operator to set compute.ranks = 1",
             key="privacy.differential_privacy.unit",
         )
     if job.training.device.startswith("cuda:"):
@@ -87,6 +88,8 @@ def trainer_of(
 ) -> Callable[[], Trainer]:
     """Choose what trains at a site: its agent, or ranks that begin to start now.
 
+    For jobs with differential privacy see ``private_maker``.
+
     Args:
         federation: Model and data of the run, as the agent has them.
         file: The site's configuration.
@@ -97,7 +100,8 @@ def trainer_of(
         SiteError: There are fewer examples than ranks, or they cannot be started.
     """
     name = SiteId(file.name)
-    if file.compute.ranks == 1:
+    unit = federation.job.privacy.differential_privacy.unit
+    if file.compute.ranks == 1 or unit != "none":
         return partial(federation.trainer, name)
     check_job(federation.job, file, federation.site_data[name])
     layout = federation.pool.layout
@@ -105,11 +109,40 @@ def trainer_of(
     return lambda: trainer
 
 
+def private_maker(
+    federation: Federation, file: SiteFile, stack: ExitStack
+) -> MakePrivate | None:
+    """Choose what takes a site's private steps; see ``trainer_of``.
+
+    Returns:
+        What makes it of the site's plan; None where the agent does it.
+    """
+    if file.compute.ranks == 1:
+        return None
+    layout = federation.pool.layout
+
+    def make(private: PrivateTraining | None) -> RankedTrainer:
+        ranks = ranked_trainer(federation.job, file, layout, private)
+        return stack.enter_context(ranks)
+
+    check_job(federation.job, file, federation.site_data[SiteId(file.name)])
+    return make
+
+
 @contextmanager
 def ranked_trainer(
-    job: JobSpec, file: SiteFile, layout: Layout
+    job: JobSpec,
+    file: SiteFile,
+    layout: Layout,
+    private: PrivateTraining | None = None,
 ) -> Iterator[RankedTrainer]:
     """Start the site's ranks for a run and end them after it.
+
+    Args:
+        job: The job.
+        file: The site's configuration.
+        layout: Layout of the model.
+        private: Of the site's plan; ranks draw their keys themselves.
 
     Raises:
         SiteError: No process can be started.
@@ -126,7 +159,12 @@ def ranked_trainer(
                 {"source": file.data.source, "options": dict(file.data.options)}
             ),
             layout=layout.digest,
-            timeout_seconds=file.compute.timeout_seconds,
+            timeout_seconds=float(file.compute.timeout_seconds),
+            clipping="" if private is None else private.clipping,
+            clip_norm=0.0 if private is None else float(private.clip_norm),
+            noise_multiplier=(
+                0.0 if private is None else float(private.noise_multiplier)
+            ),
         ),
         memory=memory,
     )

@@ -30,6 +30,10 @@ class Start:
         data: ``source`` and ``options`` of the site's own data, as TOML.
         layout: Digest of the model's layout.
         timeout_seconds: How long a rank waits for the others in a step.
+        clipping: Of the site's plan of private steps, as the next two; empty if
+            gradients are not private.
+        clip_norm: Largest norm of a record's gradient.
+        noise_multiplier: Noise over the sensitivity.
     """
 
     job: str
@@ -37,6 +41,9 @@ class Start:
     data: str
     layout: str
     timeout_seconds: float
+    clipping: str = ""
+    clip_norm: float = 0.0
+    noise_multiplier: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,13 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Agent to rank: evaluate the weights in the shared memory."""
+    """Agent to rank: evaluate the weights in the shared memory.
+
+    Attributes:
+        max_loss: What the loss of a prediction is clipped to, in nats; 0 for nothing.
+    """
+
+    max_loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,6 +77,21 @@ class Peers:
             distributed.all_reduce(values)
         return values
 
+    def total_at_first_(self, values: torch.Tensor) -> bool:
+        """Sum values at the first rank; at others they are of no use afterwards.
+
+        Returns:
+            Whether this is the first rank.
+        """
+        if self.count > 1:
+            distributed.reduce(values, dst=0)
+        return self.rank.rank == 0
+
+    def as_at_first_(self, values: torch.Tensor) -> None:
+        """Replace values by those of the first rank."""
+        if self.count > 1:
+            distributed.broadcast(values, src=0)
+
     def draw(
         self, draws: GlobalDraws, work: Callable[[], _Result], *, kind: str, seed: int
     ) -> _Result:

@@ -31,9 +31,9 @@ from clients.ranks.control import (
 )
 from clients.ranks.peers import Peers
 from clients.ranks.shared_model import SharedModel
+from clients.trainer import TorchTrainer
 from federation.errors import FederationError, ProtocolError
 from federation.job import JobSpec
-from federation.protocols import Trainer
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Inherited:
         )
 
 
-Build = Callable[[Start, Peers], Trainer]
+Build = Callable[[Start, Peers], TorchTrainer]
 
 
 def device_of(job: JobSpec, rank: Rank) -> torch.device:
@@ -141,17 +141,23 @@ def _answer(
         channel.send(_tried(messages.get(), trainer, memory, inherited.rank))
 
 
-def _tried(task: Message, trainer: Trainer, memory: SharedModel, rank: Rank) -> Message:
+def _tried(
+    task: Message, trainer: TorchTrainer, memory: SharedModel, rank: Rank
+) -> Message:
     try:
         return _work(task, trainer, memory, rank)
     except FederationError as error:
         return Failed(message=str(error))
 
 
-def _work(task: Message, trainer: Trainer, memory: SharedModel, rank: Rank) -> Message:
+def _work(
+    task: Message, trainer: TorchTrainer, memory: SharedModel, rank: Rank
+) -> Message:
     weights_d, integers_m = memory.view()
     if isinstance(task, Evaluate):
-        sums = trainer.evaluate(weights_d, integers_m)
+        sums = trainer.evaluate_clipped(
+            weights_d, integers_m, max_loss=task.max_loss or None
+        )
         return Measured(count=sums.count, loss_sum=sums.loss_sum, correct=sums.correct)
     if not isinstance(task, Fit):
         raise ProtocolError("the agent asks for something unknown")

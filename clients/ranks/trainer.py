@@ -19,7 +19,8 @@ class RankedTrainer:
     """Drives a group of ranks; see ``federation.protocols.Trainer``.
 
     A round in which a rank dies is begun again by new ranks, from the same weights:
-    what a round gives depends on its weights and its number alone.
+    what a round gives depends on its weights and its number alone. Private steps draw
+    fresh keys; of an attempt that was cut short nothing is known to anybody.
     """
 
     def __init__(
@@ -82,14 +83,24 @@ class RankedTrainer:
         Raises:
             SiteError: Evaluation failed, or ranks died again and again.
         """
+        return self.evaluate_clipped(weights_d, integers_m, max_loss=None)
+
+    def evaluate_clipped(
+        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float | None
+    ) -> MetricSums:
+        """Sums over the held-out data, each prediction's loss clipped, in nats.
+
+        Raises:
+            SiteError: As ``evaluate``.
+        """
         with self._lock:
-            done = self._do(Evaluate(), weights_d, integers_m)
+            done = self._do(Evaluate(max_loss=max_loss or 0.0), weights_d, integers_m)
         if not isinstance(done, Measured):
             raise ProtocolError("a rank was asked to evaluate and did something else")
         return metric_sums(done)
 
     def spent(self) -> None:
-        """Keep no ledger: ranks take no private steps."""
+        """Keep no ledger; see ``clients.budget`` for a trainer that does."""
 
     def close(self) -> None:
         """End the ranks and let go of the memory."""

@@ -12,11 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import agents, ranked_sites
+from support.noisy_jobs import WIDTH
 from support.ranked_sites import TESTS, alone, pids_of, ranked, wait_until_gone
 from support.small_jobs import small_job
 
 from clients.model_pool import ModelPool
+from clients.private_steps import PrivateTraining
 from clients.ranks.trainer import RankedTrainer
+from clients.trainer import TorchTrainer
+from deploy.data import load_data
 from federation.errors import SiteError
 from federation.job import JobSpec
 from federation.messages import RoundTask, SiteUpdate, TaskKind
@@ -243,6 +247,103 @@ def test_an_agent_trains_with_ranks(tmp_path: Path, pool: ModelPool):
     assert isinstance(two, SiteUpdate)
     np.testing.assert_allclose(one.delta_d, two.delta_d, atol=2e-6)
     assert one.num_examples == two.num_examples
+
+
+def private_job(num_records: int, num_inputs: int) -> JobSpec:
+    """A step of plain SGD over all records, with gradients clipped to 1."""
+    return small_job(
+        model={
+            "factory": "clients.models:logistic_regression",
+            "options": {"inputs": num_inputs, "classes": 3},
+        },
+        training={
+            "local_steps": 1,
+            "batch_size": num_records,
+            "optimizer": {"lr": 1.0},
+        },
+        aggregation={"weights": "uniform"},
+        privacy={
+            "differential_privacy": {
+                "unit": "record",
+                "target_epsilon": 8.0,
+                "clip_norm": 1.0,
+            }
+        },
+    )
+
+
+def test_private_ranks_add_up_and_add_noise_once():
+    """Every record's clipped gradient, and the noise that one rank would add.
+
+    Noise is drawn from the system: the bounds are ten standard deviations of what one
+    value and what the estimate over 12,000 values may be off.
+    """
+    num_records, num_inputs = 400, 4 + WIDTH
+    job = private_job(num_records, num_inputs)
+    pool = ModelPool(job)
+    private = PrivateTraining(clip_norm=1.0, noise_multiplier=0.25)
+    source = "support.noisy_jobs:wide_blobs"
+    train, held_out = load_data(source, {})
+    weights = pool.initial_weights()
+    one = TorchTrainer(
+        job,
+        ranked_sites.SITE,
+        pool=pool,
+        train=train,
+        held_out=held_out,
+        private=private,
+    ).fit(*weights, round_index=1)
+    with ranked(job, pool, source, private) as trainer:
+        two = trainer.fit(*weights, round_index=1)
+        again = trainer.fit(*weights, round_index=1)
+    noise = private.noise_multiplier / num_records
+    one_d, two_d, again_d = (
+        (result.weights_d - weights[0])[: 3 * num_inputs].reshape(3, num_inputs)
+        for result in (one, two, again)
+    )
+    assert np.abs(one_d[:, :4]).max() > 0.05
+    np.testing.assert_allclose(one_d[:, :4], two_d[:, :4], atol=10 * np.sqrt(2) * noise)
+    size = 3 * WIDTH
+    assert np.std(two_d[:, 4:]) == pytest.approx(
+        noise, rel=10 / np.sqrt(2 * size) + 0.002
+    )
+    assert not np.array_equal(two_d, again_d)
+    assert two.training is None
+
+
+def test_an_agent_takes_private_steps_with_ranks(tmp_path: Path):
+    """Its ledger is charged once a round, also if a rank dies in it."""
+    members = agents.consortium("site-0")
+    job = private_job(30, 4)
+    pool = ModelPool(job)
+    agent = agents.agent(tmp_path, "site-0", members, compute={"ranks": 2})
+    try:
+        made = agents.proposal(job)
+        introduction = agents.propose(agent, members, made)
+        assert introduction.refused == ""
+        first = children()
+        assert len(first) == 2
+        os.kill(first[1], signal.SIGKILL)
+        update = agent.answer(task(pool))
+    finally:
+        agent.close()
+    assert isinstance(update, SiteUpdate), update
+    assert (update.num_examples, update.training) == (0, None)
+    assert update.spent is not None
+    ledger = tmp_path / "site-0" / "runs" / agents.RUN_ID / "sites" / "site-0"
+    entries = "".join(path.read_text() for path in ledger.glob("*.jsonl"))
+    assert entries.count('"train"') == 1
+    assert children() == []
+
+
+def children() -> list[int]:
+    """Ranks that this process has started, in order."""
+    path = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    return [
+        int(pid)
+        for pid in path.read_text().split()
+        if b"deploy.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def task(pool: ModelPool) -> RoundTask:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.model_pool import ModelPool
+from clients.private_steps import PrivateTraining
 from clients.ranks.trainer import RankedTrainer
 from clients.trainer import TorchTrainer
 from deploy import site_ranks
@@ -32,11 +33,15 @@ def site_file(source: str = "", **compute: Any) -> SiteFile:
 
 @contextmanager
 def ranked(
-    job: JobSpec, pool: ModelPool, source: str = "", **compute: Any
+    job: JobSpec,
+    pool: ModelPool,
+    source: str = "",
+    private: PrivateTraining | None = None,
+    **compute: Any,
 ) -> Iterator[RankedTrainer]:
     """Ranks that train a job; no process of theirs is left."""
     file = site_file(source, **compute)
-    with site_ranks.ranked_trainer(job, file, pool.layout) as trainer:
+    with site_ranks.ranked_trainer(job, file, pool.layout, private) as trainer:
         pids = pids_of(trainer)
         yield trainer
         pids += pids_of(trainer)

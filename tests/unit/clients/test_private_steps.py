@@ -10,6 +10,7 @@ from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
 
+from clients.batches import Rank
 from clients.datasets import Dataset, Indices, as_dataset
 from clients.model_pool import ModelPool
 from clients.private_steps import (
@@ -19,6 +20,7 @@ from clients.private_steps import (
     num_private_steps,
     sampling_rate,
 )
+from clients.ranks.peers import Peers
 from clients.trainer import TorchTrainer
 from federation.errors import SiteError
 from federation.ids import SiteId
@@ -295,3 +297,16 @@ def test_autocast_and_a_language_model():
     before = trainer.evaluate(weights_d, integers_m).loss
     after = trainer.evaluate(result.weights_d, integers_m).loss
     assert after < 0.5 * before
+
+
+def test_ranks_sample_records_of_their_own():
+    """At rate 1 every record is at one rank."""
+    job = private_job({"local_steps": 1, "batch_size": 60})
+    model = nn.Linear(4, 3)
+    drawn = []
+    for rank in range(3):
+        peers = Peers(rank=Rank(rank=rank, world_size=3))
+        gradient = PrivateGradient(model, job, private(), num_records=60, peers=peers)
+        drawn.append(np.concatenate(list(gradient.draw())))
+    assert [sorted(part % 3) for part in drawn] == [[0] * 20, [1] * 20, [2] * 20]
+    assert sorted(np.concatenate(drawn)) == list(range(60))

@@ -1,5 +1,6 @@
 """Which jobs a site's ranks train, and what of the agent's environment they get."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,8 +53,8 @@ def test_credentials_go_where_data_needs_them(file: SiteFile, expected: set[str]
     assert expected == set(site_ranks.environment(file, WHOLE))
 
 
-def test_private_steps_are_refused():
-    """The message says what the operator can do."""
+def test_a_joint_step_is_refused():
+    """The message says what the operator can do; private steps of a site are taken."""
     job = small_job(
         training={"local_steps": 1, "batch_size": 8, "optimizer": {"lr": 0.5}},
         aggregation={"weights": "uniform"},
@@ -65,10 +66,13 @@ def test_private_steps_are_refused():
             }
         },
     )
+    site_ranks.check_job(job, site_file(), DATA)
+    private = replace(job.privacy.differential_privacy, unit="joint")
+    joint = replace(job, privacy=replace(job.privacy, differential_privacy=private))
     with pytest.raises(JobError, match=r"set compute.ranks = 1") as caught:
-        site_ranks.check_job(job, site_file(), DATA)
+        site_ranks.check_job(joint, site_file(), DATA)
     assert caught.value.key == "privacy.differential_privacy.unit"
-    site_ranks.check_job(job, site_file(ranks=1), DATA)
+    site_ranks.check_job(joint, site_file(ranks=1), DATA)
 
 
 def test_one_device_is_refused():
