@@ -106,3 +106,15 @@ def test_files_of_a_page_make_federations(
     for path in sorted(tmp_path.glob("*.toml")):
         federation = wiring.build_federation(job_file.load(path))
         assert len(federation.site_data) == len(federation.job.sites)
+
+
+def test_tests_of_the_threat_model_exist():
+    """What it says is shown is shown by a test of that name."""
+    text = (ROOT / "docs/explanation/threat-model.md").read_text()
+    named = re.findall(r"`(?:(test_\w+\.py))?::(test_\w+)`", text)
+    assert len(named) > 20
+    file = ""
+    for start, function in named:
+        file = start or file
+        homes = [home.read_text() for home in (ROOT / "tests").rglob(file)]
+        assert any(f"def {function}(" in home for home in homes), (file, function)
