@@ -135,6 +135,7 @@ def _answer(
         _LOG.error("rank %d cannot begin: %s", inherited.rank.rank, error)
         channel.send(Failed(message=str(error)))
         raise
+    _warm_up(peers)
     memory = SharedModel(trainer.layout(), inherited.memory)
     channel.send(Ready())
     while True:
@@ -173,6 +174,15 @@ def _work(
         loss_sum=0.0 if training is None else training.loss_sum,
         correct=0 if training is None else training.correct,
     )
+
+
+def _warm_up(peers: Peers) -> None:
+    """Take a step of nothing: torch's first one imports for seconds."""
+    module = torch.nn.Linear(1, 1).to(peers.device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    wrapped = peers.wrap(module)
+    wrapped(torch.zeros(1, 1, device=peers.device)).sum().backward()
+    optimizer.step()
 
 
 def _meet(inherited: Inherited, start: Start, device: torch.device) -> None:
