@@ -1,5 +1,6 @@
 """A site that trains with several processes."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -21,11 +22,18 @@ from clients.private_steps import PrivateTraining
 from clients.ranks.trainer import RankedTrainer
 from clients.trainer import TorchTrainer
 from deploy.data import load_data
+from deploy.deployed_run import DeployedRun
+from deploy.run_folder import RunFolder
+from federation import events, job_file
+from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.job import JobSpec
 from federation.messages import RoundTask, SiteUpdate, TaskKind
 
 pytestmark = [pytest.mark.slow]
+
+JOBS = Path(__file__).parents[2] / "jobs"
+CLOUDS = ("aws-us-east-1", "gcp-us-central1")
 
 # The last batch of an epoch has one example: the second rank gets none of it.
 EPOCHS = small_job(
@@ -338,12 +346,61 @@ def test_an_agent_takes_private_steps_with_ranks(tmp_path: Path):
 
 def children() -> list[int]:
     """Ranks that this process has started, in order."""
-    path = Path(f"/proc/self/task/{threading.get_native_id()}/children")
-    return [
-        int(pid)
-        for pid in path.read_text().split()
-        if b"deploy.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(pid) for pid in path.read_text().split()]
+    return sorted(pid for pid in found if is_rank(pid))
+
+
+def is_rank(pid: int) -> bool:
+    try:
+        return b"deploy.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_whole_run_survives_the_death_of_a_rank(tmp_path: Path):
+    """Secure aggregation and private steps; one of two sites trains with two ranks."""
+    members = agents.consortium(*CLOUDS)
+    compute = ({}, {"compute": {"ranks": 2}})
+    grid = agents.AgentGrid(
+        {
+            name: agents.agent(tmp_path, name, members, **tables)
+            for name, tables in zip(CLOUDS, compute, strict=True)
+        }
+    )
+    folder = RunFolder(tmp_path / "runs" / agents.RUN_ID)
+    folder.path.mkdir(parents=True)
+    job = job_file.load(JOBS / "private.toml", ["rounds=2"])
+    folder.write_job(job)
+    seen: list[events.Event] = []
+    killed: list[int] = []
+
+    def kill(event: events.Event) -> None:
+        if isinstance(event, events.RoundFinished) and event.round_index == 1:
+            killed.extend(children())
+            os.kill(killed[0], signal.SIGKILL)
+
+    coordinator = DeployedRun(
+        folder,
+        members.parties,
+        clock=SystemClock(),
+        listeners=[seen.append, kill],
+        stop_requested=lambda: False,
+    )
+    with grid.connected():
+        result = coordinator.run(grid.connect)
+        assert len(killed) == 2
+        assert not set(killed) & set(children())
+    finished = [e for e in seen if isinstance(e, events.RoundFinished)]
+    assert [(e.round_index, e.status) for e in finished] == [
+        (1, "completed"),
+        (2, "completed"),
     ]
+    assert not any(isinstance(e, events.SiteFailed) for e in seen)
+    assert result.status == "completed"
+    assert children() == []
 
 
 def task(pool: ModelPool) -> RoundTask:
