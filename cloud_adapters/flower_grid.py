@@ -41,6 +41,8 @@ from federation.protocols import Clock
 
 CONNECT_SECONDS = 60.0
 POLL_SECONDS = 0.02
+# Over a SuperLink, which works for 10 ms on every look, while sites wait for it.
+SUPERLINK_POLL_SECONDS = 0.1
 # An answer stays with Flower for this long after its deadline, so that a late one
 # is seen to be late, and then is deleted.
 LATE_SECONDS = 60.0

@@ -9,7 +9,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid as FlowerApi
 from flwr.serverapp import ServerApp
 
-from cloud_adapters.flower_grid import FlowerGrid
+from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
 from cloud_adapters.frames import Frames
 from deploy import aggregator_file, exchange
 from deploy.aggregator_file import AggregatorConfig
@@ -110,6 +110,7 @@ def _connect(
         frames=frames,
         required=required,
         connect_seconds=config.file.connect_seconds,
+        poll_seconds=SUPERLINK_POLL_SECONDS,
     )
 
 

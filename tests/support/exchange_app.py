@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flwr.serverapp import Grid
 
-from cloud_adapters.flower_grid import FlowerGrid
+from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.storage.local import LocalStore
 from federation.clock import SystemClock
@@ -44,7 +44,12 @@ def rounds(
         frames = Frames(store=store, scratch=scratch)
     names = [SiteId(name) for name in sites]
     grid = FlowerGrid(
-        api, names, clock=SystemClock(), roll_call=NamesCall(), frames=frames
+        api,
+        names,
+        clock=SystemClock(),
+        roll_call=NamesCall(),
+        frames=frames,
+        poll_seconds=SUPERLINK_POLL_SECONDS,
     )
     weights_d = np.arange(num_floats, dtype=np.float32)
     seconds, wrong = [], []

@@ -1,0 +1,94 @@
+"""``[exchange]``: the same place for all parties, or none."""
+
+from pathlib import Path
+
+import pytest
+from support import toy
+
+from cloud_adapters.frame_references import Packed
+from cloud_adapters.keys.key_file import add_key
+from cloud_adapters.storage.local import LocalStore
+from deploy import aggregator_file, exchange, site_file
+from deploy.exchange import ExchangeSpec
+from federation.errors import JobError
+from federation.storage_job import EncryptionSpec
+
+SITE = """
+name = "one"
+
+[aggregator]
+address = "localhost:1"
+authority = "ca.crt"
+"""
+
+
+def test_default_is_no_store(tmp_path: Path):
+    """A message is large above 64 MiB, and then an error."""
+    path = tmp_path / "aggregator.toml"
+    path.write_text("")
+    spec = aggregator_file.load(path).file.exchange
+    assert spec == ExchangeSpec()
+    with exchange.opened(spec, tmp_path / "scratch") as frames:
+        assert frames.threshold_bytes == 64 << 20
+        assert frames.send(toy.task()).references == ()
+    assert not (tmp_path / "scratch").exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["/folder", "file://relative", "memory://", "ftp://host/x", "s3://UPPER", "s3://"],
+)
+def test_place_that_is_not_the_same_for_all_is_refused(tmp_path: Path, url: str):
+    """In both files, which are named with the key."""
+    table = f'\n[exchange]\nurl = "{url}"\n'
+    for name, text in (("aggregator.toml", ""), ("site.toml", SITE)):
+        path = tmp_path / name
+        path.write_text(text + table)
+        load = site_file.load if name == "site.toml" else aggregator_file.load
+        with pytest.raises(JobError, match=r"exchange\.url") as caught:
+            load(path)
+        assert str(caught.value).count(str(path)) == 1
+
+
+def test_site_and_aggregator_read_the_same_table(tmp_path: Path):
+    """So that one text can be given to all."""
+    table = f'\n[exchange]\nurl = "file://{tmp_path}/store"\nthreshold_mb = 1\n'
+    (tmp_path / "aggregator.toml").write_text(table)
+    (tmp_path / "site.toml").write_text(SITE + table)
+    mine = aggregator_file.load(tmp_path / "aggregator.toml").file.exchange
+    assert mine == site_file.load(tmp_path / "site.toml").file.exchange
+    with exchange.opened(mine, tmp_path / "scratch") as frames:
+        assert frames.threshold_bytes == 1 << 20
+
+
+def large_update(spec: ExchangeSpec, scratch: Path) -> Packed:
+    """Send an update of a bit more than a MiB."""
+    values = toy.update().delta_d.repeat((1 << 18) + 1)
+    with exchange.opened(spec, scratch) as frames:
+        return frames.send(toy.update(delta_d=values))
+
+
+def test_objects_may_be_encrypted(tmp_path: Path):
+    """The store then sees no value of an update."""
+    key_file = tmp_path / "exchange.key"
+    add_key(key_file)
+    place = tmp_path / "store"
+    spec = ExchangeSpec(
+        url=f"file://{place}",
+        encryption=EncryptionSpec(key=f"file:{key_file}"),
+        threshold_mb=1,
+    )
+    (reference,) = large_update(spec, tmp_path / "scratch").references
+    (info,) = LocalStore(place).list()
+    assert info.size > reference.size
+    content = LocalStore(place).read(info.key)
+    assert toy.update().delta_d[:1].tobytes() * 4 not in content
+
+
+def test_missing_key_of_encryption_is_named(tmp_path: Path):
+    """By its place in the file."""
+    spec = ExchangeSpec(
+        url=f"file://{tmp_path}", encryption=EncryptionSpec(key="nonsense")
+    )
+    with pytest.raises(JobError, match=r"exchange\.encryption\.key"):
+        large_update(spec, tmp_path / "scratch")
