@@ -91,6 +91,18 @@ def open_proposal(sealed: bytes, roster: Roster) -> Proposal:
     return found
 
 
+def kept_proposal(sealed: bytes) -> Proposal:
+    """Read a proposal that was checked before it was kept.
+
+    Raises:
+        ProtocolError: It is damaged.
+    """
+    found = _parse(_body(sealed), Proposal)
+    if not isinstance(found, Proposal):
+        raise ProtocolError("that is no proposal")
+    return found
+
+
 def seal_introduction(introduction: Introduction, site: Identity) -> bytes:
     """Sign an introduction."""
     return _seal(introduction, site, Label.PROMISE)

@@ -156,6 +156,7 @@ class SiteAgent:
         job = job_file.loads(proposal.job)
         check_job(job, self.config.file.floor, self.name)
         _check_same_job(job, folder, self.roster)
+        self._check_total(run_id, job)
         self.close()
         with ExitStack() as stack:
             run = self._build(run_id, job, sealed, folder, stack)
@@ -221,6 +222,25 @@ class SiteAgent:
             answer=answer,
             stack=stack,
         )
+
+    def _check_total(self, run_id: RunId, job: JobSpec) -> None:
+        """Hold what all runs may spend of the same records against the floor."""
+        floor, private = self.config.file.floor, job.privacy.differential_privacy
+        if floor.total_epsilon is None or private.target_epsilon is None:
+            return
+        earlier = (
+            job_file.loads(introduction.kept_proposal(path.read_bytes()).job)
+            for path in (self.config.folder / "runs").glob(f"*/{_PROPOSAL}")
+            if path.parent.name != run_id
+        )
+        targets = (one.privacy.differential_privacy.target_epsilon for one in earlier)
+        promised = sum(target for target in targets if target is not None)
+        if promised + private.target_epsilon > floor.total_epsilon:
+            raise JobError(
+                f"site {self.name!r} has promised {promised:g} to earlier runs and "
+                f"allows {floor.total_epsilon:g} in all (floor.total_epsilon)",
+                key="privacy.differential_privacy.target_epsilon",
+            )
 
     def _check_promise(self, promise: SitePrivacy) -> None:
         """Hold against the floor what only the plan could tell."""

@@ -86,6 +86,12 @@ class FloorSpec:
         "leave without noise; not looked at if `privacy` is `none`.",
         default=False,
     )
+    total_epsilon: float | None = key(
+        "Largest sum of the target epsilons of all runs that this site has taken part "
+        "in (basic composition, delta likewise adds up); no limit by default.",
+        default=None,
+        above=0.0,
+    )
     secure_aggregation: bool = key(
         "Whether updates must be summed in secret.", default=True
     )

@@ -285,6 +285,36 @@ def test_delta_that_only_the_plan_tells_is_held_against_the_floor(
     assert left(agent) == []
 
 
+def test_all_runs_share_a_total(tmp_path: Path, members: Consortium):
+    """A new run is a new ledger of the same records; the same run is not."""
+    floor = {**OPEN_FLOOR, "privacy": "record", "max_delta": 0.1, "total_epsilon": 12.0}
+    agent = agents.agent(tmp_path, NAME, members, floor=floor)
+    first, second, third = (f"20260102-030405-00000{n}" for n in range(3))
+    job = private_job()
+    for run_id in (first, first):
+        assert not agents.propose(
+            agent, members, agents.proposal(job, run_id=run_id)
+        ).refused
+    found = agents.propose(agent, members, agents.proposal(job, run_id=second))
+    assert "has promised 8 to earlier runs and allows 12 in all" in found.refused
+    cheap = private_job(
+        privacy={
+            "differential_privacy": {
+                "unit": "record",
+                "target_epsilon": 4.0,
+                "clip_norm": 1.0,
+            }
+        }
+    )
+    again = agents.agent(tmp_path, NAME, members, floor=floor)
+    assert not agents.propose(
+        again, members, agents.proposal(cheap, run_id=third)
+    ).refused
+    assert left(agent) == [first, third]
+    for one in (agent, again):
+        one.close()
+
+
 def ledger(agent: SiteAgent) -> list[Any]:
     """What a site's ledger of the run holds."""
     path = agent.config.folder / "runs" / RUN_ID / "sites" / NAME / "ledger.jsonl"
