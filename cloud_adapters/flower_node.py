@@ -337,12 +337,13 @@ class FlowerNode:
         push = make_push_object_fn_protobuf(
             client.PushObject, node, run_id, taken.session_id
         )
-        self._calls.call(
-            lambda: push_objects(
-                objects,
-                push_object_fn=push,
-                object_ids_to_push=set(taken.objects_to_push),
-            )
+        # Each is tried again by itself: what has been pushed is no longer here.
+        push_objects(
+            objects,
+            push_object_fn=lambda name, content: self._calls.call(
+                lambda: push(name, content)
+            ),
+            object_ids_to_push=set(taken.objects_to_push),
         )
 
 

@@ -234,6 +234,37 @@ def test_answer_survives_a_restart_of_the_superlink(
     assert running.said("connected to") == 1  # Twice would cost twenty seconds.
 
 
+def test_superlink_killed_in_the_middle_of_an_answer_costs_none(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """Just before its pieces are on their way: each is sent again."""
+    making = "make_push_object_fn_protobuf"
+    make, killed = getattr(flower_node, making), threading.Event()
+    lock = threading.Lock()
+
+    def make_killing(*arguments: Any) -> Any:
+        carry = make(*arguments)
+
+        def kill_and_carry(*piece: Any) -> Any:
+            with lock:
+                if not killed.is_set():
+                    running.server.kill()
+                    killed.set()
+            return carry(*piece)
+
+        return kill_and_carry
+
+    monkeypatch.setattr(flower_fleet, "ACTIVE_SECONDS", superlink.PATIENCE_SECONDS)
+    monkeypatch.setattr(flower_node, making, make_killing)
+    node, size = running.node.node_id, 12 * MB
+    message = running.server.ask("push_query", node=node, size=size)
+    assert killed.wait(superlink.PATIENCE_SECONDS)
+    running.server.start()
+    wait_for(lambda: node in running.server.online(), "a heartbeat has come")
+    answer = running.server.ask("pull", message=message, size=size)
+    assert answer == {"error": None, "right": True}, running.words
+
+
 def test_run_that_was_stopped_does_not_end_the_node(running: Running):
     """Nobody wants its answer any more; the next run is another matter."""
     node = running.node.node_id
