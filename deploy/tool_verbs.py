@@ -38,6 +38,12 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     doctor.add_argument(
         "--job", type=Path, metavar="JOB", help="likewise for all that a job uses"
     )
+    doctor.add_argument(
+        "--site",
+        type=Path,
+        metavar="FILE",
+        help="check a site.toml, its keys and its way to the aggregator",
+    )
     doctor.set_defaults(verb=_doctor)
 
     transcript = verbs.add_parser(
@@ -212,6 +218,10 @@ def _doctor(options: argparse.Namespace) -> int:
         ),
         *identities.checks(needs),
     ]
+    if options.site is not None:
+        from deploy import doctor_site  # noqa: PLC0415 -- imports TLS
+
+        checks += doctor_site.checks(options.site, SystemClock())
     problems = sum(check.status == "problem" for check in checks)
     if options.json:
         _say(

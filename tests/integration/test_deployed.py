@@ -66,6 +66,16 @@ def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Pat
     assert "quickstart" in crossfed("ps", "--aggregator", federation.config).stdout
 
 
+def test_doctor_finds_a_site_ready(federation: Deployment):
+    """From its files to the way to the aggregator."""
+    path = federation.folder / SITES[0] / "site.toml"
+    found = crossfed("doctor", "--site", str(path), "--json").stdout
+    checks = {each["name"]: each for each in json.loads(found)["checks"]}
+    assert checks["admission"]["status"] == "ok"
+    assert checks["aggregator"]["found"].split(" is well")[0].startswith("127.0.0.1:")
+    assert checks["clock skew"]["status"] == checks["certificate"]["status"] == "ok"
+
+
 def test_a_job_below_the_floor_is_refused(federation: Deployment, tmp_path: Path):
     """Nothing is trained, and the message names site and key."""
     job = tmp_path / "job.toml"

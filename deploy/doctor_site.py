@@ -1,0 +1,175 @@
+"""``crossfed doctor --site FILE``: whether a site is ready to take part in runs.
+
+Nothing is changed and no task is taken. The aggregator is asked two things: for its
+health, which needs no certificate, and for messages without naming a node, which a
+proxy answers with 403 if it does not let the certificate in.
+"""
+
+import http.client
+import ssl
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+
+from deploy import doctor, site_file
+from deploy.certificates import parse_certificate
+from deploy.doctor import Check
+from deploy.site_file import SiteConfig, check_address
+from federation.errors import FederationError
+from federation.protocols import Clock
+from privacy.secret_files import read_private
+
+CALL_SECONDS = 5.0
+SOON_DAYS = 14
+# Nodes sign the time, and Flower takes no signature that is five minutes old.
+MOST_SKEW_SECONDS = 240.0
+_DAY_SECONDS = 86400.0
+_OK, _FORBIDDEN = 200, 403
+
+
+def checks(path: Path, clock: Clock) -> Iterator[Check]:
+    """Look at a site's configuration, its keys and its way to the aggregator.
+
+    Args:
+        path: ``site.toml``.
+        clock: This machine's.
+    """
+    try:
+        config = site_file.load(path)
+    except FederationError as error:
+        yield _problem("site", str(error), "correct the file: see its how-to")
+        return
+    yield Check(name="site", status="ok", found=f"{config.file.name!r} by {path}")
+    found, public = doctor.check_key(config.identity)
+    yield from found
+    found, members = doctor.check_roster(config.roster)
+    yield from found
+    if public is not None and members is not None:
+        yield doctor.check_pinned(public, members)
+    yield from _node_key(config)
+    yield from _certificate(config, clock)
+    yield from doctor.check_runs(config.folder)
+    yield from _aggregator(config, clock)
+
+
+def _node_key(config: SiteConfig) -> Iterator[Check]:
+    try:
+        is_key = b"PRIVATE KEY-----" in read_private(config.node_key)
+    except FederationError as error:
+        yield _problem("node key", str(error), "enrol this site again")
+        return
+    if is_key:
+        yield Check(name="node key", status="ok", found=str(config.node_key))
+    else:
+        found = f"{config.node_key} holds no key"
+        yield _problem("node key", found, "enrol this site again")
+
+
+def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
+    path, renew = config.certificate, "crossfed enroll --renew"
+    if path is None:
+        found = "none: only an aggregator on this machine's loopback lets it in"
+        yield Check(name="certificate", status="warning", found=found)
+        return
+    try:
+        until = parse_certificate(read_private(path)).not_valid_after_utc.timestamp()
+    except FederationError as error:
+        yield _problem("certificate", str(error), "enrol this site again")
+        return
+    days = (until - clock.now()) / _DAY_SECONDS
+    if days <= 0:
+        found = f"{path} expired {-days:.0f} days ago"
+        yield _problem("certificate", found, f"{renew}, or enrol again")
+    elif days < SOON_DAYS:
+        found = f"{path} expires in {days:.0f} days"
+        advice = f"start the agent, which renews it, or {renew}"
+        yield Check(name="certificate", status="warning", found=found, advice=advice)
+    else:
+        found = f"{path} holds for {days:.0f} days"
+        yield Check(name="certificate", status="ok", found=found)
+
+
+def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
+    address = config.file.aggregator.address
+    begin = clock.monotonic()
+    try:
+        status, date = _ask(config, "GET", "/health")
+    except ssl.SSLCertVerificationError as error:
+        yield _problem(
+            "aggregator",
+            f"{address} does not prove that it is the aggregator: "
+            f"{error.verify_message}",
+            "compare its address and authority with the operator's; check this clock",
+        )
+        return
+    except (OSError, http.client.HTTPException) as error:
+        found = f"{address} cannot be reached: {error}"
+        advice = "is it up, is its port open, does a firewall stand in between?"
+        yield _problem("aggregator", found, advice)
+        return
+    seconds = clock.monotonic() - begin
+    if status == _OK:
+        found = f"{address} is well and answers in {1e3 * seconds:.0f} ms"
+        yield Check(name="aggregator", status="ok", found=found)
+    else:
+        yield Check(
+            name="aggregator",
+            status="warning",
+            found=f"{address} answers, and is not ready (HTTP {status})",
+            advice="wait, or ask its operator to look at its logs",
+        )
+    yield from _skew(date, clock)
+    yield from _is_let_in(config)
+
+
+def _skew(date: str, clock: Clock) -> Iterator[Check]:
+    try:
+        skew = clock.now() - parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError):
+        return  # It does not tell the time.
+    found = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the aggregator's"
+    if abs(skew) > MOST_SKEW_SECONDS:
+        yield _problem("clock skew", found, "set the time of this machine: run ntp")
+    else:
+        yield Check(name="clock skew", status="ok", found=found)
+
+
+def _is_let_in(config: SiteConfig) -> Iterator[Check]:
+    if config.certificate is None:
+        return
+    try:
+        status, _ = _ask(config, "POST", "/v1/fleet/pull-messages")
+    except (OSError, http.client.HTTPException) as error:
+        yield _problem("admission", f"the connection ended: {error}", "try again")
+        return
+    if status == _FORBIDDEN:
+        found = "the aggregator does not let this site's certificate in"
+        advice = "it expired or was revoked: ask the operator, and enrol again"
+        yield _problem("admission", found, advice)
+    else:
+        found = "the aggregator lets this site's certificate in"
+        yield Check(name="admission", status="ok", found=found)
+
+
+def _ask(config: SiteConfig, method: str, path: str) -> tuple[int, str]:
+    """Make a request; its status and the time of the answer."""
+    host, port = check_address(config.file.aggregator.address, key="address")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cafile=str(config.authority))
+    if config.certificate is not None:
+        context.load_cert_chain(config.certificate)
+    connection = http.client.HTTPSConnection(
+        host, port, timeout=CALL_SECONDS, context=context
+    )
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.getheader("Date") or ""
+    finally:
+        connection.close()
+
+
+def _problem(name: str, found: str, advice: str) -> Check:
+    return Check(name=name, status="problem", found=found, advice=advice)

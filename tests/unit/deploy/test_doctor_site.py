@@ -1,0 +1,78 @@
+"""Whether a site is ready: what is said of what is wrong."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.enrolments import Federation
+
+from deploy import doctor_site
+from deploy.doctor import Check
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Federation:
+    made = Federation(folder=tmp_path)
+    made.site("site-a")
+    return made
+
+
+def examined(federation: Federation) -> dict[str, Check]:
+    path = federation.folder / "site-a" / "site.toml"
+    return {each.name: each for each in doctor_site.checks(path, federation.clock)}
+
+
+def test_enrolled_site_lacks_nothing_but_the_way(federation: Federation):
+    """Nobody listens here: the one problem says so."""
+    found = examined(federation)
+    wrong = [each for each in found.values() if each.status == "problem"]
+    assert [each.name for each in wrong] == ["aggregator"]
+    assert "cannot be reached" in wrong[0].found
+    assert found["certificate"].found.endswith("holds for 90 days")
+    assert found["trust"].found == "the key is that of site 'site-a'"
+
+
+@pytest.mark.parametrize(
+    ("days", "status", "text"),
+    [(80, "warning", "expires in 10 days"), (91, "problem", "expired 1 days ago")],
+)
+def test_certificate_that_ends(
+    federation: Federation, days: int, status: str, text: str
+):
+    """Before and after it has."""
+    federation.clock.sleep(days * DAY)
+    found = examined(federation)["certificate"]
+    assert found.status == status
+    assert text in found.found
+    assert "enroll --renew" in found.advice
+
+
+def test_open_and_missing_keys_are_problems(federation: Federation):
+    """Each file is named."""
+    folder = federation.folder / "site-a"
+    (folder / "site.pem").chmod(0o644)
+    os.unlink(folder / "node.pem")  # noqa: PTH108 -- as an operator would
+    found = examined(federation)
+    assert found["certificate"].status == found["node key"].status == "problem"
+    assert "site.pem has mode 0644" in found["certificate"].found
+    assert "node.pem" in found["node key"].found
+
+
+def test_key_that_the_roster_does_not_pin(federation: Federation):
+    """As after a restored folder."""
+    federation.site("site-b")
+    other = federation.folder / "site-b" / "identity.pem"
+    mine = federation.folder / "site-a" / "identity.pem"
+    mine.write_bytes(other.read_bytes())
+    assert examined(federation)["trust"].status == "problem"
+
+
+def test_configuration_that_is_none(federation: Federation):
+    """Nothing else is looked at."""
+    path = federation.folder / "site-a" / "site.toml"
+    path.write_text('name = "site-a"\ncolour = "red"\n')
+    found = examined(federation)
+    assert list(found) == ["site"]
+    assert "colour: unknown key" in found["site"].found
