@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Deployment:
 
     folder: Path
     port: int
+    host: str = "127.0.0.1"
+    namespaces: Mapping[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -53,10 +55,12 @@ class Deployment:
         return str(self.folder / "aggregator" / "aggregator.toml")
 
     def start(self, name: str, *arguments: str) -> None:
-        """Start a process that stays."""
+        """Start a process that stays, in its network namespace if it has one."""
+        namespace = self.namespaces.get(name)
+        where = ["ip", "netns", "exec", namespace] if namespace else []
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*CROSSFED, *arguments],
+                [*where, *CROSSFED, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -163,13 +167,19 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def deployed(folder: Path, floor: str) -> Iterator[Deployment]:
+def deployed(
+    folder: Path,
+    floor: str,
+    *,
+    host: str = "127.0.0.1",
+    namespaces: Mapping[str, str] | None = None,
+) -> Iterator[Deployment]:
     """Make a federation as the how-to says, and end it."""
     port = free_port()
-    made = Deployment(folder=folder, port=port)
-    address = f"127.0.0.1:{port}"
+    made = Deployment(folder=folder, port=port, host=host, namespaces=namespaces or {})
+    address = f"{host}:{port}"
     home = str(folder / "aggregator")
-    crossfed("aggregator", "init", home, "--host", "127.0.0.1", "--listen", address)
+    crossfed("aggregator", "init", home, "--host", host, "--listen", address)
     try:
         made.start_aggregator()
         log = folder / "aggregator.log"
@@ -194,7 +204,7 @@ def _is_healthy(made: Deployment) -> bool:
     authority = str(made.folder / "aggregator" / "ca.crt")
     context = ssl.create_default_context(cafile=authority)
     try:
-        url = f"https://127.0.0.1:{made.port}/health"
+        url = f"https://{made.host}:{made.port}/health"
         with urllib.request.urlopen(url, context=context, timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
