@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +150,23 @@ def test_a_frozen_rank_holds_up_and_spoils_nothing(
     waker.join()
     np.testing.assert_array_equal(expected.weights_d, found.weights_d)
     assert before == pids_of(pair)
+
+
+def test_a_rank_that_stays_frozen_is_given_up(pool: ModelPool):
+    """The others wait for their timeout, and new ranks do the round again.
+
+    The timeout is also that of the meeting at the start, which a busy machine may need
+    more than one attempt for.
+    """
+    weights = pool.initial_weights()
+    with ranked(EPOCHS, pool, timeout_seconds=15.0, restarts=5) as trainer:
+        expected = trainer.fit(*weights, round_index=1)
+        before = pids_of(trainer)
+        os.kill(before[1], signal.SIGSTOP)
+        found = trainer.fit(*weights, round_index=1)
+        np.testing.assert_array_equal(expected.weights_d, found.weights_d)
+        assert not set(before) & set(pids_of(trainer))
+    wait_until_gone(before)
 
 
 def test_ranks_listen_on_the_loopback_alone(pair: RankedTrainer, pool: ModelPool):
@@ -321,6 +338,7 @@ def test_private_ranks_add_up_and_add_noise_once():
 
 def test_an_agent_takes_private_steps_with_ranks(tmp_path: Path):
     """Its ledger is charged once a round, also if a rank dies in it."""
+    before = children()
     members = agents.consortium("site-0")
     job = private_job(30, 4)
     pool = ModelPool(job)
@@ -329,7 +347,7 @@ def test_an_agent_takes_private_steps_with_ranks(tmp_path: Path):
         made = agents.proposal(job)
         introduction = agents.propose(agent, members, made)
         assert introduction.refused == ""
-        first = children()
+        first = children(before)
         assert len(first) == 2
         os.kill(first[1], signal.SIGKILL)
         update = agent.answer(task(pool))
@@ -341,16 +359,16 @@ def test_an_agent_takes_private_steps_with_ranks(tmp_path: Path):
     ledger = tmp_path / "site-0" / "runs" / agents.RUN_ID / "sites" / "site-0"
     entries = "".join(path.read_text() for path in ledger.glob("*.jsonl"))
     assert entries.count('"train"') == 1
-    assert children() == []
+    assert children(before) == []
 
 
-def children() -> list[int]:
-    """Ranks that this process has started, in order."""
-    found = []
+def children(before: Sequence[int] = ()) -> list[int]:
+    """Ranks of this process, but for those of before, in order."""
+    found: list[int] = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found += [int(pid) for pid in path.read_text().split()]
-    return sorted(pid for pid in found if is_rank(pid))
+    return sorted(pid for pid in set(found) - set(before) if is_rank(pid))
 
 
 def is_rank(pid: int) -> bool:
@@ -362,6 +380,7 @@ def is_rank(pid: int) -> bool:
 
 def test_a_whole_run_survives_the_death_of_a_rank(tmp_path: Path):
     """Secure aggregation and private steps; one of two sites trains with two ranks."""
+    before = children()
     members = agents.consortium(*CLOUDS)
     compute = ({}, {"compute": {"ranks": 2}})
     grid = agents.AgentGrid(
@@ -379,7 +398,7 @@ def test_a_whole_run_survives_the_death_of_a_rank(tmp_path: Path):
 
     def kill(event: events.Event) -> None:
         if isinstance(event, events.RoundFinished) and event.round_index == 1:
-            killed.extend(children())
+            killed.extend(children(before))
             os.kill(killed[0], signal.SIGKILL)
 
     coordinator = DeployedRun(
@@ -392,7 +411,7 @@ def test_a_whole_run_survives_the_death_of_a_rank(tmp_path: Path):
     with grid.connected():
         result = coordinator.run(grid.connect)
         assert len(killed) == 2
-        assert not set(killed) & set(children())
+        assert not set(killed) & set(children(before))
     finished = [e for e in seen if isinstance(e, events.RoundFinished)]
     assert [(e.round_index, e.status) for e in finished] == [
         (1, "completed"),
@@ -400,7 +419,7 @@ def test_a_whole_run_survives_the_death_of_a_rank(tmp_path: Path):
     ]
     assert not any(isinstance(e, events.SiteFailed) for e in seen)
     assert result.status == "completed"
-    assert children() == []
+    assert children(before) == []
 
 
 def task(pool: ModelPool) -> RoundTask:
