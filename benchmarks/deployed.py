@@ -16,6 +16,7 @@ JSON lines on stdout, the machine first; a table on stderr.
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from cloud_adapters import flower_simulation  # noqa: E402
 
 flower_simulation.import_flower()
 
-from support import exchange_app, superlink  # noqa: E402
+from support import exchange_app, superlink, toy_sites  # noqa: E402
 
 from cloud_adapters import flower_site  # noqa: E402
 from cloud_adapters.flower_node import FlowerNode  # noqa: E402
@@ -42,7 +43,7 @@ from cloud_adapters.storage.local import LocalStore  # noqa: E402
 from deploy.certificates import key_pem, load_key, new_key  # noqa: E402
 from federation.clock import SystemClock  # noqa: E402
 from federation.ids import RunId  # noqa: E402
-from federation.messages import RoundTask, SiteMessage, SiteUpdate, Task  # noqa: E402
+from federation.messages import RoundTask, SiteMessage, Task  # noqa: E402
 from federation.vectors import Layout, Role  # noqa: E402
 
 LOOK_SECONDS = 0.05
@@ -67,20 +68,7 @@ class Mirror:
     def answer(self, task: Task) -> SiteMessage:
         """Answer without any work."""
         assert isinstance(task, RoundTask)
-        return SiteUpdate(
-            run_id=task.run_id,
-            round_index=task.round_index,
-            site=task.site,
-            layout_digest=task.layout_digest,
-            delta_d=task.weights_d,
-            integers_m=task.integers_m,
-            num_examples=1,
-            num_steps=1,
-            training=None,
-            evaluation=None,
-            evaluation_after=None,
-            phases=(),
-        )
+        return toy_sites.mirrored(task)
 
 
 def site(name: str, num_floats: int, address: str, place: Path, store: str) -> None:
@@ -128,6 +116,15 @@ class Peaks:
                 self.resident[name] = found["peak_mb"]
 
 
+def cpu_seconds(processes: dict[str, int]) -> dict[str, float]:
+    """What processes have used of the processor so far."""
+    found = {}
+    for name, pid in processes.items():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        found[name] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
 @contextlib.contextmanager
 def federation(
     names: list[str], num_floats: int, *, with_store: bool
@@ -167,7 +164,7 @@ def large(num_mb: int, num_rounds: int) -> dict[str, object]:
     num_floats = num_mb * 1_000_000 // 4
     with federation(["one"], num_floats, with_store=True) as parts:
         server, place, processes = parts
-        peaks = Peaks(processes)
+        peaks, before = Peaks(processes), cpu_seconds(processes)
         seconds, wrong = [], []
         for _ in range(num_rounds):
             found = server.ask(
@@ -181,10 +178,14 @@ def large(num_mb: int, num_rounds: int) -> dict[str, object]:
             seconds += found["seconds"]
             wrong += found["wrong"]
         peaks.stop()
+        after = cpu_seconds(processes)
     return {
         "model_mb": num_mb,
         "seconds": [round(each, 2) for each in seconds],
         "wrong": wrong,
+        "cpu_seconds_a_round": {
+            name: round((after[name] - before[name]) / num_rounds, 2) for name in after
+        },
         "own_peak_mb": {name: round(peak) for name, peak in peaks.own.items()},
         "resident_peak_mb": {n: round(peak) for n, peak in peaks.resident.items()},
     }
@@ -225,7 +226,11 @@ def main() -> None:
         site(name, int(num_floats), address, Path(place), store)
         return
     print(json.dumps(machine.facts("deployed")))
-    for row in (tiny(args.tiny_rounds), large(args.mb, args.rounds)):
+    for measure in (
+        lambda: tiny(args.tiny_rounds),
+        lambda: large(args.mb, args.rounds),
+    ):
+        row = measure() | {"load": round(os.getloadavg()[0], 1)}
         print(json.dumps(row), flush=True)
         for name, value in row.items():
             print(f"{name:20} {value}", file=sys.stderr)

@@ -202,11 +202,6 @@ class Frames:
         """Remove all that a run has left; the aggregator's task."""
         self._tidy(run_id, sites, before=math.inf)
 
-    def close(self) -> None:
-        """Let go of the store."""
-        if self._store is not None:
-            self._store.close()
-
     @property
     def _url(self) -> str:
         return "" if self._store is None else self._store.url

@@ -113,4 +113,8 @@ def opened(spec: ExchangeSpec, scratch: Path) -> Iterator[Frames]:
         )
         store = encrypted_with(name, store, place=EXCHANGE)
     with contextlib.closing(store):
-        yield Frames(store=store, scratch=scratch, threshold_bytes=threshold)
+        try:
+            yield Frames(store=store, scratch=scratch, threshold_bytes=threshold)
+        finally:
+            with contextlib.suppress(OSError):  # It may never have been made.
+                scratch.rmdir()

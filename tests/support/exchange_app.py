@@ -52,16 +52,19 @@ def rounds(
         poll_seconds=SUPERLINK_POLL_SECONDS,
     )
     weights_d = np.arange(num_floats, dtype=np.float32)
-    seconds, wrong = [], []
+    seconds: list[float] = []
+    wrong: list[str] = []
     for index in range(1, num_rounds + 1):
         begin = time.perf_counter()
-        for reply in grid.exchange(
-            [_task(name, index, weights_d) for name in names], deadline_seconds=600.0
-        ):
-            if not _is_right(reply.message, weights_d):
-                wrong.append(str(reply.message)[:500])
-            del reply
+        tasks = [_task(name, index, weights_d) for name in names]
+        replies = list(grid.exchange(tasks, deadline_seconds=600.0))
         seconds.append(time.perf_counter() - begin)
+        wrong += [
+            str(reply.message)[:500]
+            for reply in replies
+            if not _is_right(reply.message, weights_d)
+        ]
+        del replies
     if folder:
         frames.end_run(RUN, names)
     return {"seconds": seconds, "wrong": wrong, **memory()}

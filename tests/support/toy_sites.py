@@ -15,6 +15,7 @@ from federation.messages import (
     MaskedUpdate,
     MetricSums,
     Phase,
+    RoundTask,
     SecureAnswer,
     SecureTask,
     SiteEvaluation,
@@ -84,6 +85,24 @@ class EchoSite:
 def echo_site(site: SiteId, job_text: str) -> EchoSite:
     """Build a site, as an engine does where the site lives."""
     return EchoSite(site, job_text)
+
+
+def mirrored(task: RoundTask) -> SiteUpdate:
+    """Answer with the model itself, uncopied."""
+    return SiteUpdate(
+        run_id=task.run_id,
+        round_index=task.round_index,
+        site=task.site,
+        layout_digest=task.layout_digest,
+        delta_d=task.weights_d,
+        integers_m=task.integers_m,
+        num_examples=1,
+        num_steps=1,
+        training=None,
+        evaluation=None,
+        evaluation_after=None,
+        phases=(),
+    )
 
 
 class FaultySite(EchoSite):

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import toy
 
-from cloud_adapters.frame_references import Packed
+from cloud_adapters.frame_references import Packed, Sizes
 from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.storage.local import LocalStore
 from deploy import aggregator_file, exchange, site_file
 from deploy.exchange import ExchangeSpec
+from federation import wire
 from federation.errors import JobError
 from federation.storage_job import EncryptionSpec
 
@@ -66,6 +68,20 @@ def large_update(spec: ExchangeSpec, scratch: Path) -> Packed:
     values = toy.update().delta_d.repeat((1 << 18) + 1)
     with exchange.opened(spec, scratch) as frames:
         return frames.send(toy.update(delta_d=values))
+
+
+def test_scratch_folder_goes_with_the_agent(tmp_path: Path):
+    """Nothing has a name in it."""
+    spec = ExchangeSpec(url=f"file://{tmp_path}/store", threshold_mb=1)
+    update = toy.update(delta_d=np.zeros(1 << 19, dtype=np.float32))
+    with exchange.opened(spec, tmp_path / "scratch") as frames:
+        packed = frames.send(update)
+        head = wire.decode(packed.frame)
+        sizes = Sizes(num_floats=1 << 19, num_integers=0)
+        found = frames.receive(head, packed.references, sizes)
+        assert wire.encode_bytes(found) == wire.encode_bytes(update)
+        assert (tmp_path / "scratch").is_dir()
+    assert not (tmp_path / "scratch").exists()
 
 
 def test_objects_may_be_encrypted(tmp_path: Path):
