@@ -65,10 +65,13 @@ def federation(
 @pytest.mark.parametrize("seconds", [30.0, 120.0])
 def test_a_cut_costs_what_it_covers(federation: Deployment, link: str, seconds: float):
     """The round in flight is lost, and those for which nobody waits any longer."""
+    earlier = federation.num_runs()
     process = federation.run(
         JOBS / "private.toml", "rounds=10", "schedule.max_lost_rounds=8"
     )
-    wait_for(lambda: federation.rounds() >= 2, "rounds")
+    wait_for(
+        lambda: federation.num_runs() > earlier and federation.rounds() >= 2, "rounds"
+    )
     ip("link", "set", link, "down")
     CLOCK.sleep(seconds)
     ip("link", "set", link, "up")

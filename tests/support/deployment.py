@@ -101,6 +101,10 @@ class Deployment:
             text=True,
         )
 
+    def num_runs(self) -> int:
+        """Runs that have begun."""
+        return len([*(self.folder / "aggregator" / "runs").glob("*/*/events.jsonl")])
+
     def events(self) -> list[dict[str, Any]]:
         """What happened in the newest run."""
         runs = (self.folder / "aggregator" / "runs").glob("*/*/events.jsonl")
