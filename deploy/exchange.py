@@ -48,6 +48,11 @@ class ExchangeSpec:
         "None by default.",
         default=None,
     )
+    scratch: str = key(
+        "Folder for vectors that are in use, as files without a name. Empty for "
+        "`scratch` beside what else is kept; a tmpfs is faster, and takes memory.",
+        default="",
+    )
     threshold_mb: int = key(
         "Messages above so many MiB go through the store.",
         default=THRESHOLD_BYTES // _MB,
@@ -84,7 +89,7 @@ def opened(spec: ExchangeSpec, scratch: Path) -> Iterator[Frames]:
 
     Args:
         spec: Which.
-        scratch: Folder for vectors that are in use.
+        scratch: Folder for vectors that are in use, unless it names another.
 
     Raises:
         JobError: It, or the key of its encryption, cannot be.
@@ -113,8 +118,9 @@ def opened(spec: ExchangeSpec, scratch: Path) -> Iterator[Frames]:
         )
         store = encrypted_with(name, store, place=EXCHANGE)
     with contextlib.closing(store):
+        place = Path(spec.scratch) if spec.scratch else scratch
         try:
-            yield Frames(store=store, scratch=scratch, threshold_bytes=threshold)
+            yield Frames(store=store, scratch=place, threshold_bytes=threshold)
         finally:
             with contextlib.suppress(OSError):  # It may never have been made.
                 scratch.rmdir()

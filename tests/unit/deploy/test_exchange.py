@@ -84,6 +84,20 @@ def test_scratch_folder_goes_with_the_agent(tmp_path: Path):
     assert not (tmp_path / "scratch").exists()
 
 
+def test_scratch_folder_may_be_another(tmp_path: Path):
+    """One that others use, too: it stays."""
+    (tmp_path / "fast").mkdir()
+    place = str(tmp_path / "fast")
+    spec = ExchangeSpec(url=f"file://{tmp_path}/store", threshold_mb=1, scratch=place)
+    update = toy.update(delta_d=np.zeros(1 << 19, dtype=np.float32))
+    with exchange.opened(spec, tmp_path / "scratch") as frames:
+        packed = frames.send(update)
+        sizes = Sizes(num_floats=1 << 19, num_integers=0)
+        frames.receive(wire.decode(packed.frame), packed.references, sizes)
+        assert not (tmp_path / "scratch").exists()
+    assert list((tmp_path / "fast").iterdir()) == []
+
+
 def test_objects_may_be_encrypted(tmp_path: Path):
     """The store then sees no value of an update."""
     key_file = tmp_path / "exchange.key"
