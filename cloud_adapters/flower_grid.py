@@ -14,6 +14,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_site
+from cloud_adapters.flower_presence import SILENT_SECONDS, Presence
 from cloud_adapters.flower_roll_call import NODE_GONE, RollCall, gist, meet
 from cloud_adapters.frame_references import Packed, Reference, Sizes
 from cloud_adapters.frames import INLINE, Frames
@@ -51,11 +52,6 @@ LATE_SECONDS = 60.0
 QUEUE = 2
 # Flower's own delays, where nodes share processes.
 GRACE_SECONDS = 2.0
-# Nodes of ours send heartbeats every three seconds: see flower_node.
-SILENT_SECONDS = 12.0
-LOOK_SECONDS = 1.0
-# Flower refuses a node that died without a word for 20 s; then it must start.
-RETURN_SECONDS = 90.0
 # A look for answers that took so long has fetched vectors.
 LONG_SECONDS = 1.0
 # Answers that may be held back for one that is due before them.
@@ -105,6 +101,7 @@ class FlowerGrid:
         roll_call: RollCall | None = None,
         frames: Frames = INLINE,
         required: int | None = None,
+        quorum: int = 0,
         ordered: bool = False,
         workers: int | None = None,
         connect_seconds: float = CONNECT_SECONDS,
@@ -123,6 +120,7 @@ class FlowerGrid:
             frames: How large messages travel; all in one piece by default.
             required: Sites that must be there after ``connect_seconds``; all of them
                 by default.
+            quorum: Sites without which an exchange is of no use.
             ordered: Yield replies in the order of the tasks, so that sums of
                 floating-point updates are the same in every run; otherwise as they
                 arrive.
@@ -151,8 +149,13 @@ class FlowerGrid:
         deadline = clock.monotonic() + connect_seconds
         self._sites = tuple(sites)
         self._nodes: dict[SiteId, int]
-        self._next_look = clock.monotonic()
-        self._gone: set[int] = set()
+        self._presence = Presence(
+            api,
+            quorum=quorum,
+            clock=clock,
+            pause=self._pause,
+            is_told=workers is None,
+        )
         if roll_call is None:
             nodes = self._wait_for_nodes(len(sites), deadline)
             self._nodes = dict(zip(sites, nodes, strict=True))
@@ -194,7 +197,9 @@ class FlowerGrid:
         return self._run(exchange, deadline_seconds)
 
     def _run(self, exchange: _Exchange, deadline_seconds: float) -> Iterator[Reply]:
-        self._await_return({task.site for _, task in exchange.waiting})
+        sites = {task.site for _, task in exchange.waiting} & self._nodes.keys()
+        nodes = {self._nodes[site] for site in sites}
+        self._presence.await_return(nodes, deadline_seconds)
         try:
             while exchange.is_open():
                 self._push(exchange, deadline_seconds)
@@ -306,11 +311,9 @@ class FlowerGrid:
 
     def _give_up_silent(self, exchange: _Exchange) -> None:
         """Do not wait for nodes whose heartbeats have stopped."""
-        now = self._clock.monotonic()
-        if now < self._next_look:
+        if not self._presence.is_time():
             return
-        self._next_look = now + LOOK_SECONDS
-        silent = self._silent(
+        silent = self._presence.silent(
             {self._nodes[one.task.site] for one in exchange.pending.values()}
         )
         for message_id, question in list(exchange.pending.items()):
@@ -321,36 +324,6 @@ class FlowerGrid:
                 failure = _failure(question.task, FailureKind.DISCONNECTED, text)
                 reply = self._reply(question, failure, bytes_up=0)
                 exchange.landed[question.index] = reply
-
-    def _await_return(self, sites: set[SiteId]) -> None:
-        """Wait for sites that have just gone: an agent that restarts is soon back.
-
-        A site that was waited for in vain is not waited for again until it has been
-        back: or one that is gone for good would delay every round.
-        """
-        asked = {self._nodes[site] for site in sites if site in self._nodes}
-        deadline = self._clock.monotonic() + RETURN_SECONDS
-        silent = self._silent(asked)
-        self._gone &= silent
-        while silent - self._gone and self._clock.monotonic() < deadline:
-            self._pause(LOOK_SECONDS)
-            silent = self._silent(asked)
-        self._gone |= silent
-
-    def _silent(self, asked: set[int]) -> set[int]:
-        """Nodes without a fresh heartbeat, where Flower tells of them."""
-        get_nodes = getattr(self._api, "get_nodes", None)
-        # Flower's simulation makes up one heartbeat for all time.
-        if get_nodes is None or self._workers is not None:
-            return set()
-        latest = self._clock.now() - SILENT_SECONDS
-        # A node is online for two intervals after a heartbeat; then it is not listed.
-        fresh = (
-            node.node_id
-            for node in get_nodes()
-            if node.online_until - 2 * node.heartbeat_interval >= latest
-        )
-        return asked - set(fresh)
 
     def _ready(self, exchange: _Exchange) -> list[Reply]:
         """Take out the replies that may be handed on."""

@@ -33,8 +33,9 @@ from privacy.secagg.roster import Roster
 
 ENGINE = "deployed"
 
-# Makes a grid whose sites have answered a roll call; the number says how many must.
-Connect = Callable[[SignedRollCall, Sequence[SiteId], int], Grid]
+# Makes a grid whose sites have answered a roll call; the numbers say how many must, and
+# how many a round is of no use without.
+Connect = Callable[[SignedRollCall, Sequence[SiteId], int, int], Grid]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +187,7 @@ class DeployedRun:
         with ExitStack() as stack:
             stack.enter_context(wiring.torch_threads(job))
             stack.enter_context(self._run.locked())
-            grid = connect(self._roll_call, names, required)
+            grid = connect(self._roll_call, names, required, job.minimum_sites)
             return self._record.keep(partial(self._coordinate, grid))
 
     def _facts(self) -> Iterator[Event]:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from flwr.app import Context
@@ -61,7 +60,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
             stop_requested=(run.path / STOP).exists,
         )
         with exchange.opened(config.file.exchange, run.path / "scratch") as frames:
-            connect = partial(_connect, api, config, frames=frames)
+            connect = _connector(api, config, frames)
             result = _run(deployed, run, connect, frames)
     except RunConflict:
         raise
@@ -93,25 +92,23 @@ def _tidy(run: RunFolder, frames: Frames) -> None:
         frames.end_run(run_id, [SiteId(site.name) for site in sites])
 
 
-def _connect(
-    api: FlowerApi,
-    config: AggregatorConfig,
-    roll_call: SignedRollCall,
-    sites: Sequence[SiteId],
-    required: int,
-    *,
-    frames: Frames,
-) -> Grid:
-    return FlowerGrid(
-        api,
-        sites,
-        clock=SystemClock(),
-        roll_call=roll_call,
-        frames=frames,
-        required=required,
-        connect_seconds=config.file.connect_seconds,
-        poll_seconds=SUPERLINK_POLL_SECONDS,
-    )
+def _connector(api: FlowerApi, config: AggregatorConfig, frames: Frames) -> Connect:
+    def connect(
+        roll_call: SignedRollCall, sites: Sequence[SiteId], required: int, quorum: int
+    ) -> Grid:
+        return FlowerGrid(
+            api,
+            sites,
+            clock=SystemClock(),
+            roll_call=roll_call,
+            frames=frames,
+            required=required,
+            quorum=quorum,
+            connect_seconds=config.file.connect_seconds,
+            poll_seconds=SUPERLINK_POLL_SECONDS,
+        )
+
+    return connect
 
 
 def _code(error: FederationError) -> int:

@@ -25,7 +25,7 @@ flower_simulation.import_flower()
 from support import flower_node_process, superlink  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
 
-from cloud_adapters import flower_fleet, flower_grid, flower_node  # noqa: E402
+from cloud_adapters import flower_fleet, flower_node, flower_presence  # noqa: E402
 from cloud_adapters.flower_node import FlowerNode  # noqa: E402
 from deploy.certificates import Authority, key_pem  # noqa: E402
 
@@ -175,7 +175,7 @@ def test_heartbeats_are_close_enough_for_the_aggregator(running: Running):
     gaps = [after - before for before, after in itertools.pairwise(seen)]
     # A busy machine may come late to any one of them.
     often = flower_node.BEAT_EVERY_SECONDS
-    assert often - 0.5 < min(gaps) < flower_grid.SILENT_SECONDS
+    assert often - 0.5 < min(gaps) < flower_presence.SILENT_SECONDS
     running.agent.free.set()
     assert running.server.ask("pull", message=message, size=8)["right"]
 

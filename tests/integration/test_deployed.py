@@ -89,7 +89,7 @@ def test_a_job_below_the_floor_is_refused(federation: Deployment, tmp_path: Path
 def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
     """Coordinator, SuperLink, SuperExec, proxy and a site: a round each at most."""
     earlier = federation.num_runs()
-    process = federation.run(JOBS / "private.toml", "rounds=12")
+    process = federation.run(JOBS / "private.toml", "rounds=24")
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
     kills = 0
     for kill in (
@@ -110,7 +110,7 @@ def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
     # Each round at most once, and only what was in flight was lost.
     completed = result["rounds_completed"]
     assert isinstance(completed, int)
-    assert 12 - kills - 1 <= completed <= 12
+    assert 24 - kills - 1 <= completed <= 24
     check_ledgers(federation)
 
 
@@ -130,5 +130,5 @@ def check_ledgers(federation: Deployment) -> None:
         }
         assert ledger["sound"]
         assert spent["rounds"] >= len(released - {0})
-        assert spent["charges"] == spent["rounds"] <= 12
+        assert spent["charges"] == spent["rounds"] <= 24
         assert spent["epsilon"] <= ledger["epsilon_cap"]

@@ -165,7 +165,11 @@ class AgentGrid:
                 each.close()
 
     def connect(
-        self, roll_call: SignedRollCall, names: Sequence[SiteId], required: int
+        self,
+        roll_call: SignedRollCall,
+        names: Sequence[SiteId],
+        required: int,
+        quorum: int,
     ) -> InProcessGrid:
         """Call the roll, as ``deploy.deployed_run.Connect``."""
         found = [
@@ -173,7 +177,7 @@ class AgentGrid:
             for name in names
         ]
         assert found == list(names)
-        assert required <= len(found)
+        assert quorum <= required <= len(found)
         handlers = {name: _Far(self, name) for name in names}
         return InProcessGrid(handlers, clock=SystemClock())
 

@@ -39,7 +39,7 @@ from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
 )
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_grid, flower_site  # noqa: E402
+from cloud_adapters import flower_grid, flower_presence, flower_site  # noqa: E402
 from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
 from cloud_adapters.frame_references import Packed  # noqa: E402
 
@@ -533,8 +533,24 @@ def test_node_that_does_not_come_back_delays_one_round_only(
         found = kinds(exchange(grid, seconds=600.0, round_index=round_index))
         assert found["one"] == FailureKind.DISCONNECTED
         taken.append(clock.now() - before)
-    assert taken[0] >= flower_grid.RETURN_SECONDS
+    assert taken[0] >= flower_presence.RETURN_SECONDS
     assert taken[1] < 5.0
+    beating.silent, beating.last = set(), {}
+    assert kinds(exchange(grid, round_index=3))["one"] == "answered"
+
+
+def test_rounds_are_not_burnt_while_too_few_are_there(
+    beating: Beating, clock: VirtualClock
+):
+    """Each waits until its deadline: a cut of minutes must not end a run."""
+    grid = make_grid(beating, clock, roll_call=NamesRead(), quorum=3)
+    stop_beating(beating, clock, 20)
+    clock.sleep(30.0)
+    for round_index in (1, 2):
+        before = clock.now()
+        found = kinds(exchange(grid, seconds=200.0, round_index=round_index))
+        assert found["one"] == FailureKind.DISCONNECTED
+        assert clock.now() - before >= 200.0
     beating.silent, beating.last = set(), {}
     assert kinds(exchange(grid, round_index=3))["one"] == "answered"
 

@@ -1,0 +1,87 @@
+"""Which of Flower's nodes are there: whose heartbeats have not stopped."""
+
+from collections.abc import Callable
+
+from flwr.serverapp import Grid as FlowerApi
+
+from federation.protocols import Clock
+
+# Nodes of ours send heartbeats every three seconds: see flower_node.
+SILENT_SECONDS = 12.0
+LOOK_SECONDS = 1.0
+# Flower refuses a node that died without a word for 20 s; then it must start.
+RETURN_SECONDS = 90.0
+
+
+class Presence:
+    """Knows which nodes are silent, and waits for those that may come back."""
+
+    def __init__(
+        self,
+        api: FlowerApi,
+        *,
+        quorum: int,
+        clock: Clock,
+        pause: Callable[[float], None],
+        is_told: bool = True,
+    ) -> None:
+        """Look at nobody yet.
+
+        Args:
+            api: Flower's own grid.
+            quorum: Nodes without which an exchange is of no use.
+            clock: Tells time.
+            pause: Waits for so many seconds.
+            is_told: Whether Flower tells of heartbeats; its simulation makes up one
+                for all time.
+        """
+        self._get_nodes = getattr(api, "get_nodes", None) if is_told else None
+        self._quorum = quorum
+        self._clock = clock
+        self._pause = pause
+        self._gone: set[int] = set()
+        self._next_look = clock.monotonic()
+
+    def await_return(self, asked: set[int], deadline_seconds: float) -> None:
+        """Wait for nodes that have just gone: an agent that restarts is soon back.
+
+        As long as too few are there for the exchange to be of use, this lasts until
+        its deadline: rounds that are bound to be lost would soon end the run. With
+        enough of them, a node that was waited for in vain is not waited for again
+        until it has been back: gone for good, it would delay every round.
+        """
+        needed = min(self._quorum, len(asked))
+        begin = self._clock.monotonic()
+        silent = self.silent(asked)
+        self._gone &= silent
+        while silent:
+            seconds = self._clock.monotonic() - begin
+            enough = len(asked - silent) >= needed
+            if seconds >= (RETURN_SECONDS if enough else deadline_seconds):
+                break
+            if enough and not silent - self._gone:
+                break
+            self._pause(LOOK_SECONDS)
+            silent = self.silent(asked)
+        self._gone |= silent
+
+    def is_time(self) -> bool:
+        """Whether it is long enough since the last look; then this is one."""
+        now = self._clock.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_SECONDS
+        return True
+
+    def silent(self, asked: set[int]) -> set[int]:
+        """Nodes without a fresh heartbeat."""
+        if self._get_nodes is None:
+            return set()
+        latest = self._clock.now() - SILENT_SECONDS
+        # A node is online for two intervals after a heartbeat; then it is not listed.
+        fresh = (
+            node.node_id
+            for node in self._get_nodes()
+            if node.online_until - 2 * node.heartbeat_interval >= latest
+        )
+        return asked - set(fresh)
