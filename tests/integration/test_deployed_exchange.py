@@ -19,6 +19,7 @@ max_clip_norm = 100.0
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),

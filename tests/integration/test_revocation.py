@@ -11,6 +11,7 @@ from cloud_adapters import flower_simulation
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.deploy,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("deployed"),

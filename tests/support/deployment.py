@@ -49,6 +49,7 @@ class Deployment:
     host: str = "127.0.0.1"
     namespaces: Mapping[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    followers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def config(self) -> str:
@@ -93,13 +94,15 @@ class Deployment:
     def run(self, job: Path, *settings: str) -> subprocess.Popen[str]:
         """Hand a job over, and follow it."""
         words = [w for setting in settings for w in ("--set", setting)]
-        return subprocess.Popen(
+        follower = subprocess.Popen(
             [*CROSSFED, "run", str(job), *words, "--aggregator", self.config, "--json"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.followers.append(follower)
+        return follower
 
     def num_runs(self) -> int:
         """Runs that have begun."""
@@ -120,6 +123,9 @@ class Deployment:
 
     def stop(self) -> None:
         """End everything, and see that nothing is left."""
+        for follower in self.followers:
+            follower.kill()
+            follower.communicate()
         family = {pid for p in self.processes.values() for pid in descendants(p.pid)}
         for process in self.processes.values():
             process.terminate()
