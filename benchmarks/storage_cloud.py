@@ -193,6 +193,11 @@ def compare(ours: Work, theirs: Sequence[tuple[Any, Work]], repetitions: int) ->
     return against(min(found[None]), found[True], found[False])
 
 
+def flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def cases(kind: Any, url: str, repetitions: int) -> Iterator[dict[str, object]]:
     from cloud_adapters.storage.transfer import download
 
@@ -217,6 +222,11 @@ def cases(kind: Any, url: str, repetitions: int) -> Iterator[dict[str, object]]:
             "128 MiB down into a file": (
                 lambda: download(store, "key", path),
                 lambda client: client.down(path),
+            ),
+            # Ours is on the disk when it returns; theirs is made so here.
+            "128 MiB down into a file, both flushed": (
+                lambda: download(store, "key", path),
+                lambda client: (client.down(path), flush(path)),
             ),
             "100 objects of 16 KiB down, one after the other": (
                 lambda: [store.read("small") for _ in range(NUM_SMALL)],

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import cli
+from deploy import aggregator_file, cli, site_file
 from federation import (
     errors,
     event_log,
@@ -58,6 +58,14 @@ _JOB_FILE = (
     "so is a value that is marked *not built*. `crossfed check-job JOB` checks a file "
     "without training."
 )
+_SITE_FILE = (
+    "`site.toml` is what a site's operator decides, and no job can change. "
+    "`crossfed enroll` writes a first one; `crossfed doctor --site FILE` checks it."
+)
+_AGGREGATOR_FILE = (
+    "`aggregator.toml` is what the aggregator's operator decides. `crossfed aggregator "
+    "init` writes a first one."
+)
 _OVERRIDES = (
     "Every key can be replaced on the command line: `--set training.optimizer.lr=0.1`, "
     "`--set sites.0.name=here` for an entry of a list, "
@@ -82,6 +90,8 @@ def pages() -> dict[Path, str]:
     """Every page by its path from the root of the repository."""
     makers: Mapping[str, Callable[[], Iterable[str]]] = {
         "job-file.md": _job_file,
+        "site-file.md": _site_file,
+        "aggregator-file.md": _aggregator_file,
         "cli.md": _cli,
         "errors.md": _errors,
         "events.md": _events,
@@ -118,6 +128,16 @@ def _job_file() -> Iterator[str]:
     yield "They belong to parts that are not in this version:"
     yield ""
     yield from (f"- `{key}`: {part}" for key, part in job.PLANNED_KEYS.items())
+
+
+def _site_file() -> Iterator[str]:
+    yield from ("# Site file", "", _SITE_FILE, "")
+    yield from _job_table(site_file.SiteFile, "")
+
+
+def _aggregator_file() -> Iterator[str]:
+    yield from ("# Aggregator file", "", _AGGREGATOR_FILE, "")
+    yield from _job_table(aggregator_file.AggregatorFile, "")
 
 
 def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]:
