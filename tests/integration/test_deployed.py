@@ -86,6 +86,7 @@ def test_a_job_below_the_floor_is_refused(federation: Deployment, tmp_path: Path
     assert "does not accept 'clients.data:text_folder'" in refused.stderr
 
 
+@pytest.mark.long
 def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
     """Coordinator, SuperLink, SuperExec, proxy and a site: a round each at most."""
     earlier = federation.num_runs()
