@@ -8,7 +8,6 @@ The other file that knows Flower's private modules is ``flower_node``.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +25,7 @@ from flwr.proto.control_pb2 import (
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
 
+from cloud_adapters.flower_facts import FlowerNodeInfo, FlowerRun
 from federation.errors import StoreUnavailable
 
 CALL_SECONDS = 10.0
@@ -68,36 +68,6 @@ _BUNDLE = {
     "crossfed_run/__init__.py": b"",
     "crossfed_run/server.py": _SERVER.encode(),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlowerRun:
-    """What the SuperLink says of a run.
-
-    Attributes:
-        is_over: Whether nothing of it runs any more.
-        status: In Flower's words.
-    """
-
-    is_over: bool
-    status: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlowerNodeInfo:
-    """What the SuperLink says of a node.
-
-    Attributes:
-        node_id: Its number.
-        status: ``registered``, ``online`` or ``offline``.
-        last_heartbeat: Seconds since 1970; 0 if there was none.
-        public_key: As it was registered.
-    """
-
-    node_id: int
-    status: str
-    last_heartbeat: float
-    public_key: bytes
 
 
 class FlowerControl:

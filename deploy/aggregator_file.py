@@ -82,6 +82,11 @@ class AggregatorConfig:
         return self.folder / "proxy"
 
     @property
+    def lock(self) -> Path:
+        """Held by the service while it works."""
+        return self.folder / "service.lock"
+
+    @property
     def logs(self) -> Path:
         """Folder of the logs."""
         return self.folder / "logs"
@@ -95,7 +100,7 @@ def load(path: Path) -> AggregatorConfig:
     """
     try:
         file = job_file.build(AggregatorFile, job_file.read_toml(path))
-        _check(file)
+        check(file)
     except JobError as error:
         if str(path) in error.reason:
             raise
@@ -103,7 +108,12 @@ def load(path: Path) -> AggregatorConfig:
     return AggregatorConfig(file=file, folder=path.parent)
 
 
-def _check(file: AggregatorFile) -> None:
+def check(file: AggregatorFile) -> None:
+    """Refuse what contradicts itself.
+
+    Raises:
+        JobError: It does.
+    """
     host, _ = check_address(file.listen, key="listen")
     if not file.proxy and host not in {"127.0.0.1", "::1", "localhost"}:
         raise JobError("without a proxy it must be a loopback", key="listen")

@@ -18,6 +18,7 @@ from deploy import (
     enrolment_http,
     enrolment_nodes,
     enrolment_operator,
+    folder_lock,
     proxy,
     run_queue,
 )
@@ -102,6 +103,8 @@ class AggregatorService:
         port = self._port()
         authority = (config.folder / "ca.crt").read_bytes()
         with ExitStack() as stack:
+            complaint = f"another aggregator works in {config.folder}: stop it first"
+            stack.enter_context(folder_lock.hold(config.lock, complaint))
             control = stack.enter_context(
                 FlowerControl(f"{_LOOPBACK}:{port}", authority)
             )

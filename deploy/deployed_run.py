@@ -28,6 +28,7 @@ from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, Grid, RunState
 from privacy.secagg import identity, roster
+from privacy.secagg.errors import RosterRefused
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
 
@@ -72,13 +73,17 @@ class Parties:
 
         Raises:
             KeyFileRefused: The key is missing or open to others.
-            RosterRefused: The roster is malformed or cannot be read.
-            JobError: The roster pins another aggregator.
+            JobError: The roster has no sites yet, is malformed or cannot be read, or
+                pins another aggregator.
         """
-        found = cls(
-            identity=identity.load(folder / "aggregator.pem"),
-            roster=roster.load(folder / "roster.toml"),
-        )
+        try:
+            members = roster.load(folder / "roster.toml")
+        except RosterRefused as error:
+            raise JobError(
+                f"{folder / 'roster.toml'}: {error}; has a site enrolled? See "
+                "crossfed aggregator sites"
+            ) from error
+        found = cls(identity=identity.load(folder / "aggregator.pem"), roster=members)
         if found.identity.public.key != found.roster.aggregator_key:
             raise JobError(
                 f"{folder / 'roster.toml'} pins another aggregator than "

@@ -154,11 +154,17 @@ def _add_site(verbs: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from deploy import keys  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import aggregator_file, keys  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.aggregator_service import initialise  # noqa: PLC0415
     from privacy.secret_files import write_new  # noqa: PLC0415
 
     folder, hosts = options.folder, options.host or ["localhost"]
+    # First: keys are never overwritten, so a mistake must not leave any.
+    aggregator_file.check(
+        aggregator_file.AggregatorFile(
+            listen=options.listen, hosts=tuple(hosts), proxy=not options.no_proxy
+        )
+    )
     authority = initialise(folder, hosts, clock=SystemClock())
     made = keys.new(
         "aggregator", random_bytes=os.urandom, out=folder / "aggregator.pem"
@@ -225,7 +231,7 @@ def _ended_by_signals(stopped: threading.Event) -> Iterator[None]:
 
 
 def _run(options: argparse.Namespace, job: "JobSpec", progress: Progress) -> int:
-    from deploy import run_queue  # noqa: PLC0415 -- imports torch
+    from deploy import folder_lock, run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.deployed_run import Parties, check  # noqa: PLC0415
     from deploy.run_folder import RunFolder  # noqa: PLC0415
     from federation.ids import new_run_id  # noqa: PLC0415
@@ -237,6 +243,8 @@ def _run(options: argparse.Namespace, job: "JobSpec", progress: Progress) -> int
     run = RunFolder(config.runs / job.name / name)
     run_queue.submit(job, run, at=now)
     _tell(f"run {name} is handed over")
+    if not folder_lock.is_held(config.lock):
+        _tell("no aggregator works here: it begins with crossfed aggregator up")
     if options.detach:
         print(name)  # noqa: T201 -- for scripts
         return DONE
@@ -261,7 +269,7 @@ def _follow(options: argparse.Namespace, run: "RunFolder", progress: Progress) -
 
 def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
     """Print what a run came to, and return its exit code."""
-    from deploy import run_queue  # noqa: PLC0415 -- imports torch
+    from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from monitoring.outcome import lines  # noqa: PLC0415
 
     handed = run_queue.read(run)
@@ -305,7 +313,7 @@ def _lines(run: "RunFolder", is_over: Callable[[], bool]) -> Iterator[bytes]:
 
 
 def _ps(options: argparse.Namespace) -> int:
-    from deploy import run_queue  # noqa: PLC0415 -- imports torch
+    from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     rows = [_row(one) for one in run_queue.handed_over(_config(options).runs)]
     if options.json:
@@ -357,7 +365,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from deploy import run_queue  # noqa: PLC0415 -- imports torch
+    from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     run = _find(options)
     if _is_over(run):
@@ -368,7 +376,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _find(options: argparse.Namespace) -> "RunFolder":
-    from deploy import run_queue  # noqa: PLC0415 -- imports torch
+    from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     config, name = _config(options), options.run
     for handed in reversed(run_queue.handed_over(config.runs)):

@@ -18,6 +18,7 @@ from typing import Any
 import tomli_w
 
 from cloud_adapters.urls import parse_url
+from deploy import folder_lock
 from federation import job_file
 from federation.clock import SystemClock
 from federation.errors import (
@@ -189,20 +190,7 @@ class RunFolder:
 
     def is_locked(self) -> bool:
         """Whether a process works on the run."""
-        try:
-            handle = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        else:
-            return False
-        finally:
-            os.close(handle)
+        return folder_lock.is_held(self.lock)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import tomli_w
 
-from cloud_adapters.flower_control import FlowerRun
+from cloud_adapters.flower_facts import FlowerRun
 from deploy.run_folder import RunFolder, replace_file
 from federation import job_file
 from federation.errors import CorruptObject, RunConflict
@@ -78,14 +78,17 @@ class Handed:
         request: That it is wanted.
         coordinator: Who works on it; None if nobody has begun.
         outcome: How it ended; None if it has not.
-        rounds: Rounds that are finished.
     """
 
     run: RunFolder
     request: Request
     coordinator: Coordinator | None
     outcome: Outcome | None
-    rounds: int
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are finished; counted anew, from all events."""
+        return _finished_rounds(self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +155,6 @@ def read(run: RunFolder) -> Handed | None:
         request=request,
         coordinator=_read(run.path / COORDINATOR, Coordinator),
         outcome=_read(run.path / OUTCOME, Outcome),
-        rounds=_finished_rounds(run),
     )
 
 

@@ -6,11 +6,9 @@ protocol must remember in ``runs/RUN`` of its folder, and goes on after a restar
 model, data and keys of the run are in memory.
 """
 
-import fcntl
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from clients.kept_integers import KeptIntegers
 from clients.model_pool import ModelPool
 from clients.secure_site import Protection, SecureSite
 from cloud_adapters.storage.local import LocalStore
-from deploy import introduction, site_ranks, wiring
+from deploy import folder_lock, introduction, site_ranks, wiring
 from deploy.data import load_data
 from deploy.introduction import Introduction, Proposal
 from deploy.private_sites import PrivateSites
@@ -348,20 +346,14 @@ def _what_decides(job: JobSpec) -> dict[str, object]:
     return {k: v for k, v in document.items() if k not in {"storage", "simulation"}}
 
 
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def only_one(folder: Path) -> AbstractContextManager[None]:
     """Hold a site's folder: two agents of one site would contradict each other.
 
     Raises:
-        FederationError: Another process holds it.
+        FederationError: Another process holds it, when the context is entered.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "agent.lock").open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise FederationError(
-                f"another agent works in {folder}: stop it, or give this site a "
-                "folder of its own"
-            ) from None
-        yield
+    return folder_lock.hold(
+        folder / "agent.lock",
+        f"another agent works in {folder}: stop it, or give this site a folder of its "
+        "own",
+    )

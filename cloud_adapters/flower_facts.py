@@ -1,0 +1,33 @@
+"""What a SuperLink says of runs and nodes; nothing of Flower is imported for it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowerRun:
+    """What the SuperLink says of a run.
+
+    Attributes:
+        is_over: Whether nothing of it runs any more.
+        status: In Flower's words.
+    """
+
+    is_over: bool
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowerNodeInfo:
+    """What the SuperLink says of a node.
+
+    Attributes:
+        node_id: Its number.
+        status: ``registered``, ``online`` or ``offline``.
+        last_heartbeat: Seconds since 1970; 0 if there was none.
+        public_key: As it was registered.
+    """
+
+    node_id: int
+    status: str
+    last_heartbeat: float
+    public_key: bytes

@@ -1,0 +1,123 @@
+"""Which run is worked on next, from files and from what Flower says."""
+
+from pathlib import Path
+
+import pytest
+from support.small_jobs import small_job
+
+from cloud_adapters.flower_facts import FlowerRun
+from deploy import folder_lock, run_queue
+from deploy.run_folder import RunFolder
+from deploy.run_queue import GiveUp, Handed, Outcome, Start
+from federation.errors import CorruptObject, FederationError, RunConflict
+
+RUNNING = FlowerRun(is_over=False, status="running")
+OVER = FlowerRun(is_over=True, status="finished failed")
+
+
+def handed(root: Path, name: str, at: float) -> RunFolder:
+    run = RunFolder(root / "job" / name)
+    run_queue.submit(small_job(num_sites=2), run, at=at)
+    return run
+
+
+def started(root: Path, flower_run: int, *, fruitless: int) -> None:
+    (one,) = run_queue.handed_over(root)
+    run_queue.note_start(one, flower_run, fruitless=fruitless)
+
+
+def finish_rounds(run: RunFolder, number: int) -> None:
+    line = '{"event": "RoundFinished", "round_index": 1}\n'
+    run.events.write_text(line * number)
+
+
+def test_the_oldest_is_started_and_alone(tmp_path: Path):
+    """Sites work on one run at a time."""
+    late, early = handed(tmp_path, "a", 2.0), handed(tmp_path, "b", 1.0)
+    queue = run_queue.handed_over(tmp_path)
+    assert [one.run for one in queue] == [early, late]
+    (action,) = run_queue.decide(queue, {})
+    assert isinstance(action, Start)
+    assert action.handed.run == early
+    run_queue.note_start(action.handed, 7, fruitless=1)
+    assert not [*run_queue.decide(run_queue.handed_over(tmp_path), {7: RUNNING})]
+    run_queue.leave_outcome(early, Outcome(code=0, message="completed"))
+    (action,) = run_queue.decide(run_queue.handed_over(tmp_path), {7: OVER})
+    assert isinstance(action, Start)
+    assert action.handed.run == late
+
+
+@pytest.mark.parametrize("flower", [{7: OVER}, {}])
+def test_a_coordinator_that_died_is_replaced(
+    tmp_path: Path, flower: dict[int, FlowerRun]
+):
+    """Whether Flower has noticed or has forgotten it."""
+    handed(tmp_path, "a", 1.0)
+    started(tmp_path, 7, fruitless=1)
+    (action,) = run_queue.decide(run_queue.handed_over(tmp_path), flower)
+    assert isinstance(action, Start)
+    assert action.fruitless == 2
+
+
+def test_a_run_that_gets_nowhere_is_given_up(tmp_path: Path):
+    """Rounds in between begin the count again; the next run has its turn."""
+    run = handed(tmp_path, "a", 1.0)
+    started(tmp_path, 7, fruitless=run_queue.MAX_FRUITLESS_STARTS)
+    finish_rounds(run, 1)
+    (action,) = run_queue.decide(run_queue.handed_over(tmp_path), {7: OVER})
+    assert isinstance(action, Start)
+    assert action.fruitless == 1
+    started(tmp_path, 8, fruitless=run_queue.MAX_FRUITLESS_STARTS)
+    other = handed(tmp_path, "b", 2.0)
+    given_up, begun = run_queue.decide(run_queue.handed_over(tmp_path), {8: OVER})
+    assert isinstance(given_up, GiveUp)
+    assert "finished failed" in given_up.reason
+    assert isinstance(begun, Start)
+    assert begun.handed.run == other
+
+
+def test_ended_runs_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The service looks every second: events of old runs are left alone."""
+    run = handed(tmp_path, "a", 1.0)
+    started(tmp_path, 7, fruitless=1)
+    run_queue.leave_outcome(run, Outcome(code=0, message="completed"))
+
+    def count(_: RunFolder) -> int:
+        raise AssertionError("events were read")
+
+    monkeypatch.setattr(run_queue, "_finished_rounds", count)
+    assert not [*run_queue.decide(run_queue.handed_over(tmp_path), {})]
+
+
+def test_a_folder_holds_one_run(tmp_path: Path):
+    """And what is damaged says which file."""
+    run = handed(tmp_path, "a", 1.0)
+    with pytest.raises(RunConflict, match="choose another folder"):
+        run_queue.submit(small_job(num_sites=2), run, at=2.0)
+    (run.path / run_queue.OUTCOME).write_text('{"code": "0"}')
+    with pytest.raises(CorruptObject, match=r"outcome\.json is damaged"):
+        run_queue.read(run)
+    assert run_queue.read(RunFolder(tmp_path / "none")) is None
+
+
+def test_handed_is_what_was_written(tmp_path: Path):
+    run = handed(tmp_path, "a", 1.0)
+    started(tmp_path, 2**63 + 5, fruitless=2)
+    found = run_queue.read(run)
+    assert isinstance(found, Handed)
+    assert found.coordinator is not None
+    assert int(found.coordinator.flower_run) == 2**63 + 5
+
+
+def test_locks_are_seen_and_let_go(tmp_path: Path):
+    """A lock that nobody holds is none, whether its file is there or not."""
+    path = tmp_path / "folder" / "lock"
+    assert not folder_lock.is_held(path)
+    with folder_lock.hold(path, "taken"):
+        assert folder_lock.is_held(path)
+        with (
+            pytest.raises(FederationError, match="taken"),
+            folder_lock.hold(path, "taken"),
+        ):
+            pass
+    assert not folder_lock.is_held(path)
