@@ -1,5 +1,7 @@
 """A whole private run: jobs/private.toml, its accuracy and its ledgers."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ from clients.frozen_features import oriented_gradients
 from deploy.run_result import RunResult
 from deploy.simulation import simulate
 from federation import job_file
-from federation.errors import BudgetExceeded, JobError
+from federation.clock import SystemClock
+from federation.errors import BudgetExceeded, JobError, PrivacyError
 from federation.events import PrivacyPlanned, SiteAnswered
+from federation.job import JobSpec
 from federation.messages import FailureKind
 
 pytestmark = pytest.mark.slow
@@ -88,3 +92,67 @@ def test_promise_that_cannot_be_kept_is_refused(change: str, key: str, text: str
         simulate(job_file.load(JOB, [change]))
     assert caught.value.key == key
     assert "site '" in str(caught.value)
+
+
+SPOILS: dict[str, Callable[[Path], None]] = {
+    "shortened": lambda site: _cut(site / "ledger.jsonl"),
+    "corrupt": lambda site: _flip(site / "ledger.jsonl"),
+    "of another site": lambda site: shutil.copy(
+        _other(site) / "ledger.jsonl", site / "ledger.jsonl"
+    ),
+    "lost": lambda site: (site / "ledger.jsonl").unlink(),
+}
+
+
+def _other(site: Path) -> Path:
+    return next(path for path in site.parent.iterdir() if path != site)
+
+
+def _cut(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_nothing_is_released_on_a_spoiled_ledger(tmp_path: Path, spoil: str):
+    """A run that is to go on ends before any site is asked."""
+    run, job = begun(tmp_path)
+    site = run / "sites" / "gcp-us-central1"
+    SPOILS[spoil](site)
+    refuse(run, job, "ledger")
+
+
+def test_nothing_is_released_when_the_clock_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Entries would no longer be in order."""
+    run, job = begun(tmp_path)
+    now = SystemClock.now
+    monkeypatch.setattr(SystemClock, "now", lambda clock: now(clock) - 86400.0)
+    refuse(run, job, "clock")
+
+
+def begun(folder: Path) -> tuple[Path, JobSpec]:
+    """A private run that was stopped after its first round."""
+    job = job_file.load(JOB, ["rounds=3"])
+    run = folder / "run"
+    asked = iter([True])
+    found = simulate(job, folder=run, stop_requested=lambda: next(asked, True))
+    assert found.status == "stopped"
+    return run, job
+
+
+def refuse(run: Path, job: JobSpec, word: str) -> None:
+    """Resuming is refused with a word, and no site answers or is charged."""
+    ledgers = {p: p.read_bytes() for p in run.glob("sites/*/ledger.jsonl")}
+    seen: list[object] = []
+    with pytest.raises(PrivacyError, match=word):
+        simulate(job, folder=run, resume=True, listeners=[seen.append])
+    assert not any(isinstance(event, SiteAnswered) for event in seen)
+    assert {p: p.read_bytes() for p in ledgers} == ledgers

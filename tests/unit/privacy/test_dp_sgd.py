@@ -296,6 +296,24 @@ def test_models_of_few_digits(dtype: torch.dtype, clipping: str):
     assert ((total - expected).norm() / expected.norm()).item() < 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("clipping", ["hooks", "ghost"])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0, 6e4, math.inf, math.nan])
+def test_records_of_few_digits_keep_the_bound(
+    dtype: torch.dtype, clipping: str, scale: float
+):
+    """Also where the gradients themselves overflow."""
+    model = models.mlp(64, CLASSES, hidden=(8,)).to(dtype)
+    record = (images(1) * scale).to(dtype)
+
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return 1000 * classify_first(model, inputs)
+
+    total = clipped_sum(model, loss, (record,), 2.0, clipping)
+    assert total.isfinite().all()
+    assert total.norm().item() <= 2.0
+
+
 @pytest.mark.parametrize("clipping", ["hooks", "ghost"])
 def test_autocast_of_the_forward_pass(clipping: str):
     """bf16 activations, float32 record gradients: near those of float32."""
