@@ -169,7 +169,8 @@ class GcsStore:
         if length == 0:  # HTTP has no such range.
             self._stat(key, doing, version)
             return b""
-        reading = Reading(self._http, path, doing, version=version)
+        clock = self._retry.clock
+        reading = Reading(self._http, path, doing, version=version, clock=clock)
         try:
             return self._retry.call(lambda _: reading.attempt(start, length))
         except StoreForbidden as error:

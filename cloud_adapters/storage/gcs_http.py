@@ -12,7 +12,7 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -152,7 +152,7 @@ class GcsHttp:
             self._authorized.close()
 
 
-def pieces(response: requests.Response, doing: str) -> Iterator[bytes]:
+def pieces(response: requests.Response, doing: str) -> Generator[bytes, None, None]:
     """Yield an answer's body as it was sent, and check its length.
 
     Raises:

@@ -9,7 +9,9 @@ from cloud_adapters.storage import gcs_errors
 from cloud_adapters.storage.checksums import Crc32c
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, pieces
 from cloud_adapters.storage.gcs_upload import decoded
+from cloud_adapters.storage.pace import in_time
 from federation.errors import ObjectChanged, StoreUnavailable
+from federation.protocols import Clock
 
 _OK = frozenset({200, 206, 416})
 _BEYOND = 416  # The range begins behind the object's end.
@@ -22,7 +24,13 @@ class Reading:
     """
 
     def __init__(
-        self, http: GcsHttp, path: str, doing: str, *, version: str | None
+        self,
+        http: GcsHttp,
+        path: str,
+        doing: str,
+        *,
+        version: str | None,
+        clock: Clock,
     ) -> None:
         """Prepare.
 
@@ -31,12 +39,14 @@ class Reading:
             path: Of the object, below the endpoint.
             doing: For messages.
             version: The generation that it must be of, or None.
+            clock: Tells how long a body takes.
         """
         self._http = http
         self._path = path
         self._doing = doing
         self._wanted = version
         self._generation = version
+        self._clock = clock
         self._forget()
 
     def attempt(self, start: int, length: int | None) -> bytes:
@@ -45,6 +55,7 @@ class Reading:
         Raises:
             ObjectChanged: The object is not of the caller's generation.
             CorruptObject: It is whole, and has not the service's checksum.
+            StoreUnavailable: It came too slowly; see ``pace``.
             StoreError: See ``gcs_errors``. What has arrived is kept for the next
                 attempt.
         """
@@ -59,7 +70,8 @@ class Reading:
             raise StoreUnavailable(str(error), temporary=True) from error
         self._generation = response.headers.get("X-Goog-Generation", self._generation)
         if response.status_code != _BEYOND:
-            for piece in pieces(response, self._doing):
+            body = pieces(response, self._doing)
+            for piece in in_time(body, doing=self._doing, clock=self._clock):
                 self._content.write(piece)
                 self._sums.update(piece)
         response.close()

@@ -1,18 +1,13 @@
 """Bodies of objects in S3: bounded in time, resumed where they broke off, checked."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from cloud_adapters.storage import s3_errors
 from cloud_adapters.storage.checksums import Crc32c
-from cloud_adapters.storage.s3_calls import (
-    READ_SECONDS,
-    Answer,
-    S3Calls,
-    if_match,
-    info_of,
-)
+from cloud_adapters.storage.pace import in_time
+from cloud_adapters.storage.s3_calls import Answer, S3Calls, if_match, info_of
 from federation.errors import (
     CorruptObject,
     ObjectChanged,
@@ -22,11 +17,6 @@ from federation.errors import (
 from federation.protocols import ObjectInfo
 
 _PIECE_BYTES = 1024 * 1024
-
-# A body may take so long as a whole, and longer only if it comes faster than this: a
-# server that sends one byte a minute keeps to every timeout of a socket.
-_BODY_SECONDS = 2.0 * READ_SECONDS
-_BODY_BYTES_PER_SECOND = 64 * 1024
 
 
 class Read:
@@ -122,7 +112,9 @@ class Read:
         if self._info is None:
             self._info = info_of(self._key, answer)
         missing = int(answer["ContentLength"])
-        for piece in _stream(self._calls, self._doing, answer["Body"]):
+        pieces = _pieces(self._calls, self._doing, answer["Body"])
+        clock = self._calls.retry.clock
+        for piece in in_time(pieces, doing=self._doing, clock=clock):
             self._content.write(piece)
             self._sums.update(piece)
             missing -= len(piece)
@@ -152,24 +144,14 @@ class Read:
         return content
 
 
-def _stream(calls: S3Calls, doing: str, body: Any) -> Iterator[bytes]:
-    """Pieces of a body as they come, as long as they come fast enough."""
+def _pieces(calls: S3Calls, doing: str, body: Any) -> Generator[bytes, None, None]:
+    """The pieces of a body as they come."""
     # read() of the public stream waits for all that it is asked for, and no timeout
     # ends that; read1() gives what is there.
     read = getattr(body._raw_stream, "read1", body.read)  # noqa: SLF001
-    clock = calls.retry.clock
-    begin, received = clock.monotonic(), 0
     try:
         while piece := calls.understand(doing, lambda: read(_PIECE_BYTES)):
             yield piece
-            received += len(piece)
-            allowed = _BODY_SECONDS + received / _BODY_BYTES_PER_SECOND
-            if clock.monotonic() - begin > allowed:
-                raise StoreUnavailable(
-                    f"cannot {doing}: only {received} bytes came in {allowed:.0f} s; "
-                    "check the network",
-                    temporary=True,
-                )
     finally:
         body.close()
 

@@ -10,6 +10,7 @@ from support import tcp_proxy
 from support.bad_lines import ATTEMPTS, LOST_REPLY, Line
 from support.tcp_proxy import Fault
 
+from cloud_adapters.storage import pace
 from federation.errors import (
     CorruptObject,
     ObjectChanged,
@@ -121,6 +122,27 @@ def test_pinned_read_says_that_the_object_changed(line: Line):
     line.meanwhile(lambda: line.near.put("key", [b"b" * 9_000]))
     with pytest.raises(ObjectChanged):
         line.far.read("key", if_version=version)
+
+
+def test_trickling_body_is_given_up(line: Line, monkeypatch: pytest.MonkeyPatch):
+    """Bytes that come in time each, but never end, do not hold a reader for ever."""
+    monkeypatch.setattr(pace, "BODY_SECONDS", -1.0)
+    line.near.put("key", [b"content"])
+    line.proxy.fail(line.patterns.read, Fault(bytes_per_second=50), times=1000)
+    with pytest.raises(StoreUnavailable, match=r"only 1 bytes came.*tried 6 times"):
+        line.far.read("key")
+    # A read that has all its bytes is done, however slowly they came.
+    assert line.far.read("key", length=3) == b"con"
+
+
+def test_slow_body_is_no_failure(line: Line, monkeypatch: pytest.MonkeyPatch):
+    """Above the lowest speed a read goes on as long as it takes."""
+    monkeypatch.setattr(pace, "BODY_SECONDS", -1.0)
+    monkeypatch.setattr(pace, "BODY_BYTES_PER_SECOND", 0.5)
+    line.near.put("key", [b"x" * 1000])
+    line.proxy.fail(line.patterns.read, Fault(bytes_per_second=10_000))
+    assert line.far.read("key") == b"x" * 1000
+    assert line.proxy.count(line.patterns.read) == 1
 
 
 def test_wrong_bytes_on_the_way_down(line: Line):

@@ -63,17 +63,6 @@ def test_slow_answer_is_given_up(s3_line: Line):
     assert s3_line.proxy.count("GET") == 2
 
 
-def test_trickling_body_is_given_up(s3_line: Line, monkeypatch: pytest.MonkeyPatch):
-    """Bytes that come in time each, but never end, do not hold a reader for ever."""
-    monkeypatch.setattr("cloud_adapters.storage.s3_read._BODY_SECONDS", -1.0)
-    s3_line.near.put("key", [b"content"])
-    s3_line.proxy.fail("GET", Fault(bytes_per_second=50), times=1000)
-    with pytest.raises(StoreUnavailable, match="only 1 bytes came"):
-        s3_line.far.read("key")
-    # A read that has all its bytes is done, however slowly they came.
-    assert s3_line.far.read("key", length=3) == b"con"
-
-
 @pytest.mark.parametrize(
     "fault",
     [Fault(reset_up=200_000), LOST_REPLY, s3_error(500, "InternalError")],
