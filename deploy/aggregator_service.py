@@ -88,6 +88,7 @@ class AggregatorService:
     # folder, and how many looks ago.
     _missed: dict[Path, int] = field(default_factory=dict, init=False)
     _next_renewal: float = field(default=0.0, init=False)
+    _told: set[str] = field(default_factory=set, init=False)
 
     def run(self) -> None:
         """Serve until ``stopped`` is set.
@@ -170,11 +171,15 @@ class AggregatorService:
 
     def _move(self, control: FlowerControl) -> None:
         """Start what is to be started."""
-        handed = run_queue.handed_over(self.config.runs)
-        if all(one.outcome is not None for one in handed):
+        queue = run_queue.handed_over(self.config.runs)
+        for one in queue.damaged:
+            self._tell_once(f"run {one.run.path.name} is left alone: {one.reason}")
+        # A coordinator whose files were damaged under it is let finish.
+        is_busy = any(one.run.is_locked() for one in queue.damaged)
+        if is_busy or all(one.outcome is not None for one in queue.runs):
             return
-        self._end_dead(control, handed)
-        for action in run_queue.decide(handed, control.runs()):
+        self._end_dead(control, queue.runs)
+        for action in run_queue.decide(queue.runs, control.runs()):
             run = action.handed.run
             if isinstance(action, GiveUp):
                 self.listener(f"run {run.path.name} is given up: {action.reason}")
@@ -183,6 +188,11 @@ class AggregatorService:
                 )
                 continue
             self._start(control, action, run)
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self.listener(text)
 
     def _end_dead(self, control: FlowerControl, handed: Sequence[Handed]) -> None:
         """End Flower's run where its coordinator was killed.

@@ -315,7 +315,10 @@ def _lines(run: "RunFolder", is_over: Callable[[], bool]) -> Iterator[bytes]:
 def _ps(options: argparse.Namespace) -> int:
     from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
-    rows = [_row(one) for one in run_queue.handed_over(_config(options).runs)]
+    queue = run_queue.handed_over(_config(options).runs)
+    for one in queue.damaged:
+        _tell(f"run {one.run.path.name} is left alone: {one.reason}")
+    rows = [_row(one) for one in queue.runs]
     if options.json:
         print(json.dumps(rows, indent=2))  # noqa: T201
         return DONE
@@ -379,9 +382,10 @@ def _find(options: argparse.Namespace) -> "RunFolder":
     from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
     config, name = _config(options), options.run
-    for handed in reversed(run_queue.handed_over(config.runs)):
-        if name in {handed.run.path.name, handed.run.path.parent.name}:
-            return handed.run
+    queue = run_queue.handed_over(config.runs)
+    for one in (*reversed(queue.runs), *queue.damaged):
+        if name in {one.run.path.name, one.run.path.parent.name}:
+            return one.run
     raise RunNotFound(f"the aggregator was handed no run {name!r}: see crossfed ps")
 
 

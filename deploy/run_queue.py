@@ -92,6 +92,32 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Damaged:
+    """A run of which a file is damaged: nobody works on it until that is mended.
+
+    Attributes:
+        run: Its folder.
+        reason: Which file, and what to do.
+    """
+
+    run: RunFolder
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """Every run that was handed over.
+
+    Attributes:
+        runs: The oldest first.
+        damaged: Those that cannot be read; they keep nobody else waiting.
+    """
+
+    runs: tuple[Handed, ...]
+    damaged: tuple[Damaged, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """Start a coordinator for a run."""
 
@@ -158,11 +184,19 @@ def read(run: RunFolder) -> Handed | None:
     )
 
 
-def handed_over(root: Path) -> list[Handed]:
-    """Every run below a folder that was handed over, the oldest first."""
-    found = [read(RunFolder(path.parent)) for path in root.glob(f"*/*/{REQUEST}")]
-    there = [handed for handed in found if handed is not None]
-    return sorted(there, key=lambda handed: (handed.request.at, handed.run.path))
+def handed_over(root: Path) -> Queue:
+    """Every run below a folder that was handed over."""
+    runs, damaged = [], []
+    for path in sorted(root.glob(f"*/*/{REQUEST}")):
+        run = RunFolder(path.parent)
+        try:
+            found = read(run)
+        except CorruptObject as error:
+            damaged.append(Damaged(run=run, reason=str(error)))
+        else:
+            runs += [] if found is None else [found]
+    runs.sort(key=lambda handed: (handed.request.at, handed.run.path))
+    return Queue(runs=tuple(runs), damaged=tuple(damaged))
 
 
 def decide(
@@ -211,11 +245,14 @@ def _write(path: Path, value: Any) -> None:
 
 def _read(path: Path, kind: type) -> Any:
     try:
-        text = path.read_bytes()
+        found = json.loads(path.read_bytes(), parse_constant=refuse_constant)
+        made = decode(found, kind, where=path.name)
+        if isinstance(made, Coordinator):
+            int(made.flower_run)
     except FileNotFoundError:
         return None
-    try:
-        found = json.loads(text, parse_constant=refuse_constant)
-        return decode(found, kind, where=path.name)
-    except ValueError as error:
+    except OSError as error:
+        raise CorruptObject(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CorruptObject(f"{path} is damaged: {error}; remove it") from error
+    return made

@@ -22,7 +22,7 @@ def handed(root: Path, name: str, at: float) -> RunFolder:
 
 
 def started(root: Path, flower_run: int, *, fruitless: int) -> None:
-    (one,) = run_queue.handed_over(root)
+    (one,) = run_queue.handed_over(root).runs
     run_queue.note_start(one, flower_run, fruitless=fruitless)
 
 
@@ -34,15 +34,15 @@ def finish_rounds(run: RunFolder, number: int) -> None:
 def test_the_oldest_is_started_and_alone(tmp_path: Path):
     """Sites work on one run at a time."""
     late, early = handed(tmp_path, "a", 2.0), handed(tmp_path, "b", 1.0)
-    queue = run_queue.handed_over(tmp_path)
+    queue = run_queue.handed_over(tmp_path).runs
     assert [one.run for one in queue] == [early, late]
     (action,) = run_queue.decide(queue, {})
     assert isinstance(action, Start)
     assert action.handed.run == early
     run_queue.note_start(action.handed, 7, fruitless=1)
-    assert not [*run_queue.decide(run_queue.handed_over(tmp_path), {7: RUNNING})]
+    assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: RUNNING})]
     run_queue.leave_outcome(early, Outcome(code=0, message="completed"))
-    (action,) = run_queue.decide(run_queue.handed_over(tmp_path), {7: OVER})
+    (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: OVER})
     assert isinstance(action, Start)
     assert action.handed.run == late
 
@@ -54,7 +54,7 @@ def test_a_coordinator_that_died_is_replaced(
     """Whether Flower has noticed or has forgotten it."""
     handed(tmp_path, "a", 1.0)
     started(tmp_path, 7, fruitless=1)
-    (action,) = run_queue.decide(run_queue.handed_over(tmp_path), flower)
+    (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, flower)
     assert isinstance(action, Start)
     assert action.fruitless == 2
 
@@ -64,12 +64,12 @@ def test_a_run_that_gets_nowhere_is_given_up(tmp_path: Path):
     run = handed(tmp_path, "a", 1.0)
     started(tmp_path, 7, fruitless=run_queue.MAX_FRUITLESS_STARTS)
     finish_rounds(run, 1)
-    (action,) = run_queue.decide(run_queue.handed_over(tmp_path), {7: OVER})
+    (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: OVER})
     assert isinstance(action, Start)
     assert action.fruitless == 1
     started(tmp_path, 8, fruitless=run_queue.MAX_FRUITLESS_STARTS)
     other = handed(tmp_path, "b", 2.0)
-    given_up, begun = run_queue.decide(run_queue.handed_over(tmp_path), {8: OVER})
+    given_up, begun = run_queue.decide(run_queue.handed_over(tmp_path).runs, {8: OVER})
     assert isinstance(given_up, GiveUp)
     assert "finished failed" in given_up.reason
     assert isinstance(begun, Start)
@@ -86,7 +86,7 @@ def test_ended_runs_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise AssertionError("events were read")
 
     monkeypatch.setattr(run_queue, "_finished_rounds", count)
-    assert not [*run_queue.decide(run_queue.handed_over(tmp_path), {})]
+    assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {})]
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):
@@ -98,6 +98,37 @@ def test_a_folder_holds_one_run(tmp_path: Path):
     with pytest.raises(CorruptObject, match=r"outcome\.json is damaged"):
         run_queue.read(run)
     assert run_queue.read(RunFolder(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (run_queue.REQUEST, b""),
+        (run_queue.REQUEST, b"\xff\xfe"),
+        (run_queue.REQUEST, b'{"at": NaN}'),
+        (run_queue.REQUEST, b"[" * 100_000),
+        (run_queue.COORDINATOR, b'{"flower_run": "x", "fruitless": 1, "rounds": 0}'),
+        (run_queue.OUTCOME, b'{"code": "0"}'),
+    ],
+)
+def test_a_damaged_run_keeps_nobody_waiting(tmp_path: Path, name: str, text: bytes):
+    """It is left alone and told, with the file, and the next run has its turn."""
+    damaged, sound = handed(tmp_path, "a", 1.0), handed(tmp_path, "b", 2.0)
+    (damaged.path / name).write_bytes(text)
+    queue = run_queue.handed_over(tmp_path)
+    assert [one.run for one in queue.damaged] == [damaged]
+    assert f"{damaged.path / name} is damaged" in queue.damaged[0].reason
+    (action,) = run_queue.decide(queue.runs, {})
+    assert isinstance(action, Start)
+    assert action.handed.run == sound
+
+
+def test_a_file_that_cannot_be_read_says_so(tmp_path: Path):
+    """As one that belongs to another user, or, here, is a folder."""
+    run = handed(tmp_path, "a", 1.0)
+    (run.path / run_queue.OUTCOME).mkdir()
+    (damaged,) = run_queue.handed_over(tmp_path).damaged
+    assert "outcome.json cannot be read" in damaged.reason
 
 
 def test_handed_is_what_was_written(tmp_path: Path):
