@@ -100,7 +100,12 @@ class AggregatorService:
         config = self.config
         for folder in (config.flower, config.logs, config.runs):
             folder.mkdir(parents=True, exist_ok=True)
-        enrolment_operator.prepare(config, clock=self.clock)
+        for site in enrolment_operator.prepare(config, clock=self.clock):
+            self.listener(
+                f"sites.json is older than ca.crl and had forgotten that site {site!r} "
+                "was revoked: it is revoked again. Compare crossfed aggregator sites "
+                "with what you know"
+            )
         port = self._port()
         authority = (config.folder / "ca.crt").read_bytes()
         with ExitStack() as stack:

@@ -37,6 +37,20 @@ PrivateKey = ec.EllipticCurvePrivateKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Revocations:
+    """What a list of revocations says.
+
+    Attributes:
+        number: Of the list.
+        revoked: When each certificate was revoked, in seconds since 1970, by serial
+            number.
+    """
+
+    number: int
+    revoked: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Authority:
     """A root certificate and the key behind it.
 
@@ -140,7 +154,9 @@ class Authority:
             )
         return self._issue(name, public, ExtendedKeyUsageOID.CLIENT_AUTH, [])
 
-    def revocation_list(self, revoked: Mapping[int, float]) -> bytes:
+    def revocation_list(
+        self, revoked: Mapping[int, float], *, number: int = 1
+    ) -> bytes:
         """Sign the list of certificates that hold no longer; PEM, RFC 5280 section 5.
 
         It expires with the root and not before: it lies beside the proxy that reads
@@ -148,6 +164,7 @@ class Authority:
 
         Args:
             revoked: When each was revoked, in seconds since 1970, by serial number.
+            number: Of the list, above that of the one before.
         """
         now = dt.datetime.fromtimestamp(self.clock.now(), dt.UTC)
         builder = (
@@ -161,7 +178,7 @@ class Authority:
                 ),
                 critical=False,
             )
-            .add_extension(x509.CRLNumber(len(revoked) + 1), critical=False)
+            .add_extension(x509.CRLNumber(number), critical=False)
         )
         for serial, at in sorted(revoked.items()):
             entry = x509.RevokedCertificateBuilder().serial_number(serial)
@@ -171,6 +188,24 @@ class Authority:
             )
         signed = builder.sign(self.key, hashes.SHA256())
         return signed.public_bytes(serialization.Encoding.PEM)
+
+    def read_revocations(self, pem: bytes) -> "Revocations":
+        """Read a list that ``revocation_list`` has signed.
+
+        Raises:
+            KeyFileRefused: It is none, or is not signed by this authority.
+        """
+        try:
+            found = x509.load_pem_x509_crl(pem)
+            if not found.is_signature_valid(self.key.public_key()):
+                raise KeyFileRefused("the list is of another authority")
+            number = found.extensions.get_extension_for_class(x509.CRLNumber)
+            revoked = {
+                row.serial_number: row.revocation_date_utc.timestamp() for row in found
+            }
+        except (*MALFORMED, x509.ExtensionNotFound) as error:
+            raise KeyFileRefused(f"that is no list of revocations: {error}") from None
+        return Revocations(number=number.value.crl_number, revoked=revoked)
 
     def check_issued(self, certificate: x509.Certificate) -> None:
         """Check that a certificate is ours and holds now; revocation is not looked at.

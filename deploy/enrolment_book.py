@@ -8,12 +8,12 @@ The list that the proxy reads, ``ca.crl``, is made from it.
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deploy.certificates import Authority
+from deploy.certificates import CERTIFICATE_DAYS, Authority, Revocations
 from deploy.run_folder import replace_file
 from federation.errors import FederationError
 from federation.protocols import Clock
@@ -25,6 +25,7 @@ VERSION = 1
 MAX_BYTES = 16 << 20
 # Of one site, that are valid at the same time.
 MAX_CERTIFICATES = 16
+_DAY_SECONDS = 86_400.0
 
 
 class BookDamaged(FederationError):
@@ -148,6 +149,17 @@ class Book:
             withdrawn=(*self.withdrawn, *gone),
         )
 
+    def shut_out(self, revoked: Mapping[int, float]) -> tuple[str, ...]:
+        """Sites that hold a certificate which was revoked.
+
+        There are none, unless this is an older book that was restored from a copy.
+        """
+        return tuple(
+            one.site
+            for one in self.members
+            if any(int(c.serial, 16) in revoked for c in one.certificates)
+        )
+
     def at(self, now: float) -> "Book":
         """Leave out what time has ended: invitations, and certificates of members."""
         return replace(
@@ -247,13 +259,36 @@ class BookFile:
         except OSError as error:
             raise BookDamaged(f"cannot write {self.path}: {error.strerror}") from error
 
+    def read_revocations(self, authority: Authority) -> Revocations:
+        """What the proxy's list says of certificates that would still hold.
+
+        A list that is missing or torn says nothing: it is made again from the book.
+        """
+        try:
+            listed = authority.read_revocations((self.folder / "ca.crl").read_bytes())
+        except (OSError, KeyFileRefused):
+            return Revocations(number=0, revoked={})
+        now = authority.clock.now()
+        return Revocations(
+            number=listed.number,
+            revoked={
+                serial: at
+                for serial, at in listed.revoked.items()
+                if at + CERTIFICATE_DAYS * _DAY_SECONDS > now
+            },
+        )
+
     def write_revocations(self, book: Book, authority: Authority) -> None:
-        """Write what the proxy reads.
+        """Write what the proxy reads: nothing that is listed is ever let in again.
 
         Raises:
             StoreUnavailable: It cannot be written.
         """
-        listed = authority.revocation_list(book.revoked(authority.clock.now()))
+        before = self.read_revocations(authority)
+        now = authority.clock.now()
+        listed = authority.revocation_list(
+            {**before.revoked, **book.revoked(now)}, number=before.number + 1
+        )
         replace_file(self.folder / "ca.crl", [listed])
 
 

@@ -212,10 +212,15 @@ def revoke(
     }
 
 
-def prepare(config: AggregatorConfig, *, clock: Clock) -> None:
+def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
     """Write the proxy's list anew, and the server's certificate where it is due.
 
-    Before the proxy and the SuperLink start, whatever happened before.
+    Before the proxy and the SuperLink start, whatever happened before. A site whose
+    certificate is on the list and that the book still has was revoked after the copy
+    of the book was made that somebody has restored: it is revoked again.
+
+    Returns:
+        The sites that were.
 
     Raises:
         FederationError: A file is missing, damaged or cannot be written.
@@ -223,8 +228,17 @@ def prepare(config: AggregatorConfig, *, clock: Clock) -> None:
     authority = open_authority(config.folder, clock=clock)
     book_file = BookFile(folder=config.folder)
     with book_file.locked():
-        book_file.write_revocations(book_file.read(), authority)
+        book = book_file.read()
+        forgotten = book.shut_out(book_file.read_revocations(authority).revoked)
+        for site in forgotten:
+            book = book.without(site, at=clock.now())
+        if forgotten:
+            book_file.write(book)
+        book_file.write_revocations(book, authority)
+        for site in forgotten:
+            keys.withdraw(config.folder / "roster.toml", site=site)
     renew_server(config, clock=clock)
+    return forgotten
 
 
 def renew_server(config: AggregatorConfig, *, clock: Clock) -> bool:

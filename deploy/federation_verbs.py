@@ -383,9 +383,10 @@ def _find(options: argparse.Namespace) -> "RunFolder":
 
     config, name = _config(options), options.run
     queue = run_queue.handed_over(config.runs)
-    for one in (*reversed(queue.runs), *queue.damaged):
-        if name in {one.run.path.name, one.run.path.parent.name}:
-            return one.run
+    newest = [one.run for one in reversed(queue.runs)]
+    for run in (*newest, *(one.run for one in queue.damaged)):
+        if name in {run.path.name, run.path.parent.name}:
+            return run
     raise RunNotFound(f"the aggregator was handed no run {name!r}: see crossfed ps")
 
 

@@ -535,6 +535,58 @@ def test_list_is_written_anew_before_the_proxy_starts(federation: Federation):
     assert [row.serial_number for row in listed] == [_serial(site.config.certificate)]
 
 
+def test_older_book_forgets_no_revocation(federation: Federation):
+    """Somebody restores a copy of the book, and of the roster, from before it."""
+    site, other = federation.site("site-a"), federation.site("site-b")
+    serial = _serial(site.config.certificate)
+    paths = [federation.aggregator / name for name in ("sites.json", "roster.toml")]
+    copies = [path.read_bytes() for path in paths]
+    federation.revoke("site-a")
+    number = _listed(federation).number
+    for path, copy in zip(paths, copies, strict=True):
+        path.write_bytes(copy)
+
+    again = enrolment_operator.prepare(federation.config, clock=federation.clock)
+
+    assert again == ("site-a",)
+    assert set(_listed(federation).revoked) == {serial}
+    assert _listed(federation).number > number
+    assert keys.pinned(paths[1], site="site-a") is None
+    with pytest.raises(EnrolmentRefused, match="revoked"):
+        site.renew()
+    other.renew()
+    assert not enrolment_operator.prepare(federation.config, clock=federation.clock)
+
+
+def test_revocation_is_listed_while_its_certificate_would_hold(federation: Federation):
+    """And no longer, or the list would grow for ever."""
+    federation.site("site-a")
+    federation.revoke("site-a")
+    (federation.aggregator / "sites.json").unlink()
+    for days, listed in ((89, 1), (2, 0)):
+        federation.clock.sleep(days * DAY)
+        enrolment_operator.prepare(federation.config, clock=federation.clock)
+        assert len(_listed(federation).revoked) == listed
+
+
+@pytest.mark.parametrize("text", [b"", b"none", None])
+def test_list_of_nobody_says_nothing(federation: Federation, text: bytes | None):
+    """It is torn, or another authority's: it is made again from the book."""
+    site = federation.site("site-a")
+    federation.revoke("site-a")
+    other = Authority.create("test", clock=federation.clock)
+    path = federation.aggregator / "ca.crl"
+    path.write_bytes(other.revocation_list({7: NOW}) if text is None else text)
+    enrolment_operator.prepare(federation.config, clock=federation.clock)
+    assert set(_listed(federation).revoked) == {_serial(site.config.certificate)}
+
+
+def _listed(federation: Federation) -> certificates.Revocations:
+    authority = Authority.load(federation.aggregator, clock=federation.clock)
+    path = federation.aggregator / "ca.crl"
+    return authority.read_revocations(path.read_bytes())
+
+
 def test_certificate_of_the_server_is_renewed(federation: Federation):
     """In its last third, or when the operator has added a name; the key stays."""
     path = federation.aggregator / "server.crt"
