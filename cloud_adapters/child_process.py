@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,19 @@ FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 30.0
 # A program that ran for so long starts with a short wait again.
 STEADY_SECONDS = 60.0
 
+# Becomes the program, which then ends with us, whatever ends us: a service that was
+# killed must not leave a SuperLink that holds its port.
+_STARTER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
 
 @dataclass(kw_only=True)
 class Child:
-    """One program, in a process group of its own.
+    """One program, in a process group of its own, that ends when this one does.
 
     Attributes:
         name: What it is called in messages; its log is ``NAME.log``.
@@ -71,9 +81,10 @@ class Child:
 
     def _start(self, now: float) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
+        us = str(os.getpid())
         with (self.logs / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 -- the command is ours
-                list(self.command),
+                [sys.executable, "-I", "-S", "-c", _STARTER, us, *self.command],
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

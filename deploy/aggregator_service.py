@@ -3,7 +3,6 @@
 import json
 import os
 import secrets
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +18,10 @@ from deploy import (
     enrolment_nodes,
     enrolment_operator,
     folder_lock,
+    log_files,
+    ports,
     proxy,
+    proxy_processes,
     run_queue,
 )
 from deploy.aggregator_file import AggregatorConfig
@@ -111,6 +113,7 @@ class AggregatorService:
         with ExitStack() as stack:
             complaint = f"another aggregator works in {config.folder}: stop it first"
             stack.enter_context(folder_lock.hold(config.lock, complaint))
+            self._await_ports(port)
             control = stack.enter_context(
                 FlowerControl(f"{_LOOPBACK}:{port}", authority)
             )
@@ -148,6 +151,7 @@ class AggregatorService:
         while not self.stopped.is_set():
             for child in self._children:
                 child.watch()
+            self._bound_logs()
             try:
                 if not self._answers:
                     control.nodes()
@@ -161,6 +165,12 @@ class AggregatorService:
             else:
                 trouble = ""
             self.stopped.wait(LOOK_SECONDS)
+
+    def _bound_logs(self) -> None:
+        try:
+            log_files.bound((self.config.logs, self.config.proxy))
+        except OSError as error:
+            self._tell_once(f"a log cannot be bounded: {error}")
 
     def _renew(self) -> None:
         """Renew the server's certificate when it is due; the SuperLink starts anew."""
@@ -235,10 +245,36 @@ class AggregatorService:
             return check_address(file.listen, key="listen")[1]
         if file.superlink_port:
             return file.superlink_port
-        kept = self.config.flower / "port"
+        kept = self._kept_port
         if not kept.exists():
-            replace_file(kept, [str(_free_port()).encode()])
-        return int(kept.read_text())
+            replace_file(kept, [str(ports.free_port()).encode()])
+        text = kept.read_text(errors="replace").strip()
+        if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+            raise FederationError(f"{kept} holds no port: remove it")
+        return int(text)
+
+    @property
+    def _kept_port(self) -> Path:
+        return self.config.flower / "port"
+
+    def _await_ports(self, port: int) -> None:
+        """See that nobody else listens where nginx and the SuperLink are to.
+
+        Raises:
+            PortTaken: Somebody does.
+        """
+        proxy_processes.end_processes(self.config.proxy)
+        file = self.config.file
+        key = "superlink_port" if file.proxy else "listen"
+        if file.proxy and not file.superlink_port:
+            advice = f"stop what listens there, or remove {self._kept_port}"
+        else:
+            advice = f"stop what listens there, or change {key} in aggregator.toml"
+        ports.await_free(_LOOPBACK, port, advice=advice, clock=self.clock)
+        if file.proxy:
+            host, outside = check_address(file.listen, key="listen")
+            advice = "stop what listens there, or change listen in aggregator.toml"
+            ports.await_free(host, outside, advice=advice, clock=self.clock)
 
     def _flower(self, port: int) -> list[Child]:
         folder = self.config.folder.resolve()
@@ -305,9 +341,3 @@ def _program(name: str) -> str:
             f"{name} is not installed: pip install 'crossfed[flower]' beside crossfed"
         )
     return str(path)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -12,9 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from deploy.enrolment import MAX_MESSAGE_BYTES
-from federation.errors import FederationError
+from deploy.ports import LOOPBACK, PortTaken
 
-LOOPBACK = "127.0.0.1"
 MAX_REQUESTS = 32  # at a time; more are closed unanswered, which the proxy reports
 REQUEST_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
@@ -23,10 +22,6 @@ _LOG = logging.getLogger(__name__)
 
 # From a body to a status and a body.
 Handler = Callable[[bytes], tuple[int, bytes]]
-
-
-class PortTaken(FederationError):
-    """The server cannot listen."""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from deploy import enrolment_http
-from deploy.enrolment_http import PortTaken
+from deploy.ports import PortTaken
 
 
 @pytest.fixture

@@ -1,0 +1,66 @@
+"""Ports of the aggregator's host: free ones, and those that somebody else has."""
+
+import socket
+
+from federation.errors import FederationError
+from federation.protocols import Clock
+
+LOOPBACK = "127.0.0.1"
+# What a killed service has left ends by itself, within this time.
+PATIENCE_SECONDS = 20.0
+_LOOK_SECONDS = 0.2
+
+
+class PortTaken(FederationError):
+    """A server cannot listen where it is to."""
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def await_free(
+    host: str,
+    port: int,
+    *,
+    advice: str,
+    clock: Clock,
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> None:
+    """Wait until a server can listen somewhere.
+
+    Args:
+        host: Name or address of this machine.
+        port: Port.
+        advice: What to do if it cannot, for the message.
+        clock: Tells time.
+        patience_seconds: How long to wait for another process to end.
+
+    Raises:
+        PortTaken: It cannot: another process listens, or the host is not this machine.
+    """
+    end = clock.monotonic() + patience_seconds
+    while (error := _complaint(host, port)) is not None:
+        if isinstance(error, socket.gaierror) or clock.monotonic() >= end:
+            raise PortTaken(
+                f"cannot listen on {host}:{port}: {error.strerror}; {advice}"
+            ) from error
+        clock.sleep(_LOOK_SECONDS)
+
+
+def _complaint(host: str, port: int) -> OSError | None:
+    """Why a server cannot listen; None if it can."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As servers do: connections that have ended do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        return error
+    return None

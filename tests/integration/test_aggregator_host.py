@@ -1,0 +1,101 @@
+"""The aggregator's service as a whole: how it starts, ends and is started again."""
+
+import os
+import socket
+import ssl
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import proxy_server
+from support.deployment import (
+    Deployment,
+    command_of,
+    crossfed,
+    descendants,
+    free_port,
+    wait_for,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.flower,
+    pytest.mark.xdist_group("deployed"),
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Deployment]:
+    """An aggregator that has not been started, and no site."""
+    made = Deployment(folder=tmp_path, port=free_port())
+    address = f"{made.host}:{made.port}"
+    home = str(tmp_path / "aggregator")
+    crossfed("aggregator", "init", home, "--host", made.host, "--listen", address)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def _health(host: Deployment) -> int:
+    authority = str(host.folder / "aggregator" / "ca.crt")
+    context = ssl.create_default_context(cafile=authority)
+    try:
+        url = f"https://{host.host}:{host.port}/health"
+        with urllib.request.urlopen(url, context=context, timeout=5) as answer:
+            return int(answer.status)
+    except OSError:
+        return 0
+
+
+def _children(host: Deployment) -> set[int]:
+    """The service's programs, once they have become what they are to be."""
+    found = descendants(host.processes["aggregator"].pid)
+    return {pid for pid in found if "superlink" in command_of(pid)}
+
+
+def test_port_in_use_says_which_key_to_change(host: Deployment):
+    """In one line, without a traceback, and nothing stays behind."""
+    with socket.create_server((host.host, host.port)):
+        done = crossfed("aggregator", "up", "--config", host.config, code=1)
+    complaint = f"cannot listen on {host.host}:{host.port}: Address already in use"
+    (line,) = [one for one in done.stderr.splitlines() if "cannot listen" in one]
+    assert complaint in line
+    assert "change listen in aggregator.toml" in line
+    assert "Traceback" not in done.stderr
+    assert not (host.folder / "aggregator" / "logs" / "superlink.log").exists()
+
+
+def test_killed_service_starts_again(host: Deployment):
+    """Nothing that it has started outlives it and keeps a port."""
+    host.start_aggregator()
+    wait_for(lambda: _health(host) == 200, "the service is well")
+    before = _children(host)
+    assert before
+    host.kill("aggregator")
+    host.start_aggregator()
+    wait_for(lambda: _health(host) == 200, "the service is well again")
+    assert not [pid for pid in before if "superlink" in command_of(pid)]
+    log = (host.folder / "aggregator.log").read_text()
+    assert "Traceback" not in log
+    assert "superlink ended" not in log
+
+
+def test_logs_of_its_programs_are_bounded(host: Deployment):
+    """While they write: nginx goes on with an empty file."""
+    host.start_aggregator()
+    wait_for(lambda: _health(host) == 200, "the service is well")
+    log = host.folder / "aggregator" / "proxy" / "access.log"
+    os.truncate(log, 33 << 20)
+    wait_for(lambda: log.stat().st_size == 0, "the log begins anew")
+    with socket.create_connection((host.host, host.port)) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        plain.recv(100)
+    wait_for(lambda: 0 < log.stat().st_size < 1 << 20, "nginx writes a line")
+    assert b"\0" not in log.read_bytes()
+    assert log.with_name("access.log.1").stat().st_size == 33 << 20

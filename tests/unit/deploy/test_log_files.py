@@ -1,0 +1,54 @@
+"""Logs that are bounded while programs write to them."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy import log_files
+
+
+def test_a_log_begins_anew_while_it_is_written(tmp_path: Path):
+    """Its program notices nothing, what it had written stays, and no gap is left."""
+    path = tmp_path / "nginx.log"
+    with path.open("ab", buffering=0) as log:
+        log.write(b"first\n" * 10)
+        log_files.bound([tmp_path], most=59)
+        log.write(b"second\n")
+    assert path.read_bytes() == b"second\n"
+    assert (tmp_path / "nginx.log.1").read_bytes() == b"first\n" * 10
+
+
+def test_a_log_and_one_before_it_are_all_that_there_is(tmp_path: Path):
+    """However often it overflows."""
+    path = tmp_path / "nginx.log"
+    for number in range(5):
+        path.write_bytes(b"%d" % number * 10)
+        log_files.bound([tmp_path], most=9)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "nginx.log",
+        "nginx.log.1",
+    ]
+    assert (tmp_path / "nginx.log.1").read_bytes() == b"4" * 10
+
+
+def test_short_logs_and_other_files_are_left_alone(tmp_path: Path):
+    """Such as the configuration, which lies beside them."""
+    (tmp_path / "nginx.log").write_bytes(b"x" * 10)
+    (tmp_path / "nginx.conf").write_bytes(b"x" * 100)
+    log_files.bound([tmp_path, tmp_path / "missing"], most=10)
+    assert (tmp_path / "nginx.log").read_bytes() == b"x" * 10
+    assert (tmp_path / "nginx.conf").read_bytes() == b"x" * 100
+
+
+def test_full_disk_costs_old_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And not the bound."""
+    (tmp_path / "nginx.log").write_bytes(b"x" * 10)
+    (tmp_path / "nginx.log.1").write_bytes(b"y")
+
+    def fill(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(log_files.shutil, "copyfile", fill)
+    log_files.bound([tmp_path], most=9)
+    assert not (tmp_path / "nginx.log").read_bytes()
+    assert not (tmp_path / "nginx.log.1").exists()
