@@ -1,7 +1,7 @@
 """Which of Flower's nodes speaks for which site."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class RollCall(Protocol):
 
     @property
     def question(self) -> bytes:
-        """What every node is asked."""
+        """What every node is asked now."""
         ...
 
     def site_of(self, answer: bytes) -> SiteId:
@@ -37,6 +37,10 @@ class RollCall(Protocol):
             ProtocolError: The answer is not to be believed.
             SiteError: The site does not take part; the message says why.
         """
+        ...
+
+    def move_on(self) -> bool:
+        """Go on to the next question, for those who answered; false if all is said."""
         ...
 
 
@@ -69,21 +73,39 @@ def meet(
             are there.
     """
     call = _Call(roll_call=roll_call, sites=sites)
-    while not call.is_over(clock.monotonic()) and clock.monotonic() < deadline:
-        for node in set(api.get_node_ids()) - call.met:
-            question = flower_site.pack_bytes(roll_call.question)
+    wait = _Wait(deadline=deadline, clock=clock, pause=pause)
+    _ask(api, call, api.get_node_ids, wait)
+    call.check(required)
+    while roll_call.move_on():
+        nodes = call.nodes
+        call = _Call(roll_call=roll_call, sites=list(nodes), lack="answer again")
+        _ask(api, call, nodes.values, wait)
+        call.check(len(nodes))
+    return call.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wait:
+    deadline: float
+    clock: Clock
+    pause: Callable[[], None]
+
+
+def _ask(
+    api: FlowerApi, call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait
+) -> None:
+    """Ask one question of all nodes, until it is answered or time is up."""
+    now = wait.clock.monotonic
+    while not call.is_over(now()) and now() < wait.deadline:
+        for node in set(nodes()) - call.met:
+            question = flower_site.pack_bytes(call.roll_call.question)
             for message_id in api.push_messages([Message(question, node, "query")]):
                 call.met.add(node)
                 call.asked[message_id] = node
         for reply in api.pull_messages(list(call.asked)) if call.asked else ():
-            call.note(reply, clock.monotonic())
-        if not call.is_over(clock.monotonic()):
-            pause()
-    missing = [site for site in sites if site not in call.nodes]
-    if call.complaints or len(call.nodes) < required:
-        texts = call.complaints or [f"{', '.join(missing)} did not connect"]
-        raise SiteError(f"the run cannot begin: {'; '.join([*texts, *call.doubts])}")
-    return call.nodes
+            call.note(reply, now())
+        if not call.is_over(now()):
+            wait.pause()
 
 
 @dataclass(kw_only=True)
@@ -92,6 +114,7 @@ class _Call:
 
     roll_call: RollCall
     sites: Sequence[SiteId]
+    lack: str = "connect"
     asked: dict[str, int] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
     nodes: dict[SiteId, int] = field(default_factory=dict)
@@ -103,6 +126,19 @@ class _Call:
         """Whether there is nothing to wait for."""
         complete = len(self.nodes) == len(self.sites)
         return complete or bool(self.complaints) or now - self.doubted > DOUBT_SECONDS
+
+    def check(self, required: int) -> None:
+        """Say why the run cannot begin, if it cannot.
+
+        Raises:
+            SiteError: See ``meet``.
+        """
+        missing = [site for site in self.sites if site not in self.nodes]
+        if self.complaints or len(self.nodes) < required:
+            texts = self.complaints or [f"{', '.join(missing)} did not {self.lack}"]
+            raise SiteError(
+                f"the run cannot begin: {'; '.join([*texts, *self.doubts])}"
+            )
 
     def note(self, reply: Message, now: float) -> None:
         """Take in what a node answered."""

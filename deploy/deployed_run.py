@@ -12,13 +12,14 @@ from pathlib import Path
 
 from aggregator.secure_sum import SecureGather
 from clients.model_pool import ModelPool
-from deploy import private_sites, wiring
+from deploy import private_sites, sum_privacy, wiring
 from deploy.protection import check_layout, contract_of
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder, replace_file
 from deploy.run_record import RunRecord
 from deploy.run_result import RunResult
 from deploy.store_meters import StoreMeters
+from deploy.sum_privacy import SumPrivacy
 from federation import job_file
 from federation.coordinator import run_federation
 from federation.errors import JobError
@@ -111,12 +112,6 @@ def check(job: JobSpec, members: Roster) -> None:
             f"{', '.join(sorted(names - known))} are not in the roster: enrol them",
             key="sites",
         )
-    if job.privacy.differential_privacy.unit in {"joint", "site"}:
-        raise JobError(
-            "noise that adds up inside the secure sum is planned from all sites' "
-            "numbers, which deployed sites do not tell: choose 'record', or simulate",
-            key="privacy.differential_privacy.unit",
-        )
     if job.simulation.faults:
         raise JobError("are for simulations alone", key="simulation.faults")
 
@@ -163,6 +158,7 @@ class DeployedRun:
             aggregator=parties.identity,
             roster=parties.roster,
         )
+        self._in_sum: SumPrivacy | None = None
         self._record = RunRecord(
             self._job,
             run,
@@ -193,20 +189,25 @@ class DeployedRun:
             stack.enter_context(wiring.torch_threads(job))
             stack.enter_context(self._run.locked())
             grid = connect(self._roll_call, names, required, job.minimum_sites)
+            if self._roll_call.needs is not None:
+                self._in_sum = sum_privacy.plan(self._federation, self._roll_call.needs)
             return self._record.keep(partial(self._coordinate, grid))
 
     def _facts(self) -> Iterator[Event]:
         promises = self._roll_call.promises()
         if promises:
+            in_sum = self._in_sum
             yield private_sites.planned(
                 self._job,
                 promises,
                 replaced=self._federation.pool.replaced,
+                signal_to_noise=None if in_sum is None else in_sum.signal_to_noise,
                 at=self._clock.now(),
             )
 
     def _gather(self, grid: Grid) -> Gather:
         job, layout = self._job, self._federation.pool.layout
+        in_sum = self._in_sum
         if not job.privacy.secure_aggregation.enabled:
             return wiring.plain_gather(self._federation, self._run_id, grid)
         return SecureGather(
@@ -220,6 +221,7 @@ class DeployedRun:
                 run_id=self._run_id,
                 roster=self._parties.roster,
                 promises=self._roll_call.promises(),
+                ring_noise_std=0.0 if in_sum is None else in_sum.ring.noise_std,
             ),
         )
 

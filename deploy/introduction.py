@@ -5,12 +5,19 @@ release and the hash of the code that it runs, signed by the aggregator's identi
 site checks it against the roster and its own floor, builds model and data, and answers
 who it is and what it promises, signed by its identity and bound to the proposal by its
 digest. Nothing is sent of records but what differential privacy makes public anyway.
+
+Where noise adds up inside the secure sum, no site can promise anything before it knows
+what the others need. Its introduction then states what it needs itself; the aggregator
+passes all of them on, as they were signed, and the promise is the answer to that.
 """
 
+import base64
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from deploy.run_folder import versions
 from federation.errors import ProtocolError
@@ -22,6 +29,7 @@ from privacy.secagg.roster import Roster
 
 VERSION = 1
 MAX_BYTES = 1 << 21  # a job file has at most half of it
+_WHAT = "what noise it needs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +54,36 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Statements:
+    """What all sites of a run have answered to its proposal, passed on to each.
+
+    Attributes:
+        version: Of this message.
+        run_id: The run.
+        introductions: As they were signed, in base64.
+    """
+
+    version: int
+    run_id: str
+    introductions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
     """What a site answers.
 
     Attributes:
         version: Of this message.
         site: Its name.
-        proposal: SHA-256 of the proposal that this answers, 64 hexadecimal digits.
+        proposal: SHA-256 of the proposal, or of the statements, that this answers; 64
+            hexadecimal digits.
         release: Release of crossfed at the site.
         refused: Why it does not take part; empty if it does.
-        privacy: What it promises for its records; None without differential privacy.
+        privacy: What it promises for its records; None without differential privacy,
+            and before it knows what the others need.
         num_examples: Training examples that it holds; 0 if that is not to leave it.
+        needs: Noise multiplier that its own records need, where noise adds up inside
+            the secure sum; else None.
     """
 
     version: int
@@ -66,6 +93,7 @@ class Introduction:
     refused: str
     privacy: SitePrivacy | None
     num_examples: int
+    needs: float | None = None
 
 
 def release() -> str:
@@ -84,11 +112,8 @@ def open_proposal(sealed: bytes, roster: Roster) -> Proposal:
     Raises:
         ProtocolError: It is not from the roster's aggregator, or not well formed.
     """
-    aggregator = PublicIdentity(roster.aggregator_key)
-    found = _open(sealed, aggregator, Label.PROPOSAL, Proposal, who="the aggregator")
-    if not isinstance(found, Proposal):
-        raise ProtocolError("that is no proposal")
-    return found
+    _verify_aggregator(sealed, roster, Label.PROPOSAL)
+    return kept_proposal(sealed)
 
 
 def kept_proposal(sealed: bytes) -> Proposal:
@@ -97,9 +122,74 @@ def kept_proposal(sealed: bytes) -> Proposal:
     Raises:
         ProtocolError: It is damaged.
     """
-    found = _parse(_body(sealed), Proposal)
-    if not isinstance(found, Proposal):
-        raise ProtocolError("that is no proposal")
+    return _parse(_body(sealed), Proposal)
+
+
+def seal_statements(
+    run_id: RunId, introductions: Mapping[SiteId, bytes], aggregator: Identity
+) -> bytes:
+    """Sign what sites have answered, to pass it on to all of them.
+
+    Args:
+        run_id: The run.
+        introductions: What each site has sent, under its own signature.
+        aggregator: Signs.
+    """
+    ordered = sorted(introductions.items())
+    texts = (base64.b64encode(each).decode() for _, each in ordered)
+    made = Statements(version=VERSION, run_id=run_id, introductions=tuple(texts))
+    return _seal(made, aggregator, Label.STATEMENTS)
+
+
+def open_statements(sealed: bytes, roster: Roster) -> Statements:
+    """Check that statements are from the aggregator, and read them.
+
+    Raises:
+        ProtocolError: They are not, or are not well formed.
+    """
+    _verify_aggregator(sealed, roster, Label.STATEMENTS)
+    return _parse(_body(sealed), Statements)
+
+
+def are_statements(sealed: bytes) -> bool:
+    """Whether bytes claim to be statements; nothing of them has been checked.
+
+    Raises:
+        ProtocolError: They are no message.
+    """
+    # In a text, such as that of a job, the quotes would be escaped.
+    return b'"introductions": [' in _body(sealed)
+
+
+def stated_needs(
+    statements: Statements, *, proposal: bytes, roster: Roster
+) -> Mapping[SiteId, float]:
+    """Check every site's own signature, and read what it needs.
+
+    Args:
+        statements: What the aggregator passes on.
+        proposal: The sealed proposal that all of them must be an answer to.
+        roster: Pins the sites' keys.
+
+    Returns:
+        The noise multiplier that each site has stated.
+
+    Raises:
+        ProtocolError: One of them is not signed by its site, answers another
+            proposal, states nothing or is there twice.
+    """
+    found: dict[SiteId, float] = {}
+    for text in statements.introductions:
+        try:
+            sealed = base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise ProtocolError(f"a malformed statement: {error}") from error
+        each = open_introduction(sealed, roster, proposal)
+        if each.needs is None:
+            raise ProtocolError(f"site {each.site!r} does not state {_WHAT}")
+        if each.site in found:
+            raise ProtocolError(f"site {each.site!r} states twice {_WHAT}")
+        found[SiteId(each.site)] = each.needs
     return found
 
 
@@ -114,15 +204,13 @@ def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introdu
     Args:
         sealed: What a node answered.
         roster: Pins the sites' keys.
-        proposal: What it must be an answer to.
+        proposal: What it must be an answer to: a sealed proposal, or statements.
 
     Raises:
         ProtocolError: The site is not in the roster, its signature is wrong, or it
             answers another proposal.
     """
     claimed = _parse(_body(sealed), Introduction)
-    if not isinstance(claimed, Introduction):
-        raise ProtocolError("that is no introduction")
     entry = roster.entry(SiteId(claimed.site))
     key = PublicIdentity(entry.public_key)
     _verify(sealed, key, Label.PROMISE, who=f"site {entry.site!r}")
@@ -137,6 +225,8 @@ def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introdu
 def _check_numbers(claimed: Introduction) -> None:
     """Refuse numbers that no site can mean: they would go into the contract."""
     numbers: list[float] = [1.0 + claimed.num_examples]
+    if claimed.needs is not None:
+        numbers.append(claimed.needs)
     promise = claimed.privacy
     if promise is not None:
         numbers += [promise.epsilon_cap, promise.delta, promise.noise_multiplier]
@@ -144,7 +234,9 @@ def _check_numbers(claimed: Introduction) -> None:
         if promise.held_out_noise is not None:
             numbers.append(promise.held_out_noise)
     if not all(0.0 < number < math.inf for number in numbers):
-        raise ProtocolError(f"site {claimed.site!r} promises what cannot be: {promise}")
+        raise ProtocolError(
+            f"site {claimed.site!r} promises what cannot be: {promise or numbers}"
+        )
 
 
 def digest(sealed: bytes) -> str:
@@ -157,7 +249,12 @@ def run_id_of(proposal: Proposal) -> RunId:
     return RunId(proposal.run_id)
 
 
-def _seal(value: Proposal | Introduction, identity: Identity, label: Label) -> bytes:
+_Message = TypeVar("_Message", Proposal, Statements, Introduction)
+
+
+def _seal(
+    value: Proposal | Statements | Introduction, identity: Identity, label: Label
+) -> bytes:
     body = json.dumps(encode(value), allow_nan=False).encode()
     return identity.sign(label, body) + body
 
@@ -168,18 +265,16 @@ def _body(sealed: bytes) -> bytes:
     return sealed[SIGNATURE_BYTES:]
 
 
+def _verify_aggregator(sealed: bytes, roster: Roster, label: Label) -> None:
+    key = PublicIdentity(roster.aggregator_key)
+    _verify(sealed, key, label, who="the aggregator")
+
+
 def _verify(sealed: bytes, key: PublicIdentity, label: Label, *, who: str) -> None:
     key.verify(label, _body(sealed), sealed[:SIGNATURE_BYTES], who=who)
 
 
-def _open(
-    sealed: bytes, key: PublicIdentity, label: Label, kind: type, *, who: str
-) -> object:
-    _verify(sealed, key, label, who=who)
-    return _parse(_body(sealed), kind)
-
-
-def _parse(body: bytes, kind: type) -> object:
+def _parse(body: bytes, kind: type[_Message]) -> _Message:
     try:
         found = json.loads(body, parse_constant=refuse_constant)
         version = found.get("version") if isinstance(found, dict) else None
@@ -188,6 +283,9 @@ def _parse(body: bytes, kind: type) -> object:
                 f"a message of version {version!r:.20} arrived and this is version "
                 f"{VERSION}: install the same release of crossfed on both sides"
             )
-        return decode(found, kind, where=kind.__name__)
+        value = decode(found, kind, where=kind.__name__)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a malformed {kind.__name__}: {error}") from error
+    if not isinstance(value, kind):
+        raise ProtocolError(f"that is no {kind.__name__}")
+    return value

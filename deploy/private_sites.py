@@ -1,4 +1,4 @@
-"""Differential privacy in a simulation: what each site promises, and its ledger.
+"""Differential privacy of a run: what each site promises, and its ledger.
 
 Noise is calibrated for each site from the number of its own records. What the
 accountant is told and what the trainer does come from the same functions of
@@ -86,14 +86,17 @@ class PrivateSites:
         run_id: RunId,
         folder: Path | None,
         clock: Clock,
+        stated: Mapping[SiteId, float] | None = None,
     ) -> None:
-        """Plan every site.
+        """Plan every site whose data are here.
 
         Args:
             federation: Model and data.
             run_id: The run that the ledgers are of.
             folder: The run's; ledgers lie in ``sites/NAME``. None keeps nothing.
             clock: Of the entries.
+            stated: What sites have stated that they need, where noise adds up inside
+                the secure sum and some of them are elsewhere.
 
         Raises:
             JobError: The promise cannot be kept with these data, rounds and batches;
@@ -111,7 +114,7 @@ class PrivateSites:
                 name: _named(name, federation) for name in federation.site_data
             }
         else:
-            self.in_sum = sum_privacy.plan(federation)
+            self.in_sum = sum_privacy.plan(federation, stated)
             self.plans = _plans_in_sum(federation, self.in_sum)
 
     def __enter__(self) -> Self:

@@ -1,15 +1,20 @@
-"""Who takes part in a deployed run, and what each site promises."""
+"""Who takes part in a deployed run, and what each site promises.
+
+One question, or two where noise adds up inside the secure sum: what each site needs,
+and, once it knows what the others need, what it promises.
+"""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import tomli_w
 
-from deploy import introduction
+from deploy import introduction, sum_privacy
 from deploy.introduction import Introduction, Proposal
 from deploy.protection import code_hash
 from federation import job_file
-from federation.errors import SiteError
+from federation.errors import ProtocolError, SiteError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
@@ -24,17 +29,26 @@ class SignedRollCall:
     """Proposes a run, and believes sites whose key the roster pins.
 
     Attributes:
-        question: The signed proposal.
+        question: What is asked now: the signed proposal, or then the statements.
+        run_id: The run.
+        aggregator: Signs.
         roster: Pins the sites' keys.
         sites: Those of the job. What others answer does not matter: a site that the
             job does not name refuses it.
-        introductions: What the sites that take part have answered.
+        in_sum: Whether their noise adds up, so that all of them plan it together.
+        introductions: What the sites that take part have answered to the question.
+        needs: What they have stated; None where nobody is asked, or not yet.
     """
 
     question: bytes
+    run_id: RunId
+    aggregator: Identity = field(repr=False)
     roster: Roster
     sites: frozenset[SiteId]
+    in_sum: bool
     introductions: dict[SiteId, Introduction] = field(default_factory=dict)
+    needs: Mapping[SiteId, float] | None = None
+    _signed: dict[SiteId, bytes] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -51,7 +65,14 @@ class SignedRollCall:
         )
         sealed = introduction.seal_proposal(proposal, aggregator)
         sites = frozenset(SiteId(site.name) for site in job.sites)
-        return cls(question=sealed, roster=roster, sites=sites)
+        return cls(
+            question=sealed,
+            run_id=run_id,
+            aggregator=aggregator,
+            roster=roster,
+            sites=sites,
+            in_sum=job.privacy.differential_privacy.unit in sum_privacy.UNITS,
+        )
 
     def site_of(self, answer: bytes) -> SiteId:
         """See ``cloud_adapters.flower_roll_call.RollCall``."""
@@ -61,8 +82,22 @@ class SignedRollCall:
             return site
         if found.refused:
             raise SiteError(f"site {site!r} does not take part: {found.refused}")
-        self.introductions[site] = found
+        if self.in_sum and self.needs is None and found.needs is None:
+            raise ProtocolError(f"site {site!r} does not state what noise it needs")
+        self.introductions[site], self._signed[site] = found, answer
         return site
+
+    def move_on(self) -> bool:
+        """See ``cloud_adapters.flower_roll_call.RollCall``."""
+        if not self.in_sum or self.needs is not None:
+            return False
+        found = sorted(self.introductions.items())
+        self.needs = {name: each.needs for name, each in found if each.needs}
+        self.question = introduction.seal_statements(
+            self.run_id, self._signed, self.aggregator
+        )
+        self.introductions.clear()
+        return True
 
     def promises(self) -> tuple[SitePrivacy, ...]:
         """What the sites promise, in the order of their names."""

@@ -6,54 +6,39 @@ protocol must remember in ``runs/RUN`` of its folder, and goes on after a restar
 model, data and keys of the run are in memory.
 """
 
-import logging
-import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from clients.kept_integers import KeptIntegers
 from clients.model_pool import ModelPool
-from clients.secure_site import Protection, SecureSite
-from cloud_adapters.storage.local import LocalStore
-from deploy import folder_lock, introduction, site_ranks, wiring
-from deploy.data import load_data
-from deploy.introduction import Introduction, Proposal
-from deploy.private_sites import PrivateSites
-from deploy.protection import check_layout, code_hash, header_slots
+from deploy import (
+    folder_lock,
+    introduction,
+    site_data,
+    site_ranks,
+    sum_privacy,
+    wiring,
+)
+from deploy.introduction import Introduction, Proposal, Statements
+from deploy.protection import code_hash
 from deploy.run_folder import replace_file
 from deploy.site_file import SiteConfig
-from deploy.site_floor import accepted_units, check_job
+from deploy.site_floor import check_job
+from deploy.site_run import MetRun, OpenRun, SiteKeys, is_in_sum, open_run
 from federation import job_file
-from federation.errors import FederationError, JobError, ProtocolError, SiteError
+from federation.errors import FederationError, JobError, ProtocolError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId, check_name
 from federation.job import JobSpec
 from federation.messages import SiteMessage, Task
-from federation.protocols import Clock, SiteHandler
+from federation.protocols import Clock
 from federation.vectors import Layout
-from privacy.secagg.floor import LocalFloor
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
-from privacy.secagg.round_memory import FileRounds
 
-_PROPOSAL = "proposal"
-
-_LOG = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """A run that this site takes part in."""
-
-    run_id: RunId
-    job: JobSpec
-    layout: Layout
-    sealed: bytes
-    handler: SiteHandler
-    answer: Introduction
-    stack: ExitStack
+_PROPOSAL, _STATEMENTS = "proposal", "statements"
 
 
 @dataclass(kw_only=True)
@@ -71,7 +56,8 @@ class SiteAgent:
     identity: Identity
     roster: Roster
     clock: Clock
-    _run: _Run | None = field(default=None, init=False)
+    _met: MetRun | None = field(default=None, init=False)
+    _run: OpenRun | None = field(default=None, init=False)
 
     @property
     def name(self) -> SiteId:
@@ -79,19 +65,25 @@ class SiteAgent:
         return SiteId(self.config.file.name)
 
     def introduce(self, sealed: bytes) -> bytes:
-        """Answer a proposal: with a promise, or with the reason against it.
+        """Answer a proposal, or what all sites have stated of what they need.
+
+        With a promise, with a statement where a promise needs those of all, or with
+        the reason against taking part.
 
         Raises:
             ProtocolError: It is not from this site's aggregator; it gets no answer.
         """
-        proposal = introduction.open_proposal(sealed, self.roster)
-        try:
-            run = self._open(proposal, sealed)
-        except FederationError as error:
-            answer = self._introduction(sealed, refused=str(error))
+        if introduction.are_statements(sealed):
+            statements = introduction.open_statements(sealed, self.roster)
+            answer = partial(self._answer_statements, statements)
         else:
-            answer = run.answer
-        return introduction.seal_introduction(answer, self.identity)
+            proposal = introduction.open_proposal(sealed, self.roster)
+            answer = partial(self._answer_proposal, proposal)
+        try:
+            found = answer(sealed)
+        except FederationError as error:
+            found = self._introduction(sealed, refused=str(error))
+        return introduction.seal_introduction(found, self.identity)
 
     def answer(self, task: Task) -> SiteMessage:
         """Answer a task of a run that was proposed before.
@@ -102,7 +94,7 @@ class SiteAgent:
         if task.site != self.name:
             raise ProtocolError(f"a task for {task.site!r} came to site {self.name!r}")
         run = self._current(task.run_id)
-        with wiring.torch_threads(run.job):
+        with wiring.torch_threads(run.met.job):
             return run.handler.handle(task)
 
     def layout(self, run_id: RunId) -> Layout:
@@ -111,11 +103,11 @@ class SiteAgent:
         Raises:
             ProtocolError: It was not.
         """
-        return self._current(run_id).layout
+        return self._current(run_id).met.federation.pool.layout
 
     def close(self) -> None:
         """Leave the run: keys go, ledgers are closed."""
-        run, self._run = self._run, None
+        run, self._run, self._met = self._run, None, None
         if run is not None:
             run.stack.close()
 
@@ -125,25 +117,84 @@ class SiteAgent:
         except ValueError as error:
             raise ProtocolError(f"a run without a proper name: {error}") from None
 
-    def _current(self, run_id: RunId) -> _Run:
+    def _current(self, run_id: RunId) -> OpenRun:
         run = self._run
-        if run is None or run.run_id != run_id:
+        if run is None or run.met.run_id != run_id:
             run = self._open_again(run_id)
         return run
 
-    def _open_again(self, run_id: RunId) -> _Run:
+    def _open_again(self, run_id: RunId) -> OpenRun:
         """Take up a run after a restart of this process."""
-        path = self._folder(run_id) / _PROPOSAL
+        met = self._meet_again(run_id)
+        if not is_in_sum(met.job):
+            return self._open(met, keep={})
         try:
-            sealed = path.read_bytes()
+            sealed = (self._folder(run_id) / _STATEMENTS).read_bytes()
+        except OSError:
+            raise ProtocolError(
+                f"site {self.name!r} has not been told what the others need in run "
+                f"{run_id!r}"
+            ) from None
+        statements = introduction.open_statements(sealed, self.roster)
+        return self._open(met, keep={}, stated=self._stated(statements, met))
+
+    def _meet_again(self, run_id: RunId) -> MetRun:
+        try:
+            sealed = (self._folder(run_id) / _PROPOSAL).read_bytes()
         except OSError:
             raise ProtocolError(
                 f"run {run_id!r} has not been proposed to site {self.name!r}"
             ) from None
-        return self._open(introduction.open_proposal(sealed, self.roster), sealed)
+        return self._meet(introduction.open_proposal(sealed, self.roster), sealed)
 
-    def _open(self, proposal: Proposal, sealed: bytes) -> _Run:
-        """Check a proposal, and build what its run needs.
+    def _answer_proposal(self, proposal: Proposal, sealed: bytes) -> Introduction:
+        met = self._meet(proposal, sealed)
+        if is_in_sum(met.job):
+            needs = sum_privacy.needs(met.federation)[self.name]
+            self._keep(met.run_id, {_PROPOSAL: sealed})
+            self._met = met
+            return self._introduction(sealed, needs=needs)
+        run = self._open(met, keep={_PROPOSAL: sealed})
+        tells = run.promise is None and not met.job.privacy.secure_aggregation.enabled
+        train, _ = met.federation.site_data[self.name]
+        num_examples = len(train) if tells else 0
+        return self._introduction(
+            sealed, privacy=run.promise, num_examples=num_examples
+        )
+
+    def _answer_statements(self, statements: Statements, sealed: bytes) -> Introduction:
+        """Plan the noise that all sites make together, and promise what follows."""
+        run_id, met, run = RunId(statements.run_id), self._met, self._run
+        if met is None and run is not None:
+            met = run.met
+        if met is None or met.run_id != run_id:
+            met = self._meet_again(run_id)
+        stated = self._stated(statements, met)
+        run = self._open(met, keep={_STATEMENTS: sealed}, stated=stated)
+        return self._introduction(sealed, privacy=run.promise)
+
+    def _stated(self, statements: Statements, met: MetRun) -> Mapping[SiteId, float]:
+        """What each site of the job has stated and signed.
+
+        Raises:
+            ProtocolError: One is not signed by its site, or is of another run.
+            JobError: They are not those of all sites.
+        """
+        stated = introduction.stated_needs(
+            statements, proposal=met.sealed, roster=self.roster
+        )
+        names = {SiteId(site.name) for site in met.job.sites}
+        if stated.keys() != names:
+            odd = ", ".join(sorted(stated.keys() ^ names))
+            raise JobError(
+                f"site {self.name!r} plans no noise with others than those of the job, "
+                f"and without none of them: {odd}",
+                key="sites",
+            )
+        return stated
+
+    def _meet(self, proposal: Proposal, sealed: bytes) -> MetRun:
+        """Check a proposal, and load model and data of its run.
 
         Raises:
             FederationError: The site does not or cannot take part.
@@ -156,124 +207,63 @@ class SiteAgent:
         _check_same_job(job, folder, self.roster)
         self._check_total(run_id, job)
         self.close()
+        federation = wiring.Federation(
+            job=job,
+            pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
+            site_data={self.name: site_data.load(self.config.file, job)},
+        )
+        return MetRun(run_id=run_id, sealed=sealed, federation=federation)
+
+    def _open(
+        self,
+        met: MetRun,
+        *,
+        keep: Mapping[str, bytes],
+        stated: Mapping[SiteId, float] | None = None,
+    ) -> OpenRun:
+        """Build what a run needs, and keep what it is taken up again from.
+
+        Raises:
+            FederationError: The site does not or cannot take part.
+        """
+        self.close()
         with ExitStack() as stack:
-            run = self._build(run_id, job, sealed, folder, stack)
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / _PROPOSAL, [sealed])
+            run = open_run(
+                met,
+                config=self.config,
+                keys=SiteKeys(identity=self.identity, roster=self.roster),
+                folder=self._folder(met.run_id),
+                clock=self.clock,
+                stated=stated,
+                stack=stack,
+            )
+            self._keep(met.run_id, keep)
             run.stack = stack.pop_all()
         self._run = run
         return run
 
-    def _build(
-        self, run_id: RunId, job: JobSpec, sealed: bytes, folder: Path, stack: ExitStack
-    ) -> _Run:
-        federation = wiring.Federation(
-            job=job,
-            pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
-            site_data={self.name: self._data(job)},
-        )
-        private: PrivateSites | None = None
-        make_trainer = site_ranks.trainer_of(federation, self.config.file, stack)
-        if job.privacy.differential_privacy.unit != "none":
-            private = PrivateSites(
-                federation, run_id=run_id, folder=folder, clock=self.clock
-            )
-            stack.enter_context(private)
-            self._check_promise(private.promises()[0])
-            make = site_ranks.private_maker(federation, self.config.file, stack)
-            trainer = private.trainer(self.name, make)
-            make_trainer = lambda: trainer  # noqa: E731
-        store = LocalStore(folder)
-        handler: SiteHandler
-        if job.privacy.secure_aggregation.enabled:
-            check_layout(federation.pool.layout)
-            handler = SecureSite(
-                self.name,
-                make_trainer=make_trainer,
-                kept=KeptIntegers(self.name, federation.pool.layout, store),
-                protection=Protection(
-                    identity=self.identity,
-                    floor_of=partial(self._floor, job),
-                    memory=FileRounds(folder / "sites" / self.name / "rounds"),
-                    random_bytes=os.urandom,
-                    threads=job.training.threads,
-                ),
-            )
-        else:
-            handler = federation.site(
-                self.name, make_trainer=make_trainer, store=store, clock=self.clock
-            )
-        stack.callback(handler.close)
-        tells = private is None and not job.privacy.secure_aggregation.enabled
-        train, _ = federation.site_data[self.name]
-        answer = self._introduction(
-            sealed,
-            privacy=None if private is None else private.promises()[0],
-            num_examples=len(train) if tells else 0,
-        )
-        return _Run(
-            run_id=run_id,
-            job=job,
-            layout=federation.pool.layout,
-            sealed=sealed,
-            handler=handler,
-            answer=answer,
-            stack=stack,
-        )
+    def _keep(self, run_id: RunId, files: Mapping[str, bytes]) -> None:
+        folder = self._folder(run_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            replace_file(folder / name, [content])
 
     def _check_total(self, run_id: RunId, job: JobSpec) -> None:
         """Hold what all runs may spend of the same records against the floor."""
         floor, private = self.config.file.floor, job.privacy.differential_privacy
         if floor.total_epsilon is None or private.target_epsilon is None:
             return
-        earlier = (
-            job_file.loads(introduction.kept_proposal(path.read_bytes()).job)
+        promised = sum(
+            _promised(path.parent)
             for path in (self.config.folder / "runs").glob(f"*/{_PROPOSAL}")
             if path.parent.name != run_id
         )
-        targets = (one.privacy.differential_privacy.target_epsilon for one in earlier)
-        promised = sum(target for target in targets if target is not None)
         if promised + private.target_epsilon > floor.total_epsilon:
             raise JobError(
                 f"site {self.name!r} has promised {promised:g} to earlier runs and "
                 f"allows {floor.total_epsilon:g} in all (floor.total_epsilon)",
                 key="privacy.differential_privacy.target_epsilon",
             )
-
-    def _check_promise(self, promise: SitePrivacy) -> None:
-        """Hold against the floor what only the plan could tell."""
-        floor = self.config.file.floor
-        if floor.privacy != "none" and promise.delta > floor.max_delta:
-            raise JobError(
-                f"comes to {promise.delta:.1e} for the records of site {self.name!r}, "
-                f"which allows {floor.max_delta:g} (floor.max_delta)",
-                key="privacy.differential_privacy.delta",
-            )
-
-    def _data(self, job: JobSpec) -> wiring.SiteData:
-        own = self.config.file.data
-        if own.source:
-            return self._own_data()
-        named = [job.data, *(site.data for site in job.sites)]
-        if job.data is None or any(d is not None and "://" in d.source for d in named):
-            # A site opens no address that somebody else gives it.
-            raise JobError(
-                f"site {self.name!r} has no data of its own: its operator must name "
-                "their source in site.toml",
-                key="data.source",
-            )
-        return wiring.deal_data(job)[self.name]
-
-    def _own_data(self) -> wiring.SiteData:
-        """Load the site's data; what is wrong with them is told to the site alone."""
-        own = self.config.file.data
-        try:
-            return load_data(own.source, own.options)
-        except FederationError as error:
-            _LOG.error("data of site %s cannot be loaded: %s", self.name, error)
-            raise SiteError(
-                f"site {self.name!r} cannot load its data; its log says why"
-            ) from error
 
     def _introduction(
         self,
@@ -282,6 +272,7 @@ class SiteAgent:
         refused: str = "",
         privacy: SitePrivacy | None = None,
         num_examples: int = 0,
+        needs: float | None = None,
     ) -> Introduction:
         return Introduction(
             version=introduction.VERSION,
@@ -291,6 +282,7 @@ class SiteAgent:
             refused=refused,
             privacy=privacy,
             num_examples=num_examples,
+            needs=needs,
         )
 
     def _check_code(self, proposal: Proposal) -> None:
@@ -306,26 +298,14 @@ class SiteAgent:
         )
         raise ProtocolError(advice)
 
-    def _floor(self, job: JobSpec, layout: Layout) -> LocalFloor:
-        """What the operator demands of a contract."""
-        floor = self.config.file.floor
-        private = floor.privacy != "none"
-        return LocalFloor(
-            roster=self.roster,
-            code_hashes=frozenset({code_hash()}),
-            layout_digest=bytes.fromhex(layout.digest),
-            num_values=layout.size,
-            min_sites=floor.min_sites,
-            colluding=floor.colluding_sites,
-            max_clip_norm=floor.max_clip_norm,
-            privacy_profiles=frozenset(accepted_units(floor)),
-            max_epsilon=floor.max_epsilon if private else float("inf"),
-            max_delta=floor.max_delta if private else 1.0,
-            max_rounds=floor.max_rounds + 1,
-            header_slots=header_slots(job),
-            accept_two_sites=floor.accept_two_sites,
-            require_hybrid=job.privacy.secure_aggregation.hybrid,
-        )
+
+def _promised(folder: Path) -> float:
+    """Epsilon that was promised to a run; 0 before all sites' needs were known."""
+    sealed = (folder / _PROPOSAL).read_bytes()
+    job = job_file.loads(introduction.kept_proposal(sealed).job)
+    if is_in_sum(job) and not (folder / _STATEMENTS).exists():
+        return 0.0
+    return job.privacy.differential_privacy.target_epsilon or 0.0
 
 
 def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:

@@ -1,14 +1,20 @@
 """What a site demands of a job before it builds anything of it."""
 
+import math
 import re
 from collections.abc import Iterator
 
 from clients.factories import import_factory
-from deploy.protection import min_sites_of
+from deploy.protection import code_hash, header_slots, min_sites_of
 from deploy.site_file import UNITS, FloorSpec
+from deploy.sum_privacy import UNITS as IN_SUM
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import JobSpec
+from federation.vectors import Layout
+from privacy.secagg.floor import LocalFloor
+from privacy.secagg.noise_shares import NoiseShare
+from privacy.secagg.roster import Roster
 from privacy.secagg.thresholds import colluding_tolerated
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z]\w*")
@@ -17,6 +23,7 @@ _TARGET = "privacy.differential_privacy.target_epsilon"
 _DELTA = "privacy.differential_privacy.delta"
 _HELD_OUT = "privacy.differential_privacy.held_out"
 _SECURE = "privacy.secure_aggregation.enabled"
+_COLLUDING = "privacy.differential_privacy.colluding_sites"
 _CLIP = "privacy.secure_aggregation.clip_norm"
 _THRESHOLD = "privacy.secure_aggregation.threshold"
 _PAIR = 2
@@ -40,6 +47,44 @@ def check_job(job: JobSpec, floor: FloorSpec, site: SiteId) -> None:
             raise JobError(f"site {site!r} {fault}", key=key)
 
 
+def contract_floor(
+    job: JobSpec,
+    layout: Layout,
+    *,
+    floor: FloorSpec,
+    roster: Roster,
+    noise_share: NoiseShare | None,
+) -> LocalFloor:
+    """What the operator demands of the contract of a job that was accepted.
+
+    Args:
+        job: The job.
+        layout: Of the site's own model.
+        floor: What the operator demands.
+        roster: Whom the site trusts.
+        noise_share: What the site counts on of the noise inside the sum; None if
+            there is none.
+    """
+    private = floor.privacy != "none"
+    return LocalFloor(
+        roster=roster,
+        code_hashes=frozenset({code_hash()}),
+        layout_digest=bytes.fromhex(layout.digest),
+        num_values=layout.size,
+        min_sites=floor.min_sites,
+        colluding=floor.colluding_sites,
+        max_clip_norm=floor.max_clip_norm,
+        privacy_profiles=frozenset(accepted_units(floor)),
+        max_epsilon=floor.max_epsilon if private else math.inf,
+        max_delta=floor.max_delta if private else 1.0,
+        max_rounds=floor.max_rounds + 1,
+        header_slots=header_slots(job),
+        noise_share=noise_share,
+        accept_two_sites=floor.accept_two_sites,
+        require_hybrid=job.privacy.secure_aggregation.hybrid,
+    )
+
+
 def accepted_units(floor: FloorSpec) -> tuple[str, ...]:
     """Units of privacy that are as strong as the floor's, or stronger."""
     return UNITS[UNITS.index(floor.privacy) :]
@@ -47,9 +92,6 @@ def accepted_units(floor: FloorSpec) -> tuple[str, ...]:
 
 def _privacy_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
     private = job.privacy.differential_privacy
-    if private.unit in {"joint", "site"}:
-        advice = "choose 'record', or simulate the job"
-        yield _UNIT, f"cannot plan {private.unit!r} from its own numbers: {advice}"
     if private.unit not in accepted_units(floor):
         demand = f"demands {floor.privacy!r} (floor.privacy)"
         yield _UNIT, f"{demand}, and the job says {private.unit!r}"
@@ -86,11 +128,21 @@ def _sum_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
             yield _UNIT, f"{demand} (floor.accept_two_sites)"
     elif min_sites_of(num_sites) < floor.min_sites:
         yield "sites", f"demands {floor.min_sites} in a sum (floor.min_sites)"
+    yield from _noise_faults(job, floor)
     tolerated = colluding_tolerated(num_sites, fewest)
     if tolerated < floor.colluding_sites:
         demand = f"demands protection against {floor.colluding_sites} colluding sites"
         given = f"{fewest} of {num_sites} give it against {tolerated}"
         yield _THRESHOLD, f"{demand} (floor.colluding_sites), and {given}"
+
+
+def _noise_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    """Against how many sites the noise holds that adds up inside the sum."""
+    private = job.privacy.differential_privacy
+    if private.unit in IN_SUM and private.colluding_sites < floor.colluding_sites:
+        demand = f"demands noise that {floor.colluding_sites} colluding sites cannot "
+        counted = f"take off (floor.colluding_sites), not {private.colluding_sites}"
+        yield _COLLUDING, demand + counted
 
 
 def _function_faults(job: JobSpec, floor: FloorSpec) -> _Faults:

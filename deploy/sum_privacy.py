@@ -1,7 +1,9 @@
 """How noise inside the secure sum is planned: joint privacy, and that of whole sites.
 
 Noise that adds up is the same at every site, and the least of what any of them needs
-is not enough: sites are planned together here, and each one's promise follows.
+is not enough: sites are planned together here, and each one's promise follows. All
+that a plan takes from a site is one number, the noise multiplier that its records
+need; where sites are on several machines, they state it (``introduction``).
 """
 
 import math
@@ -27,6 +29,7 @@ from privacy.dp.mechanism import SLACK
 from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.ring import RingSpec
 
+UNITS = frozenset({"joint", "site"})  # whose noise adds up inside the sum
 MIN_SIGNAL_TO_NOISE = 0.5
 
 _TABLE = "privacy.differential_privacy"
@@ -40,8 +43,8 @@ class SumPrivacy:
         share: What each site adds.
         ring: The ring that has room for it.
         noise: Where it goes.
-        deltas: By site.
-        events: What a round costs a site, for its accountant.
+        deltas: By site, of those whose data are here.
+        events: What a round costs such a site, for its accountant.
         signal_to_noise: Of the mean update: its largest norm over the norm of the
             noise on it, ``N / (z sqrt(d))`` but for shares beyond those counted on;
             None where records are the unit.
@@ -55,54 +58,91 @@ class SumPrivacy:
     signal_to_noise: float | None
 
 
-def plan(federation: Federation) -> SumPrivacy:
+def needs(federation: Federation) -> Mapping[SiteId, float]:
+    """Noise multiplier that each site needs whose data are here, to keep its promise.
+
+    Raises:
+        JobError: Its promise cannot be kept with these data, rounds and batches.
+    """
+    if federation.job.privacy.differential_privacy.unit == "site":
+        delta = _delta_of_sites(federation.job)
+        need = _multiplier(federation, delta, 1.0)
+        return dict.fromkeys(federation.site_data, need)
+    return {
+        name: _multiplier(federation, records.delta, records.rate)
+        for name, records in _records(federation).items()
+    }
+
+
+def plan(
+    federation: Federation, stated: Mapping[SiteId, float] | None = None
+) -> SumPrivacy:
     """Plan the noise of a job whose unit is ``joint`` or ``site``.
+
+    From the same job and numbers follows the same plan, bit for bit, wherever it is
+    made; ``needs`` of the same records may differ in its last digits elsewhere.
+
+    Args:
+        federation: Model, and data of the sites that are here.
+        stated: What each site of the job needs; where all data are here, that
+            follows from them.
 
     Raises:
         JobError: The promise cannot be kept with these sites, data, rounds and
             batches, or would leave nothing of the updates; the message says what
             would do.
     """
-    unit = federation.job.privacy.differential_privacy.unit
-    return _plan_joint(federation) if unit == "joint" else _plan_sites(federation)
+    wanted = max((needs(federation) if stated is None else stated).values())
+    if federation.job.privacy.differential_privacy.unit == "joint":
+        return _plan_joint(federation, wanted)
+    return _plan_sites(federation, wanted)
 
 
-def _plan_joint(federation: Federation) -> SumPrivacy:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Records:
+    """What a site's number of records decides."""
+
+    delta: float
+    rate: float
+
+
+def _records(federation: Federation) -> Mapping[SiteId, _Records]:
     job = federation.job
-    private = job.privacy.differential_privacy
-    deltas, rates, multipliers = {}, {}, []
+    given, found = job.privacy.differential_privacy.delta, {}
     for name, (train, held_out) in federation.site_data.items():
         try:
             check_records(len(train), expected_batch(job))
-            deltas[name] = _delta(private.delta, num_protected(job, train, held_out))
+            delta = _delta(given, num_protected(job, train, held_out))
         except JobError as error:
             raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
-        rates[name] = sampling_rate(job, len(train))
-        multipliers.append(_multiplier(federation, deltas[name], rates[name]))
-    share, ring = _share(federation, max(multipliers), sensitivity_of_sum(job))
+        found[name] = _Records(delta=delta, rate=sampling_rate(job, len(train)))
+    return found
+
+
+def _plan_joint(federation: Federation, wanted: float) -> SumPrivacy:
+    share, ring = _share(federation, wanted, sensitivity_of_sum(federation.job))
+    records = _records(federation)
     return SumPrivacy(
         share=share,
         ring=ring,
         noise=SumNoise(spans=federation.pool.trained_spans),
-        deltas=deltas,
+        deltas={name: each.delta for name, each in records.items()},
         events={
             name: Event(
                 noise_multiplier=share.multiplier,
-                sampling_rate=rate,
+                sampling_rate=each.rate,
                 steps=1,
                 slack=SLACK,
             )
-            for name, rate in rates.items()
+            for name, each in records.items()
         },
         signal_to_noise=None,
     )
 
 
-def _plan_sites(federation: Federation) -> SumPrivacy:
+def _plan_sites(federation: Federation, wanted: float) -> SumPrivacy:
     job = federation.job
     private, num_sites = job.privacy.differential_privacy, len(job.sites)
-    delta = _delta(private.delta, num_sites, what="sites")
-    wanted = _multiplier(federation, delta, 1.0)
     bit_std = None
     if private.adaptive_clip:
         wanted, bit_std = adaptive_clip.split(wanted)
@@ -117,7 +157,7 @@ def _plan_sites(federation: Federation) -> SumPrivacy:
         share=share,
         ring=ring,
         noise=SumNoise(spans=federation.pool.trained_spans, bit_std=bit_std),
-        deltas=dict.fromkeys(names, delta),
+        deltas=dict.fromkeys(names, _delta_of_sites(job)),
         events=dict.fromkeys(names, event),
         signal_to_noise=_signal_to_noise(share, ring, num_sites),
     )
@@ -138,6 +178,11 @@ def _delta(given: float | None, count: int, what: str = "training records") -> f
     delta = default_delta(count) if given is None else given
     check_delta(delta, count, what=what)
     return delta
+
+
+def _delta_of_sites(job: JobSpec) -> float:
+    given = job.privacy.differential_privacy.delta
+    return _delta(given, len(job.sites), what="sites")
 
 
 def _multiplier(federation: Federation, delta: float, rate: float) -> float:

@@ -47,6 +47,7 @@ class Label(StrEnum):
     CERTIFICATE = "certificate"
     PROPOSAL = "proposal"  # of a run, by the aggregator
     PROMISE = "promise"  # of a site, for a run
+    STATEMENTS = "statements"  # of all sites, passed on by the aggregator
     ENROLMENT = "enrolment"  # of a site: all its public keys
 
 

@@ -148,12 +148,14 @@ class AgentGrid:
     Attributes:
         agents: The agents by site; put another in its place to restart a site.
         seen: Every task that was sent.
+        questions: What coordinators have asked all agents, in order.
     """
 
     def __init__(self, agents: Mapping[str, SiteAgent]) -> None:
         """Connect nobody yet."""
         self.agents = dict(agents)
         self.seen: list[Task] = []
+        self.questions: list[bytes] = []
 
     @contextmanager
     def connected(self) -> Iterator["AgentGrid"]:
@@ -172,12 +174,14 @@ class AgentGrid:
         quorum: int,
     ) -> InProcessGrid:
         """Call the roll, as ``deploy.deployed_run.Connect``."""
-        found = [
-            roll_call.site_of(self.agents[name].introduce(roll_call.question))
-            for name in names
-        ]
-        assert found == list(names)
-        assert quorum <= required <= len(found)
+        assert quorum <= required <= len(names)
+        while True:
+            question = roll_call.question
+            self.questions.append(question)
+            for name in names:
+                assert roll_call.site_of(self.agents[name].introduce(question)) == name
+            if not roll_call.move_on():
+                break
         handlers = {name: _Far(self, name) for name in names}
         return InProcessGrid(handlers, clock=SystemClock())
 

@@ -28,6 +28,10 @@ class NamesCall:
         """Take it at its word."""
         return SiteId(answer.decode())
 
+    def move_on(self) -> bool:
+        """There is nothing else to ask."""
+        return False
+
 
 def rounds(
     api: Grid, *, sites: list[str], num_floats: int, num_rounds: int, folder: str

@@ -429,6 +429,9 @@ class NamesRead:
     def site_of(self, answer: bytes) -> SiteId:
         return SiteId(answer.decode())
 
+    def move_on(self) -> bool:
+        return False
+
 
 @pytest.fixture
 def beating(flower: FakeFlower, clock: VirtualClock) -> Beating:

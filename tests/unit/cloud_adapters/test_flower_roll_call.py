@@ -27,9 +27,21 @@ SITES = [SiteId("one"), SiteId("two")]
 
 
 class SpokenCall:
-    """Believes whoever says a name, but not the liar."""
+    """Believes whoever says a name, but not the liar.
 
-    question = b"who are you?"
+    Attributes:
+        question: What is asked.
+        more: What is asked after it.
+    """
+
+    def __init__(self, *more: bytes) -> None:
+        self.question, self.more = b"who are you?", [*more]
+
+    def move_on(self) -> bool:
+        if not self.more:
+            return False
+        self.question = self.more.pop(0)
+        return True
 
     def site_of(self, answer: bytes) -> SiteId:
         name = answer.decode()
@@ -44,14 +56,17 @@ class Nodes:
     """A Flower whose nodes say what they are told to say.
 
     Attributes:
-        say: Node by its answer: text, an error, or None for silence.
+        say: Node by its answer: text, an error, or None for silence; or these by
+            question.
         asked: Nodes that were asked, in order.
+        heard: Questions that they were asked.
         full: Nodes that messages do not reach.
     """
 
     def __init__(self, **say: Any) -> None:
         self.say = {int(name[1:]): answer for name, answer in say.items()}
         self.asked: list[int] = []
+        self.heard: list[bytes] = []
         self.full: set[int] = set()
         self._open: dict[str, Message] = {}
         self._names = itertools.count()
@@ -67,14 +82,17 @@ class Nodes:
             self.asked.append(node)
             name = f"m{next(self._names)}"
             message.metadata.__dict__["_message_id"] = name
-            assert flower_site.unpack_bytes(message.content) == SpokenCall.question
+            self.heard.append(flower_site.unpack_bytes(message.content))
             self._open[name] = message
             yield name
 
     def pull_messages(self, ids: list[str]) -> list[Message]:
         found = []
         for name in ids:
-            answer = self.say.get(self._open[name].metadata.dst_node_id)
+            message = self._open[name]
+            answer = self.say.get(message.metadata.dst_node_id)
+            if isinstance(answer, dict):
+                answer = answer.get(flower_site.unpack_bytes(message.content))
             if answer is None:
                 continue
             if isinstance(answer, str):
@@ -90,7 +108,7 @@ def _in_a_run() -> None:
 
 def meet(
     nodes: Nodes,
-    *,
+    *more: bytes,
     required: int = 2,
     meanwhile: Callable[[float], None] = lambda _: None,
 ) -> tuple[dict[SiteId, int], float]:
@@ -103,7 +121,7 @@ def meet(
 
     found = flower_roll_call.meet(
         nodes,
-        SpokenCall(),
+        SpokenCall(*more),
         SITES,
         deadline=60.0,
         required=required,
@@ -233,3 +251,23 @@ def test_two_nodes_for_one_site_are_refused():
     """One of them is a copy of the other's folder."""
     with pytest.raises(SiteError, match="two nodes speak for site 'one': stop one"):
         meet(Nodes(n5="one", n9="one"))
+
+
+def test_second_question_is_for_those_who_answered_the_first():
+    """And for nobody before all of them have."""
+    nodes = Nodes(n1="three", n5="one", n9=None)
+
+    def meanwhile(now: float) -> None:
+        nodes.say[9] = "two" if now > 10 else None
+
+    found, _ = meet(nodes, b"and now?", meanwhile=meanwhile)
+    assert found == {"one": 5, "two": 9}
+    assert nodes.heard == [b"who are you?"] * 3 + [b"and now?"] * 2
+    assert sorted(nodes.asked[3:]) == [5, 9]
+
+
+def test_nobody_may_be_missing_from_the_second_answer():
+    """Even where the run may begin without some."""
+    nodes = Nodes(n5="one", n9={b"who are you?": "two"})
+    with pytest.raises(SiteError, match="two did not answer again"):
+        meet(nodes, b"and now?", required=1)

@@ -168,25 +168,42 @@ def test_job_that_names_other_sites_is_refused():
     assert (key, text) == ("sites", "site 'site-7' is not named by this job")
 
 
-@pytest.mark.parametrize("unit", ["joint", "site"])
-def test_privacy_that_needs_all_sites_numbers_is_refused(unit: str):
-    """Even where the floor asks for none."""
-    job = small_job(
+def shared_noise_job(unit: str, **private: Any) -> JobSpec:
+    """A job of four sites whose noise adds up inside the sum."""
+    table = {
+        "unit": unit,
+        "target_epsilon": 3.0,
+        "accept_low_signal": unit == "site",
+        "held_out": "public",
+    }
+    return small_job(
         num_sites=4,
+        training={"local_steps": 1, "optimizer": {"lr": 0.5}},
         aggregation={"weights": "uniform"},
         privacy={
             "secure_aggregation": {"enabled": True},
-            "differential_privacy": {
-                "unit": unit,
-                "target_epsilon": 3.0,
-                "accept_low_signal": unit == "site",
-                "held_out": "public",
-            },
+            "differential_privacy": table | private,
         },
     )
-    key, text = refused(job, privacy="none")
+
+
+@pytest.mark.parametrize("unit", ["joint", "site"])
+def test_noise_must_withstand_as_many_sites_as_the_floor_says(unit: str):
+    """The secure sum's threshold alone does not decide it, where noise is shared."""
+    floor = {"privacy": unit, "public_held_out": True, "functions": MODELS}
+    two = FloorSpec(**floor, colluding_sites=2)
+    key, text = refused(shared_noise_job(unit), **floor, colluding_sites=2)
+    assert key == "privacy.differential_privacy.colluding_sites"
+    assert "2 colluding sites cannot take off (floor.colluding_sites), not 1" in text
+    site_floor.check_job(shared_noise_job(unit, colluding_sites=2), two, SITE)
+
+
+@pytest.mark.parametrize("unit", ["joint", "site"])
+def test_default_floor_refuses_noise_of_others(unit: str):
+    """An operator who trusts nobody else says nothing."""
+    key, text = refused(shared_noise_job(unit))
     assert key == "privacy.differential_privacy.unit"
-    assert f"cannot plan {unit!r} from its own numbers" in text
+    assert f"demands 'record' (floor.privacy), and the job says {unit!r}" in text
 
 
 def test_units_are_accepted_from_the_floors_on():

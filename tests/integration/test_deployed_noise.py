@@ -1,0 +1,182 @@
+"""Noise that adds up inside the secure sum, planned by agents that trust nobody.
+
+Over bytes alone, as in ``test_site_agent``.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import agents
+from support.agents import OPEN_FLOOR, AgentGrid, consortium
+
+from deploy.deployed_run import DeployedRun
+from deploy.run_folder import RunFolder
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
+from deploy.site_agent import SiteAgent
+from federation import events, job_file
+from federation.clock import SystemClock
+from federation.errors import FederationError
+from federation.gather import Gather
+from federation.job import JobSpec
+from federation.protocols import Grid
+
+pytestmark = pytest.mark.slow
+
+JOBS = Path(__file__).parents[2] / "jobs"
+RUN = "20260102-030405-abcdef"
+
+
+# The product's own, shortened: four sites, and a share of the noise at each.
+JOB = job_file.load(JOBS / "joint.toml", ["rounds=3"])
+SITES = tuple(site.name for site in JOB.sites)
+
+
+class Place:
+    """An aggregator's host and the sites of a job."""
+
+    def __init__(self, folder: Path, job: JobSpec, **tables: Any) -> None:
+        self.folder, self.job = folder, job
+        self.tables = tables
+        names = [site.name for site in job.sites]
+        self.members = consortium(*names)
+        self.grid = AgentGrid({name: self.agent(name) for name in names})
+        self.run_folder = RunFolder(folder / "runs" / RUN)
+        self.run_folder.path.mkdir(parents=True)
+        self.run_folder.write_job(job)
+        self.seen: list[events.Event] = []
+
+    def agent(self, name: str) -> SiteAgent:
+        return agents.agent(self.folder, name, self.members, **self.tables)
+
+    def run(
+        self,
+        listen: Callable[[events.Event], None] = lambda _: None,
+        kind: type[DeployedRun] = DeployedRun,
+    ) -> RunResult:
+        """Run a coordinator, as one that is started anew does."""
+        coordinator = kind(
+            self.run_folder,
+            self.members.parties,
+            clock=SystemClock(),
+            listeners=[self.seen.append, listen],
+        )
+        return coordinator.run(self.grid.connect)
+
+    def ledger(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name / "runs" / RUN / "sites" / name / "ledger.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    found = Place(tmp_path, JOB)
+    with found.grid.connected():
+        yield found
+
+
+def planned(seen: list[events.Event]) -> events.PrivacyPlanned:
+    (found,) = [e for e in seen if isinstance(e, events.PrivacyPlanned)]
+    return found
+
+
+def test_joint_run_has_the_noise_plan_of_a_simulated_one(place: Place):
+    """To the last digit, and every site's ledger shows what the simulation's does."""
+    simulated: list[events.Event] = []
+    simulate(JOB, folder=place.folder / "simulated", listeners=[simulated.append])
+    assert place.run().status == "completed"
+    deployed, expected = planned(place.seen), planned(simulated)
+    by_name = tuple(sorted(expected.sites, key=lambda site: site.site))
+    assert replace(deployed, at=0.0) == replace(expected, at=0.0, sites=by_name)
+    for name in SITES:
+        found = place.ledger(name)
+        (path,) = (place.folder / "simulated").glob(f"sites/{name}/ledger.jsonl")
+        other = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line.get("epsilon_after") for line in found] == [
+            line.get("epsilon_after") for line in other
+        ]
+        assert len(found) > JOB.rounds
+
+
+def test_whole_sites_are_planned_likewise(tmp_path: Path):
+    """From the number of sites alone; the bits that the clip norm follows, too."""
+    adaptive = "privacy.differential_privacy.adaptive_clip=true"
+    job = job_file.load(JOBS / "sites.toml", ["rounds=2", adaptive])
+    floor = {
+        **OPEN_FLOOR,
+        "privacy": "site",
+        "public_held_out": True,
+        "max_delta": 0.01,
+    }
+    simulated: list[events.Event] = []
+    simulate(job, listeners=[simulated.append])
+    assert job.data is not None
+    functions = [job.model.factory, job.data.source]
+    place = Place(tmp_path, job, floor={**floor, "functions": functions})
+    with place.grid.connected():
+        assert place.run().status == "completed"
+    deployed, expected = planned(place.seen), planned(simulated)
+    assert len(place.grid.questions) == 2
+    assert deployed.signal_to_noise == expected.signal_to_noise
+    assert set(deployed.sites) == set(expected.sites)
+    clips = [e.update_clip for e in place.seen if isinstance(e, events.RoundFinished)]
+    assert len(set(clips)) == 2
+
+
+def test_site_that_restarts_plans_the_same_noise(place: Place):
+    """From its folder: what the others need is kept with the proposal."""
+
+    def restart(event: events.Event) -> None:
+        if isinstance(event, events.RoundFinished) and event.round_index == 1:
+            place.grid.agents[SITES[0]].close()
+            place.grid.agents[SITES[0]] = place.agent(SITES[0])
+
+    assert place.run(listen=restart).status == "completed"
+    multipliers = {
+        line["event"]["noise_multiplier"]
+        for line in place.ledger(SITES[0])
+        if line.get("purpose") == "train"
+    }
+    assert len(multipliers) == 1
+
+
+class Killed(BaseException):
+    """Ends a coordinator as a signal would."""
+
+
+def test_run_goes_on_with_another_coordinator(place: Place):
+    """Which asks again, and is answered again."""
+
+    def kill(event: events.Event) -> None:
+        if isinstance(event, events.RoundFinished) and event.round_index == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        place.run(listen=kill)
+    assert place.run().status == "completed"
+    assert len(place.grid.questions) == len(set(place.grid.questions)) == 4
+
+
+class Thrifty(DeployedRun):
+    """A coordinator that has planned with everybody, and asks for half the noise."""
+
+    def _gather(self, grid: Grid) -> Gather:
+        assert self._in_sum is not None
+        ring = replace(self._in_sum.ring, noise_std=self._in_sum.ring.noise_std / 2)
+        self._in_sum = replace(self._in_sum, ring=ring)
+        return super()._gather(grid)
+
+
+def test_contract_with_less_noise_than_was_planned_is_refused(place: Place):
+    """By every site, before it trains; the message says what it counts on."""
+    with pytest.raises(FederationError, match="no round was completed"):
+        place.run(kind=Thrifty)
+    failed = [e for e in place.seen if isinstance(e, events.SiteFailed)]
+    assert {each.site for each in failed} == set(SITES)
+    assert all("and this site counts on 0.91" in each.message for each in failed)
+    for name in SITES:
+        assert not [line for line in place.ledger(name) if "purpose" in line]
