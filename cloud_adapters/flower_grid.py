@@ -1,30 +1,33 @@
 """The grid over Flower: tasks become Flower messages, answers become replies.
 
-Flower proves which node sent a reply; that it speaks for the site that was asked is
-checked here. Byte counts are those of the wire format, without Flower's own; what
-travels through a store instead is among them.
+What is lost on the way is asked after, and sent again: see ``redelivery``. Byte counts
+are those of the wire format, without Flower's own; what travels through a store instead
+is among them.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
-from cloud_adapters import flower_site
+from cloud_adapters import flower_answers, flower_site
+from cloud_adapters.flower_answers import Answers
 from cloud_adapters.flower_presence import SILENT_SECONDS, Presence
-from cloud_adapters.flower_roll_call import NODE_GONE, RollCall, gist, meet
-from cloud_adapters.frame_references import Packed, Reference, Sizes
+from cloud_adapters.flower_questions import (
+    Asked,
+    Exchange,
+    Out,
+    Question,
+    failure,
+)
+from cloud_adapters.flower_roll_call import RollCall, greet, meet
+from cloud_adapters.frame_references import Packed
 from cloud_adapters.frames import INLINE, Frames
-from federation import wire
+from cloud_adapters.redelivery import Inquiry, new_name
 from federation.errors import (
-    CorruptObject,
     FederationError,
-    ObjectNotFound,
-    ProtocolError,
-    SiteError,
     StoreError,
 )
 from federation.ids import RunId, SiteId
@@ -32,7 +35,6 @@ from federation.messages import (
     FailureKind,
     Reply,
     RoundTask,
-    SecureTask,
     SiteFailure,
     SiteMessage,
     Task,
@@ -57,35 +59,6 @@ LONG_SECONDS = 1.0
 # Answers that may be held back for one that is due before them.
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
-
-# flwr.common.constant.ErrorCode, which is not public: the sites' own doing. All
-# other codes say that a message or a node is gone.
-_CRASHES = frozenset({1, 2, 6, 7, 8})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """A task on its way."""
-
-    index: int
-    task: Task
-    asked_seconds: float
-    bytes_down: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Exchange:
-    """The state of one call of ``exchange``."""
-
-    waiting: deque[tuple[int, Task]]
-    ahead: float
-    pending: dict[str, _Question] = field(default_factory=dict)
-    landed: dict[int, Reply] = field(default_factory=dict)
-    next_index: int = 0
-
-    def is_open(self) -> bool:
-        """Whether an answer is still to come or to be handed on."""
-        return bool(self.waiting or self.pending or self.landed)
 
 
 class FlowerGrid:
@@ -138,6 +111,7 @@ class FlowerGrid:
         self._api = api
         self._job_text = job_text
         self._frames = frames
+        self._answers = Answers(frames)
         self._tidied: tuple[RunId, int] | None = None
         self._clock = clock
         self._ordered = ordered
@@ -145,7 +119,8 @@ class FlowerGrid:
         self._max_in_flight = math.inf if workers is None else QUEUE * workers
         self._poll_seconds = poll_seconds
         self._stopped = stopped
-        self._late: dict[str, _Question] = {}
+        # Messages for which nobody waits and whose replies are still to be taken in.
+        self._late: dict[str, Asked] = {}
         deadline = clock.monotonic() + connect_seconds
         self._sites = tuple(sites)
         self._nodes: dict[SiteId, int]
@@ -157,9 +132,15 @@ class FlowerGrid:
             is_told=workers is None,
         )
         if roll_call is None:
-            nodes = self._wait_for_nodes(len(sites), deadline)
+            nodes = greet(
+                api,
+                len(sites),
+                at_once=workers,
+                deadline=deadline,
+                clock=clock,
+                pause=self._pause,
+            )
             self._nodes = dict(zip(sites, nodes, strict=True))
-            self._greet(deadline)
         else:
             self._nodes = meet(
                 api,
@@ -190,74 +171,116 @@ class FlowerGrid:
         if unknown:
             raise ValueError(f"the grid has no sites {unknown}")
         self._tidy(tasks)
-        exchange = _Exchange(
+        exchange = Exchange(
+            deadline_seconds=deadline_seconds,
             waiting=deque(enumerate(tasks)),
             ahead=self._max_in_flight + _ahead(tasks) if self._ordered else math.inf,
         )
-        return self._run(exchange, deadline_seconds)
+        return self._run(exchange)
 
-    def _run(self, exchange: _Exchange, deadline_seconds: float) -> Iterator[Reply]:
+    def _run(self, exchange: Exchange) -> Iterator[Reply]:
         sites = {task.site for _, task in exchange.waiting} & self._nodes.keys()
         nodes = {self._nodes[site] for site in sites}
-        self._presence.await_return(nodes, deadline_seconds)
+        self._presence.await_return(nodes, exchange.deadline_seconds)
         try:
             while exchange.is_open():
-                self._push(exchange, deadline_seconds)
+                self._push(exchange)
                 late = self._pull_all(exchange)
-                self._expire(exchange, deadline_seconds)
+                self._expire(exchange)
                 self._give_up_silent(exchange)
-                ready = [*late, *self._ready(exchange)]
+                self._ask_after(exchange)
+                ready = [*late, *exchange.ready(ordered=self._ordered)]
                 yield from ready
                 if not ready and exchange.is_open():
                     self._pause()
         finally:
-            self._late |= exchange.pending
+            self._late |= {name: o.question.asked for name, o in exchange.out.items()}
 
-    def _push(self, exchange: _Exchange, deadline_seconds: float) -> None:
-        while exchange.waiting and len(exchange.pending) < self._max_in_flight:
+    def _push(self, exchange: Exchange) -> None:
+        while exchange.waiting and len(exchange.open) < self._max_in_flight:
             index, task = exchange.waiting[0]
             if index >= exchange.next_index + exchange.ahead:
                 return
             exchange.waiting.popleft()
             packed = self._pack(task)
-            question = _Question(
+            now = self._clock.monotonic()
+            question = Question(
                 index=index,
+                name=new_name(task.round_index),
                 task=task,
-                asked_seconds=self._clock.monotonic(),
-                bytes_down=packed.num_bytes if isinstance(packed, Packed) else 0,
-            )
-            if isinstance(packed, SiteFailure):
-                exchange.landed[index] = self._reply(question, packed, bytes_up=0)
-                continue
-            message = Message(
-                flower_site.pack(
-                    packed.frame,
+                asked=Asked(
+                    run_id=task.run_id,
+                    round_index=task.round_index,
                     site=task.site,
-                    job_text=self._job_text,
-                    deadline_seconds=deadline_seconds,
-                    references=packed.references,
+                    asked_seconds=now,
+                    bytes_down=0,
                 ),
-                self._nodes[task.site],
-                _kind(task).value,
-                ttl=QUEUE * (deadline_seconds + LATE_SECONDS),
-                group_id=str(task.round_index),
+                # A simulation's messages do not leave this machine.
+                inquiry=Inquiry(now) if self._workers is None else None,
             )
-            for message_id in self._api.push_messages([message]):
-                exchange.pending[message_id] = question
-                break
-            else:
-                text = "Flower did not take the message for its node"
-                failure = _failure(task, FailureKind.UNREACHABLE, text)
-                exchange.landed[index] = self._reply(question, failure, bytes_up=0)
+            exchange.open[index] = question
+            self._send(exchange, question, packed)
+
+    def _send(
+        self, exchange: Exchange, question: Question, packed: Packed | SiteFailure
+    ) -> None:
+        """Send a question, for the first time or again."""
+        if isinstance(packed, SiteFailure):
+            self._settle(exchange, question, packed)
+            return
+        question.asked.bytes_down += packed.num_bytes
+        content = flower_site.pack(
+            packed.frame,
+            site=question.task.site,
+            job_text=self._job_text,
+            deadline_seconds=self._seconds_left(exchange, question),
+            references=packed.references,
+        )
+        kind = _kind(question.task).value
+        if not self._post(exchange, Out(question=question), content, kind):
+            text = "Flower did not take the message for its node"
+            self._fail(exchange, question, FailureKind.UNREACHABLE, text)
+        elif question.inquiry is not None:
+            question.inquiry.note_sent(self._clock.monotonic())
+
+    def _post(
+        self, exchange: Exchange, out: Out, content: RecordDict, kind: str
+    ) -> bool:
+        """Give Flower a message that is about a question; say whether it took it."""
+        question = out.question
+        message = Message(
+            content,
+            self._nodes[question.task.site],
+            kind,
+            ttl=QUEUE * (self._seconds_left(exchange, question) + LATE_SECONDS),
+            group_id=question.name,
+        )
+        for message_id in self._api.push_messages([message]):
+            if message_id:
+                exchange.out[message_id] = out
+                return True
+        return False
+
+    def _seconds_left(self, exchange: Exchange, question: Question) -> float:
+        passed = self._clock.monotonic() - question.asked.asked_seconds
+        return max(exchange.deadline_seconds - passed, 1.0)
+
+    def _ask_after(self, exchange: Exchange) -> None:
+        """Ask sites what became of questions that have been out for long."""
+        for question in [*exchange.open.values()]:
+            now = self._clock.monotonic()
+            if question.inquiry is not None and question.inquiry.is_due(now):
+                out = Out(question=question, probed_seconds=now)
+                self._post(exchange, out, RecordDict(), flower_site.PROBE)
 
     def _pack(self, task: Task) -> Packed | SiteFailure:
         if task.site not in self._nodes:
-            return _failure(task, FailureKind.UNREACHABLE, "was never there")
+            return failure(task, FailureKind.UNREACHABLE, "was never there")
         try:
             return self._frames.send(task)
         except StoreError as error:
             text = f"the model does not get into the store: {error}"
-            return _failure(task, FailureKind.UNREACHABLE, text)
+            return failure(task, FailureKind.UNREACHABLE, text)
 
     def _tidy(self, tasks: Sequence[Task]) -> None:
         """Remove what earlier rounds have left in the store."""
@@ -267,156 +290,104 @@ class FlowerGrid:
                 self._tidied = now
                 self._frames.end_rounds(now[0], self._sites, before=now[1])
 
-    def _pull_all(self, exchange: _Exchange) -> list[Reply]:
+    def _pull_all(self, exchange: Exchange) -> list[Reply]:
         """Take in what has arrived, also while vectors were being fetched.
 
         Or answers would miss their deadline because others are large.
         """
-        late = []
+        late: list[Reply] = []
         while True:
-            begin, num_pending = self._clock.monotonic(), len(exchange.pending)
+            begin, num_open = self._clock.monotonic(), len(exchange.open)
             late += self._pull(exchange)
-            is_new = len(exchange.pending) < num_pending
+            is_new = len(exchange.open) < num_open
             if not is_new or self._clock.monotonic() - begin < LONG_SECONDS:
                 return late
 
-    def _pull(self, exchange: _Exchange) -> list[Reply]:
+    def _pull(self, exchange: Exchange) -> list[Reply]:
         """Take in what has arrived; return the late answers among it."""
         late = []
-        for message in self._api.pull_messages([*exchange.pending, *self._late]):
+        for message in self._api.pull_messages([*exchange.out, *self._late]):
             message_id = message.metadata.reply_to_message_id
-            if message_id in exchange.pending:
-                question = exchange.pending.pop(message_id)
-                exchange.landed[question.index] = self._receive(question, message)
+            if message_id in exchange.out:
+                self._take_in(exchange, exchange.out.pop(message_id), message)
             elif message_id in self._late:
-                question = self._late.pop(message_id)
-                reply = self._receive(question, message, is_late=True)
-                if not isinstance(reply.message, SiteFailure):
-                    late.append(reply)
+                late += self._take_in_late(self._late.pop(message_id), message)
         return late
 
-    def _expire(self, exchange: _Exchange, deadline_seconds: float) -> None:
-        allowed = deadline_seconds
+    def _take_in(self, exchange: Exchange, out: Out, message: Message) -> None:
+        question, inquiry = out.question, out.question.inquiry
+        if message.has_error():
+            if out.probed_seconds is not None:
+                return  # It is asked after again.
+            if inquiry is not None and message.error.code in flower_answers.LOST:
+                inquiry.note_lost(self._clock.monotonic())
+                return
+            told = flower_answers.failure_of(question.task, message)
+            self._settle(exchange, question, told)
+            return
+        word = flower_site.read_word(message.content)
+        if word is None:
+            answer, bytes_up = self._answers.read(question.task, message)
+            question.asked.is_answered = True
+            self._settle(exchange, question, answer, bytes_up=bytes_up)
+        elif (
+            inquiry is not None
+            and out.probed_seconds is not None
+            and inquiry.is_missing(word, out.probed_seconds)
+        ):
+            self._send(exchange, question, self._pack(question.task))
+
+    def _take_in_late(self, asked: Asked, message: Message) -> list[Reply]:
+        """The answer to a question for which nobody waits, if it is the first one."""
+        if asked.is_answered or message.has_error():
+            return []  # A failure was counted when the deadline passed.
+        answer, bytes_up = self._answers.read_unfetched(asked, message)
+        if isinstance(answer, SiteFailure):
+            return []
+        asked.is_answered = True
+        now = self._clock.monotonic()
+        return [asked.reply(answer, answered_seconds=now, bytes_up=bytes_up)]
+
+    def _expire(self, exchange: Exchange) -> None:
+        seconds = exchange.deadline_seconds
+        allowed = seconds
         if self._workers is not None:
             # The process keeps the deadline itself; this is for when it is gone.
-            allowed = QUEUE * (deadline_seconds + GRACE_SECONDS)
+            allowed = QUEUE * (seconds + GRACE_SECONDS)
         now = self._clock.monotonic()
-        for message_id, question in list(exchange.pending.items()):
-            if now - question.asked_seconds >= allowed:
-                self._late[message_id] = exchange.pending.pop(message_id)
-                text = f"gave no answer within {deadline_seconds:g} s"
-                failure = _failure(question.task, FailureKind.DEADLINE, text)
-                reply = self._reply(question, failure, bytes_up=0)
-                exchange.landed[question.index] = reply
+        for question in [*exchange.open.values()]:
+            if now - question.asked.asked_seconds >= allowed:
+                text = f"gave no answer within {seconds:g} s"
+                self._fail(exchange, question, FailureKind.DEADLINE, text)
 
-    def _give_up_silent(self, exchange: _Exchange) -> None:
+    def _give_up_silent(self, exchange: Exchange) -> None:
         """Do not wait for nodes whose heartbeats have stopped."""
         if not self._presence.is_time():
             return
         silent = self._presence.silent(
-            {self._nodes[one.task.site] for one in exchange.pending.values()}
+            {self._nodes[one.task.site] for one in exchange.open.values()}
         )
-        for message_id, question in list(exchange.pending.items()):
+        for question in [*exchange.open.values()]:
             if self._nodes[question.task.site] in silent:
-                del exchange.pending[message_id]
-                self._late[message_id] = question
                 text = f"has sent no heartbeat for {SILENT_SECONDS:g} s"
-                failure = _failure(question.task, FailureKind.DISCONNECTED, text)
-                reply = self._reply(question, failure, bytes_up=0)
-                exchange.landed[question.index] = reply
+                self._fail(exchange, question, FailureKind.DISCONNECTED, text)
 
-    def _ready(self, exchange: _Exchange) -> list[Reply]:
-        """Take out the replies that may be handed on."""
-        if not self._ordered:
-            ready = [*exchange.landed.values()]
-            exchange.landed.clear()
-            return ready
-        ready = []
-        while exchange.next_index in exchange.landed:
-            ready.append(exchange.landed.pop(exchange.next_index))
-            exchange.next_index += 1
-        return ready
+    def _fail(
+        self, exchange: Exchange, question: Question, kind: FailureKind, text: str
+    ) -> None:
+        self._settle(exchange, question, failure(question.task, kind, text))
 
-    def _receive(
-        self, question: _Question, message: Message, *, is_late: bool = False
-    ) -> Reply:
-        task = question.task
-        if message.has_error():
-            error = message.error
-            kind = FailureKind.UNREACHABLE
-            if error.code in _CRASHES:
-                kind = FailureKind.CRASHED
-            elif error.code == NODE_GONE:
-                kind = FailureKind.DISCONNECTED
-            text = f"Flower error {error.code}: {gist(error.reason)}"
-            return self._reply(question, _failure(task, kind, text), bytes_up=0)
-        packed = Packed(frame=b"")
-        try:
-            packed = flower_site.unpack_all(message.content)
-            answer = wire.decode(packed.frame)
-            if isinstance(answer, RoundTask | SecureTask) or answer.site != task.site:
-                text = f"{task.site}'s node spoke for {answer.site!r}"
-                raise ProtocolError(text)  # noqa: TRY301 -- one place makes the reply
-            if packed.references and not is_late:
-                answer = self._fetch(task, answer, packed.references)
-        except (ProtocolError, CorruptObject, ObjectNotFound) as error:
-            answer = _failure(task, FailureKind.INVALID, str(error))
-        except StoreError as error:
-            text = f"its answer cannot be fetched: {error}"
-            answer = _failure(task, FailureKind.UNREACHABLE, text)
-        return self._reply(question, answer, bytes_up=packed.num_bytes)
-
-    def _fetch(
-        self, task: Task, head: SiteMessage, references: Sequence[Reference]
-    ) -> SiteMessage:
-        if not isinstance(task, RoundTask):
-            text = f"{task.site} answered a step with vectors in the store"
-            raise ProtocolError(text)
-        if (head.run_id, head.round_index) != (task.run_id, task.round_index):
-            return head  # It will not count, whatever its vectors are.
-        try:
-            return self._frames.receive(head, references, Sizes.of_task(task))
-        finally:
-            self._frames.discard(head, references)
-
-    def _reply(
-        self, question: _Question, message: SiteMessage, *, bytes_up: int
-    ) -> Reply:
-        return Reply(
-            message=message,
-            asked_seconds=question.asked_seconds,
-            answered_seconds=self._clock.monotonic(),
-            bytes_down=question.bytes_down,
-            bytes_up=bytes_up,
-        )
-
-    def _wait_for_nodes(self, count: int, deadline: float) -> list[int]:
-        while len(nodes := sorted(self._api.get_node_ids())) < count:
-            self._pause_before(
-                deadline, f"only {len(nodes)} of {count} Flower nodes are connected"
-            )
-        return nodes[:count]
-
-    def _greet(self, deadline: float) -> None:
-        """Have the nodes start their processes before a round's time counts."""
-        first = [*self._nodes.values()][: self._workers]
-        messages = [Message(RecordDict(), node, "query") for node in first]
-        silent = set(self._api.push_messages(messages))
-        while silent:
-            for reply in self._api.pull_messages(silent):
-                silent.discard(reply.metadata.reply_to_message_id)
-                if reply.has_error():
-                    raise SiteError(
-                        "a Flower node cannot run a site: "
-                        f"{wire.one_line(gist(reply.error.reason))}"
-                    )
-            if silent:
-                self._pause_before(deadline, f"{len(silent)} Flower nodes are silent")
-
-    def _pause_before(self, deadline: float, complaint: str) -> None:
-        if self._clock.monotonic() >= deadline:
-            raise SiteError(f"{complaint}; start them, or allow them more time")
-        self._pause()
+    def _settle(
+        self,
+        exchange: Exchange,
+        question: Question,
+        message: SiteMessage,
+        *,
+        bytes_up: int = 0,
+    ) -> None:
+        now = self._clock.monotonic()
+        reply = question.asked.reply(message, answered_seconds=now, bytes_up=bytes_up)
+        self._late |= exchange.settle(question, reply)
 
     def _pause(self, seconds: float | None = None) -> None:
         if self._stopped():
@@ -434,13 +405,3 @@ def _ahead(tasks: Sequence[Task]) -> int:
 def _kind(task: Task) -> TaskKind:
     # Flower knows no kind for steps of secure aggregation; they belong to training.
     return task.kind if isinstance(task, RoundTask) else TaskKind.TRAIN
-
-
-def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:
-    return SiteFailure(
-        run_id=task.run_id,
-        round_index=task.round_index,
-        site=task.site,
-        kind=kind,
-        message=wire.one_line(text),
-    )

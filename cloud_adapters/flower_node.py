@@ -4,15 +4,17 @@ Flower's own SuperNode starts a process for every message and polls every three
 seconds, so that nothing stays warm and no key can be kept (6.6 to 22 s a round). This
 node is one process: it activates itself, sends heartbeats, takes messages and answers
 them, over the same Fleet API. It runs what is installed here and never a bundle that
-it is sent: it does not even fetch them.
+it is sent: it does not even fetch them. It works on one message at a time, and tells
+meanwhile what becomes of it (``redelivery``).
 
-It and ``flower_fleet`` know Flower's private modules;
-``tests/contract/test_flower_node.py`` holds both against a real SuperLink.
+It, ``flower_connection`` and ``flower_fleet`` know Flower's private modules;
+``tests/contract/test_flower_node.py`` holds them against a real SuperLink.
 """
 
 import contextlib
 import logging
 import math
+import queue
 import random
 import ssl
 import threading
@@ -23,33 +25,10 @@ from pathlib import Path
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.app.message import remove_content_from_message
 from flwr.clientapp import ClientApp
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    DeactivateNodeRequest,
-    PullMessagesRequest,
-    PushMessagesRequest,
-)
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    iterate_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
-    make_pull_object_fn_protobuf,
-    make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    inflate_object_from_contents,
-    pull_objects,
-    push_objects,
-)
 from flwr.supercore.interceptors.http.utils import add_headers
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
@@ -57,6 +36,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+from cloud_adapters.flower_connection import Connection, Envelope
 from cloud_adapters.flower_fleet import (
     HEARTBEAT_SECONDS,
     MAX_TURN_SECONDS,
@@ -67,6 +47,8 @@ from cloud_adapters.flower_fleet import (
     Taken,
     Uniform,
 )
+from cloud_adapters.flower_site import reply_at_once
+from cloud_adapters.redelivery import Inbox
 from federation.errors import FederationError, SiteError
 from federation.protocols import Clock
 
@@ -76,6 +58,11 @@ POLL_SECONDS = 0.1
 # After so long without a message, and then so far apart.
 IDLE_AFTER_SECONDS = 60.0
 IDLE_POLL_SECONDS = 0.5
+# While it works, for it is asked what became of the task.
+BUSY_POLL_SECONDS = 1.0
+STOP_POLL_SECONDS = 0.2
+# Envelopes that wait for the site to be free; more stay with Flower.
+MAX_WAITING = 16
 AFTER_DROP_SECONDS = 1.0
 CALL_SECONDS = 30.0
 
@@ -115,9 +102,12 @@ class FlowerNode:
     uniform: Uniform = random.SystemRandom().uniform
     node_id: int | None = None
     _calls: FleetCalls = field(init=False, repr=False)
+    _inbox: Inbox[RecordDict] = field(default_factory=Inbox, init=False, repr=False)
+    _free: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __post_init__(self) -> None:
         """Make what the requests share."""
+        self._free.set()
         self._calls = FleetCalls(
             address=self.address,
             clock=self.clock,
@@ -194,21 +184,30 @@ class FlowerNode:
 
     def _serve(self, client: FleetHttpClient) -> None:
         node = Node(node_id=self.node_id or 0)
+        connection = Connection(client=client, node=node, calls=self._calls)
+        letters: queue.Queue[Envelope | Exception] = queue.Queue()
         ended, lost = threading.Event(), threading.Event()
-        beats = threading.Thread(
-            target=self._beat, args=(client, node, ended, lost), name="heartbeat"
-        )
-        beats.start()
+        threads = [
+            threading.Thread(
+                target=self._beat, args=(client, node, ended, lost), name="heartbeat"
+            ),
+            threading.Thread(
+                target=self._collect, args=(connection, letters, ended), name="collect"
+            ),
+        ]
+        for thread in threads:
+            thread.start()
         try:
-            last = self.clock.monotonic()
             while not self.stopped.is_set():
                 if lost.is_set():
                     raise Lost("the aggregator no longer counts this node as active")
-                if self._take_or_drop(client, node):
-                    last = self.clock.monotonic()
+                try:
+                    letter = letters.get(timeout=STOP_POLL_SECONDS)
+                except queue.Empty:
                     continue
-                idle = self.clock.monotonic() - last > IDLE_AFTER_SECONDS
-                self.stopped.wait(IDLE_POLL_SECONDS if idle else POLL_SECONDS)
+                if isinstance(letter, Exception):
+                    raise letter
+                self._take_or_drop(connection, letter)
             with contextlib.suppress(Lost, Dropped, SiteError):
                 # Or the same key would be refused until the last heartbeat is old.
                 self._calls.call(
@@ -218,7 +217,9 @@ class FlowerNode:
                 )
         finally:
             ended.set()
-            beats.join()
+            for thread in threads:
+                thread.join()
+            self._forget(letters)
 
     def _beat(
         self,
@@ -244,58 +245,85 @@ class FlowerNode:
                 if not counted:
                     lost.set()
 
-    def _take_or_drop(self, client: FleetHttpClient, node: Node) -> bool:
-        """Take one message; whatever Flower makes of it, the node lives on."""
+    def _collect(
+        self,
+        connection: Connection,
+        letters: queue.Queue[Envelope | Exception],
+        ended: threading.Event,
+    ) -> None:
+        """Take in envelopes, also while the main thread works on a message."""
+        last = self.clock.monotonic()
+        while not ended.is_set():
+            try:
+                if letters.qsize() < MAX_WAITING and self._sort(connection, letters):
+                    last = self.clock.monotonic()
+                    continue
+            except (Lost, SiteError) as error:
+                letters.put(error)
+                return
+            except Exception as error:  # noqa: BLE001 -- of many kinds, none ours
+                self._drop(error)
+            idle = self.clock.monotonic() - last > IDLE_AFTER_SECONDS
+            seconds = IDLE_POLL_SECONDS if idle else POLL_SECONDS
+            self._free.wait(BUSY_POLL_SECONDS)  # Until the main thread is free.
+            ended.wait(seconds)
+
+    def _sort(
+        self, connection: Connection, letters: queue.Queue[Envelope | Exception]
+    ) -> bool:
+        """Take one envelope; say whether there was one."""
+        envelope = connection.next()
+        if envelope is None:
+            return False
+        reply = reply_at_once(envelope.about, self._inbox)
+        if reply is None:
+            letters.put(envelope)
+        else:
+            connection.confirm(envelope)
+            connection.send(reply, 0.0)
+        return True
+
+    def _forget(self, letters: queue.Queue[Envelope | Exception]) -> None:
+        """What was not begun comes again when it is asked after."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                letter = letters.get_nowait()
+                if isinstance(letter, Envelope):
+                    self._inbox.forget(letter.name)
+
+    def _drop(self, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        self.listener(f"a message was dropped: {text}")
+        self.stopped.wait(AFTER_DROP_SECONDS)
+
+    def _take_or_drop(self, connection: Connection, envelope: Envelope) -> None:
+        """Answer one message; whatever Flower makes of it, the node lives on."""
+        self._free.clear()
         try:
-            return self._take(client, node)
+            self._take(connection, envelope)
         except (Lost, SiteError):
             raise
         except Exception as error:  # noqa: BLE001 -- errors of many kinds, none ours
-            text = str(error) or type(error).__name__
-            self.listener(f"a message was dropped: {text}")
-            self.stopped.wait(AFTER_DROP_SECONDS)
-            return False
+            self._drop(error)
+        finally:
+            self._free.set()
 
-    def _take(self, client: FleetHttpClient, node: Node) -> bool:
-        """Take one message and answer it; say whether there was one."""
-        message = self._receive(client, node)
-        if message is None:
-            return False
+    def _take(self, connection: Connection, envelope: Envelope) -> None:
+        """Answer one message, and keep the answer, which may be lost on its way."""
+        try:
+            message = connection.open(envelope)
+        except BaseException:
+            self._inbox.forget(envelope.name)
+            raise
         TaskIdentity.run_id = message.metadata.run_id
         begin = self.clock.monotonic()
         reply = self._answer(message)
         del message  # Its model need not lie beside the answer's.
-        self._send(client, node, reply, self.clock.monotonic() - begin)
-        return True
-
-    def _receive(self, client: FleetHttpClient, node: Node) -> Message | None:
-        """Take one message, if there is one; its pieces are not kept beside it."""
-        found = self._calls.call(
-            lambda: client.PullMessages(PullMessagesRequest(node=node))
-        )
-        if not found.messages_list:
-            return None
-        about = message_from_proto(found.messages_list[0])
-        tree = found.message_object_trees[0]
-        run_id = about.metadata.run_id
-        contents = self._calls.call(
-            lambda: pull_objects(
-                [part.object_id for part in iterate_object_tree(tree)],
-                pull_object_fn=make_pull_object_fn_protobuf(
-                    client.PullObject, node, run_id
-                ),
-            )
-        )
-        confirm = make_confirm_message_received_fn_protobuf(
-            client.ConfirmMessageReceived, node, run_id
-        )
-        self._calls.call(lambda: confirm(tree.object_id))
-        with no_object_id_recompute():
-            message = inflate_object_from_contents(tree.object_id, contents)
-        if not isinstance(message, Message):
-            raise Dropped("the aggregator sent something that is no message")
-        message.metadata.__dict__["_message_id"] = about.metadata.message_id
-        return message
+        try:
+            connection.send(reply, self.clock.monotonic() - begin)
+        finally:
+            if envelope.name and reply.has_content():
+                self._inbox.keep(envelope.name, reply.content)
 
     def _answer(self, message: Message) -> Message:
         """Have the app answer; an error becomes the answer of a failed node."""
@@ -317,34 +345,6 @@ class FlowerNode:
             )
             text = type(error).__name__ + (f": {error}" if known else "")
             return Message(Error(code=_RAISED, reason=text[:500]), reply_to=message)
-
-    def _send(
-        self, client: FleetHttpClient, node: Node, reply: Message, seconds: float
-    ) -> None:
-        run_id = reply.metadata.run_id
-        with no_object_id_recompute():
-            reply.metadata.__dict__["_message_id"] = reply.object_id
-            objects = get_all_nested_objects(reply)
-            tree = get_object_tree(reply)
-        envelope = remove_content_from_message(reply) if reply.has_content() else reply
-        request = PushMessagesRequest(
-            node=node,
-            messages_list=[message_to_proto(envelope)],
-            message_object_trees=[tree],
-            clientapp_runtime_list=[seconds],
-        )
-        taken = self._calls.call(lambda: client.PushMessages(request))
-        push = make_push_object_fn_protobuf(
-            client.PushObject, node, run_id, taken.session_id
-        )
-        # Each is tried again by itself: what has been pushed is no longer here.
-        push_objects(
-            objects,
-            push_object_fn=lambda name, content: self._calls.call(
-                lambda: push(name, content)
-            ),
-            object_ids_to_push=set(taken.objects_to_push),
-        )
 
 
 class _Version:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_site
@@ -106,6 +106,51 @@ def _ask(
             call.note(reply, now())
         if not call.is_over(now()):
             wait.pause()
+
+
+def greet(
+    api: FlowerApi,
+    count: int,
+    *,
+    at_once: int | None,
+    deadline: float,
+    clock: Clock,
+    pause: Callable[[], None],
+) -> list[int]:
+    """Find nodes that are as good as each other, in ascending order.
+
+    Args:
+        api: Flower's own grid.
+        count: How many are needed.
+        at_once: Processes that they share: so many nodes are greeted, to have the
+            processes started before a round's time counts. All by default.
+        deadline: On the clock's monotonic time.
+        clock: Tells time.
+        pause: Waits between two looks.
+
+    Raises:
+        SiteError: There are too few by then, or one cannot run a site.
+    """
+
+    def wait(complaint: str) -> None:
+        if clock.monotonic() >= deadline:
+            raise SiteError(f"{complaint}; start them, or allow them more time")
+        pause()
+
+    while len(nodes := sorted(api.get_node_ids())) < count:
+        wait(f"only {len(nodes)} of {count} Flower nodes are connected")
+    first = nodes[:count][:at_once]
+    messages = [Message(RecordDict(), node, "query") for node in first]
+    silent = set(api.push_messages(messages))
+    while silent:
+        for reply in api.pull_messages(silent):
+            silent.discard(reply.metadata.reply_to_message_id)
+            if reply.has_error():
+                reason = wire.one_line(gist(reply.error.reason))
+                raise SiteError(f"a Flower node cannot run a site: {reason}")
+        if silent:
+            wait(f"{len(silent)} Flower nodes are silent")
+    return nodes[:count]
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,12 @@ flower_simulation.import_flower()
 from support import flower_node_process, superlink  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
 
-from cloud_adapters import flower_fleet, flower_node, flower_presence  # noqa: E402
+from cloud_adapters import (  # noqa: E402
+    flower_connection,
+    flower_fleet,
+    flower_node,
+    flower_presence,
+)
 from cloud_adapters.flower_node import FlowerNode  # noqa: E402
 from deploy.certificates import Authority, key_pem  # noqa: E402
 
@@ -239,7 +244,7 @@ def test_superlink_killed_in_the_middle_of_an_answer_costs_none(
 ):
     """Just before its pieces are on their way: each is sent again."""
     making = "make_push_object_fn_protobuf"
-    make, killed = getattr(flower_node, making), threading.Event()
+    make, killed = getattr(flower_connection, making), threading.Event()
     lock = threading.Lock()
 
     def make_killing(*arguments: Any) -> Any:
@@ -255,7 +260,7 @@ def test_superlink_killed_in_the_middle_of_an_answer_costs_none(
         return kill_and_carry
 
     monkeypatch.setattr(flower_fleet, "ACTIVE_SECONDS", superlink.PATIENCE_SECONDS)
-    monkeypatch.setattr(flower_node, making, make_killing)
+    monkeypatch.setattr(flower_connection, making, make_killing)
     node, size = running.node.node_id, 12 * MB
     message = running.server.ask("push_query", node=node, size=size)
     assert killed.wait(superlink.PATIENCE_SECONDS)

@@ -1,6 +1,7 @@
 """Large models between the grid over Flower and agents, through a store."""
 
 import importlib.util
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters import flower_site  # noqa: E402
 from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+from cloud_adapters.redelivery import Inbox  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -73,6 +75,7 @@ class Nodes:
         self.on_the_way: Callable[[Message], None] = lambda _: None
         self.late: set[int] = set()
         self._open: dict[str, Message] = {}
+        self._inboxes: dict[int, Inbox[RecordDict]] = defaultdict(Inbox)
         self._count = 0
 
     def app(self, number: int, **changes: Any) -> Any:
@@ -115,7 +118,12 @@ class Nodes:
     def _answer(self, message: Message) -> Message:
         if message.metadata.message_type == "query":
             return Message(RecordDict(), reply_to=message)
-        reply = self.agents[message.metadata.dst_node_id](message, None)
+        number = message.metadata.dst_node_id
+        inbox = self._inboxes[number]
+        reply = flower_site.reply_at_once(message, inbox)
+        if reply is None:
+            reply = self.agents[number](message, None)
+            inbox.keep(message.metadata.group_id, reply.content)
         self.on_the_way(reply)
         return reply
 

@@ -1,0 +1,140 @@
+"""The questions of one exchange over Flower, and the messages that carry them.
+
+A question may be out in several messages: as it was sent first, sent again, and asked
+after. The first answer to any of them counts.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from cloud_adapters.redelivery import Inquiry
+from federation import wire
+from federation.ids import RunId, SiteId
+from federation.messages import FailureKind, Reply, SiteFailure, SiteMessage, Task
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """What is remembered of a question when nobody waits for it: no weights.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round.
+        site: Who was asked.
+        asked_seconds: When, on the monotonic clock.
+        bytes_down: Bytes sent to the site for it.
+        is_answered: Whether an answer has come; any further one is dropped.
+    """
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    asked_seconds: float
+    bytes_down: int
+    is_answered: bool = False
+
+    def reply(
+        self, message: SiteMessage, *, answered_seconds: float, bytes_up: int = 0
+    ) -> Reply:
+        """What has come, with what the journey cost."""
+        return Reply(
+            message=message,
+            asked_seconds=self.asked_seconds,
+            answered_seconds=answered_seconds,
+            bytes_down=self.bytes_down,
+            bytes_up=bytes_up,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A task that waits for its answer.
+
+    Attributes:
+        index: Its place among the tasks of the exchange.
+        name: The same in every message that is about it.
+        task: What is asked.
+        asked: What outlives the exchange.
+        inquiry: When to ask after it; None where nothing is lost.
+    """
+
+    index: int
+    name: str
+    task: Task
+    asked: Asked
+    inquiry: Inquiry | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Out:
+    """A message that may bring an answer.
+
+    Attributes:
+        question: What it is about.
+        probed_seconds: When the question was asked after by it; None if the message
+            is the question.
+    """
+
+    question: Question
+    probed_seconds: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """The state of one call of ``FlowerGrid.exchange``.
+
+    Attributes:
+        deadline_seconds: How long a site may take.
+        waiting: Tasks that have not gone out, with their places.
+        ahead: How far they may go out ahead of the next one to be handed on.
+        open: Questions without an answer, by their places.
+        out: Messages to which a reply may come, by their ids.
+        landed: What is to be handed on, by its place.
+        next_index: Place of the next one, where order is kept.
+    """
+
+    deadline_seconds: float
+    waiting: deque[tuple[int, Task]]
+    ahead: float
+    open: dict[int, Question] = field(default_factory=dict)
+    out: dict[str, Out] = field(default_factory=dict)
+    landed: dict[int, Reply] = field(default_factory=dict)
+    next_index: int = 0
+
+    def is_open(self) -> bool:
+        """Whether an answer is still to come or to be handed on."""
+        return bool(self.waiting or self.open or self.landed)
+
+    def settle(self, question: Question, reply: Reply) -> dict[str, Asked]:
+        """Wait for a question no longer.
+
+        Returns:
+            Its messages that may still be replied to.
+        """
+        self.open.pop(question.index, None)
+        self.landed[question.index] = reply
+        left = [name for name, out in self.out.items() if out.question is question]
+        return {name: self.out.pop(name).question.asked for name in left}
+
+    def ready(self, *, ordered: bool) -> list[Reply]:
+        """Take out the replies that may be handed on."""
+        if not ordered:
+            found = [*self.landed.values()]
+            self.landed.clear()
+            return found
+        found = []
+        while self.next_index in self.landed:
+            found.append(self.landed.pop(self.next_index))
+            self.next_index += 1
+        return found
+
+
+def failure(about: Task | Asked, kind: FailureKind, text: str) -> SiteFailure:
+    """Word on a site's behalf that no answer to a question will come."""
+    return SiteFailure(
+        run_id=about.run_id,
+        round_index=about.round_index,
+        site=about.site,
+        kind=kind,
+        message=wire.one_line(text),
+    )

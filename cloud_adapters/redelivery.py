@@ -1,0 +1,126 @@
+"""What is done about tasks and answers that are lost on the way.
+
+Flower delivers at most once: what a SuperLink, a proxy or a connection holds when it
+dies is gone, and nobody is told. So the aggregator gives every question a name that
+stays the same however often the question is sent, and asks after one that has been out
+for some seconds, by a message that is its name and nothing else. The site answers with
+what it answered before, or with a word: that it does not know the name, upon which the
+question is sent again, or that it does, upon which there is nothing to do but wait.
+
+A site works once for each name. What it knows of names is in memory, and is lost with
+the process: beyond that ledgers and the memory of rounds hold, as they do against an
+aggregator that asks anew under another name.
+
+Not here: how messages travel (``flower_grid``, ``flower_node``).
+"""
+
+import secrets
+import threading
+from collections import OrderedDict
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+# When a question is asked after: for the first time, doubled each time, up to the last.
+FIRST_SECONDS = 5.0
+MOST_SECONDS = 15.0
+# As soon as this when Flower has told that something was lost.
+SOON_SECONDS = 1.0
+# Names that a site remembers: of many hours, while a question is out for minutes.
+MAX_NAMES = 1024
+
+_NAME_BYTES = 16
+
+Answer = TypeVar("Answer")
+
+
+class Word(StrEnum):
+    """What a site says of a question in place of an answer."""
+
+    UNKNOWN = "unknown"  # it never came here
+    KNOWN = "known"  # the site works on it, or has answered long ago
+
+
+def new_name(round_index: int) -> str:
+    """Name a question: no two are alike, whoever asks."""
+    return f"{round_index}-{secrets.token_hex(_NAME_BYTES)}"
+
+
+class Inquiry:
+    """Decides when one question is asked after, and when it is sent again."""
+
+    def __init__(self, now: float) -> None:
+        """Begin when it has been sent; times are those of one monotonic clock."""
+        self._sent = now
+        self._wait = FIRST_SECONDS
+        self._next = now + self._wait
+
+    def is_due(self, now: float) -> bool:
+        """Whether to ask after it; if so, that is taken as done."""
+        if now < self._next:
+            return False
+        self._wait = min(2 * self._wait, MOST_SECONDS)
+        self._next = now + self._wait
+        return True
+
+    def note_lost(self, now: float) -> None:
+        """Ask soon: the question or its answer will not arrive."""
+        self._next = min(self._next, now + SOON_SECONDS)
+
+    def is_missing(self, word: Word, asked: float) -> bool:
+        """Whether to send the question again.
+
+        Args:
+            word: What the site says.
+            asked: When it was asked after. A site may not have known then what has
+                been sent again since.
+        """
+        return word is Word.UNKNOWN and asked >= self._sent
+
+    def note_sent(self, now: float) -> None:
+        """It has been sent again. It is asked after no sooner than otherwise.
+
+        Or a site that lies would be sent the model all the time.
+        """
+        self._sent = now
+
+
+class Inbox(Generic[Answer]):
+    """What a site knows of the questions that it was sent; for several threads.
+
+    The last answer is kept, until another question comes: who asks that has received
+    the answer before, or given it up.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._names: OrderedDict[str, None] = OrderedDict()
+        self._last: tuple[str, Answer] | None = None
+        self._lock = threading.Lock()
+
+    def admit(self, name: str) -> bool:
+        """Whether to work on a question that has arrived: it is a new one."""
+        with self._lock:
+            if name in self._names:
+                return False
+            self._names[name] = None
+            self._last = None
+            while len(self._names) > MAX_NAMES:
+                self._names.popitem(last=False)
+            return True
+
+    def keep(self, name: str, answer: Answer) -> None:
+        """Keep the answer to a question; it has been sent, or could not be."""
+        with self._lock:
+            self._last = (name, answer)
+
+    def forget(self, name: str) -> None:
+        """Take a question for unknown: it did not come whole, and is untouched."""
+        with self._lock:
+            self._names.pop(name, None)
+
+    def look(self, name: str) -> Answer | Word:
+        """What can be said of a question now."""
+        with self._lock:
+            if self._last is not None and self._last[0] == name:
+                return self._last[1]
+            return Word.KNOWN if name in self._names else Word.UNKNOWN

@@ -1,0 +1,95 @@
+"""When a question is asked after or sent again, and what a site knows of questions."""
+
+import pytest
+
+from cloud_adapters import redelivery
+from cloud_adapters.redelivery import Inbox, Inquiry, Word
+
+
+def test_no_two_questions_share_a_name():
+    """Not even of one round: a round may be asked twice on purpose."""
+    assert len({redelivery.new_name(7) for _ in range(100)}) == 100
+
+
+def test_pauses_grow_up_to_a_limit():
+    """A question that takes an hour costs few messages."""
+    inquiry = Inquiry(100.0)
+    due = [now for now in range(100, 190) if inquiry.is_due(now)]
+    assert due == [105, 115, 130, 145, 160, 175]
+
+
+def test_what_is_known_to_be_lost_is_asked_after_soon():
+    """And never later than otherwise."""
+    inquiry = Inquiry(0.0)
+    inquiry.note_lost(1.0)
+    assert not inquiry.is_due(1.5)
+    assert inquiry.is_due(2.0)
+    inquiry = Inquiry(0.0)
+    inquiry.note_lost(4.9)
+    assert inquiry.is_due(5.0)
+
+
+def test_unknown_question_is_sent_again_once():
+    """A word of before it was sent again says nothing of now."""
+    inquiry = Inquiry(0.0)
+    assert inquiry.is_missing(Word.UNKNOWN, asked=5.0)
+    inquiry.note_sent(6.0)
+    assert not inquiry.is_missing(Word.UNKNOWN, asked=5.0)
+    assert inquiry.is_missing(Word.UNKNOWN, asked=15.0)
+
+
+def test_known_question_is_not_sent_again():
+    """The site works on it."""
+    assert not Inquiry(0.0).is_missing(Word.KNOWN, asked=5.0)
+
+
+def test_site_that_lies_is_sent_a_model_now_and_then():
+    """And not as fast as it can say that it has none."""
+    inquiry, sent = Inquiry(0.0), 0
+    for tenth in range(6000):
+        now = tenth / 10
+        if inquiry.is_due(now) and inquiry.is_missing(Word.UNKNOWN, asked=now):
+            inquiry.note_sent(now)
+            sent += 1
+    assert sent <= 600 / redelivery.MOST_SECONDS + 1
+
+
+def test_question_is_admitted_once():
+    """However often it comes, and whatever has become of it."""
+    inbox: Inbox[bytes] = Inbox()
+    assert inbox.look("a") is Word.UNKNOWN
+    assert inbox.admit("a")
+    assert not inbox.admit("a")
+    assert inbox.look("a") is Word.KNOWN
+    inbox.keep("a", b"answer")
+    assert not inbox.admit("a")
+    assert inbox.look("a") == b"answer"
+
+
+def test_one_answer_is_kept():
+    """Until the next question comes; the name of the question before stays."""
+    inbox: Inbox[bytes] = Inbox()
+    inbox.admit("a")
+    inbox.keep("a", b"answer")
+    inbox.admit("b")
+    assert inbox.look("a") is Word.KNOWN
+    assert not inbox.admit("a")
+
+
+def test_question_that_came_in_part_is_unknown():
+    """It is sent again, and then it is worked on."""
+    inbox: Inbox[bytes] = Inbox()
+    inbox.admit("a")
+    inbox.forget("a")
+    assert inbox.look("a") is Word.UNKNOWN
+    assert inbox.admit("a")
+
+
+def test_names_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch):
+    """A site's memory is bounded."""
+    monkeypatch.setattr(redelivery, "MAX_NAMES", 3)
+    inbox: Inbox[bytes] = Inbox()
+    for name in "abcd":
+        inbox.admit(name)
+    assert inbox.look("a") is Word.UNKNOWN
+    assert [inbox.look(name) for name in "bcd"] == [Word.KNOWN] * 3
