@@ -10,7 +10,6 @@ from flwr.app import Message
 
 from cloud_adapters import flower_site
 from cloud_adapters.flower_questions import Asked, failure
-from cloud_adapters.flower_roll_call import NODE_GONE, gist
 from cloud_adapters.frame_references import Packed, Reference, Sizes
 from cloud_adapters.frames import Frames
 from federation import wire
@@ -25,16 +24,9 @@ from federation.messages import (
     FailureKind,
     RoundTask,
     SecureTask,
-    SiteFailure,
     SiteMessage,
     Task,
 )
-
-# flwr.common.constant.ErrorCode, which is not public: the sites' own doing, and what
-# Flower says of a message that it does not have any more. All other codes say that a
-# node is gone.
-CRASHES = frozenset({1, 2, 6, 7, 8})
-LOST = frozenset({3, 4})
 
 
 class Answers:
@@ -79,17 +71,6 @@ class Answers:
             return self._frames.receive(head, references, Sizes.of_task(task))
         finally:
             self._frames.discard(head, references)
-
-
-def failure_of(task: Task, message: Message) -> SiteFailure:
-    """What an error that came in place of an answer says of the site."""
-    code = message.error.code
-    kind = FailureKind.UNREACHABLE
-    if code in CRASHES:
-        kind = FailureKind.CRASHED
-    elif code == NODE_GONE:
-        kind = FailureKind.DISCONNECTED
-    return failure(task, kind, f"Flower error {code}: {gist(message.error.reason)}")
 
 
 def _of_site(packed: Packed, site: SiteId) -> SiteMessage:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
-from cloud_adapters import flower_answers, flower_site
+from cloud_adapters import flower_errors, flower_site
 from cloud_adapters.flower_answers import Answers
 from cloud_adapters.flower_presence import SILENT_SECONDS, Presence
 from cloud_adapters.flower_questions import (
@@ -319,10 +319,10 @@ class FlowerGrid:
         if message.has_error():
             if out.probed_seconds is not None:
                 return  # It is asked after again.
-            if inquiry is not None and message.error.code in flower_answers.LOST:
+            if inquiry is not None and message.error.code in flower_errors.LOST:
                 inquiry.note_lost(self._clock.monotonic())
                 return
-            told = flower_answers.failure_of(question.task, message)
+            told = flower_errors.failure_of(question.task, message)
             self._settle(exchange, question, told)
             return
         word = flower_site.read_word(message.content)

@@ -9,13 +9,12 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_site
+from cloud_adapters.flower_errors import LOST, NODE_GONE, gist
+from cloud_adapters.redelivery import Inquiry, new_name
 from federation import wire
 from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.protocols import Clock
-
-# flwr.common.constant.ErrorCode.NODE_UNAVAILABLE, which is not public.
-NODE_GONE = 5
 
 # How long sites that are missing may still come, once a node has answered something
 # that cannot be believed.
@@ -72,40 +71,18 @@ def meet(
         SiteError: A site refuses the run, two nodes claim one site, or too few sites
             are there.
     """
-    call = _Call(roll_call=roll_call, sites=sites)
     wait = _Wait(deadline=deadline, clock=clock, pause=pause)
-    _ask(api, call, api.get_node_ids, wait)
+    call = _Call(api=api, roll_call=roll_call, sites=sites)
+    _ask(call, api.get_node_ids, wait)
     call.check(required)
     while roll_call.move_on():
         nodes = call.nodes
-        call = _Call(roll_call=roll_call, sites=list(nodes), lack="answer again")
-        _ask(api, call, nodes.values, wait)
+        call = _Call(
+            api=api, roll_call=roll_call, sites=list(nodes), lack="answer again"
+        )
+        _ask(call, nodes.values, wait)
         call.check(len(nodes))
     return call.nodes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wait:
-    deadline: float
-    clock: Clock
-    pause: Callable[[], None]
-
-
-def _ask(
-    api: FlowerApi, call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait
-) -> None:
-    """Ask one question of all nodes, until it is answered or time is up."""
-    now = wait.clock.monotonic
-    while not call.is_over(now()) and now() < wait.deadline:
-        for node in set(nodes()) - call.met:
-            question = flower_site.pack_bytes(call.roll_call.question)
-            for message_id in api.push_messages([Message(question, node, "query")]):
-                call.met.add(node)
-                call.asked[message_id] = node
-        for reply in api.pull_messages(list(call.asked)) if call.asked else ():
-            call.note(reply, now())
-        if not call.is_over(now()):
-            wait.pause()
 
 
 def greet(
@@ -153,14 +130,51 @@ def greet(
     return nodes[:count]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Wait:
+    deadline: float
+    clock: Clock
+    pause: Callable[[], None]
+
+
+def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait) -> None:
+    """Ask one question of all nodes, until it is answered or time is up."""
+    now = wait.clock.monotonic
+    while not call.is_over(now()) and now() < wait.deadline:
+        for node in set(nodes()) - call.met:
+            call.ask(node, now())
+        for reply in call.api.pull_messages([*call.out]) if call.out else ():
+            call.note(reply, now())
+        call.ask_after(now())
+        if not call.is_over(now()):
+            wait.pause()
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    """A node that has not answered yet."""
+
+    node: int
+    name: str
+    inquiry: Inquiry
+
+
 @dataclass(kw_only=True)
 class _Call:
-    """Who has been asked, and what came of it."""
+    """Who has been asked, and what came of it.
 
+    Attributes:
+        lack: What those who are missing did not do.
+        out: Messages to which a reply may come, by their ids; with the time of those
+            that ask after the question.
+    """
+
+    api: FlowerApi
     roll_call: RollCall
     sites: Sequence[SiteId]
     lack: str = "connect"
-    asked: dict[str, int] = field(default_factory=dict)
+    out: dict[str, tuple[_Asked, float | None]] = field(default_factory=dict)
+    open: dict[int, _Asked] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
     nodes: dict[SiteId, int] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
@@ -185,12 +199,58 @@ class _Call:
                 f"the run cannot begin: {'; '.join([*texts, *self.doubts])}"
             )
 
+    def ask(self, node: int, now: float) -> None:
+        """Ask a node for the first time."""
+        asked = _Asked(node=node, name=new_name(0), inquiry=Inquiry(now))
+        if self._post(asked, None):
+            self.met.add(node)
+            self.open[node] = asked
+
+    def ask_after(self, now: float) -> None:
+        """Ask nodes that are silent what became of the question."""
+        for asked in self.open.values():
+            if asked.inquiry.is_due(now):
+                self._post(asked, now)
+
     def note(self, reply: Message, now: float) -> None:
-        """Take in what a node answered."""
-        node = self.asked.pop(reply.metadata.reply_to_message_id)
-        if reply.has_error() and reply.error.code == NODE_GONE:
-            self.met.discard(node)  # It may come back.
+        """Take in what a node replied."""
+        asked, probed = self.out.pop(reply.metadata.reply_to_message_id)
+        if self.open.get(asked.node) is not asked:
+            return  # It has answered already.
+        if reply.has_error() and self._is_passing(asked, reply.error.code, probed, now):
             return
+        word = None if reply.has_error() else flower_site.read_word(reply.content)
+        if word is None:
+            del self.open[asked.node]
+            self._identify(asked.node, reply, now)
+        elif probed is not None and asked.inquiry.is_missing(word, probed):
+            self._post(asked, None)
+            asked.inquiry.note_sent(now)
+
+    def _is_passing(
+        self, asked: _Asked, code: int, probed: float | None, now: float
+    ) -> bool:
+        """Whether an error is no answer of the node's."""
+        if code == NODE_GONE:
+            self.met.discard(asked.node)  # It may come back.
+            del self.open[asked.node]
+            return True
+        if code in LOST:
+            asked.inquiry.note_lost(now)
+        return code in LOST or probed is not None
+
+    def _post(self, asked: _Asked, probed: float | None) -> bool:
+        content, kind = RecordDict(), flower_site.PROBE
+        if probed is None:
+            content, kind = flower_site.pack_bytes(self.roll_call.question), "query"
+        message = Message(content, asked.node, kind, group_id=asked.name)
+        for message_id in self.api.push_messages([message]):
+            if message_id:
+                self.out[message_id] = asked, probed
+                return True
+        return False
+
+    def _identify(self, node: int, reply: Message, now: float) -> None:
         try:
             site = self._site_of(reply)
         except SiteError as error:
@@ -211,8 +271,3 @@ class _Call:
         if site in self.nodes:
             raise SiteError(f"two nodes speak for site {site!r}: stop one of them")
         return site
-
-
-def gist(reason: str | None) -> str:
-    """Drop the traceback that Ray puts before what a process raised."""
-    return (reason or "").rpartition("occurred. Message: ")[2].strip()

@@ -46,6 +46,7 @@ class LossyFlower:
         work: Seconds that a node works on a message.
         sent: All that was sent to nodes.
         worked: How often an app was given each task, by site, round and step.
+        introduced: How often a node was asked to introduce itself.
     """
 
     apps: Mapping[int, ClientApp]
@@ -55,6 +56,7 @@ class LossyFlower:
     work: float = 1.0
     sent: list[Message] = field(default_factory=list)
     worked: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    introduced: Counter[int] = field(default_factory=Counter)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _replies: dict[str, Message] = field(default_factory=dict)
@@ -128,6 +130,7 @@ class LossyFlower:
 
     def _note(self, message: Message) -> None:
         if not is_task(message):
+            self.introduced[message.metadata.dst_node_id] += 1
             return
         task = wire.decode(flower_site.unpack(message.content))
         assert isinstance(task, RoundTask | SecureTask)

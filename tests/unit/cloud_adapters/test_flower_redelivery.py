@@ -54,6 +54,9 @@ class Names:
 
     question = b"who?"
 
+    def move_on(self) -> bool:
+        return False
+
     def site_of(self, answer: bytes) -> SiteId:
         return SiteId(answer.decode())
 
@@ -159,6 +162,22 @@ def test_lost_message_costs_seconds(
     replies = exchange(grid, task)
     assert_all_answered_once(flower, replies)
     assert 5.0 <= flower.clock.monotonic() - begin < seconds
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sites_are_found_whatever_is_lost(flower: LossyFlower, seed: int):
+    """A third of all messages; nobody is asked to introduce itself twice."""
+    draws = random.Random(seed)  # noqa: S311 -- not for keys
+    flower.loses = lambda _: draws.random() < 1 / 3
+    grid = FlowerGrid(
+        flower,
+        SITES,
+        clock=flower.clock,
+        roll_call=Names(),
+        connect_seconds=DEADLINE_SECONDS,
+    )
+    assert dict(grid._nodes) == {site: 10 + i for i, site in enumerate(SITES)}
+    assert set(flower.introduced.values()) == {1}
 
 
 def test_lost_probes_are_sent_again(flower: LossyFlower):

@@ -79,10 +79,11 @@ class Nodes:
             node = message.metadata.dst_node_id
             if node in self.full:
                 continue
-            self.asked.append(node)
+            if message.metadata.message_type != flower_site.PROBE:
+                self.asked.append(node)
+                self.heard.append(flower_site.unpack_bytes(message.content))
             name = f"m{next(self._names)}"
             message.metadata.__dict__["_message_id"] = name
-            self.heard.append(flower_site.unpack_bytes(message.content))
             self._open[name] = message
             yield name
 
@@ -91,6 +92,9 @@ class Nodes:
         for name in ids:
             message = self._open[name]
             answer = self.say.get(message.metadata.dst_node_id)
+            is_probe = message.metadata.message_type == flower_site.PROBE
+            if isinstance(answer, dict) and is_probe:
+                continue
             if isinstance(answer, dict):
                 answer = answer.get(flower_site.unpack_bytes(message.content))
             if answer is None:

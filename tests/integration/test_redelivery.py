@@ -1,0 +1,180 @@
+"""Runs of real agents over a Flower that loses a part of all messages."""
+
+import importlib.util
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import agents
+from support.agents import Consortium, consortium
+
+from cloud_adapters import flower_simulation
+from deploy.deployed_run import DeployedRun
+from deploy.roll_call import SignedRollCall
+from deploy.run_folder import RunFolder
+from deploy.run_result import RunResult
+from deploy.simulation import simulate
+from federation import job_file, wire
+from federation.clock import SystemClock, VirtualClock
+from federation.ids import SiteId
+from federation.job import JobSpec
+from federation.messages import MaskedUpdate, RoundTask, SiteFailure
+from federation.protocols import Grid
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+from flwr.app import Message, RecordDict  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+from support.lossy_flower import LossyFlower, is_task  # noqa: E402
+
+from cloud_adapters import flower_site  # noqa: E402
+from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+
+pytestmark = [pytest.mark.flower, pytest.mark.slow]
+
+JOBS = Path(__file__).parents[2] / "jobs"
+SITES = ("aws-us-east-1", "gcp-us-central1")
+IN_THE_CLEAR = "privacy.secure_aggregation.enabled=false"
+JOB_CHANGES = {
+    "plain": ("quickstart", IN_THE_CLEAR),
+    "secure": ("quickstart",),
+    "private": ("private",),
+}
+
+
+@dataclass(kw_only=True)
+class Federation:
+    """Two agents and a coordinator, with Flower's messages in virtual time between."""
+
+    folder: Path
+    flower: LossyFlower
+    members: Consortium
+
+    def run(self, job: JobSpec) -> RunResult:
+        """Run a job to its end."""
+        folder = RunFolder(self.folder / "run")
+        folder.path.mkdir(parents=True)
+        folder.write_job(job)
+        coordinator = DeployedRun(
+            folder,
+            self.members.parties,
+            clock=SystemClock(),
+            stop_requested=lambda: False,
+        )
+        return coordinator.run(self.connect)
+
+    def connect(
+        self,
+        roll_call: SignedRollCall,
+        sites: Sequence[SiteId],
+        required: int,
+        quorum: int,
+    ) -> Grid:
+        """As ``deploy.flower_server``."""
+        return FlowerGrid(
+            self.flower,
+            sites,
+            clock=self.flower.clock,
+            roll_call=roll_call,
+            required=required,
+            quorum=quorum,
+            connect_seconds=600.0,
+        )
+
+    def ledger(self, site: str) -> list[str]:
+        """What a site has written of its budget, a charge a line."""
+        (path,) = (self.folder / site).glob("runs/*/sites/*/ledger.jsonl")
+        return path.read_text().splitlines()
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Federation]:
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    members = consortium(*SITES)
+    clock = VirtualClock()
+    clock.sleep(1000.0)
+    found = [agents.agent(tmp_path, name, members) for name in SITES]
+    apps = {10 + i: flower_site.agent_app(agent) for i, agent in enumerate(found)}
+    flower = LossyFlower(apps=apps, clock=clock)
+    yield Federation(folder=tmp_path, flower=flower, members=members)
+    for agent in found:
+        agent.close()
+
+
+@pytest.mark.parametrize("kind", JOB_CHANGES)
+def test_run_loses_messages_and_no_round(federation: Federation, kind: str):
+    """A quarter of all, in both directions: no site works twice, or pays twice.
+
+    Others overtake each other, so that tasks are sent again that were not lost.
+    """
+    draws = random.Random(7)  # noqa: S311 -- not for keys
+    federation.flower.loses = lambda _: draws.random() < 1 / 4
+    federation.flower.delay = lambda _: draws.uniform(0.0, 20.0)
+    name, *changes = JOB_CHANGES[kind]
+    job = job_file.load(JOBS / f"{name}.toml", [*changes, "rounds=3"])
+    result = federation.run(job)
+    assert (result.status, result.rounds_completed) == ("completed", 3)
+    assert set(federation.flower.worked.values()) == {1}
+    if kind == "plain":
+        expected = simulate(job).weights
+        for key, values in result.weights.items():
+            assert np.array_equal(values, expected[key])
+    if kind == "private":
+        for site in SITES:
+            rounds = [line for line in federation.ledger(site) if '"train"' in line]
+            assert len(rounds) == 3
+
+
+def ask(flower: LossyFlower, content: RecordDict, kind: str, name: str) -> Message:
+    """Send the first site a message of one's own, and wait for the reply."""
+    message = Message(content, 10, kind, ttl=600.0, group_id=name)
+    (number,) = flower.push_messages([message])
+    for _ in range(100):
+        flower.clock.sleep(1.0)
+        for reply in flower.pull_messages([number]):
+            return reply
+    raise AssertionError("no reply")
+
+
+def test_aggregator_that_asks_again_gains_nothing(federation: Federation):
+    """Under the same name it gets the same bytes; under another it is refused.
+
+    No second masked update of a round exists, and the ledger is not touched.
+    """
+    job = job_file.load(JOBS / "private.toml", ["rounds=2"])
+    assert federation.run(job).status == "completed"
+    flower, site = federation.flower, SITES[0]
+    before = federation.ledger(site)
+    trained = [
+        message
+        for message in flower.sent
+        if is_task(message)
+        and message.metadata.dst_node_id == 10
+        and isinstance(task_of(message), RoundTask)
+    ]
+    last = trained[-1]
+    name, worked = last.metadata.group_id, flower.worked.copy()
+    said = {
+        flower_site.unpack(reply.content)
+        for reply in (
+            ask(flower, RecordDict(), flower_site.PROBE, name),
+            ask(flower, last.content, "train", name),
+            ask(flower, trained[0].content, "train", name),
+        )
+    }
+    (frame,) = said
+    assert isinstance(wire.decode(frame), MaskedUpdate)
+    assert flower.worked == worked
+    for number, task in enumerate((last, trained[0])):
+        refused = ask(flower, task.content, "train", f"another-{number}")
+        assert isinstance(wire.decode(flower_site.unpack(refused.content)), SiteFailure)
+    assert federation.ledger(site) == before
+
+
+def task_of(message: Message) -> object:
+    return wire.decode(flower_site.unpack(message.content))
