@@ -246,7 +246,8 @@ class Frames:
         if info.size != reference.size:
             raise CorruptObject(
                 f"{key!r} in {store.url} has {info.size} bytes, and "
-                f"{reference.size} were announced"
+                f"{reference.size} were announced: are [exchange] and its encryption "
+                "the same at all parties?"
             )
         parts = cast(
             "Generator[bytes]",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aggregator.secure_sum import SecureGather
 from clients.model_pool import ModelPool
-from deploy import private_sites, sum_privacy, wiring
+from deploy import private_sites, store_meters, sum_privacy, wiring
 from deploy.protection import check_layout, contract_of
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder, replace_file
@@ -117,7 +117,11 @@ def check(job: JobSpec, members: Roster) -> None:
 
 
 class DeployedRun:
-    """Coordinates one run; see ``run``."""
+    """Coordinates one run; see ``run``.
+
+    Attributes:
+        watch: Notes what the coordinator uses stores for, for the run's events.
+    """
 
     def __init__(
         self,
@@ -159,13 +163,15 @@ class DeployedRun:
             roster=parties.roster,
         )
         self._in_sum: SumPrivacy | None = None
+        meters = StoreMeters(clock)
+        self.watch = meters.watch(store_meters.coordinator(self._job))
         self._record = RunRecord(
             self._job,
             run,
             self._run_id,
             layout=self._federation.pool.layout,
             clock=clock,
-            meters=StoreMeters(clock),
+            meters=meters,
             introduce=self._facts,
             listeners=listeners,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from cloud_adapters.frames import THRESHOLD_BYTES, Frames
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
 from deploy.encryption import KeyName, encrypted_with
+from deploy.store_meters import Watch
 from federation.errors import JobError
 from federation.job_keys import key
 from federation.storage_job import EncryptionSpec
@@ -84,12 +85,15 @@ def check(spec: ExchangeSpec) -> None:
 
 
 @contextlib.contextmanager
-def opened(spec: ExchangeSpec, scratch: Path) -> Iterator[Frames]:
+def opened(
+    spec: ExchangeSpec, scratch: Path, *, watch: Watch | None = None
+) -> Iterator[Frames]:
     """Open the store, if there is one, for as long as the block lasts.
 
     Args:
         spec: Which.
         scratch: Folder for vectors that are in use, unless it names another.
+        watch: Notes what the store is used for.
 
     Raises:
         JobError: It, or the key of its encryption, cannot be.
@@ -110,6 +114,8 @@ def opened(spec: ExchangeSpec, scratch: Path) -> Iterator[Frames]:
         store = open_store(spec.url, options=options)
     except JobError as error:
         raise JobError(error.reason, key="exchange.url") from error
+    if watch is not None:  # Below the encryption: what is billed.
+        store = watch(store, spec.region, None)
     if spec.encryption is not None:
         name = KeyName(
             name=spec.encryption.key,

@@ -59,7 +59,9 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
             clock=SystemClock(),
             stop_requested=(run.path / STOP).exists,
         )
-        with exchange.opened(config.file.exchange, run.path / "scratch") as frames:
+        with exchange.opened(
+            config.file.exchange, run.path / "scratch", watch=deployed.watch
+        ) as frames:
             connect = _connector(api, config, frames)
             result = _run(deployed, run, connect, frames)
     except RunConflict:

@@ -207,7 +207,7 @@ def contract_of(
         JobError: The job's numbers do not fit into the ring, or the job must say how
             many examples a site has at most.
     """
-    secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
+    secure = job.privacy.secure_aggregation
     terms = _privacy_terms(job, promises, ring_noise_std)
     ring = _ring(job, terms)
     return Contract(
@@ -220,7 +220,7 @@ def contract_of(
         members=members_of(roster),
         aggregator_key=roster.aggregator_key,
         threshold=job.minimum_sites,
-        min_sites=min_sites_of(num_sites),
+        min_sites=job.minimum_sites,  # All that are in a sum: t, or N.
         ring_bits=secure.ring_bits,
         clip_norm=job.update_clip_norm,
         element_bound=secure.element_bound,
@@ -262,11 +262,6 @@ def header_slots(job: JobSpec) -> tuple[str, ...]:
     """Slots of the header that a site of this job sends."""
     adapts = job.privacy.differential_privacy.adaptive_clip
     return ADAPTIVE_SLOTS if adapts else HEADER_SLOTS
-
-
-def min_sites_of(num_sites: int) -> int:
-    """Fewest updates that a contract lets a sum hold."""
-    return min(3, num_sites)
 
 
 def _privacy_terms(

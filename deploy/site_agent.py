@@ -6,6 +6,7 @@ protocol must remember in ``runs/RUN`` of its folder, and goes on after a restar
 model, data and keys of the run are in memory.
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from deploy import (
     introduction,
     site_data,
     site_ranks,
+    store_meters,
     sum_privacy,
     wiring,
 )
@@ -27,8 +29,15 @@ from deploy.run_folder import replace_file
 from deploy.site_file import SiteConfig
 from deploy.site_floor import check_job
 from deploy.site_run import MetRun, OpenRun, SiteKeys, is_in_sum, open_run
+from deploy.store_meters import StoreMeters, User, Watch
 from federation import job_file
-from federation.errors import FederationError, JobError, ProtocolError
+from federation.errors import (
+    FederationError,
+    JobError,
+    ProtocolError,
+    StoreUnavailable,
+)
+from federation.event_log import EventWriter
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId, check_name
 from federation.job import JobSpec
@@ -38,7 +47,9 @@ from federation.vectors import Layout
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
 
-_PROPOSAL, _STATEMENTS = "proposal", "statements"
+_PROPOSAL, _STATEMENTS, _USE = "proposal", "statements", "storage.jsonl"
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -56,13 +67,23 @@ class SiteAgent:
     identity: Identity
     roster: Roster
     clock: Clock
+    _meters: StoreMeters = field(init=False)
     _met: MetRun | None = field(default=None, init=False)
     _run: OpenRun | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Begin to note what stores are used for."""
+        self._meters = StoreMeters(self.clock)
 
     @property
     def name(self) -> SiteId:
         """The site's name."""
         return SiteId(self.config.file.name)
+
+    @property
+    def watch(self) -> Watch:
+        """Notes what a store is used for that is not of one run alone."""
+        return self._meters.watch(User(name=self.name))
 
     def introduce(self, sealed: bytes) -> bytes:
         """Answer a proposal, or what all sites have stated of what they need.
@@ -95,7 +116,9 @@ class SiteAgent:
             raise ProtocolError(f"a task for {task.site!r} came to site {self.name!r}")
         run = self._current(task.run_id)
         with wiring.torch_threads(run.met.job):
-            return run.handler.handle(task)
+            answer = run.handler.handle(task)
+        self._tell_use(run)
+        return answer
 
     def layout(self, run_id: RunId) -> Layout:
         """Layout of the model of a run that was proposed before.
@@ -109,7 +132,25 @@ class SiteAgent:
         """Leave the run: keys go, ledgers are closed."""
         run, self._run, self._met = self._run, None, None
         if run is not None:
+            self._tell_use(run)
             run.stack.close()
+
+    def _tell_use(self, run: OpenRun) -> None:
+        """Note in the site's own folder what stores were used for since the last time.
+
+        It is told to nobody: how a site reads its data tells of them, and what that
+        costs is on its own bill.
+        """
+        used = [*self._meters.used()]
+        if not used:
+            return
+        path = self._folder(run.met.run_id) / _USE
+        try:
+            with EventWriter(path) as note:
+                for each in used:
+                    note(each)
+        except StoreUnavailable as error:  # No reason to lose a round.
+            _LOG.warning("what stores were used for is not noted: %s", error)
 
     def _folder(self, run_id: RunId) -> Path:
         try:
@@ -207,10 +248,12 @@ class SiteAgent:
         _check_same_job(job, folder, self.roster)
         self._check_total(run_id, job)
         self.close()
+        (spec,) = [each for each in job.sites if each.name == self.name]
+        watch = self._meters.watch(store_meters.site(spec))
         federation = wiring.Federation(
             job=job,
             pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
-            site_data={self.name: site_data.load(self.config.file, job)},
+            site_data={self.name: site_data.load(self.config.file, job, watch)},
         )
         return MetRun(run_id=run_id, sealed=sealed, federation=federation)
 

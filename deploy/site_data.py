@@ -5,6 +5,7 @@ import logging
 from deploy import wiring
 from deploy.data import load_data
 from deploy.site_file import SiteFile
+from deploy.store_meters import Watch
 from federation.errors import FederationError, JobError, SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec
@@ -12,19 +13,20 @@ from federation.job import JobSpec
 _LOG = logging.getLogger(__name__)
 
 
-def load(file: SiteFile, job: JobSpec) -> wiring.SiteData:
+def load(file: SiteFile, job: JobSpec, watch: Watch) -> wiring.SiteData:
     """Load a site's training and held-out data.
 
     Args:
         file: Names them, unless it is a rehearsal with the job's dataset.
         job: The job.
+        watch: Notes what the store is used for that holds them.
 
     Raises:
         JobError: They would be at an address that somebody else gave.
         SiteError: They cannot be loaded; why, is told to the site's log alone.
     """
     if file.data.source:
-        return _own(file)
+        return _own(file, watch)
     named = [job.data, *(site.data for site in job.sites)]
     if job.data is None or any(d is not None and "://" in d.source for d in named):
         # A site opens no address that somebody else gives it.
@@ -36,9 +38,9 @@ def load(file: SiteFile, job: JobSpec) -> wiring.SiteData:
     return wiring.deal_data(job)[SiteId(file.name)]
 
 
-def _own(file: SiteFile) -> wiring.SiteData:
+def _own(file: SiteFile, watch: Watch) -> wiring.SiteData:
     try:
-        return load_data(file.data.source, file.data.options)
+        return load_data(file.data.source, file.data.options, watch=watch)
     except FederationError as error:
         _LOG.error("data of site %s cannot be loaded: %s", file.name, error)
         raise SiteError(

@@ -95,7 +95,12 @@ class FloorSpec:
     secure_aggregation: bool = key(
         "Whether updates must be summed in secret.", default=True
     )
-    min_sites: int = key("Fewest updates in a sum.", default=2, low=2)
+    min_sites: int = key(
+        "Fewest updates in a secure sum: at most `threshold` of the job, which is the "
+        "number of its sites where all must answer.",
+        default=2,
+        low=2,
+    )
     colluding_sites: int = key(
         "Other sites that may collude with the aggregator without learning this "
         "site's update.",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from clients.factories import import_factory
-from deploy.protection import code_hash, header_slots, min_sites_of
+from deploy.protection import code_hash, header_slots
 from deploy.site_file import UNITS, FloorSpec
 from deploy.sum_privacy import UNITS as IN_SUM
 from federation.errors import JobError
@@ -126,8 +126,10 @@ def _sum_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
         if not private and not floor.accept_two_sites:
             demand = "demands record-level privacy in a run of two"
             yield _UNIT, f"{demand} (floor.accept_two_sites)"
-    elif min_sites_of(num_sites) < floor.min_sites:
-        yield "sites", f"demands {floor.min_sites} in a sum (floor.min_sites)"
+    if fewest < floor.min_sites:
+        given = f"and {fewest} of {num_sites} may make one"
+        key = "sites" if fewest == num_sites else _THRESHOLD
+        yield key, f"demands {floor.min_sites} in a sum (floor.min_sites), {given}"
     yield from _noise_faults(job, floor)
     tolerated = colluding_tolerated(num_sites, fewest)
     if tolerated < floor.colluding_sites:

@@ -57,12 +57,13 @@ def serve(
             f"cannot read {config.authority}: {error.strerror}",
             key="aggregator.authority",
         ) from error
+    clock = SystemClock()
+    agent = SiteAgent(config=config, identity=me, roster=members, clock=clock)
+    scratch = config.folder / "scratch"
     with (
         only_one(config.folder),
-        exchange.opened(config.file.exchange, config.folder / "scratch") as frames,
+        exchange.opened(config.file.exchange, scratch, watch=agent.watch) as frames,
     ):
-        clock = SystemClock()
-        agent = SiteAgent(config=config, identity=me, roster=members, clock=clock)
         node = FlowerNode(
             app=agent_app(agent, frames),
             address=config.file.aggregator.address,

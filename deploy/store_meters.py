@@ -1,7 +1,8 @@
 """What the stores of a run are used for: by whom, and over which way.
 
 A simulation's sites are where the job says that they are, and so is its coordinator:
-the way that is told is the one that they would take.
+the way that is told is the one that they would take. Deployed, a coordinator's uses are
+in the run's events, and a site's in its own folder (``site_agent``).
 """
 
 import threading

@@ -14,12 +14,15 @@ from support.small_jobs import blobs, small_job
 
 from clients.datasets import Examples
 from clients.model_pool import ModelPool
+from cloud_adapters.storage.memory import MemoryStore
 from deploy import introduction, site_agent, wiring
 from deploy.private_sites import PrivateSites
 from deploy.site_agent import SiteAgent
-from federation import job_file
+from federation import job_file, wire
 from federation.clock import SystemClock
 from federation.errors import FederationError, ProtocolError
+from federation.event_log import read_events
+from federation.events import StoreUsed
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.messages import (
@@ -356,6 +359,41 @@ def test_budget_ends_with_the_run_however_often_the_agent_starts(
     over = [a for a in answers if isinstance(a, SiteFailure)]
     assert {failure.kind for failure in over} == {FailureKind.BUDGET}
     assert len(over) == 2
+
+
+def test_what_stores_were_used_for_stays_at_the_site(
+    agent: SiteAgent, members: Consortium
+):
+    """In the folder of the run, in the words of a run's events; no answer holds it."""
+    store = agent.watch(MemoryStore(), "", None)
+    job = small_job(num_sites=2)
+    accepted(agent, members, job)
+    store.put("a", [b"123"])
+    first = agent.answer(train_task(job))
+    store.read("a")
+    agent.close()
+    path = agent.config.folder / "runs" / RUN_ID / "storage.jsonl"
+    told = read_events(path)
+    assert [e.who for e in told if isinstance(e, StoreUsed)] == [NAME] * 2
+    uses = [use for e in told if isinstance(e, StoreUsed) for use in e.uses]
+    assert [(u.operation, u.sent_bytes, u.received_bytes) for u in uses] == [
+        ("put", 3, 0),
+        ("read", 0, 3),
+    ]
+    assert b"storage" not in wire.encode_bytes(first)
+
+
+def test_full_disk_costs_no_round_for_a_note(
+    agent: SiteAgent, members: Consortium, caplog: pytest.LogCaptureFixture
+):
+    """The log says what is missing."""
+    job = small_job(num_sites=2)
+    accepted(agent, members, job)
+    (agent.config.folder / "runs" / RUN_ID / "storage.jsonl").mkdir()
+    agent.watch(MemoryStore(), "", None).put("a", [b"123"])
+    assert isinstance(agent.answer(train_task(job)), SiteUpdate)
+    assert "what stores were used for is not noted" in caplog.text
+    agent.close()
 
 
 def unreadable() -> tuple[Examples, Examples]:

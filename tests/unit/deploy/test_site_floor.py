@@ -1,18 +1,24 @@
 """What a site's operator demands is held against a job, key by key."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.agents import RUN_ID, consortium
 from support.secure_runs import secure_job
 from support.small_jobs import small_job
 
 from clients import models
+from clients.model_pool import ModelPool
 from deploy import site_floor
+from deploy.protection import contract_of
 from deploy.site_file import UNITS, FloorSpec
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import JobSpec
+from privacy.secagg.errors import ContractRefused
+from privacy.secagg.floor import check_against_floor
 
 SITE = SiteId("site-0")
 OPEN = {"privacy": "none", "secure_aggregation": False}
@@ -100,10 +106,22 @@ def test_default_floor_accepts_no_job_without_privacy():
             "record-level privacy in a run of two (floor.accept_two_sites)",
         ),
         (
-            secure_job(5),
-            {**OPEN, "min_sites": 4},
+            secure_job(5, threshold=5),
+            {**OPEN, "min_sites": 6},
             "sites",
-            "demands 4 in a sum (floor.min_sites)",
+            "demands 6 in a sum (floor.min_sites), and 5 of 5 may make one",
+        ),
+        (
+            secure_job(5, threshold=4),
+            {**OPEN, "min_sites": 5},
+            "privacy.secure_aggregation.threshold",
+            "demands 5 in a sum (floor.min_sites), and 4 of 5 may make one",
+        ),
+        (
+            private_job(),
+            {"min_sites": 3},
+            "sites",
+            "demands 3 in a sum (floor.min_sites), and 2 of 2 may make one",
         ),
         (
             secure_job(5, threshold=4),
@@ -148,8 +166,8 @@ def test_each_rule_names_its_key_and_that_of_the_floor(
 
 
 def test_pair_is_accepted_where_records_or_the_floor_allow_it():
-    """One of both is enough, and a floor of more sites is not about pairs."""
-    site_floor.check_job(private_job(), FloorSpec(functions=MODELS, min_sites=3), SITE)
+    """One of both is enough."""
+    site_floor.check_job(private_job(), FloorSpec(functions=MODELS), SITE)
     waived = FloorSpec(**OPEN, functions=MODELS, accept_two_sites=True)
     site_floor.check_job(secure_job(2, threshold=2), waived, SITE)
 
@@ -263,3 +281,23 @@ def test_named_function_is_not_imported_either():
     accepted = ("antigravity:geohash",)
     assert site_floor.is_accepted("antigravity:geohash", accepted)
     assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(("threshold", "fewest"), [(5, 5), (4, 4)])
+def test_floor_of_many_in_a_sum_can_be_met(threshold: int, fewest: int):
+    """By the job, and by the contract that follows from it."""
+    job = secure_job(5, threshold=threshold)
+    floor = FloorSpec(**OPEN, functions=MODELS, min_sites=fewest)
+    site_floor.check_job(job, floor, SITE)
+    names = [site.name for site in job.sites]
+    roster, layout = consortium(*names).roster, ModelPool(job).layout
+    contract = contract_of(
+        job, layout, run_id=RUN_ID, roster=roster, promises=(), max_examples=9
+    )
+    demands = site_floor.contract_floor(
+        job, layout, floor=floor, roster=roster, noise_share=None
+    )
+    check_against_floor(contract, demands)
+    more = replace(demands, min_sites=fewest + 1)
+    with pytest.raises(ContractRefused, match=f"a sum may hold {fewest} updates"):
+        check_against_floor(contract, more)
