@@ -1,9 +1,11 @@
 """A real nginx: what it lets in, and what it does not."""
 
+import contextlib
 import os
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,6 +161,54 @@ def test_headers_have_a_limit(proxy: RunningProxy, site: Path):
     many = [f"X-{n}: {'x' * 4000}" for n in range(20)]
     assert proxy.ask(FLEET, *many, certificate=site) == "400"
     assert proxy.ask(f"POST /{'x' * 9000} HTTP/1.1", certificate=site) == "414"
+
+
+@pytest.mark.parametrize("way", ["POST /enroll", "GET /health"])
+def test_strangers_may_ask_so_often_and_no_more(way: str):
+    """Who asks for ever is told to wait; sites at work notice nothing."""
+    with proxy_server.serve() as proxy:
+        site, _ = proxy.issue("site-a")
+        body = b"{}" if "POST" in way else b""
+        found = [proxy.ask(f"{way} HTTP/1.1", body=body) for _ in range(60)]
+        assert found[:20] == ["200"] * 20
+        assert "429" in found
+        assert set(found) == {"200", "429"}
+        reached = len(proxy.service)
+        assert reached == found.count("200")
+        assert [proxy.ask(FLEET, certificate=site) for _ in range(30)] == ["200"] * 30
+        wait_for(
+            lambda: proxy.ask(f"{way} HTTP/1.1", body=body) == "200",
+            "it may ask again",
+        )
+
+
+def test_an_address_has_so_many_requests_at_a_time():
+    """Whoever holds them open gets no more, and one that ends makes room."""
+    with proxy_server.serve() as proxy, contextlib.ExitStack() as stack:
+        site, _ = proxy.issue("site-a")
+        head = f"{FLEET}\r\nHost: x\r\nContent-Length: 10\r\n\r\n".encode()
+        open_ones = []
+        for _ in range(proxy.settings.max_connections):
+            tls = stack.enter_context(proxy.connect(site))
+            tls.sendall(head)
+            open_ones.append(tls)
+        wait_for(
+            lambda: len(proxy.fleet) == proxy.settings.max_connections, "all arrive"
+        )
+        assert proxy.ask(FLEET, certificate=site) == "429"
+        open_ones[0].close()
+        wait_for(
+            lambda: proxy.ask(FLEET, certificate=site) == "200", "there is room again"
+        )
+
+
+def test_slow_client_is_closed(proxy: RunningProxy):
+    """Who sends a byte now and then does not keep its connection for ever."""
+    with proxy.connect() as tls:
+        tls.sendall(b"GET /health HT")
+        begin = time.monotonic()
+        assert proxy_server.read_status(tls) in {"408", "closed"}
+        assert time.monotonic() - begin < 40.0  # Its patience ends after 10 s.
 
 
 def test_answers_tell_no_version(proxy: RunningProxy):
