@@ -49,7 +49,8 @@ from cloud_adapters.flower_fleet import (
 )
 from cloud_adapters.flower_site import reply_at_once
 from cloud_adapters.redelivery import Inbox
-from federation.errors import FederationError, SiteError
+from federation.errors import FederationError, ProtocolError, SiteError
+from federation.messages import TaskKind
 from federation.protocols import Clock
 
 # We send them more often, so that the aggregator can tell sooner.
@@ -68,6 +69,8 @@ CALL_SECONDS = 30.0
 
 _LOG = logging.getLogger(__name__)
 
+# Of messages that an app answers; Flower raises what is no error of ours for others.
+_KINDS = frozenset(kind.value for kind in TaskKind) | {"query"}
 _RAISED = 2  # ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 
@@ -335,6 +338,9 @@ class FlowerNode:
             run_config={},
         )
         try:
+            kind = message.metadata.message_type
+            if kind not in _KINDS:
+                raise ProtocolError(f"a message of kind {kind!r:.40} came")  # noqa: TRY301
             return self.app(message, context)
         except Exception as error:  # noqa: BLE001 -- a message never ends the node
             # What is raised on purpose is worded for both sides; anything else may

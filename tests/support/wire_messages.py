@@ -1,0 +1,99 @@
+"""Hypothesis strategies for everything that ``federation.wire`` can carry."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from federation import wire
+from federation.messages import (
+    FailureKind,
+    MaskedUpdate,
+    MetricSums,
+    Phase,
+    PrivacySpent,
+    RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
+    SiteEvaluation,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+
+counts = st.integers(0, wire.MAX_COUNT)
+names = st.from_regex(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?", fullmatch=True)
+digests = st.text("0123456789abcdef", min_size=64, max_size=64)
+seconds = st.floats(0, allow_infinity=False)
+lines = st.text(max_size=64).map(wire.one_line)
+float_vectors = st.binary(max_size=400).map(
+    lambda data: np.frombuffer(data[: len(data) // 4 * 4], dtype=np.float32)
+)
+integer_vectors = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(
+    lambda values: np.array(values, dtype=np.int64)
+)
+byte_vectors = st.binary(max_size=400).map(
+    lambda data: np.frombuffer(data, dtype=np.uint8)
+)
+header_vectors = st.lists(
+    st.integers(0, 2**64 - 1), max_size=wire.MAX_MASKED_HEADER_WORDS
+).map(lambda values: np.array(values, dtype=np.uint64))
+bodies = st.binary(max_size=200)
+sums = st.builds(MetricSums, count=counts, loss_sum=st.floats(), correct=counts)
+phases = st.lists(
+    st.builds(Phase, name=lines, start_seconds=seconds, seconds=seconds), max_size=5
+).map(tuple)
+epsilons = st.floats(min_value=0, allow_infinity=False)
+spents = st.none() | st.builds(
+    PrivacySpent,
+    epsilon=epsilons,
+    delta=st.floats(0, 1, exclude_min=True, exclude_max=True),
+    held_out_epsilon=st.none() | epsilons,
+)
+about = {"run_id": names, "round_index": counts, "site": names}
+tasks = st.builds(
+    RoundTask,
+    **about,
+    kind=st.sampled_from(TaskKind),
+    layout_digest=digests,
+    weights_d=float_vectors,
+    integers_m=integer_vectors,
+    evaluate=st.booleans(),
+    evaluate_after=st.booleans(),
+    secure=bodies,
+)
+updates = st.builds(
+    SiteUpdate,
+    **about,
+    layout_digest=digests,
+    delta_d=float_vectors,
+    integers_m=integer_vectors,
+    num_examples=counts,
+    num_steps=counts,
+    training=st.none() | sums,
+    evaluation=st.none() | sums,
+    evaluation_after=st.none() | sums,
+    phases=phases,
+    spent=spents,
+)
+evaluations = st.builds(
+    SiteEvaluation, **about, evaluation=sums, phases=phases, spent=spents
+)
+failures = st.builds(
+    SiteFailure, **about, kind=st.sampled_from(FailureKind), message=lines
+)
+step = {"step": st.sampled_from(SecureStep), "body": bodies}
+secure_tasks = st.builds(SecureTask, **about, **step)
+secure_answers = st.builds(SecureAnswer, **about, **step)
+masked_updates = st.builds(
+    MaskedUpdate,
+    **about,
+    layout_digest=digests,
+    words=byte_vectors,
+    header_h=header_vectors,
+    body=bodies,
+    spent=spents,
+)
+messages = st.one_of(
+    *(tasks, updates, evaluations, failures),
+    *(secure_tasks, secure_answers, masked_updates),
+)
