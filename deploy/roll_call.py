@@ -13,7 +13,7 @@ import tomli_w
 from deploy import introduction, sum_privacy
 from deploy.introduction import Introduction, Proposal
 from deploy.protection import code_hash
-from federation import job_file
+from federation import job_file, wire
 from federation.errors import ProtocolError, SiteError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -81,7 +81,8 @@ class SignedRollCall:
         if site not in self.sites:
             return site
         if found.refused:
-            raise SiteError(f"site {site!r} does not take part: {found.refused}")
+            reason = wire.one_line(found.refused)
+            raise SiteError(f"site {site!r} does not take part: {reason}")
         if self.in_sum and self.needs is None and found.needs is None:
             raise ProtocolError(f"site {site!r} does not state what noise it needs")
         self.introductions[site], self._signed[site] = found, answer

@@ -1,0 +1,293 @@
+"""Whatever a site sends the coordinator: it counts as a failure, and others go on.
+
+The grid, its frames and its roll call are whole; Flower is made of two dicts. What is
+sent comes from a site whose key the roster pins, or from any node of Flower.
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import toy_sites, wire_messages
+from support.agents import RUN_ID, consortium
+from support.small_jobs import small_job
+
+from cloud_adapters import flower_simulation
+from deploy import introduction
+from deploy.introduction import Introduction
+from deploy.roll_call import SignedRollCall
+from federation import wire
+from federation.clock import VirtualClock
+from federation.errors import FederationError, SiteError
+from federation.ids import SiteId
+from federation.messages import (
+    RoundTask,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
+from privacy.secagg.identity import Label
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from cloud_adapters import flower_roll_call, flower_site  # noqa: E402
+from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.flower]
+
+HONEST, HOSTILE = SiteId("site-0"), SiteId("site-1")
+SITES = [HONEST, HOSTILE]
+TASK = RoundTask(
+    run_id=RUN_ID,
+    round_index=1,
+    site=HONEST,
+    kind=TaskKind.TRAIN,
+    layout_digest="ab" * 32,
+    weights_d=np.ones(4, dtype=np.float32),
+    integers_m=np.zeros(1, dtype=np.int64),
+    evaluate=False,
+    evaluate_after=False,
+)
+MOST_CHARS = 4000
+NOTHING: Mapping[str, Any] = {}
+often = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@dataclass
+class Flower:
+    """Two nodes: one answers as it should, the other what it is told to.
+
+    Attributes:
+        says: The content, or error, of every answer of the hostile node.
+    """
+
+    says: Any
+    _open: dict[str, Message] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        self._app = flower_site.client_app(toy_sites.echo_site)
+
+    def get_node_ids(self) -> list[int]:
+        return [1, 2]
+
+    def push_messages(self, messages: list[Message]) -> Iterator[str]:
+        for message in messages:
+            name = f"m{len(self._open)}"
+            message.metadata.__dict__["_message_id"] = name
+            self._open[name] = message
+            yield name
+
+    def pull_messages(self, ids: list[str]) -> list[Message]:
+        return [self._reply(self._open[name]) for name in ids if name in self._open]
+
+    def _reply(self, message: Message) -> Message:
+        is_greeting = message.metadata.message_type == "query"
+        if is_greeting or message.metadata.dst_node_id == 1:
+            return self._app(message, None)
+        return Message(self.says, reply_to=message)
+
+
+def fits_a_line(text: str) -> bool:
+    """Whether a terminal or a log may be shown it."""
+    return len(text) < MOST_CHARS and all(wire.one_line(c) == c for c in text)
+
+
+def exchanged(says: Any) -> list[Any]:
+    """What comes back from a task for each site, the honest one's first."""
+    grid = FlowerGrid(Flower(says), SITES, clock=VirtualClock())
+    tasks = [replace(TASK, site=site) for site in SITES]
+    replies = [one.message for one in grid.exchange(tasks, deadline_seconds=60.0)]
+    return sorted(replies, key=lambda message: message.site)
+
+
+def harms_nobody(says: Any) -> None:
+    """The honest site's update is there, and nothing else passes for one of it."""
+    honest, hostile = exchanged(says)
+    assert isinstance(honest, SiteUpdate)
+    assert (honest.site, hostile.site) == (HONEST, HOSTILE)
+    if isinstance(hostile, SiteFailure):
+        assert fits_a_line(hostile.message)
+
+
+keys = st.sampled_from(["site", "type", "bytes", "references", "deadline_seconds"])
+texts = st.text(max_size=40)
+scalars = st.one_of(
+    *(texts, st.binary(max_size=80), st.booleans()),
+    *(st.integers(-(2**63), 2**63 - 1), st.floats()),
+)
+configs = st.dictionaries(keys | texts, scalars, max_size=6).map(ConfigRecord)
+contents = st.dictionaries(st.just("about") | texts, configs, max_size=3).map(
+    RecordDict
+)
+failures = st.builds(Error, st.integers(0, 1000), st.none() | st.text(max_size=3000))
+
+
+@given(says=contents | failures)
+@often
+def test_answers_of_any_make(says: Any):
+    """Records of Flower with whatever names, types and values, and its errors."""
+    harms_nobody(says)
+
+
+@given(
+    answer=wire_messages.messages,
+    site=st.sampled_from([*SITES, None]),
+    references=texts | st.just('[{"field": "delta_d", "name": "x"}]'),
+)
+@often
+def test_frames_of_any_content(answer: Any, site: SiteId | None, references: str):
+    """Of every kind, also tasks, and in another site's name."""
+    if site is not None:
+        answer = replace(answer, site=site, run_id=RUN_ID)
+    says = flower_site._content(flower_site.inline(answer))
+    says.config_records["about"]["references"] = references
+    harms_nobody(says)
+
+
+@given(answer=wire_messages.updates, data=st.data())
+@often
+def test_damaged_frames(answer: SiteUpdate, data: st.DataObject):
+    """A byte that is another, or bytes that are missing."""
+    frame = bytearray(wire.encode_bytes(replace(answer, site=HOSTILE, run_id=RUN_ID)))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    if data.draw(st.booleans()):
+        frame[at] ^= data.draw(st.integers(1, 255))
+    else:
+        del frame[at:]
+    says = flower_site._around(bytes(frame), flower_site._STYPE, {})
+    _, hostile = exchanged(says)
+    assert isinstance(hostile, SiteFailure)
+    harms_nobody(says)
+
+
+MEMBERS = consortium(*SITES)
+JOB = small_job(num_sites=2)
+
+
+def called() -> SignedRollCall:
+    """A roll call of the two sites."""
+    return SignedRollCall.of(
+        JOB, RUN_ID, aggregator=MEMBERS.aggregator, roster=MEMBERS.roster
+    )
+
+
+def introduced(
+    call: SignedRollCall, site: SiteId, changes: Mapping[str, Any] = NOTHING
+) -> bytes:
+    """What a site answers, or would if some of it were otherwise."""
+    honest = Introduction(
+        version=introduction.VERSION,
+        site=site,
+        proposal=introduction.digest(call.question),
+        release="1",
+        refused="",
+        privacy=None,
+        num_examples=3,
+    )
+    fields = introduction.encode(honest)
+    assert isinstance(fields, dict)
+    body = json.dumps(fields | changes).encode()
+    return MEMBERS.sites[site].sign(Label.PROMISE, body) + body
+
+
+values = st.recursive(
+    texts | st.booleans() | st.none() | st.integers() | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner),
+    max_leaves=5,
+)
+changes = st.dictionaries(
+    st.sampled_from([*Introduction.__dataclass_fields__, "more"]), values, max_size=3
+)
+
+
+def believed(call: SignedRollCall, answer: bytes) -> SiteId | None:
+    """The site that an answer is believed to be of; every refusal fits a line."""
+    said = ""
+    try:
+        return call.site_of(answer)
+    except FederationError as error:
+        said = str(error)
+    assert fits_a_line(said)
+    return None
+
+
+@given(changes=changes | st.fixed_dictionaries({"refused": st.text(max_size=9000)}))
+@often
+def test_introductions_that_a_site_has_signed(changes: dict[str, Any]):
+    """With whatever in them, none passes for another site's."""
+    call = called()
+    found = believed(call, introduced(call, HOSTILE, changes))
+    assert found in {None, HOSTILE}
+    assert call.introductions.keys() <= {HOSTILE}
+    assert call.site_of(introduced(call, HONEST)) == HONEST
+
+
+@given(data=st.binary(max_size=300), at=st.integers(0, 63))
+@often
+def test_introductions_that_nobody_has_signed(data: bytes, at: int):
+    """No node becomes a site by them."""
+    call = called()
+    spoiled = bytearray(introduced(call, HOSTILE))
+    spoiled[at] ^= 1
+    for answer in (data, bytes(spoiled), bytes(64) + data):
+        assert believed(call, answer) is None
+    assert not call.introductions
+
+
+@given(says=contents | failures | st.binary(max_size=200).map(flower_site.pack_bytes))
+@often
+def test_nodes_that_answer_the_roll_call_with_anything(says: Any):
+    """They are no sites, and a run that needs no others begins without them."""
+    call, clock = called(), VirtualClock()
+    flower = Flower(says)
+    flower._app = lambda message, _: Message(
+        flower_site.pack_bytes(introduced(call, HONEST))
+        if message.metadata.dst_node_id == 1
+        else says,
+        reply_to=message,
+    )
+
+    def meet(sites: list[SiteId]) -> dict[SiteId, int]:
+        return flower_roll_call.meet(
+            flower,
+            call,
+            sites,
+            deadline=clock.monotonic() + 60.0,
+            required=len(sites),
+            clock=clock,
+            pause=lambda: clock.sleep(1.0),
+        )
+
+    assert meet([HONEST]) == {HONEST: 1}
+    with pytest.raises(SiteError, match="the run cannot begin") as caught:
+        meet(SITES)
+    assert fits_a_line(str(caught.value))
+
+
+def test_the_honest_ones_count():
+    """Or nothing above could fail."""
+    echo = toy_sites.echo_site(HOSTILE, "")
+    says = flower_site._content(
+        flower_site.inline(echo.handle(replace(TASK, site=HOSTILE)))
+    )
+    honest, other = exchanged(says)
+    assert isinstance(honest, SiteUpdate)
+    assert isinstance(other, SiteUpdate)
+    call = called()
+    assert call.site_of(introduced(call, HOSTILE)) == HOSTILE
