@@ -56,7 +56,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.flower]
 NAME = SiteId("site-0")
 JOB = small_job(num_sites=2)
 often = settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -62,7 +62,7 @@ TASK = RoundTask(
 MOST_CHARS = 4000
 NOTHING: Mapping[str, Any] = {}
 often = settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
