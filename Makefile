@@ -47,7 +47,10 @@ test-fast: $(READY) ## Run the tests that take milliseconds
 	$(PYTEST) $(FAST) -n 2 --dist worksteal
 
 test-cloud: $(READY) ## Run the suite of stores on the buckets of CROSSFED_TEST_S3_URL and _GCS_URL
-	$(PYTEST) tests/contract/test_object_store.py
+	@test -n "$$CROSSFED_TEST_S3_URL$$CROSSFED_TEST_GCS_URL" || { \
+	echo "make: name an empty bucket, CROSSFED_TEST_S3_URL=s3://BUCKET or CROSSFED_TEST_GCS_URL=gs://BUCKET (docs/howto/s3.md, docs/howto/gcs.md)"; exit 1; }
+	$(PYTEST) tests/contract/test_object_store.py tests/contract/test_large_objects.py \
+	-k "$$(echo $${CROSSFED_TEST_S3_URL:+s3} $${CROSSFED_TEST_GCS_URL:+gcs} | sed 's/ / or /')"
 
 test-lowest: ## Run the fast tests with the oldest versions that we promise
 	$(PYTHON) -m venv $(VENV)-lowest

@@ -8,6 +8,7 @@ without it S3's clients sign bodies, which costs a SHA-256 that nobody pays othe
 import base64
 import contextlib
 import datetime as dt
+import functools
 import ipaddress
 import json
 import os
@@ -77,7 +78,11 @@ class Sink(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def size(self) -> int:
-        return SMALL if urlsplit(self.path).path.endswith("small") else SIZE
+        """Of the object that the path names: ``small``, ``3-gib``, or any other."""
+        name = urlsplit(self.path).path
+        if found := re.search(r"(\d+)-gib$", name):
+            return int(found[1]) * 1024 * MIB
+        return SMALL if name.endswith("small") else SIZE
 
     def give(self, **headers: str) -> None:
         """Answer with an object, or a range of one."""
@@ -104,6 +109,7 @@ def encoded(crc: int) -> str:
     return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
+@functools.cache
 def crc_of(size: int) -> str:
     """CRC32C of an object that is given."""
     crc = 0
@@ -112,16 +118,13 @@ def crc_of(size: int) -> str:
     return encoded(crc)
 
 
+@functools.cache
 def crc32_of(size: int) -> str:
     """The same of CRC-32, which boto3 takes by default."""
     crc = 0
     for start in range(0, size, MIB):
         crc = zlib.crc32(BLOCK[: size - start], crc)
     return encoded(crc)
-
-
-CRCS: dict[int, str] = {}
-CRC32S: dict[int, str] = {}
 
 
 class S3Sink(Sink):
@@ -144,11 +147,11 @@ class S3Sink(Sink):
     def about(self) -> dict[str, str]:
         """What the service says: of checksums it has the one of whoever wrote."""
         is_ours = "crossfed" in self.headers.get("User-Agent", "")
-        kind, crcs = ("crc32c", CRCS) if is_ours else ("crc32", CRC32S)
+        kind, crc = ("crc32c", crc_of) if is_ours else ("crc32", crc32_of)
         return {
             "ETag": '"0"',
             "Last-Modified": "Sat, 21 Nov 2026 12:00:00 GMT",
-            f"x-amz-checksum-{kind}": crcs[self.size()],
+            f"x-amz-checksum-{kind}": crc(self.size()),
             "x-amz-checksum-type": "FULL_OBJECT",
         }
 
@@ -199,11 +202,11 @@ class GcsSink(Sink):
 
     def do_GET(self) -> None:
         if "alt=media" not in self.path:
-            self._object(self.size(), CRCS[self.size()])
+            self._object(self.size(), crc_of(self.size()))
             return
         self.give(
             X_Goog_Generation="1",
-            X_Goog_Hash=f"crc32c={CRCS[self.size()]}",
+            X_Goog_Hash=f"crc32c={crc_of(self.size())}",
             X_Goog_Stored_Content_Length=str(self.size()),
         )
 
@@ -240,8 +243,6 @@ def make_certificate(folder: Path) -> None:
 
 def serve(kind: str, folder: str) -> None:
     """Serve until standard input ends; the port goes to standard output."""
-    CRCS.update({size: crc_of(size) for size in (SIZE, SMALL)})
-    CRC32S.update({size: crc32_of(size) for size in (SIZE, SMALL)})
     handler = S3Sink if kind == "s3" else GcsSink
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True

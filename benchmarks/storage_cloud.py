@@ -1,8 +1,14 @@
 """Our S3 and Cloud Storage against boto3's and Google's clients: time, peak memory.
 
     python benchmarks/storage_cloud.py [--store s3] [--repetitions 5] [--gigabytes 2]
+    python benchmarks/storage_cloud.py --s3-url s3://BUCKET [--s3-endpoint https://...]
+    python benchmarks/storage_cloud.py --store gcs --large ours --gigabytes 10
 
-All run against ``sink.py`` on this machine, over TLS unless ``--plain`` is given.
+Without a URL all run against ``sink.py`` on this machine, over TLS unless ``--plain``
+is given. With one they run in that bucket, with the environment's credentials, below a
+prefix of their own that is deleted in the end; somebody pays for that.
+The large download needs its size on the disk of ``TMPDIR``.
+
 Theirs get the best of several settings, with their own checksums (boto3: CRC-32;
 Google: CRC32C) and, for boto3, without any. Ours always computes CRC32C and SHA-256 of
 what it writes, and checks CRC32C of what it reads. Best times, all in turn; a ratio
@@ -12,17 +18,20 @@ JSON lines on stdout, the machine first.
 """
 
 import argparse
-import io
+import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from cloud_clients import THEIRS, Google, Ours, Place
 from machine import facts
 from sink import BLOCK, MIB, SIZE, SMALL, sink
 
@@ -36,130 +45,7 @@ KEYS = {
 NUM_SMALL = 100
 
 
-class Stream(io.RawIOBase):
-    """A file of so many bytes; it cannot be rewound, and says where it stands."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def read(self, size: int = -1) -> bytes:
-        left = self._size - self._place
-        size = left if size < 0 else min(size, left)
-        self._place += size
-        return (BLOCK * -(-size // MIB))[:size]
-
-
-def blocks(size: int) -> Iterator[bytes]:
-    """The same bytes, for our stores."""
-    for _ in range(size // MIB):
-        yield BLOCK
-
-
-class Boto3:
-    """Amazon's client with one of its settings."""
-
-    name = "s3"
-    # Part size, threads, and whether it checks.
-    settings: ClassVar = [
-        (part, threads, checks)
-        for checks in (True, False)
-        for part, threads in ((8 * MIB, 4), (8 * MIB, 10), (16 * MIB, 8))
-    ]
-
-    def __init__(self, url: str, setting: tuple[int, int, bool]) -> None:
-        import boto3
-        from boto3.s3.transfer import TransferConfig
-        from botocore.config import Config
-
-        part_bytes, threads, checks = setting
-        when = "when_supported" if checks else "when_required"
-        self.is_checked = checks
-        self._client = boto3.client(
-            "s3",
-            endpoint_url=url,
-            config=Config(
-                max_pool_connections=32,
-                request_checksum_calculation=when,
-                response_checksum_validation=when,
-                s3={"addressing_style": "path"},
-            ),
-        )
-        self._config = TransferConfig(
-            multipart_threshold=part_bytes,
-            multipart_chunksize=part_bytes,
-            max_concurrency=threads,
-        )
-
-    @staticmethod
-    def ours(url: str) -> Any:
-        from cloud_adapters.storage.s3 import S3Store
-
-        return S3Store("bucket", endpoint_url=url)
-
-    def up(self, size: int) -> None:
-        self._client.upload_fileobj(Stream(size), "bucket", "key", Config=self._config)
-
-    def put(self, content: bytes) -> None:
-        self._client.put_object(Bucket="bucket", Key="small", Body=content)
-
-    def get(self, key: str) -> None:
-        self._client.get_object(Bucket="bucket", Key=key)["Body"].read()
-
-    def down(self, path: Path) -> None:
-        self._client.download_file("bucket", "key", str(path), Config=self._config)
-
-
-class Google:
-    """Google's client with one of its chunk sizes; the last is its default."""
-
-    name = "gcs"
-    settings: ClassVar = [8 * MIB, 16 * MIB, 100 * MIB]
-    is_checked = True
-
-    def __init__(self, url: str, chunk_bytes: int) -> None:
-        from google.auth.credentials import AnonymousCredentials
-        from google.cloud import storage
-
-        client = storage.Client(
-            project="bench",
-            credentials=AnonymousCredentials(),
-            client_options={"api_endpoint": url},
-        )
-        self._bucket = client.bucket("bucket")
-        self._chunk_bytes = chunk_bytes
-
-    @staticmethod
-    def ours(url: str) -> Any:
-        from google.auth.credentials import AnonymousCredentials
-
-        from cloud_adapters.storage.gcs import GcsStore
-
-        return GcsStore("bucket", endpoint=url, credentials=AnonymousCredentials())
-
-    def up(self, size: int) -> None:
-        blob = self._bucket.blob("key", chunk_size=self._chunk_bytes)
-        blob.upload_from_file(Stream(size), size=size, checksum="crc32c")
-
-    def put(self, content: bytes) -> None:
-        self._bucket.blob("small").upload_from_string(content, checksum="crc32c")
-
-    def get(self, key: str) -> None:
-        blob = self._bucket.blob(key)
-        blob.download_as_bytes(raw_download=True, checksum="crc32c")
-
-    def down(self, path: Path) -> None:
-        blob = self._bucket.blob("key")
-        blob.download_to_filename(str(path), raw_download=True, checksum="crc32c")
-
-
-THEIRS = {kind.name: kind for kind in (Boto3, Google)}
+WAYS = {"up": "up, a stream", "down": "down into a file, flushed"}
 
 
 def seconds(work: Work) -> float:
@@ -198,55 +84,47 @@ def flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def cases(kind: Any, url: str, repetitions: int) -> Iterator[dict[str, object]]:
-    from cloud_adapters.storage.transfer import download
-
-    store = kind.ours(url)
-    clients = [kind(url, setting) for setting in kind.settings]
+def cases(kind: Any, place: Place, repetitions: int) -> Iterator[dict[str, object]]:
+    ours = Ours(kind, place)
+    clients = [kind(place, setting) for setting in kind.settings]
     content = BLOCK[:SMALL]
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "file"
-        some: Mapping[str, tuple[Work, Callable[[Any], object]]] = {
-            "stream of 128 MiB up": (
-                lambda: store.put("key", blocks(SIZE)),
-                lambda client: client.up(SIZE),
-            ),
-            "100 objects of 16 KiB up, one after the other": (
-                lambda: [store.put("small", [content]) for _ in range(NUM_SMALL)],
-                lambda client: [client.put(content) for _ in range(NUM_SMALL)],
-            ),
+        some: Mapping[str, Callable[[Any], object]] = {
+            "stream of 128 MiB up": lambda client: client.up("key", SIZE),
+            "100 objects of 16 KiB up, one after the other": lambda client: [
+                client.put("small", content) for _ in range(NUM_SMALL)
+            ],
             "128 MiB down into memory, in one request": (
-                lambda: store.read("key"),
-                lambda client: client.get("key"),
+                lambda client: client.get("key")
             ),
-            "128 MiB down into a file": (
-                lambda: download(store, "key", path),
-                lambda client: client.down(path),
-            ),
+            "128 MiB down into a file": lambda client: client.down("key", path),
             # Ours is on the disk when it returns; theirs is made so here.
             "128 MiB down into a file, both flushed": (
-                lambda: download(store, "key", path),
-                lambda client: (client.down(path), flush(path)),
+                lambda client: (client.down("key", path), flush(path))
             ),
-            "100 objects of 16 KiB down, one after the other": (
-                lambda: [store.read("small") for _ in range(NUM_SMALL)],
-                lambda client: [client.get("small") for _ in range(NUM_SMALL)],
-            ),
+            "100 objects of 16 KiB down, one after the other": lambda client: [
+                client.get("small") for _ in range(NUM_SMALL)
+            ],
         }
-        for case, (ours, theirs) in some.items():
-            works = [(client, lambda c=client: theirs(c)) for client in clients]  # noqa: B023 (used before the next)
-            yield {"case": case, **compare(ours, works, repetitions)}
+        for case, work in some.items():
+            works = [(client, partial(work, client)) for client in clients]
+            yield {"case": case, **compare(partial(work, ours), works, repetitions)}
 
 
-def large(kind: Any, url: str, who: str, gigabytes: int) -> None:
-    """Upload a large stream, and print seconds and peak memory."""
-    size = gigabytes * 1024 * MIB
-    if who == "ours":
-        store = kind.ours(url)
-        took = seconds(lambda: store.put("key", blocks(size)))
-    else:
-        client = kind(url, kind.settings[int(who)])
-        took = seconds(lambda: client.up(size))
+def large(kind: Any, place: Place, who: str, way: str, gigabytes: int) -> None:
+    """Move a large object up or down, and print seconds and peak memory."""
+    client = (
+        Ours(kind, place) if who == "ours" else kind(place, kind.settings[int(who)])
+    )
+    key = f"{gigabytes}-gib"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        if way == "up":
+            took = seconds(lambda: client.up(key, gigabytes * 1024 * MIB))
+        else:
+            client.look(key)  # The sink sums it when it is first asked for it.
+            took = seconds(lambda: (client.down(key, path), flush(path)))
     # ru_maxrss also counts the parent's.
     status = Path("/proc/self/status").read_text()
     peak_kib = int(status.partition("VmHWM:")[2].split()[0])
@@ -255,30 +133,36 @@ def large(kind: Any, url: str, who: str, gigabytes: int) -> None:
     print(json.dumps(found))
 
 
-def on_large(kind: Any, url: str, gigabytes: int, repetitions: int) -> Any:
-    """One process for each run, in turn; the best of each."""
+def measure(kind: Any, place: Place, who: str, way: str, gigabytes: int) -> Any:
+    """Run ``large`` in a process of its own."""
+    command = [sys.executable, __file__, "--store", kind.name, "--large", who]
+    command += ["--way", way, "--gigabytes", str(gigabytes)]
+    command += [f"--{kind.name}-url", place.url]
+    if place.endpoint:
+        command += [f"--{kind.name}-endpoint", place.endpoint]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    return json.loads(output)
 
-    def measure(who: str) -> Any:
-        command = [sys.executable, __file__, "--store", kind.name, "--url", url]
-        output = subprocess.run(
-            [*command, "--large", who, "--gigabytes", str(gigabytes)],
-            check=True,
-            stdout=subprocess.PIPE,
-        ).stdout
-        return json.loads(output)
 
+def on_large(
+    kind: Any, place: Place, way: str, gigabytes: int, repetitions: int
+) -> dict[str, object]:
+    """Runs in turn; the best of each."""
     checked = [
         str(number)
         for number, setting in enumerate(kind.settings)
         if kind is Google or setting[2]
     ]
     # As many runs of ours as of theirs: see compare().
-    runs = [(measure("ours"), measure(who)) for who in checked * repetitions]
+    runs = [
+        [measure(kind, place, who, way, gigabytes) for who in ("ours", theirs)]
+        for theirs in checked * repetitions
+    ]
     mine, theirs = (
         min(found, key=lambda run: run["seconds"]) for found in zip(*runs, strict=True)
     )
     return {
-        "case": f"stream of {gigabytes} GiB up",
+        "case": f"{gigabytes} GiB {WAYS[way]}",
         **against(mine["seconds"], [theirs["seconds"]], []),
         "ours_cpu_s": round(mine["cpu_seconds"], 2),
         "theirs_cpu_s": round(theirs["cpu_seconds"], 2),
@@ -288,34 +172,76 @@ def on_large(kind: Any, url: str, gigabytes: int, repetitions: int) -> Any:
     }
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", choices=tuple(THEIRS), help="by default both")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--gigabytes", type=int, default=2)
+    parser.add_argument(
+        "--gigabytes", type=int, default=2, help="of the large object; 0 for none"
+    )
     parser.add_argument("--plain", action="store_true", help="HTTP in place of TLS")
-    parser.add_argument("--large", help="only one upload: ours, or a setting's number")
-    parser.add_argument("--url", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    os.environ.update(KEYS)
-    if options.url:
-        large(THEIRS[options.store], options.url, options.large, options.gigabytes)
+    parser.add_argument(
+        "--large", help="only one large object up and down: ours, or a setting's number"
+    )
+    parser.add_argument("--way", choices=tuple(WAYS), help=argparse.SUPPRESS)
+    for name, scheme in (("s3", "s3"), ("gcs", "gs")):
+        parser.add_argument(f"--{name}-url", help=f"{scheme}://BUCKET[/PREFIX]")
+        parser.add_argument(f"--{name}-endpoint", help="of another service, or nearer")
+    return parser
+
+
+@contextlib.contextmanager
+def place_of(kind: Any, options: argparse.Namespace) -> Iterator[Place]:
+    """The user's bucket, left as it was; or the sink."""
+    url = getattr(options, f"{kind.name}_url")
+    endpoint = getattr(options, f"{kind.name}_endpoint")
+    if url is None:
+        os.environ.update(KEYS)
+        with sink(kind.name, tls=not options.plain) as endpoint:
+            yield Place("any://bucket/bench", endpoint)
         return
+    place = Place(f"{url.rstrip('/')}/benchmark-{secrets.token_hex(4)}", endpoint)
+    try:
+        yield place
+    finally:
+        store = kind.store(place)
+        for info in store.list():
+            store.delete(info.key)
+
+
+def main() -> None:
+    parser = arguments()
+    options = parser.parse_args()
+    if options.way:  # One of measure()'s processes.
+        kind = THEIRS[options.store]
+        url = getattr(options, f"{kind.name}_url")
+        place = Place(url, getattr(options, f"{kind.name}_endpoint"))
+        large(kind, place, options.large, options.way, options.gigabytes)
+        return
+    given = [kind for kind in THEIRS.values() if getattr(options, f"{kind.name}_url")]
+    kinds = given or list(THEIRS.values())
+    if options.store is not None:
+        kinds = [THEIRS[options.store]]
     print(json.dumps(facts("storage_cloud", **vars(options))), flush=True)
-    for kind in THEIRS.values() if options.store is None else [THEIRS[options.store]]:
-        run(kind, options)
+    for kind in kinds:
+        with place_of(kind, options) as place:
+            for line in lines(kind, place, options):
+                print(json.dumps({"store": kind.name, **line}), flush=True)
 
 
-def run(kind: Any, options: argparse.Namespace) -> None:
-    """All cases of one store, or the one upload that is asked for."""
-    with sink(kind.name, tls=not options.plain) as url:
-        if options.large:
-            large(kind, url, options.large, options.gigabytes)
-            return
-        for line in cases(kind, url, options.repetitions):
-            print(json.dumps({"store": kind.name, **line}), flush=True)
-        line = on_large(kind, url, options.gigabytes, max(1, options.repetitions // 2))
-        print(json.dumps({"store": kind.name, **line}), flush=True)
+def lines(
+    kind: Any, place: Place, options: argparse.Namespace
+) -> Iterator[dict[str, object]]:
+    """All cases of one store, or the one object that is asked for."""
+    size = options.gigabytes
+    if options.large:
+        for way, case in WAYS.items():
+            found = measure(kind, place, options.large, way, size)
+            yield {"case": f"{size} GiB {case}", "who": options.large, **found}
+        return
+    yield from cases(kind, place, options.repetitions)
+    for way in WAYS if size else ():
+        yield on_large(kind, place, way, size, max(1, options.repetitions // 2))
 
 
 if __name__ == "__main__":

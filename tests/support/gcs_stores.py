@@ -35,6 +35,7 @@ def store(
 
 
 def named_store(url: str, endpoint: str) -> AbstractContextManager[GcsStore]:
-    """A store in a bucket of somebody's; it is empty before and after."""
+    """A store in a bucket of somebody's, with small chunks; empty before and after."""
     bucket = url.removeprefix("gs://").rstrip("/")
-    return borrowed(GcsStore(bucket, endpoint=endpoint or None))
+    store = GcsStore(bucket, endpoint=endpoint or None, chunk_bytes=BLOCK_BYTES)
+    return borrowed(store)

@@ -1,10 +1,12 @@
-"""Ways for a process to be killed at a chosen point of a run, or to meet a full disk.
+"""Ways for a process to be killed at a chosen point of a run, or to be refused a disk.
 
 Nothing in the product knows of them: they come in through what the product lets a
-caller choose (the store, the listeners), and through three functions that are
+caller choose (the store, the listeners), and through a few functions that are
 replaced in the doomed process alone.
 """
 
+import errno
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -36,6 +38,7 @@ STORED = (
     "manifest is written, no event yet",
 )
 REPLACED = ("model is written", "result is written, no report yet")
+REFUSALS = {"quota is used up": errno.EDQUOT, "disk turns read-only": errno.EROFS}
 KINDS = (*LISTENED, *STORED, *REPLACED)
 
 
@@ -49,6 +52,8 @@ def prepare(kind: str) -> None:
     """Doom this process."""
     if kind == "disk fills up while events are written":
         _listen("RoundStarted", ROUND, _fill_disk)
+    elif kind in REFUSALS:
+        _listen("RoundStarted", ROUND, functools.partial(_refuse, REFUSALS[kind]))
     elif kind == "bug":
         _listen("SiteAnswered", 1, _fail)
     elif kind in LISTENED:
@@ -92,6 +97,24 @@ def _fill_disk() -> None:
                 file.write(bytes(1 << 12))
         except OSError:
             return
+
+
+def _refuse(number: int) -> None:
+    """Let the system refuse, from now on, what a store writes to its folder."""
+    open_, refusal = os.open, OSError(number, os.strerror(number))
+
+    def create(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT and "dir_fd" in kwargs:
+            raise refusal
+        return open_(path, flags, *args, **kwargs)
+
+    def write(*_: Any) -> NoReturn:
+        raise refusal
+
+    if number == errno.EROFS:
+        os.open = create
+    else:
+        os.write = write
 
 
 def _first(pieces: Iterable[Buffer]) -> Iterable[Buffer]:
