@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cloud_adapters.keys.key_file import KeyFile, add_key
 from cloud_adapters.storage.encrypted import EncryptedStore
@@ -140,6 +142,25 @@ def test_read_range(store: ObjectStore, start: int, length: int, expected: bytes
     """A range ends with the object."""
     store.put("digits", [b"0123456789"])
     assert expected == store.read("digits", start=start, length=length)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[bytes, int, int | None]:
+    """A content of up to six segments of the encrypted store, and a range of it."""
+    content = bytes(range(draw(st.integers(0, 30))))
+    places = st.integers(0, len(content) + 2)
+    return content, draw(places), draw(st.none() | places)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=ranges())
+def test_any_range_is_a_slice(store: ObjectStore, asked: tuple[bytes, int, int | None]):
+    """Also where it begins behind the end, or has no bytes."""
+    content, start, length = asked
+    version = store.put("key", [content]).version
+    end = None if length is None else start + length
+    found = store.read("key", start=start, length=length, if_version=version)
+    assert content[start:end] == found
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, None), (0, -1)])

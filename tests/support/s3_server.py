@@ -1,8 +1,8 @@
 """An S3 on loopback: moto's, and what Amazon's enforces but moto does not.
 
 Added here: CRC32C and SHA-256 of what arrives, the size and the checksum of a whole
-multipart upload, If-Match on completing one, and one write at a time (moto looks
-first and writes afterwards, so that two racers could both win).
+multipart upload, If-Match on completing one, signatures in URLs, and one write at a
+time (moto looks first and writes afterwards, so that two racers could both win).
 """
 
 import base64
@@ -25,11 +25,14 @@ import boto3
 import google_crc32c
 from botocore.config import Config
 from support.buckets import borrowed, quick_retry
+from support.s3_signatures import refusal_of_signature
 
 from cloud_adapters.storage.s3 import S3Store
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"
+# Of the clients below, which alone sign URLs.
+SECRET = "test-secret"  # noqa: S105 (of nothing)
 
 _BAD_DIGEST = "The CRC32C that you specified did not match the content received."
 
@@ -79,7 +82,7 @@ def client(endpoint_url: str, **options: Any) -> Any:
     """A client as ``s3_calls.connect`` makes it, with test credentials."""
     session = boto3.session.Session(
         aws_access_key_id=options.pop("key", "test-key"),
-        aws_secret_access_key=options.pop("secret", "test-secret"),
+        aws_secret_access_key=options.pop("secret", SECRET),
         aws_session_token=options.pop("token", None),
     )
     config = Config(
@@ -154,6 +157,9 @@ class _Strict:
     def __call__(self, environ: _Environ, start: _StartResponse) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
         self._log.append(f"{method} {environ.get('RAW_URI', environ['PATH_INFO'])}")
+        stranger = refusal_of_signature(environ, SECRET)
+        if stranger is not None:
+            return _refuse(start, *stranger)
         if method not in {"PUT", "POST"}:
             return self._app(environ, start)
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

@@ -316,6 +316,36 @@ def test_upload_outlives_its_token():
         assert not any("authorization" in headers for headers in sent)
 
 
+CONTENTS = pytest.mark.parametrize("content", [b"small", BIG], ids=["whole", "chunks"])
+
+
+def with_expired_token(server: FakeGcs, *, limit: int) -> GcsStore:
+    """A store whose first token is used up; there are ``limit`` in all."""
+    tokens = Tokens(server, good_for=1, limit=limit)
+    store = gcs_stores.store(server, bucket="b", credentials=tokens.credentials())
+    list(store.list())
+    return store
+
+
+@CONTENTS
+def test_upload_begins_with_an_expired_token(content: bytes):
+    """The first request gets 401, and goes out again with a new token."""
+    with FakeGcs("b") as server:
+        store = with_expired_token(server, limit=2)
+        store.put("key", iter([content]), if_absent=True)
+        assert server.content("b", "key") == content
+
+
+@CONTENTS
+def test_upload_without_a_new_token_leaves_nothing(content: bytes):
+    """The message says what to renew."""
+    with FakeGcs("b") as server:
+        store = with_expired_token(server, limit=1)
+        with pytest.raises(NotAuthenticated, match=r"write 'key'.*sign in again"):
+            store.put("key", iter([content]), if_absent=True)
+        assert (server.content("b", "key"), server.uploads) == (None, {})
+
+
 def test_no_secret_is_told(caplog: pytest.LogCaptureFixture):
     """Neither tokens nor sessions are in messages, causes, representations or logs."""
     caplog.set_level(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""S3's own part: parts, conditions, checksums, encryption, signed URLs, secrets."""
+"""S3's own part: parts, conditions, checksums, encryption, secrets."""
 
 import hashlib
 import io
@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 from support import s3_server as servers
@@ -364,28 +363,6 @@ def test_bucket_owner_is_named_in_every_request(s3_server: servers.S3Server):
     store.delete("key")
     assert len(seen) == 10
     assert set(seen.values()) == {servers.ACCOUNT}
-
-
-def test_signed_urls_open_one_object(store: S3Store):
-    """Whoever has the URL reads or writes without credentials."""
-    put = store.signed_url("key", method="PUT", expires_seconds=60)
-    request = Request(put, data=b"from elsewhere", method="PUT")  # noqa: S310
-    request.add_header("Content-Type", "application/octet-stream")
-    urlopen(request).close()  # noqa: S310
-    get = store.signed_url("key", method="GET", expires_seconds=60)
-    with urlopen(get) as answer:  # noqa: S310
-        assert answer.read() == b"from elsewhere"
-    assert "X-Amz-Algorithm=AWS4-HMAC-SHA256" in get
-    assert "X-Amz-Expires=60" in get
-
-
-@pytest.mark.parametrize(
-    ("method", "seconds"), [("DELETE", 60), ("GET", 0), ("GET", 8 * 24 * 3600)]
-)
-def test_signed_urls_have_limits(store: S3Store, method: str, seconds: float):
-    """Two methods, and seven days at most, which is S3's own limit."""
-    with pytest.raises(ValueError, match="URL"):
-        store.signed_url("key", method=method, expires_seconds=seconds)
 
 
 def test_missing_bucket_is_told_from_a_missing_object(s3_server: servers.S3Server):

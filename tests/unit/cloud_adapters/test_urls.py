@@ -96,7 +96,7 @@ import sys
 {doing}
 loaded = {{name.partition(".")[0] for name in sys.modules}}
 print(*(loaded & {{"boto3", "botocore", "torch"}}))
-print(*(name for name in sys.modules if name.startswith("google.cloud")))
+print(*(n for n in sys.modules if n.startswith(("google.auth", "google.cloud"))))
 """
 
 
