@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flwr.app import Message, RecordDict
@@ -59,7 +59,8 @@ def meet(
         api: Flower's own grid.
         roll_call: What to ask.
         sites: Who is waited for; other nodes are left in peace.
-        deadline: On the clock's monotonic time.
+        deadline: On the clock's monotonic time, of the first question; each one after
+            it has as long as that one had.
         required: Sites that must be there by then.
         clock: Tells time.
         pause: Waits between two looks.
@@ -71,6 +72,7 @@ def meet(
         SiteError: A site refuses the run, two nodes claim one site, or too few sites
             are there.
     """
+    allowed = deadline - clock.monotonic()
     wait = _Wait(deadline=deadline, clock=clock, pause=pause)
     call = _Call(api=api, roll_call=roll_call, sites=sites)
     _ask(call, api.get_node_ids, wait)
@@ -80,6 +82,8 @@ def meet(
         call = _Call(
             api=api, roll_call=roll_call, sites=list(nodes), lack="answer again"
         )
+        # A site that came late has used up the time for the question before.
+        wait = replace(wait, deadline=clock.monotonic() + allowed)
         _ask(call, nodes.values, wait)
         call.check(len(nodes))
     return call.nodes

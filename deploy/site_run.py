@@ -184,7 +184,7 @@ def _check_promise(promise: SitePrivacy, floor: FloorSpec) -> None:
     """Hold against the floor what only the plan could tell."""
     if floor.privacy != "none" and promise.delta > floor.max_delta:
         raise JobError(
-            f"comes to {promise.delta:.1e} for the records of site {promise.site!r}, "
+            f"comes to {promise.delta:.1e} at site {promise.site!r}, "
             f"which allows {floor.max_delta:g} (floor.max_delta)",
             key="privacy.differential_privacy.delta",
         )

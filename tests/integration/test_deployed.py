@@ -10,7 +10,8 @@ from support import proxy_server
 from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
 
 from deploy.simulation import simulate
-from federation import job_file
+from federation import events, job_file
+from federation.typed_json import encode
 
 JOBS = Path(__file__).parents[2] / "jobs"
 FLOOR = """
@@ -64,6 +65,22 @@ def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Pat
         "outcome.json",
     }
     assert "quickstart" in crossfed("ps", "--aggregator", federation.config).stdout
+
+
+def test_sites_plan_the_noise_of_a_simulation(federation: Deployment, tmp_path: Path):
+    """Over Flower, in two questions, though neither site sees the other's data."""
+    head, *blocks = (JOBS / "joint.toml").read_text().split("[[sites]]")
+    mine = [b for b in blocks if any(f'"{site}"' in b for site in SITES)]
+    job = tmp_path / "job.toml"
+    job.write_text("[[sites]]".join([head, *mine]))
+    settings = ["rounds=2", "privacy.secure_aggregation.two_sites_waiver=true"]
+    assert finish(federation.run(job, *settings))["status"] == "completed"
+    (planned,) = [e for e in federation.events() if e["event"] == "PrivacyPlanned"]
+    simulated: list[events.Event] = []
+    simulate(job_file.load(job, settings), listeners=[simulated.append])
+    (expected,) = [e for e in simulated if isinstance(e, events.PrivacyPlanned)]
+    assert planned["unit"] == "joint"
+    assert planned["sites"] == [encode(site) for site in expected.sites]
 
 
 def test_doctor_finds_a_site_ready(federation: Deployment):

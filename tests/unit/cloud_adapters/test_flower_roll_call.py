@@ -275,3 +275,18 @@ def test_nobody_may_be_missing_from_the_second_answer():
     nodes = Nodes(n5="one", n9={b"who are you?": "two"})
     with pytest.raises(SiteError, match="two did not answer again"):
         meet(nodes, b"and now?", required=1)
+
+
+def test_second_question_has_a_time_of_its_own():
+    """A site that came in the last second must still be able to answer it."""
+    nodes = Nodes(n5="one", n9=None)
+
+    def meanwhile(now: float) -> None:
+        if now > 58:
+            nodes.say[9] = {b"who are you?": "two"}
+        if now > 90:
+            nodes.say[9] = "two"
+
+    found, seconds = meet(nodes, b"and now?", meanwhile=meanwhile)
+    assert found == {"one": 5, "two": 9}
+    assert 90 < seconds < 93

@@ -259,6 +259,33 @@ def test_aggregator_cannot_thin_out_the_noise(meeting: Meeting, attempt: Attempt
     assert meeting.kept() == ["proposal"]
 
 
+def test_total_of_all_runs_counts_what_was_promised(
+    beginning: Beginning, tmp_path: Path
+):
+    """A site that was asked what it needs, and no more, has promised nothing."""
+    floor = {**agents.OPEN_FLOOR, "total_epsilon": 12.0}
+    site = agents.agent(tmp_path, SITE, beginning.members, floor=floor)
+    signed = {SITE: site.introduce(beginning.proposal)}
+    second = roll_call(beginning.members, OTHER_RUN).question
+    answer = introduction.open_introduction(
+        site.introduce(second), beginning.members.roster, second
+    )
+    assert answer.refused == ""
+    meeting = Meeting(
+        beginning.members,
+        site,
+        beginning.proposal,
+        {**beginning.signed, **signed},
+        tmp_path,
+    )
+    assert meeting.tell(meeting.signed) == ""
+    again = introduction.open_introduction(
+        site.introduce(second), beginning.members.roster, second
+    )
+    assert "has promised 8 to earlier runs and allows 12 in all" in again.refused
+    site.close()
+
+
 def test_changed_roster_is_seen(meeting: Meeting):
     """A site that trusts other keys by now does not believe the old ones."""
     names, sites = sorted(meeting.members.sites), dict(meeting.members.sites)
