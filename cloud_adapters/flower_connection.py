@@ -93,7 +93,10 @@ class Connection:
                 ),
             )
         )
-        self.confirm(envelope)
+        confirm = make_confirm_message_received_fn_protobuf(
+            self.client.ConfirmMessageReceived, self.node, run_id
+        )
+        self.calls.call(lambda: confirm(tree.object_id))
         with no_object_id_recompute():
             message = inflate_object_from_contents(tree.object_id, contents)
         if not isinstance(message, Message):
@@ -101,15 +104,6 @@ class Connection:
         about = envelope.about.metadata
         message.metadata.__dict__["_message_id"] = about.message_id
         return message
-
-    def confirm(self, envelope: Envelope) -> None:
-        """Let Flower forget the content: it has been received, or is not needed."""
-        confirm = make_confirm_message_received_fn_protobuf(
-            self.client.ConfirmMessageReceived,
-            self.node,
-            envelope.about.metadata.run_id,
-        )
-        self.calls.call(lambda: confirm(envelope.tree.object_id))
 
     def send(self, reply: Message, seconds: float) -> None:
         """Send a reply, for which the site has worked so long."""

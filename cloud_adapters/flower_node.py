@@ -274,7 +274,11 @@ class FlowerNode:
     def _sort(
         self, connection: Connection, letters: queue.Queue[Envelope | Exception]
     ) -> bool:
-        """Take one envelope; say whether there was one."""
+        """Take one envelope; say whether there was one.
+
+        What is replied to at once is not confirmed: Flower would forget its content,
+        which may still be on its way there, and its sender would fail.
+        """
         envelope = connection.next()
         if envelope is None:
             return False
@@ -282,7 +286,6 @@ class FlowerNode:
         if reply is None:
             letters.put(envelope)
         else:
-            connection.confirm(envelope)
             connection.send(reply, 0.0)
         return True
 

@@ -25,13 +25,14 @@ class EchoAgent:
 
     Attributes:
         broken: Raise in place of any answer.
+        num_answers: Tasks that it was given.
         asked: Set when it is asked.
         free: Answers wait for this.
     """
 
     def __init__(self) -> None:
         """Make it whole and free."""
-        self.broken = False
+        self.broken, self.num_answers = False, 0
         self.asked, self.free = threading.Event(), threading.Event()
         self.free.set()
         self._site = toy_sites.echo_site(SITE, "")
@@ -46,6 +47,7 @@ class EchoAgent:
 
     def answer(self, task: Task) -> SiteMessage:
         """Say the weights in reverse."""
+        self.num_answers += 1
         if self.broken:
             raise KeyError("record 17")
         return self._site.handle(task)
