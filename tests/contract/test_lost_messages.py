@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
 MB = 1 << 20
 # It is asked after when 5 and 15 s have passed, or at once where Flower knows that it has
-# lost an answer; a busy machine needs some time as well,
-# and nothing like the deadline of ten minutes.
+# lost it; a busy machine needs some time as well, and nothing like the ten minutes of
+# the deadline.
 SECONDS = 90.0
 
 
