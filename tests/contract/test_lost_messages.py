@@ -21,9 +21,8 @@ from cloud_adapters.flower_connection import Connection, Envelope  # noqa: E402
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
 MB = 1 << 20
-# It is asked after when 5 and 15 s have passed, or at once where Flower knows that it
-# has lost it; a busy machine needs some time as well, and nothing like the ten minutes of
-# the deadline.
+# It is asked after when 5 and 15 s have passed, or at once if Flower knows of it.
+# A busy machine needs some time as well, and nothing like the ten minutes of a deadline.
 SECONDS = 90.0
 
 
