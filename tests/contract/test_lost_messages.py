@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
 MB = 1 << 20
 # It is asked after when 5 and 15 s have passed, or at once if Flower knows of it.
-# A busy machine needs some time as well, and nothing like the ten minutes of a deadline.
+# A busy machine needs time as well, and nothing like the ten minutes of a deadline.
 SECONDS = 90.0
 
 
