@@ -1,8 +1,9 @@
-"""One fork server for all integration tests of a process."""
+"""What integration tests have in common."""
 
 from collections.abc import Iterator
 
 import pytest
+from support.buckets import storage_table
 from support.commands import ForkServer
 
 
@@ -12,3 +13,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     running = ForkServer(tmp_path_factory.mktemp("output"))
     yield running
     running.close()
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """The table ``storage`` of a job that keeps its runs in a new bucket."""
+    return storage_table(request, monkeypatch)

@@ -1,18 +1,17 @@
 """Runs whose checkpoints are encrypted: killed, resumed, and with other keys."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.buckets import storage_table
+from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 
 from cloud_adapters.keys.key_file import add_key
+from cloud_adapters.urls import open_store
 from deploy import cli, run_store
 from deploy.simulation import simulate
 from federation.errors import CorruptObject, JobError, KeyRefused
@@ -20,21 +19,6 @@ from federation.events import CheckpointSaved, Event
 from federation.job import JobSpec
 
 pytestmark = pytest.mark.slow
-
-KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from support.small_jobs import small_job
-from deploy.simulation import simulate
-from federation.events import CheckpointSaved
-
-def die(event):
-    if isinstance(event, CheckpointSaved) and event.round_index == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-job = small_job(**json.loads(sys.argv[1]))
-simulate(job, folder=Path(sys.argv[2]), listeners=[die])
-"""
 
 
 def tables(key: Path | None, **storage: Any) -> dict[str, Any]:
@@ -52,15 +36,6 @@ def tables(key: Path | None, **storage: Any) -> dict[str, Any]:
 def key(tmp_path: Path) -> Path:
     add_key(tmp_path / "keys.toml")
     return tmp_path / "keys.toml"
-
-
-def kill_in_round_2(job: dict[str, Any], folder: Path) -> None:
-    command = [sys.executable, "-c", KILLED, json.dumps(job), str(folder)]
-    tests = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": tests}, check=False, timeout=120
-    )
-    assert done.returncode == -signal.SIGKILL
 
 
 def stop_after_round_2(job: dict[str, Any], folder: Path) -> None:
@@ -157,16 +132,9 @@ def test_checkpoints_of_two_runs_cannot_be_exchanged(key: Path, tmp_path: Path):
         simulate(small(tables(key)), folder=tmp_path / "one", resume=True)
 
 
-def test_run_in_a_bucket(
-    key: Path, tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_run_in_a_bucket(key: Path, tmp_path: Path, bucket: dict[str, str]):
     """Everything there is encrypted, and another machine goes on with the key."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-    bucket = s3_server.bucket()
-    job = tables(
-        key, url=f"s3://{bucket}/runs", endpoint=s3_server.url, region="us-east-1"
-    )
+    job = tables(key, **bucket)
     kill_in_round_2(job, tmp_path / "here")
     add_key(tmp_path / "other.toml")
     wrong = job | {
@@ -181,10 +149,12 @@ def test_run_in_a_bucket(
     assert not folder.exists() or contents(folder).keys() <= {".lock"}
     done = simulate(small(job), folder=folder, resume=True)
     assert (done.status, done.rounds_now) == ("completed", 2)
-    below = s3_server.client().list_objects_v2(Bucket=bucket)["Contents"]
-    for entry in below:
-        answer = s3_server.client().get_object(Bucket=bucket, Key=entry["Key"])
-        assert answer["Body"].read().startswith(b"crossfed\x01")
+    service = run_store.store_options(small(job))
+    plain = open_store(bucket["url"], options=service)
+    found = {info.key: plain.read(info.key) for info in plain.list()}
+    plain.close()
+    assert f"small/{done.run_id}/model.safetensors" in found
+    assert all(content.startswith(b"crossfed\x01") for content in found.values())
     store = run_store.open_bucket(small(job), done.run_id)
     assert store.read("events.jsonl") == (folder / "events.jsonl").read_bytes()
     store.close()
@@ -227,58 +197,55 @@ def test_checkpoints_by_url(
     assert "other.toml" in capsys.readouterr().err
 
 
+@pytest.fixture(params=["folder", "s3", "gs"])
+def storage(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """The table ``storage`` of a job: of one in its folder, or in a bucket."""
+    return {} if request.param == "folder" else storage_table(request, monkeypatch)
+
+
 def test_run_goes_over_to_another_key(
-    key: Path, tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+    key: Path, tmp_path: Path, storage: dict[str, str]
 ):
-    """In a folder and in a bucket: its job names the new key, and it is resumed."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-    url = f"s3://{s3_server.bucket()}/runs"
-    bucket = {"url": url, "endpoint": s3_server.url, "region": "us-east-1"}
+    """Its job names the new key, and it is resumed."""
     add_key(tmp_path / "other.toml")
-    for storage in ({}, bucket):
-        folder = tmp_path / ("run" if not storage else "run-in-bucket")
-        stop_after_round_2(tables(key, **storage), folder)
-        to = f"file:{tmp_path}/other.toml"
-        assert cli.main(["storage", "rewrap", str(folder), "--to", to]) == cli.DONE
-        assert f"{tmp_path}/other.toml" in (folder / "job.toml").read_text()
-        with pytest.raises(KeyRefused):
-            simulate(small(tables(key, **storage)), folder=folder, resume=True)
-        assert cli.main(["checkpoints", str(folder), "--verify"]) == cli.DONE
-        job = small(tables(tmp_path / "other.toml", **storage))
-        done = simulate(job, folder=folder, resume=True)
-        assert (done.status, done.rounds_now) == ("completed", 2)
-        # An export is in clear unless a key is named.
-        for more, begins in (([], b"---"), (["--encryption-key", to], b"crossfed")):
-            place = tmp_path / f"export-{len(more)}-{len(storage)}"
-            command = ["export", str(folder), "--to", f"file://{place}", *more]
-            assert cli.main(command) == cli.DONE
-            assert (place / "README.md").read_bytes().startswith(begins)
-        out = ["--encryption-key", to, "--out", str(place / "clear")]
-        assert cli.main(["storage", "decrypt", f"file://{place}", *out]) == cli.DONE
-        model = (folder / "model.safetensors").read_bytes()
-        assert (place / "clear" / "model.safetensors").read_bytes() == model
+    folder = tmp_path / "run"
+    stop_after_round_2(tables(key, **storage), folder)
+    to = f"file:{tmp_path}/other.toml"
+    assert cli.main(["storage", "rewrap", str(folder), "--to", to]) == cli.DONE
+    assert f"{tmp_path}/other.toml" in (folder / "job.toml").read_text()
+    with pytest.raises(KeyRefused):
+        simulate(small(tables(key, **storage)), folder=folder, resume=True)
+    assert cli.main(["checkpoints", str(folder), "--verify"]) == cli.DONE
+    job = small(tables(tmp_path / "other.toml", **storage))
+    done = simulate(job, folder=folder, resume=True)
+    assert (done.status, done.rounds_now) == ("completed", 2)
+    # An export is in clear unless a key is named.
+    for more, begins in (([], b"---"), (["--encryption-key", to], b"crossfed")):
+        place = tmp_path / f"export-{len(more)}"
+        command = ["export", str(folder), "--to", f"file://{place}", *more]
+        assert cli.main(command) == cli.DONE
+        assert (place / "README.md").read_bytes().startswith(begins)
+    out = ["--encryption-key", to, "--out", str(place / "clear")]
+    assert cli.main(["storage", "decrypt", f"file://{place}", *out]) == cli.DONE
+    model = (folder / "model.safetensors").read_bytes()
+    assert (place / "clear" / "model.safetensors").read_bytes() == model
 
 
 def test_export_and_checkpoints_at_an_endpoint(
-    tmp_path: Path,
-    s3_server: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, bucket: dict[str, str], capsys: pytest.CaptureFixture[str]
 ):
     """What a run's job says of its service, a URL cannot; the command does."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-    url = f"s3://{s3_server.bucket()}"
-    bucket = {"url": url, "endpoint": s3_server.url, "region": "us-east-1"}
     folder = tmp_path / "run"
     done = simulate(small(tables(None, **bucket)), folder=folder)
-    service = ["--endpoint", s3_server.url, "--region", "us-east-1"]
-    place = f"{url}/small/{done.run_id}"
+    service = ["--endpoint", bucket["endpoint"], "--region", bucket["region"]]
+    place = f"{bucket['url']}/small/{done.run_id}"
     assert cli.main(["checkpoints", place, "--verify", *service]) == cli.DONE
     assert "verified" in capsys.readouterr().out
-    command = ["export", str(folder), "--to", f"{url}/export", *service]
+    target = bucket["url"].replace("our/runs", "export")
+    command = ["export", str(folder), "--to", target, *service]
     assert cli.main(command) == cli.DONE
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"{url}/export\n")
+    assert printed.out.startswith(f"{target}\n")
     assert "in clear" in printed.err

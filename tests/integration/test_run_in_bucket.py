@@ -1,16 +1,13 @@
 """Runs whose checkpoints are in a bucket."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 
 from deploy import run_store
@@ -31,45 +28,16 @@ pytestmark = pytest.mark.slow
 
 Make = Callable[..., JobSpec]
 
-KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from support.small_jobs import small_job
-from deploy.simulation import simulate
-from federation.events import CheckpointSaved
 
-def die(event):
-    if isinstance(event, CheckpointSaved) and event.round_index == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-job = small_job(**json.loads(sys.argv[1]))
-simulate(job, folder=Path(sys.argv[2]), listeners=[die])
-"""
-
-
-def tables(url: str, endpoint: str) -> dict[str, Any]:
+@pytest.fixture
+def tables(bucket: dict[str, str]) -> dict[str, Any]:
+    """Of a job in a new bucket."""
     return {
         "num_sites": 2,
         "rounds": 4,
         "aggregation": {"server_optimizer": {"name": "adam", "lr": 0.1}},
-        "storage": {"url": url, "endpoint": endpoint, "region": "us-east-1"},
+        "storage": bucket,
     }
-
-
-@pytest.fixture(params=["s3", "gs"])
-def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Tables of a job in a new bucket."""
-    if request.param == "s3":
-        server = request.getfixturevalue("s3_server")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-        name = server.bucket()
-    else:
-        from support import gcs_stores  # noqa: PLC0415
-
-        server = request.getfixturevalue("gcs_server")
-        name = gcs_stores.new_bucket(server)
-    return tables(f"{request.param}://{name}/our/runs", server.url)
 
 
 def keys(store: ObjectStore) -> set[str]:
@@ -82,9 +50,9 @@ def check_same(one: RunResult, other: RunResult) -> None:
         np.testing.assert_array_equal(array, other.weights[name])
 
 
-def test_checkpoints_are_in_the_bucket_and_files_in_both(bucket: Any, tmp_path: Path):
+def test_checkpoints_are_in_the_bucket_and_files_in_both(tables: Any, tmp_path: Path):
     """And the model is that of a run on this machine."""
-    job = small_job(**bucket)
+    job = small_job(**tables)
     done = simulate(job, folder=tmp_path / "run")
     files = {"events.jsonl", "job.toml", "model.safetensors", "report.html"}
     files |= {"result.json"}
@@ -96,16 +64,16 @@ def test_checkpoints_are_in_the_bucket_and_files_in_both(bucket: Any, tmp_path: 
     for name in files:
         assert store.read(name) == (tmp_path / "run" / name).read_bytes()
     store.close()
-    local = simulate(small_job(**bucket | {"storage": {}}), folder=tmp_path / "local")
+    local = simulate(small_job(**tables | {"storage": {}}), folder=tmp_path / "local")
     check_same(done, local)
     (here,) = local.summary()["storage"]
     assert (here["who"], here["way"]) == ("coordinator", "this machine")
     assert all(use["requests"] == 0 for use in here["uses"])
 
 
-def test_what_the_bucket_was_used_for(bucket: Any, tmp_path: Path):
+def test_what_the_bucket_was_used_for(tables: Any, tmp_path: Path):
     """Events and result tell calls and bytes; a checkpoint's are among them."""
-    job = small_job(**bucket)
+    job = small_job(**tables)
     done = simulate(job, folder=tmp_path / "run")
     (storage,) = json.loads((tmp_path / "run" / "result.json").read_text())["storage"]
     assert storage["url"] == f"{job.storage.url}/small/{done.run_id}"
@@ -117,36 +85,31 @@ def test_what_the_bucket_was_used_for(bucket: Any, tmp_path: Path):
     assert all(use["failed"] == 0 for name, use in uses.items() if name == "put")
 
 
-def test_the_way_follows_from_where_the_coordinator_is(bucket: Any, tmp_path: Path):
+def test_the_way_follows_from_where_the_coordinator_is(tables: Any, tmp_path: Path):
     """As the job says it, and on resume as it says it then."""
-    bucket["storage"]["coordinator"] = {"cloud": "aws", "region": "us-east-1"}
+    tables["storage"]["coordinator"] = {"cloud": "aws", "region": "us-east-1"}
     listed: list[str] = []
     simulate(
-        small_job(**bucket),
+        small_job(**tables),
         folder=tmp_path / "run",
         listeners=[lambda event: listed.append(type(event).__name__)],
         stop_requested=lambda: "CheckpointSaved" in listed,
     )
-    bucket["storage"]["coordinator"] = {"cloud": "other"}
-    done = simulate(small_job(**bucket), folder=tmp_path / "run", resume=True)
-    near = {"s3": "same region", "gs": "internet"}[bucket["storage"]["url"][:2]]
+    tables["storage"]["coordinator"] = {"cloud": "other"}
+    done = simulate(small_job(**tables), folder=tmp_path / "run", resume=True)
+    near = {"s3": "same region", "gs": "internet"}[tables["storage"]["url"][:2]]
     assert {used.way for used in done.view.storage} == {near, "internet"}
 
 
-def test_a_killed_run_goes_on_elsewhere(bucket: Any, tmp_path: Path):
+def test_a_killed_run_goes_on_elsewhere(tables: Any, tmp_path: Path):
     """A machine that has nothing of the run resumes it to the same model."""
-    command = [sys.executable, "-c", KILLED, json.dumps(bucket), str(tmp_path / "here")]
-    tests = str(Path(__file__).parents[1])
-    killed = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": tests}, check=False
-    )
-    assert killed.returncode == -signal.SIGKILL
-    job = small_job(**bucket)
+    kill_in_round_2(tables, tmp_path / "here")
+    job = small_job(**tables)
     elsewhere = run_store.newest_folder(job, tmp_path / "elsewhere")
     assert elsewhere.parent == tmp_path / "elsewhere" / "small"
     resumed = simulate(job, folder=elsewhere, resume=True)
     assert (resumed.rounds_now, resumed.rounds_completed) == (2, 4)
-    whole = simulate(small_job(**bucket | {"storage": {}}))
+    whole = simulate(small_job(**tables | {"storage": {}}))
     check_same(resumed, whole)
     assert [row.index for row in resumed.view.rounds] == [1, 2, 3, 4]
     # Where it began, the copy that is ahead is taken over: nothing is left to do.
@@ -155,27 +118,27 @@ def test_a_killed_run_goes_on_elsewhere(bucket: Any, tmp_path: Path):
     check_same(here, whole)
 
 
-def test_nothing_to_resume(bucket: Any, tmp_path: Path):
+def test_nothing_to_resume(tables: Any, tmp_path: Path):
     """An empty bucket is no error of the store."""
-    job = small_job(**bucket)
+    job = small_job(**tables)
     with pytest.raises(RunNotFound, match="no run of the job 'small' in"):
         run_store.newest_folder(job, tmp_path)
     with pytest.raises(RunNotFound, match="to resume"):
         simulate(job, folder=tmp_path / "run", resume=True)
 
 
-def test_a_bucket_that_is_not_there(bucket: Any, tmp_path: Path):
+def test_a_bucket_that_is_not_there(tables: Any, tmp_path: Path):
     """It shows before any training, and names the bucket."""
-    bucket["storage"]["url"] = bucket["storage"]["url"].replace("bucket-", "no-such-")
+    tables["storage"]["url"] = tables["storage"]["url"].replace("bucket-", "no-such-")
     rounds = []
     with pytest.raises(StoreUnavailable, match="no-such-"):
-        simulate(small_job(**bucket), folder=tmp_path, listeners=[rounds.append])
+        simulate(small_job(**tables), folder=tmp_path, listeners=[rounds.append])
     assert not any(type(event).__name__ == "RoundStarted" for event in rounds)
 
 
-def test_the_newer_run_is_resumed(bucket: Any, tmp_path: Path):
+def test_the_newer_run_is_resumed(tables: Any, tmp_path: Path):
     """On this machine or in the bucket; runs of other jobs do not count."""
-    job = small_job(**bucket)
+    job = small_job(**tables)
     store = run_store.open_bucket(job)
     for name in ("20260101-000000-aaaaaa", "20260301-000000-aaaaaa"):
         store.put(f"{name}/events.jsonl", [b"x"])
@@ -188,11 +151,11 @@ def test_the_newer_run_is_resumed(bucket: Any, tmp_path: Path):
     assert run_store.newest_folder(job, tmp_path) == newer
 
 
-def test_budgets_stay_where_they_were_spent(bucket: Any, tmp_path: Path):
+def test_budgets_stay_where_they_were_spent(tables: Any, tmp_path: Path):
     """A run with a ledger is not resumed where the ledger is not."""
     private = {"unit": "record", "target_epsilon": 8.0, "clip_norm": 1.0}
-    bucket["aggregation"]["weights"] = "uniform"
-    job = small_job(**bucket, privacy={"differential_privacy": private})
+    tables["aggregation"]["weights"] = "uniform"
+    job = small_job(**tables, privacy={"differential_privacy": private})
     store = run_store.open_bucket(job, "20260301-000000-aaaaaa")
     store.put("events.jsonl", [b"x"])
     store.close()
@@ -200,13 +163,13 @@ def test_budgets_stay_where_they_were_spent(bucket: Any, tmp_path: Path):
         simulate(job, folder=tmp_path / "run", resume=True)
 
 
-def test_two_processes_in_one_folder(bucket: Any, tmp_path: Path):
+def test_two_processes_in_one_folder(tables: Any, tmp_path: Path):
     """Fetching is left alone while another process works on the run."""
     from deploy.run_folder import RunFolder  # noqa: PLC0415
 
     run = RunFolder(tmp_path / "run")
     with run.locked(), pytest.raises(RunConflict):
-        simulate(small_job(**bucket), folder=run.path, resume=True)
+        simulate(small_job(**tables), folder=run.path, resume=True)
 
 
 def test_wrong_urls_are_refused_at_once(tmp_path: Path):
@@ -216,7 +179,7 @@ def test_wrong_urls_are_refused_at_once(tmp_path: Path):
         simulate(job, folder=tmp_path)
 
 
-def test_a_failed_run_tells_what_it_used(bucket: Any, tmp_path: Path):
+def test_a_failed_run_tells_what_it_used(tables: Any, tmp_path: Path):
     """Also what came after its last checkpoint."""
 
     def fail(event: Event) -> None:
@@ -224,7 +187,7 @@ def test_a_failed_run_tells_what_it_used(bucket: Any, tmp_path: Path):
             raise StoreUnavailable("the disk is full")
 
     with pytest.raises(StoreUnavailable):
-        simulate(small_job(**bucket), folder=tmp_path / "run", listeners=[fail])
+        simulate(small_job(**tables), folder=tmp_path / "run", listeners=[fail])
     *_, used, finished = read_events(tmp_path / "run" / "events.jsonl")
     assert isinstance(used, StoreUsed)
     assert isinstance(finished, RunFinished)
