@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from clients.model_pool import ModelPool
+from cloud_adapters.storage.part_file import file_errors
 from deploy import (
     folder_lock,
     introduction,
@@ -287,7 +288,8 @@ class SiteAgent:
 
     def _keep(self, run_id: RunId, files: Mapping[str, bytes]) -> None:
         folder = self._folder(run_id)
-        folder.mkdir(parents=True, exist_ok=True)
+        with file_errors("write below", folder):
+            folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             replace_file(folder / name, [content])
 

@@ -117,7 +117,9 @@ def test_encrypted_run_through_a_store(tmp_path: Path):
         for content in (*models, *updates):
             assert content.startswith(MAGIC)
             assert traces(content, weights_d) == 0
-        check_meters(federation, LocalStore(place).url)
+        url = LocalStore(place).url
+        check_meters(federation, url)
+        assert url in {used["url"] for used in result["storage"]}
         refused(federation, job, other)
     assert {each.name for each in place.iterdir()} >= {"model", "sites"}
     assert list(LocalStore(place).list()) == []

@@ -361,6 +361,17 @@ def test_budget_ends_with_the_run_however_often_the_agent_starts(
     assert len(over) == 2
 
 
+def test_folder_that_cannot_be_written_is_a_refusal(
+    agent: SiteAgent, members: Consortium
+):
+    """The aggregator hears why; nothing is promised that would not be remembered."""
+    runs = agent.config.folder / "runs"
+    runs.symlink_to(agent.config.folder / "no disk")
+    found = agents.propose(agent, members, agents.proposal(small_job(num_sites=2)))
+    assert "cannot write below" in found.refused
+    runs.unlink()
+
+
 def test_what_stores_were_used_for_stays_at_the_site(
     agent: SiteAgent, members: Consortium
 ):
