@@ -1,18 +1,17 @@
 """What the aggregator's host asks of its SuperLink: runs and nodes.
 
 Flower's Control API asks nobody for a key, so it is reached on the loopback alone. A
-run needs a bundle of code; ours holds nothing but an import of the installed package.
+run needs a bundle of code: see ``flower_bundle``.
 
-The other file that knows Flower's private modules is ``flower_node``.
+The other files that know Flower's private modules are that one, ``flower_node`` and
+``flower_fleet``.
 """
 
-import hashlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
 import httpx
-from flwr.cli.build import build_fab_from_files
 from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
@@ -23,51 +22,12 @@ from flwr.proto.control_pb2 import (
     UnregisterNodeRequest,
 )
 from flwr.supercore.control.control_http_client import ControlHttpClient
-from flwr.supercore.fab import Fab
 
+from cloud_adapters.flower_bundle import bundle
 from cloud_adapters.flower_facts import FlowerNodeInfo, FlowerRun
 from federation.errors import StoreUnavailable
 
 CALL_SECONDS = 10.0
-
-_PYPROJECT = """\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "crossfed-run"
-version = "1.0.0"
-description = "Imports the installed crossfed"
-license = { file = "LICENSE" }
-dependencies = ["flwr>=1.41.0"]
-
-[tool.flwr.app]
-publisher = "crossfed"
-fab-format-version = 1
-flwr-version-target = "1.41.0"
-
-[tool.flwr.app.components]
-serverapp = "crossfed_run.server:app"
-clientapp = "crossfed_run.server:nothing"
-
-[tool.flwr.app.config]
-folder = ""
-config = ""
-"""
-_SERVER = """\
-from flwr.clientapp import ClientApp
-
-from deploy.flower_server import app  # noqa: F401
-
-nothing = ClientApp()
-"""
-_BUNDLE = {
-    "pyproject.toml": _PYPROJECT.encode(),
-    "LICENSE": b"Apache-2.0\n",
-    "crossfed_run/__init__.py": b"",
-    "crossfed_run/server.py": _SERVER.encode(),
-}
 
 
 class FlowerControl:
@@ -110,10 +70,9 @@ class FlowerControl:
         Raises:
             StoreUnavailable: The SuperLink cannot be reached or refuses.
         """
-        bundle, _ = build_fab_from_files(_BUNDLE)
-        fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
         request = StartRunRequest(
-            fab=fab_to_proto(fab), override_config=user_config_to_proto(dict(settings))
+            fab=fab_to_proto(bundle()),
+            override_config=user_config_to_proto(dict(settings)),
         )
         try:
             return int(self._client.StartRun(request).run_id)

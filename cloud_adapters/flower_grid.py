@@ -7,7 +7,7 @@ is among them.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
@@ -22,7 +22,7 @@ from cloud_adapters.flower_questions import (
     Question,
     failure,
 )
-from cloud_adapters.flower_roll_call import RollCall, greet, meet
+from cloud_adapters.flower_roll_call import NOBODY, RollCall, greet, meet
 from cloud_adapters.frame_references import Packed
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.redelivery import Inquiry, new_name
@@ -72,6 +72,7 @@ class FlowerGrid:
         clock: Clock,
         job_text: str = "",
         roll_call: RollCall | None = None,
+        known: Mapping[SiteId, int] = NOBODY,
         frames: Frames = INLINE,
         required: int | None = None,
         quorum: int = 0,
@@ -90,6 +91,8 @@ class FlowerGrid:
             job_text: Handed to every site with its tasks; empty where sites know it.
             roll_call: Tells which node is which site. Without it nodes are as good
                 as each other: they are dealt out in ascending order of their ids.
+            known: Nodes that the roll call leaves out: of its own sites those that
+                run an app of Flower, which get every task in one piece.
             frames: How large messages travel; all in one piece by default.
             required: Sites that must be there after ``connect_seconds``; all of them
                 by default.
@@ -112,6 +115,7 @@ class FlowerGrid:
         self._job_text = job_text
         self._frames = frames
         self._answers = Answers(frames)
+        self._known = known
         self._tidied: tuple[RunId, int] | None = None
         self._clock = clock
         self._ordered = ordered
@@ -150,6 +154,7 @@ class FlowerGrid:
                 required=len(sites) if required is None else required,
                 clock=clock,
                 pause=self._pause,
+                known=known,
             )
 
     def sites(self) -> Sequence[SiteId]:
@@ -277,7 +282,8 @@ class FlowerGrid:
         if task.site not in self._nodes:
             return failure(task, FailureKind.UNREACHABLE, "was never there")
         try:
-            return self._frames.send(task)
+            frames = INLINE if task.site in self._known else self._frames
+            return frames.send(task)
         except StoreError as error:
             text = f"the model does not get into the store: {error}"
             return failure(task, FailureKind.UNREACHABLE, text)

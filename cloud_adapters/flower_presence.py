@@ -8,6 +8,9 @@ from federation.protocols import Clock
 
 # Nodes of ours send heartbeats every three seconds: see flower_node.
 SILENT_SECONDS = 12.0
+# What they announce. Flower's own nodes announce 30 s and keep to it: such a node
+# counts as silent when Flower itself no longer lists it.
+OUR_INTERVAL_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 # Flower refuses a node that died without a word for 20 s; then it must start.
 RETURN_SECONDS = 90.0
@@ -77,11 +80,12 @@ class Presence:
         """Nodes without a fresh heartbeat."""
         if self._get_nodes is None:
             return set()
-        latest = self._clock.now() - SILENT_SECONDS
+        now = self._clock.now()
         # A node is online for two intervals after a heartbeat; then it is not listed.
         fresh = (
             node.node_id
             for node in self._get_nodes()
-            if node.online_until - 2 * node.heartbeat_interval >= latest
+            if node.heartbeat_interval > OUR_INTERVAL_SECONDS
+            or node.online_until - 2 * node.heartbeat_interval >= now - SILENT_SECONDS
         )
         return asked - set(fresh)

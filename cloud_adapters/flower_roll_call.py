@@ -1,8 +1,9 @@
 """Which of Flower's nodes speaks for which site."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from flwr.app import Message, RecordDict
@@ -19,6 +20,7 @@ from federation.protocols import Clock
 # How long sites that are missing may still come, once a node has answered something
 # that cannot be believed.
 DOUBT_SECONDS = 15.0
+NOBODY: Mapping[SiteId, int] = MappingProxyType({})
 
 
 class RollCall(Protocol):
@@ -52,6 +54,7 @@ def meet(
     required: int,
     clock: Clock,
     pause: Callable[[], None],
+    known: Mapping[SiteId, int] = NOBODY,
 ) -> dict[SiteId, int]:
     """Ask every node who it is, until all sites are there or time is up.
 
@@ -64,6 +67,8 @@ def meet(
         required: Sites that must be there by then.
         clock: Tells time.
         pause: Waits between two looks.
+        known: Nodes that need not or cannot say who they are. They are not asked;
+            they are there when they are connected.
 
     Returns:
         The node of each site that is there.
@@ -74,13 +79,17 @@ def meet(
     """
     allowed = deadline - clock.monotonic()
     wait = _Wait(deadline=deadline, clock=clock, pause=pause)
-    call = _Call(api=api, roll_call=roll_call, sites=sites)
+    call = _Call(api=api, roll_call=roll_call, sites=sites, known=known)
     _ask(call, api.get_node_ids, wait)
     call.check(required)
     while roll_call.move_on():
         nodes = call.nodes
         call = _Call(
-            api=api, roll_call=roll_call, sites=list(nodes), lack="answer again"
+            api=api,
+            roll_call=roll_call,
+            sites=list(nodes),
+            known=known,
+            lack="answer again",
         )
         # A site that came late has used up the time for the question before.
         wait = replace(wait, deadline=clock.monotonic() + allowed)
@@ -145,7 +154,13 @@ def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait) -> None
     """Ask one question of all nodes, until it is answered or time is up."""
     now = wait.clock.monotonic
     while not call.is_over(now()) and now() < wait.deadline:
-        for node in set(nodes()) - call.met:
+        online = set(nodes())
+        call.nodes |= {
+            site: call.known[site]
+            for site in call.sites
+            if call.known.get(site) in online
+        }
+        for node in online - call.met - set(call.known.values()):
             call.ask(node, now())
         for reply in call.api.pull_messages([*call.out]) if call.out else ():
             call.note(reply, now())
@@ -176,6 +191,7 @@ class _Call:
     api: FlowerApi
     roll_call: RollCall
     sites: Sequence[SiteId]
+    known: Mapping[SiteId, int]
     lack: str = "connect"
     out: dict[str, tuple[_Asked, float | None]] = field(default_factory=dict)
     open: dict[int, _Asked] = field(default_factory=dict)

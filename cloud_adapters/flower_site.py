@@ -196,6 +196,11 @@ def reply_at_once(about: Message, inbox: Inbox[RecordDict]) -> Message | None:
     return Message(content, reply_to=about)
 
 
+def pack_answer(answer: SiteMessage) -> RecordDict:
+    """Put a site's answer into the content of a Flower message."""
+    return _content(inline(answer))
+
+
 def unpack(content: RecordDict) -> bytes:
     """Take the frame out of the content of a Flower message.
 

@@ -28,6 +28,7 @@ from federation.gather import Gather
 from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, Grid, RunState
+from federation.vectors import Layout
 from privacy.secagg import identity, roster
 from privacy.secagg.errors import RosterRefused
 from privacy.secagg.identity import Identity
@@ -175,6 +176,16 @@ class DeployedRun:
             introduce=self._facts,
             listeners=listeners,
         )
+
+    @property
+    def job(self) -> JobSpec:
+        """The job."""
+        return self._job
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the model."""
+        return self._federation.pool.layout
 
     def run(self, connect: Connect) -> RunResult:
         """Begin the run, or go on with it from its newest checkpoint.

@@ -151,6 +151,27 @@ def _add_site(verbs: Any, common: argparse.ArgumentParser) -> None:
         help="the site's configuration (site.toml)",
     )
     up.set_defaults(verb=_site_up)
+    relay = inner.add_parser(
+        "relay",
+        parents=[common],
+        allow_abbrev=False,
+        help="let a stock SuperNode take part with an existing app of Flower",
+    )
+    relay.add_argument(
+        "--config",
+        type=Path,
+        default=Path("site.toml"),
+        metavar="FILE",
+        help="the site's configuration (site.toml)",
+    )
+    relay.add_argument(
+        "--port",
+        type=int,
+        default=8444,
+        metavar="PORT",
+        help="where it listens, on the loopback (8444)",
+    )
+    relay.set_defaults(verb=_site_relay)
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -211,6 +232,15 @@ def _site_up(options: argparse.Namespace) -> int:
     stopped = threading.Event()
     with _ended_by_signals(stopped):
         serve(options.config, stopped=stopped, listener=_tell)
+    return DONE
+
+
+def _site_relay(options: argparse.Namespace) -> int:
+    from deploy.site_relay import serve  # noqa: PLC0415 -- imports Flower
+
+    stopped = threading.Event()
+    with _ended_by_signals(stopped):
+        serve(options.config, port=options.port, stopped=stopped, listener=_tell)
     return DONE
 
 

@@ -8,11 +8,13 @@ from flwr.app import Context
 from flwr.serverapp import Grid as FlowerApi
 from flwr.serverapp import ServerApp
 
+from cloud_adapters.flower_apps import FlowerApps
 from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
 from cloud_adapters.frames import Frames
 from deploy import aggregator_file, exchange
 from deploy.aggregator_file import AggregatorConfig
 from deploy.deployed_run import Connect, DeployedRun, Parties
+from deploy.enrolment_book import BookFile
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder
 from deploy.run_queue import STOP, Outcome, leave_outcome
@@ -27,6 +29,7 @@ from federation.errors import (
     RunConflict,
 )
 from federation.ids import SiteId
+from federation.job import JobSpec
 from federation.protocols import Grid
 
 DONE, FAILED, BAD_JOB, OUT_OF_BUDGET, STOPPED = 0, 1, 2, 3, 130
@@ -62,7 +65,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
         with exchange.opened(
             config.file.exchange, run.path / "scratch", watch=deployed.watch
         ) as frames:
-            connect = _connector(api, config, frames)
+            connect = _connector(api, config, frames, deployed)
             result = _run(deployed, run, connect, frames)
     except RunConflict:
         raise
@@ -94,15 +97,19 @@ def _tidy(run: RunFolder, frames: Frames) -> None:
         frames.end_run(run_id, [SiteId(site.name) for site in sites])
 
 
-def _connector(api: FlowerApi, config: AggregatorConfig, frames: Frames) -> Connect:
+def _connector(
+    api: FlowerApi, config: AggregatorConfig, frames: Frames, deployed: DeployedRun
+) -> Connect:
     def connect(
         roll_call: SignedRollCall, sites: Sequence[SiteId], required: int, quorum: int
     ) -> Grid:
+        known = known_nodes(config.folder, deployed.job)
         return FlowerGrid(
-            api,
+            FlowerApps(api, deployed.job, deployed.layout, known),
             sites,
             clock=SystemClock(),
             roll_call=roll_call,
+            known=known,
             frames=frames,
             required=required,
             quorum=quorum,
@@ -111,6 +118,29 @@ def _connector(api: FlowerApi, config: AggregatorConfig, frames: Frames) -> Conn
         )
 
     return connect
+
+
+def known_nodes(folder: Path, job: JobSpec) -> dict[SiteId, int]:
+    """Nodes of enrolled sites that a roll call must leave out.
+
+    An app of Flower cannot answer one: its site is known by the key of its node, which
+    enrolment has bound to its name. And sites of other jobs are left in peace.
+
+    Raises:
+        JobError: A site of the job runs an app and is not enrolled.
+        BookDamaged: The record of sites cannot be read.
+    """
+    agents = {site.name for site in job.sites if site.flower_app is None}
+    members = BookFile(folder=folder).read().members
+    known = {SiteId(m.site): int(m.node_id) for m in members if m.site not in agents}
+    for index, site in enumerate(job.sites):
+        if site.name not in known and site.name not in agents:
+            raise JobError(
+                f"site {site.name!r} runs an app of Flower and is not enrolled: see "
+                "crossfed aggregator invite",
+                key=f"sites[{index}].flower_app",
+            )
+    return known
 
 
 def _code(error: FederationError) -> int:

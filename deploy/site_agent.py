@@ -8,7 +8,7 @@ model, data and keys of the run are in memory.
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from pathlib import Path
 from clients.model_pool import ModelPool
 from cloud_adapters.storage.part_file import file_errors
 from deploy import (
-    folder_lock,
     introduction,
     site_data,
     site_ranks,
@@ -369,16 +368,3 @@ def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:
 def _what_decides(job: JobSpec) -> dict[str, object]:
     document = job_file.document(job)
     return {k: v for k, v in document.items() if k not in {"storage", "simulation"}}
-
-
-def only_one(folder: Path) -> AbstractContextManager[None]:
-    """Hold a site's folder: two agents of one site would contradict each other.
-
-    Raises:
-        FederationError: Another process holds it, when the context is entered.
-    """
-    return folder_lock.hold(
-        folder / "agent.lock",
-        f"another agent works in {folder}: stop it, or give this site a folder of its "
-        "own",
-    )

@@ -90,7 +90,7 @@ def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federat
 def deal_data(
     job: JobSpec, meters: StoreMeters | None = None
 ) -> Mapping[SiteId, SiteData]:
-    """Load the data and give every site its own."""
+    """Load the data and give every site its own; apps of Flower bring theirs."""
     own = {
         SiteId(site.name): load_data(
             site.data.source,
@@ -101,10 +101,11 @@ def deal_data(
         for index, site in enumerate(job.sites)
         if site.data is not None
     }
-    names = [SiteId(site.name) for site in job.sites if site.data is None]
+    trained_here = [site for site in job.sites if site.flower_app is None]
+    names = [SiteId(site.name) for site in trained_here if site.data is None]
     if job.data is not None and names:
         own |= _deal(job, names, meters)
-    return {SiteId(site.name): own[SiteId(site.name)] for site in job.sites}
+    return {SiteId(site.name): own[SiteId(site.name)] for site in trained_here}
 
 
 def _watch(meters: StoreMeters | None, user: User) -> Watch | None:

@@ -272,7 +272,7 @@ def _evaluate_last(
         run_id=parts.run_id,
         round_index=state.round_index + 1 + skip,
         model_round=state.round_index,
-        cohort=tuple(parts.gather.sites()),
+        cohort=_evaluators(job, parts.gather.sites()),
         layout=parts.layout,
         clock=parts.clock,
         emit=parts.emit,
@@ -281,6 +281,12 @@ def _evaluate_last(
     )
     parts.gather.evaluation(state, record)
     record.finish_evaluation()
+
+
+def _evaluators(job: JobSpec, sites: Sequence[SiteId]) -> tuple[SiteId, ...]:
+    """Leave out apps of Flower that do not evaluate."""
+    apps = {site.name: site.flower_app for site in job.sites}
+    return tuple(site for site in sites if (app := apps[site]) is None or app.evaluate)
 
 
 def _in_secret(job: JobSpec) -> bool:

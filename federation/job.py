@@ -4,13 +4,14 @@ Every key carries its documentation, unit and range in its field; ``job_file``
 reads files against them and the reference page is generated from them. Values
 are checked one by one there; what cannot be seen in one value is refused by
 ``job_checks``. The ``[privacy]`` tables are in ``privacy_job``,
-``[storage]`` in ``storage_job``.
+``[storage]`` in ``storage_job``, a site's ``flower_app`` in ``flower_app_job``.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from federation.flower_app_job import FlowerAppSpec
 from federation.job_keys import key
 from federation.privacy_job import PrivacySpec
 from federation.storage_job import StorageSpec
@@ -329,6 +330,11 @@ class SiteSpec:
     cloud: str = key("Where it runs.", default="local", choices=("aws", "gcp", "local"))
     region: str = key("The cloud's name of the region.", default="")
     data: SiteDataSpec | None = key("Data of this site alone.", default=None)
+    flower_app: FlowerAppSpec | None = key(
+        "Set, `{}` for all defaults, where an existing Flower `ClientApp` takes part "
+        "through a stock SuperNode; deployed and without privacy only.",
+        default=None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ what to write instead; those of differential privacy are in ``privacy_checks``.
 import math
 
 from federation.errors import JobError
+from federation.flower_app_checks import check_flower_apps
 from federation.ids import check_name
 from federation.job import JobSpec, PartitionSpec
 from federation.privacy_checks import (
@@ -23,6 +24,7 @@ def check(job: JobSpec) -> JobSpec:
     """
     for rule in (
         _check_names,
+        check_flower_apps,
         _check_data,
         _check_training,
         _check_optimizer,
@@ -59,7 +61,9 @@ def _check_names(job: JobSpec) -> None:
 
 
 def _check_data(job: JobSpec) -> None:
-    without = [site.name for site in job.sites if site.data is None]
+    without = [
+        site.name for site in job.sites if site.data is None and site.flower_app is None
+    ]
     if job.data is None and without:
         raise JobError(
             f"site {without[0]!r} has no data: add a [data] table to deal out, or "

@@ -87,6 +87,7 @@ def test_verbs_and_options_are_frozen() -> None:
         | {"token", "--renew", "--roster", "--folder", "--organisation", "--accept"},
         "site": {"-h", "--help"},
         "site up": common | {"--config"},
+        "site relay": common | {"--config", "--port"},
         "run": common | job | {"--aggregator", "--detach"},
         "ps": common | {"--aggregator"},
         "watch": common | {"run", "--aggregator"},

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,7 @@ def deployed(
     *,
     host: str = "127.0.0.1",
     namespaces: Mapping[str, str] | None = None,
+    sites: Sequence[str] = SITES,
 ) -> Iterator[Deployment]:
     """Make a federation as the how-to says, and end it."""
     port = free_port()
@@ -194,11 +195,11 @@ def deployed(
         made.start_aggregator()
         log = folder / "aggregator.log"
         wait_for(lambda: _is_healthy(made), f"the aggregator ({log})")
-        for site in SITES:
+        for site in sites:
             invited = crossfed("aggregator", "invite", site, "--config", made.config)
             token = invited.stdout.split()[-1]
             crossfed("enroll", token, "--folder", str(folder / site))
-        for site in SITES:
+        for site in sites:
             _accept_roster(folder / site)
             _lower_floor(folder / site / "site.toml", floor)
             made.start_site(site)

@@ -15,7 +15,7 @@ from support.small_jobs import blobs, small_job
 from clients.datasets import Examples
 from clients.model_pool import ModelPool
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import introduction, site_agent, wiring
+from deploy import introduction, site_folder, wiring
 from deploy.private_sites import PrivateSites
 from deploy.site_agent import SiteAgent
 from federation import job_file, wire
@@ -496,12 +496,12 @@ def test_one_agent_works_in_a_folder(tmp_path: Path):
     """And the next one may when it has ended."""
     folder = tmp_path / "not" / "there yet"
     with (
-        site_agent.only_one(folder),
-        pytest.raises(FederationError, match="another agent works in"),
-        site_agent.only_one(folder),
+        site_folder.only_one(folder),
+        pytest.raises(FederationError, match="another agent or relay works in"),
+        site_folder.only_one(folder),
     ):
         pass
-    with site_agent.only_one(folder):
+    with site_folder.only_one(folder):
         pass
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support import toy
 
+from federation import flower_app_job, job_file, privacy_job, storage_job
 from federation import job as jobs
-from federation import job_file, privacy_job, storage_job
 from federation.errors import JobError
 from federation.job import JobSpec
 
@@ -41,6 +41,12 @@ def proportional(*speeds: float) -> dict[str, Any]:
     """A job whose data is dealt out by speed."""
     deal = {"kind": "proportional", "speeds": list(speeds)}
     return {"data": {"source": "m:f", "partition": deal}}
+
+
+def with_app(changes: dict[str, Any] | None = None, **app: Any) -> dict[str, Any]:
+    """A job one of whose sites runs an app of Flower."""
+    sites = [{"name": "a"}, {"name": "b", "flower_app": app}]
+    return {"sites": sites} | (changes or {})
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -262,6 +268,56 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.clip_grad_norm",
         "not what bounds one record's part",
     ),
+    "app in a secret sum": (
+        with_app(secret(two_sites_waiver=True)),
+        "privacy.secure_aggregation.enabled",
+        "site 'b' runs an app of Flower: it cannot mask its update",
+    ),
+    "private app": (
+        with_app(private()),
+        "privacy.differential_privacy.unit",
+        "nothing clips its gradients",
+    ),
+    "dynamic weight of an app": (
+        with_app({"aggregation": {"weights": "dynamic"}}),
+        "aggregation.weights",
+        "it does not evaluate what it has trained",
+    ),
+    "app near the global weights": (
+        with_app({"training": {"proximal_mu": 0.1}}),
+        "training.proximal_mu",
+        "nothing keeps it near the global weights",
+    ),
+    "data of an app": (
+        {"sites": [{"name": "a", "flower_app": {}, "data": {"source": "m:f"}}]},
+        "sites[0].data",
+        "brings its own data",
+    ),
+    "app without a name for its arrays": (
+        with_app(arrays=""),
+        "sites[1].flower_app.arrays",
+        "must not be empty",
+    ),
+    "app without a name for its accuracy": (
+        with_app(eval_accuracy=""),
+        "sites[1].flower_app.eval_accuracy",
+        "must not be empty",
+    ),
+    "one record for two things": (
+        with_app(config="arrays"),
+        "sites[1].flower_app.config",
+        "'arrays' cannot be two records of one message",
+    ),
+    "app's own number of the round": (
+        with_app(settings={"server-round": 1}),
+        "sites[1].flower_app.settings.server-round",
+        "is the number of the round",
+    ),
+    "app's table of settings": (
+        with_app(settings={"model": {"depth": 3}}),
+        "sites[1].flower_app.settings.model",
+        "a record of Flower has no tables",
+    ),
     "threshold beyond the sites": (
         secret(threshold=4),
         "privacy.secure_aggregation.threshold",
@@ -343,6 +399,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
             "differential_privacy": {"unit": "record", "target_epsilon": 1.0},
         }
     },
+    "app of Flower": with_app(settings={"lr": 0.1, "mode": "fast", "warm": True}),
+    "app that does not evaluate": with_app(evaluate=False, eval_accuracy=""),
     "no secure aggregation": {"privacy": {"secure_aggregation": {"enabled": False}}},
 }
 
@@ -359,6 +417,14 @@ def test_own_data_of_every_site_is_enough():
     del document["data"]
     for site in document["sites"]:
         site["data"] = {"source": "toy:data"}
+    assert job_file.parse(document).data is None
+
+
+def test_apps_bring_their_own_data():
+    """Then, too, nothing is dealt out."""
+    document = toy.document() | with_app()
+    del document["data"]
+    document["sites"][0]["flower_app"] = {}
     assert job_file.parse(document).data is None
 
 
@@ -412,7 +478,8 @@ def test_every_default_is_a_choice(field: "dataclasses.Field[Any]"):
 def test_all_specs_are_found():
     """The walk over the tables reaches the deepest ones."""
     found = {cls.__name__ for cls in specs()}
-    names = {**vars(jobs), **vars(privacy_job), **vars(storage_job)}
+    modules = (jobs, privacy_job, storage_job, flower_app_job)
+    names = {n: v for module in modules for n, v in vars(module).items()}
     there = {n for n, v in names.items() if dataclasses.is_dataclass(v)}
     assert found == there
 

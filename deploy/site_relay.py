@@ -1,0 +1,311 @@
+"""``crossfed site relay``: the way of a stock SuperNode to the aggregator.
+
+Flower's own SuperNode shows no certificate, and the aggregator's proxy lets nobody in
+without. This relay listens on the loopback of the site's machine and passes the calls
+of a node on, with the site's certificate. One call it answers itself: that for the
+bundle of a run, which a SuperNode executes. What the aggregator would send for it is
+not fetched; the SuperNode gets the one of this release, which runs the app that its
+operator has installed, or none.
+
+Who may speak as the site's node is for the SuperLink to tell, by the node's key.
+"""
+
+import http.client
+import logging
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import serialization
+
+from cloud_adapters import flower_bundle
+from deploy import site_file, site_folder
+from deploy.certificates import Authority, key_pem, new_key
+from deploy.proxy import FLEET_CALLS, MAX_FLEET_BYTES
+from deploy.site_file import SiteConfig, check_address
+from federation.clock import SystemClock
+from federation.errors import FederationError, JobError, ProtocolError
+from federation.protocols import Clock
+from privacy.secret_files import replace_private
+
+LOOPBACK = "127.0.0.1"
+# A SuperNode asks for messages every three seconds, but not while its app works.
+IDLE_SECONDS = 75.0
+CALL_SECONDS = 60.0
+LOOK_SECONDS = 0.2
+# As long as half of what a certificate of a server holds for.
+CERTIFY_SECONDS = 45 * 86_400.0
+
+_PATHS = frozenset(f"/v1/fleet/{call}" for call in FLEET_CALLS)
+_BUNDLE = "/v1/fleet/get-fab"
+# Those of one connection, and what is counted anew.
+_HOP = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"}
+    | {"host", "content-length", "expect", "proxy-connection"}
+    | {"date", "server"}
+)
+
+_LOG = logging.getLogger(__name__)
+
+Listener = Callable[[str], None]
+
+
+def serve(
+    path: Path, *, port: int, stopped: threading.Event, listener: Listener
+) -> None:
+    """Pass calls on until ``stopped`` is set.
+
+    Args:
+        path: ``site.toml``.
+        port: Where to listen on the loopback; 0 for any that is free.
+        stopped: Ends it.
+        listener: Called with a word about what happens.
+
+    Raises:
+        JobError: The configuration is wrong, or names no certificate.
+        KeyFileRefused: A key file is missing, open to others or damaged.
+        FederationError: An agent works in the folder, or another process has the port.
+    """
+    config = site_file.load(path)
+    clock = SystemClock()
+    with site_folder.only_one(config.folder):
+        way = _Way.of(config)
+        paths = _Paths(config.folder.resolve() / "relay")
+        context = paths.prepare(config, clock)
+        site_folder.keep_fresh(config, clock, stopped, listener)
+        with _listening(way, context, port, listener) as found:
+            listener(f"passes the calls of a SuperNode on to {way.host}:{way.port}")
+            listener(f"start it with: {paths.command(found)}")
+            while not stopped.wait(CERTIFY_SECONDS):
+                paths.certify(context, clock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How to reach the aggregator as this site."""
+
+    host: str
+    port: int
+    authority: str
+    certificate: Path
+
+    @classmethod
+    def of(cls, config: SiteConfig) -> "_Way":
+        if config.certificate is None:
+            raise JobError(
+                "is empty: without a proxy before the aggregator a SuperNode needs no "
+                "relay, and with one this site must enrol",
+                key="certificate",
+            )
+        address = config.file.aggregator.address
+        host, port = check_address(address, key="aggregator.address")
+        way = cls(
+            host=host,
+            port=port,
+            authority=site_folder.authority(config).decode("ascii", "replace"),
+            certificate=config.certificate,
+        )
+        way.connect().close()  # Files that cannot be used are told now.
+        return way
+
+    def connect(self) -> http.client.HTTPSConnection:
+        """Make a connection that opens with its first call.
+
+        The certificate is read anew, so that a renewed one is taken up.
+
+        Raises:
+            JobError: A file holds no certificate.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_verify_locations(cadata=self.authority)
+            context.load_cert_chain(self.certificate)
+        except OSError as error:  # An SSLError is one, too.
+            raise JobError(
+                f"{self.certificate} or the authority is no certificate: "
+                f"{error.strerror or error}; enrol the site again",
+                key="certificate",
+            ) from error
+        return http.client.HTTPSConnection(
+            self.host, self.port, timeout=CALL_SECONDS, context=context
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """What a SuperNode on this machine is given, in a folder of its own."""
+
+    folder: Path
+
+    def prepare(self, config: SiteConfig, clock: Clock) -> ssl.SSLContext:
+        """Write the node's key as Flower reads it, and certify the loopback.
+
+        Raises:
+            KeyFileRefused: A key file is missing, open to others or damaged.
+            FederationError: The folder cannot be written.
+        """
+        key = site_folder.node_key(config.node_key).private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.OpenSSH,
+            serialization.NoEncryption(),
+        )
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            replace_private(self.folder / "node", key)
+            if not (self.folder / "ca.key").exists():
+                Authority.create("crossfed relay", clock=clock).save(self.folder)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            self.certify(context, clock)
+        except OSError as error:
+            raise FederationError(
+                f"cannot write below {self.folder}: {error.strerror}"
+            ) from error
+        return context
+
+    def certify(self, context: ssl.SSLContext, clock: Clock) -> None:
+        """Give the loopback a fresh certificate, for connections from now on."""
+        key, path = new_key(), self.folder / "server.pem"
+        issued = Authority.load(self.folder, clock=clock).issue_server((LOOPBACK,), key)
+        replace_private(path, issued + key_pem(key))
+        context.load_cert_chain(path)
+
+    def command(self, port: int) -> str:
+        """What starts a SuperNode."""
+        return (
+            f"flower-supernode --superlink {LOOPBACK}:{port} "
+            f"--root-certificates {self.folder / 'ca.crt'} "
+            f"--auth-supernode-private-key {self.folder / 'node'} "
+            "--node-config 'app=\"/folder/of/the/app\"'"
+        )
+
+
+@contextmanager
+def _listening(
+    way: _Way, context: ssl.SSLContext, port: int, listener: Listener
+) -> Iterator[int]:
+    try:
+        server = _Server((LOOPBACK, port), _Call)
+    except (OSError, OverflowError) as error:  # OverflowError: no port is so large.
+        raise FederationError(
+            f"cannot listen on {LOOPBACK}:{port}: {error}; stop what listens there, or "
+            "choose another --port"
+        ) from error
+    server.way, server.context, server.listener = way, context, listener
+    thread = threading.Thread(target=server.serve_forever, args=(LOOK_SECONDS,))
+    thread.start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    way: _Way
+    context: ssl.SSLContext
+    listener: Listener
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Speak TLS in the thread of the connection: nobody else waits for it."""
+        request.settimeout(CALL_SECONDS)
+        with self.context.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+    def handle_error(self, *_: object) -> None:
+        """A node that hangs up is nothing to write a traceback about."""
+        _LOG.info("a connection was broken off", exc_info=True)
+
+
+class _Call(BaseHTTPRequestHandler):
+    """Calls of one connection, each passed on over one of its own."""
+
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_SECONDS
+    _upstream: http.client.HTTPSConnection | None = None
+
+    def do_POST(self) -> None:
+        """Pass a call on, or answer it."""
+        body = self._body()
+        if body is None:
+            return
+        if self.path == _BUNDLE:
+            self._bundle(body)
+        elif self.path in _PATHS:
+            self._pass_on(body)
+        else:
+            self._write(404, {}, b"")
+
+    def finish(self) -> None:
+        """Hang up on both sides."""
+        self._hang_up()
+        super().finish()
+
+    def _body(self) -> bytes | None:
+        """Read the call's body; None if it was refused or broken off."""
+        text = self.headers.get("Content-Length", "")
+        self.close_connection = True
+        if not (text.isascii() and text.isdigit()):
+            self._write(411, {}, b"")
+            return None
+        if len(text) > len(str(MAX_FLEET_BYTES)) or int(text) > MAX_FLEET_BYTES:
+            self._write(413, {}, b"")
+            return None
+        body = self.rfile.read(int(text))
+        self.close_connection = len(body) < int(text)
+        return None if self.close_connection else body
+
+    def _bundle(self, body: bytes) -> None:
+        try:
+            content = flower_bundle.answer(body)
+        except ProtocolError as error:
+            self.server.listener(f"a bundle was refused: {error}")
+            # A SuperNode takes it for a run that has ended, and leaves that alone.
+            self._write(403, {}, b"")
+        else:
+            self._write(200, {"Content-Type": "application/protobuf"}, content)
+
+    def _pass_on(self, body: bytes) -> None:
+        kept = {n: v for n, v in self.headers.items() if n.lower() not in _HOP}
+        try:
+            if self._upstream is None:
+                self._upstream = self.server.way.connect()
+            self._upstream.request("POST", self.path, body, kept)
+            answer = self._upstream.getresponse()
+            content = answer.read()
+        except (OSError, http.client.HTTPException, FederationError) as error:
+            self._hang_up()
+            self.server.listener(f"the aggregator cannot be reached: {error!r}")
+            self._write(503, {}, b"")  # A SuperNode tries again.
+            return
+        if answer.will_close:
+            self._hang_up()
+        headers = {n: v for n, v in answer.getheaders() if n.lower() not in _HOP}
+        self._write(answer.status, headers, content)
+
+    def _hang_up(self) -> None:
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
+
+    def _write(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing: what fails is told the listener."""

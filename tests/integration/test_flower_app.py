@@ -1,0 +1,134 @@
+"""An existing app of Flower in a deployed federation, through a stock SuperNode."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from sklearn.datasets import load_digits
+from support import proxy_server
+from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
+
+APP = Path(__file__).parents[1] / "support" / "flower_lab"
+FLOOR = """
+privacy = "none"
+secure_aggregation = false
+"""
+JOB = """
+name = "with-a-lab"
+rounds = 1
+[model]
+factory = "clients.models:logistic_regression"
+options = { inputs = 64, classes = 10 }
+[data]
+source = "clients.data:digits"
+[training]
+local_steps = 4
+optimizer = { lr = 0.5 }
+[schedule]
+round_deadline_seconds = 120
+[[sites]]
+name = "lab"
+flower_app = { settings = { lr = 0.25 } }
+"""
+OURS = f"""
+[[sites]]
+name = "{SITES[0]}"
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployed"),
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A site of our own, and a laboratory that follows the how-to."""
+    where = tmp_path_factory.mktemp("federation")
+    with deployed(where, FLOOR, sites=SITES[:1]) as made:
+        folder = made.folder / "lab"
+        invited = crossfed("aggregator", "invite", "lab", "--config", made.config)
+        crossfed("enroll", invited.stdout.split()[-1], "--folder", str(folder))
+        config = str(folder / "site.toml")
+        made.start("relay", "site", "relay", "--config", config, "--port", "0")
+        log = made.folder / "relay.log"
+        wait_for(lambda: "start it with: " in log.read_text(), f"the relay ({log})")
+        start_supernode(made, log.read_text())
+        yield made
+
+
+def start_supernode(made: Deployment, told: str) -> None:
+    """Start what the relay says, with the app's folder in place."""
+    _, _, line = told.partition("start it with: ")
+    (*words, config) = line.splitlines()[0].split(" ")
+    assert config == "'app=\"/folder/of/the/app\"'"
+    programs = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "FLWR_HOME": str(made.folder / "flwr"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+    with (made.folder / "supernode.log").open("ab") as log:
+        made.processes["supernode"] = subprocess.Popen(
+            [*words, f'app="{APP}"', "--port", str(proxy_server.free_port())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+
+
+def run(
+    federation: Deployment, job: Path, text: str, *settings: str
+) -> tuple[dict[str, dict[str, Any]], Path]:
+    """Run a job; return what each site answered, and the run's folder."""
+    job.write_text(text)
+    out, err = federation.run(job, *settings).communicate(timeout=400)
+    assert out, err
+    assert json.loads(out)["status"] == "completed", err
+    answered = [e for e in federation.events() if e["event"] == "SiteAnswered"]
+    runs = federation.folder / "aggregator" / "runs" / "with-a-lab"
+    return {each["site"]: each for each in answered}, max(runs.iterdir())
+
+
+def test_an_app_of_flower_takes_part(federation: Deployment, tmp_path: Path):
+    """Beside a site of ours; its update, examples and metrics count."""
+    answered, _ = run(federation, tmp_path / "job.toml", JOB + OURS)
+    assert answered.keys() == {"lab", SITES[0]}
+    lab = answered["lab"]
+    assert lab["num_examples"] == lab["training"]["count"] == 497
+    assert lab["evaluation"]["count"] == 100
+    first, last = (
+        event["pooled"]
+        for event in federation.events()
+        if event["event"] == "ModelEvaluated"
+    )
+    assert first["count"] == last["count"] == 359 + 100
+    assert last["loss_sum"] < first["loss_sum"]
+    assert last["correct"] > 2 * first["correct"]
+
+
+def test_the_model_is_what_the_app_made(federation: Deployment, tmp_path: Path):
+    """Value for value, where there is no other site; and no evaluation is asked."""
+    answered, folder = run(federation, tmp_path / "job.toml", JOB, "evaluation.every=0")
+    assert answered["lab"]["evaluation"] is None
+    pixels, classes = load_digits(return_X_y=True)
+    inputs, targets = pixels[1300:] / 16, np.eye(10)[classes[1300:]]
+    # From zero, where every class has the probability 1/10, a step of the app.
+    gradient = (0.1 - targets).T @ inputs / len(inputs)
+    model = load_file(folder / "model.safetensors")
+    np.testing.assert_allclose(model["1.weight"], -0.25 * gradient, atol=1e-6)
