@@ -2,7 +2,7 @@
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -115,6 +115,7 @@ def meet(
     *more: bytes,
     required: int = 2,
     meanwhile: Callable[[float], None] = lambda _: None,
+    known: Mapping[SiteId, int] = flower_roll_call.NOBODY,
 ) -> tuple[dict[SiteId, int], float]:
     """Call the roll for at most a minute; who is there, and how long it took."""
     clock = VirtualClock()
@@ -131,6 +132,7 @@ def meet(
         required=required,
         clock=clock,
         pause=pause,
+        known=known,
     )
     return found, clock.monotonic()
 
@@ -163,6 +165,27 @@ def test_node_that_comes_later_is_asked_when_it_is_there():
 
     found, seconds = meet(nodes, meanwhile=meanwhile)
     assert found == {"one": 5, "two": 9}
+    assert 20 < seconds < 23
+
+
+def test_known_nodes_are_not_asked():
+    """One is a site of the run, one of another run; neither could answer."""
+    nodes = Nodes(n5="liar", n7="liar", n9="one")
+    known = {SiteId("two"): 5, SiteId("other"): 7}
+    assert meet(nodes, known=known) == ({"one": 9, "two": 5}, 0.0)
+    assert nodes.asked == [9]
+
+
+def test_known_node_is_waited_for():
+    """It is there when it is connected."""
+    nodes = Nodes(n9="one")
+
+    def meanwhile(now: float) -> None:
+        if now > 20:
+            nodes.say[5] = None
+
+    found, seconds = meet(nodes, meanwhile=meanwhile, known={SiteId("two"): 5})
+    assert found == {"one": 9, "two": 5}
     assert 20 < seconds < 23
 
 

@@ -1,0 +1,64 @@
+"""Which nodes a coordinator knows without asking."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from support import toy
+
+from cloud_adapters import flower_simulation
+from deploy.enrolment_book import Book, BookFile, Member
+from federation.errors import JobError
+from federation.job import JobSpec
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+from deploy.flower_server import known_nodes  # noqa: E402
+
+pytestmark = pytest.mark.flower
+
+
+def enrolled(folder: Path, **nodes: int) -> Path:
+    """A folder whose book has these sites."""
+    members = [
+        Member(
+            site=site,
+            organisation="",
+            release="",
+            identity="",
+            node_key="",
+            node_id=str(node),
+            enrolled_at=0.0,
+            certificates=(),
+        )
+        for site, node in nodes.items()
+    ]
+    BookFile(folder=folder).write(Book(members=tuple(members)))
+    return folder
+
+
+def job() -> JobSpec:
+    """An agent's site and an app's."""
+    return toy.job({"sites": [{"name": "a"}, {"name": "lab", "flower_app": {}}]})
+
+
+def test_apps_and_strangers_are_known(tmp_path: Path):
+    """Apps by enrolment, as they cannot sign; agents sign who they are."""
+    folder = enrolled(tmp_path, a=1, lab=2**63 + 5, other=3)
+    assert known_nodes(folder, job()) == {"lab": 2**63 + 5, "other": 3}
+
+
+def test_app_that_is_not_enrolled(tmp_path: Path):
+    """Nobody could tell its node."""
+    with pytest.raises(
+        JobError, match="'lab' runs an app of Flower and is not enr"
+    ) as e:
+        known_nodes(enrolled(tmp_path, a=1), job())
+    assert e.value.key == "sites[1].flower_app"
+
+
+def test_without_a_book_agents_are_asked(tmp_path: Path):
+    """As where rosters are made by hand."""
+    assert known_nodes(tmp_path, toy.job()) == {}
