@@ -36,6 +36,7 @@ class Site:
         make_trainer: Callable[[], Trainer],
         kept: KeptIntegers,
         clock: Clock,
+        tells_all: bool = True,
     ) -> None:
         """Make a site.
 
@@ -44,8 +45,12 @@ class Site:
             make_trainer: Called before the first task; loads data and model.
             kept: Integer values that never leave the site.
             clock: Measures how long work takes.
+            tells_all: Whether the text of any error leaves the site, as is good in a
+                simulation. If not, of errors that are not ours only their kind does,
+                since they may quote a record; the rest is in the site's own log.
         """
         self._name = name
+        self._tells_all = tells_all
         self._make_trainer = make_trainer
         self._kept = kept
         self._clock = clock
@@ -56,8 +61,11 @@ class Site:
         try:
             return self._answer(task)
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
-            _LOG.debug("site_task_failed", exc_info=True)
-            return self._failure(task, _kind_of(error), _one_line(error))
+            if self._tells_all or isinstance(error, FederationError):
+                _LOG.debug("site_task_failed", exc_info=True)
+                return self._failure(task, _kind_of(error), _one_line(error))
+            _LOG.warning("round %s failed", task.round_index, exc_info=error)
+            return self._failure(task, FailureKind.CRASHED, type(error).__name__)
 
     def close(self) -> None:
         """Let go of model and data; the site holds no keys."""

@@ -12,6 +12,7 @@ a process for each: a handler is built where the task arrives, and must not depe
 on what the same object did in an earlier round.
 """
 
+import logging
 import sys
 import threading
 from collections import OrderedDict
@@ -27,7 +28,7 @@ from cloud_adapters.frame_references import Packed, Reference, Sizes, inline
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.redelivery import Inbox, Word
 from federation import wire
-from federation.errors import ProtocolError
+from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
@@ -57,6 +58,8 @@ PROBE = "query.question"
 _WORD = "word"
 
 MAX_SECONDS = 1e9
+
+_LOG = logging.getLogger(__name__)
 
 # What this process has built and what it is busy with. Module state, because Flower
 # unpickles the app anew for every message.
@@ -121,10 +124,17 @@ def agent_app(agent: Agent, frames: Frames = INLINE) -> ClientApp:
 
         def work() -> Packed:
             task = head
-            if references:
-                sizes = Sizes.of_layout(agent.layout(head.run_id))
-                task = frames.receive(head, references, sizes)
-            return frames.send(agent.answer(task))
+            try:
+                if references:
+                    sizes = Sizes.of_layout(agent.layout(head.run_id))
+                    task = frames.receive(head, references, sizes)
+                return frames.send(agent.answer(task))
+            except FederationError:
+                raise
+            except Exception as error:
+                # Its text may quote a record, and stays in the site's own log.
+                _LOG.warning("a task failed", exc_info=error)
+                raise SiteError(type(error).__name__) from error
 
         packed = _within(_deadline(message), head, work)
         return Message(_content(packed), reply_to=message)

@@ -133,7 +133,11 @@ def open_run(
         )
     else:
         handler = federation.site(
-            name, make_trainer=make_trainer, store=LocalStore(folder), clock=clock
+            name,
+            make_trainer=make_trainer,
+            store=LocalStore(folder),
+            clock=clock,
+            tells_all=False,
         )
     stack.callback(handler.close)
     return OpenRun(

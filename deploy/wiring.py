@@ -63,6 +63,7 @@ class Federation:
         make_trainer: Callable[[], Trainer],
         store: ObjectStore,
         clock: Clock,
+        tells_all: bool = True,
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
         return Site(
@@ -70,6 +71,7 @@ class Federation:
             make_trainer=make_trainer,
             kept=KeptIntegers(name, self.pool.layout, store),
             clock=clock,
+            tells_all=tells_all,
         )
 
 

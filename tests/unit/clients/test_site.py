@@ -216,6 +216,29 @@ def test_an_error_becomes_one_line(error: Exception, expected: str, store: Memor
     assert answer.message.isprintable()
 
 
+def test_a_deployed_site_tells_the_kind_of_an_error_alone(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+):
+    """Its text may quote a record: it is in the site's log. Errors of ours do not."""
+    for error, told in (
+        (ValueError("record 17 of J. Doe"), "ValueError"),
+        (SiteError("no data"), "no data"),
+    ):
+        kept = KeptIntegers(SITE, LAYOUT, store)
+        site = Site(
+            SITE,
+            make_trainer=lambda error=error: AddOne(error),
+            kept=kept,
+            clock=SystemClock(),
+            tells_all=False,
+        )
+        answer = site.handle(task())
+        assert isinstance(answer, SiteFailure)
+        assert answer.kind is FailureKind.CRASHED
+        assert answer.message == told
+    assert "record 17 of J. Doe" in caplog.text
+
+
 def test_a_failed_start_is_tried_again(store: MemoryStore):
     """A site whose data was out of reach joins in once it is there."""
     trainers = iter([SiteError("no disk"), AddOne()])

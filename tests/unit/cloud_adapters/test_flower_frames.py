@@ -18,7 +18,14 @@ from cloud_adapters.storage.local import LocalStore
 from federation.clock import VirtualClock
 from federation.errors import JobError, StoreUnavailable
 from federation.ids import RunId, SiteId
-from federation.messages import Reply, RoundTask, SiteMessage, SiteUpdate, Task
+from federation.messages import (
+    Reply,
+    RoundTask,
+    SiteFailure,
+    SiteMessage,
+    SiteUpdate,
+    Task,
+)
 from federation.vectors import Layout, Role
 
 if importlib.util.find_spec("flwr") is None:
@@ -298,3 +305,23 @@ def test_task_is_typed(nodes: Nodes):
     (task,) = seen
     assert isinstance(task, RoundTask)
     np.testing.assert_array_equal(task.weights_d, TASK.weights_d)
+
+
+def test_text_of_an_error_stays_at_the_site(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """It may quote a record; the aggregator learns what kind it is."""
+
+    class Broken(Echo):
+        def answer(self, task: Task) -> SiteMessage:
+            raise KeyError("record 17", task.site)
+
+    nodes = Nodes(tmp_path)
+    nodes.agents[1] = flower_site.agent_app(Broken(SITES[1]), nodes.frames("broken"))
+    tasks = [replace(TASK, site=site) for site in SITES]
+    replies = [*nodes.grid().exchange(tasks, deadline_seconds=60.0)]
+    (failed,) = [r.message for r in replies if r.message.site == SITES[1]]
+    assert isinstance(failed, SiteFailure)
+    assert "KeyError" in failed.message
+    assert "record" not in failed.message
+    assert "record 17" in caplog.text
