@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from federation.errors import JobError
 from federation.protocols import Clock
 
 FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 30.0
@@ -113,3 +114,17 @@ class Child:
     def _signal_group(self, process: subprocess.Popen[bytes], number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
+
+
+def installed_program(name: str) -> str:
+    """A program that was installed beside this Python.
+
+    Raises:
+        JobError: It was not.
+    """
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise JobError(
+            f"{name} is not installed: pip install 'crossfed[flower]' beside crossfed"
+        )
+    return str(path)

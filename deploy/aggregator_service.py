@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from cloud_adapters.child_process import Child
+from cloud_adapters.child_process import Child, installed_program
 from cloud_adapters.flower_control import FlowerControl
 from deploy import (
     enrolment_http,
@@ -31,7 +31,7 @@ from deploy.proxy import ProxySettings
 from deploy.run_folder import RunFolder, replace_file
 from deploy.run_queue import GiveUp, Handed, Outcome, Start
 from deploy.site_file import check_address
-from federation.errors import FederationError, JobError
+from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secret_files import write_new
 
@@ -295,8 +295,10 @@ class AggregatorService:
             *("--superexec-auth-secret-file", secret),
         ]
         return [
-            self._child(SUPERLINK, [_program("flower-superlink"), *link]),
-            self._child("superexec", [_program("flower-superexec"), *executor]),
+            self._child(SUPERLINK, [installed_program("flower-superlink"), *link]),
+            self._child(
+                "superexec", [installed_program("flower-superexec"), *executor]
+            ),
         ]
 
     def _proxy(self, port: int, service_port: int) -> list[Child]:
@@ -327,17 +329,3 @@ class AggregatorService:
             clock=self.clock,
             listener=self.listener,
         )
-
-
-def _program(name: str) -> str:
-    """A program that was installed beside this Python.
-
-    Raises:
-        JobError: It was not.
-    """
-    path = Path(sys.executable).parent / name
-    if not path.exists():
-        raise JobError(
-            f"{name} is not installed: pip install 'crossfed[flower]' beside crossfed"
-        )
-    return str(path)

@@ -1,25 +1,29 @@
 """``crossfed doctor --site FILE``: whether a site is ready to take part in runs.
 
-Nothing is changed and no task is taken. The aggregator is asked two things: for its
-health, which needs no certificate, and for messages without naming a node, which a
-proxy answers with 403 if it does not let the certificate in.
+Nothing is changed, but for an object in the exchange, and no task is taken. The
+aggregator is asked for its health, which needs no certificate, and for messages without
+naming a node, which a proxy answers with 403 if it does not let the certificate in; and
+it is sent some megabytes that mean nothing, to see how fast they arrive.
 """
 
 import http.client
+import os
 import ssl
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from deploy import doctor, site_file
+from deploy import doctor, doctor_exchange, site_file
 from deploy.certificates import parse_certificate
+from deploy.data import load_data
 from deploy.doctor import Check
+from deploy.doctor_exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
 from deploy.site_file import SiteConfig, check_address
 from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secret_files import read_private
 
-CALL_SECONDS = 5.0
+CALL_SECONDS = 30.0  # The way may be slow: that is to be told.
 SOON_DAYS = 14
 # Nodes sign the time, and Flower takes no signature that is five minutes old.
 MOST_SKEW_SECONDS = 240.0
@@ -49,6 +53,10 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     yield from _node_key(config)
     yield from _certificate(config, clock)
     yield from doctor.check_runs(config.folder)
+    yield from _data(config)
+    yield from doctor_exchange.checks(
+        config.file.exchange, site=config.file.name, clock=clock
+    )
     yield from _aggregator(config, clock)
 
 
@@ -89,6 +97,21 @@ def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         yield Check(name="certificate", status="ok", found=found)
 
 
+def _data(config: SiteConfig) -> Iterator[Check]:
+    own = config.file.data
+    if not own.source:
+        found = "none of its own: it takes part with public data that a job names"
+        yield Check(name="data", status="warning", found=found)
+        return
+    try:
+        train, held_out = load_data(own.source, own.options)
+    except FederationError as error:
+        yield _problem("data", str(error), "correct [data] in site.toml")
+    else:
+        found = f"{len(train)} records to train on, {len(held_out)} held out"
+        yield Check(name="data", status="ok", found=found)
+
+
 def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     address = config.file.aggregator.address
     begin = clock.monotonic()
@@ -119,7 +142,7 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
             advice="wait, or ask its operator to look at its logs",
         )
     yield from _skew(date, clock)
-    yield from _is_let_in(config)
+    yield from _is_let_in(config, clock)
 
 
 def _skew(date: str, clock: Clock) -> Iterator[Check]:
@@ -134,7 +157,7 @@ def _skew(date: str, clock: Clock) -> Iterator[Check]:
         yield Check(name="clock skew", status="ok", found=found)
 
 
-def _is_let_in(config: SiteConfig) -> Iterator[Check]:
+def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     if config.certificate is None:
         return
     try:
@@ -149,9 +172,29 @@ def _is_let_in(config: SiteConfig) -> Iterator[Check]:
     else:
         found = "the aggregator lets this site's certificate in"
         yield Check(name="admission", status="ok", found=found)
+        yield from _bandwidth(config, clock)
 
 
-def _ask(config: SiteConfig, method: str, path: str) -> tuple[int, str]:
+def _bandwidth(config: SiteConfig, clock: Clock) -> Iterator[Check]:
+    """Send what no aggregator takes: it is read to its end, and refused."""
+    begin = clock.monotonic()
+    try:
+        _ask(config, "POST", "/v1/fleet/push-object", body=os.urandom(PROBE_BYTES))
+    except (OSError, http.client.HTTPException) as error:
+        yield _problem("bandwidth", f"the connection ended: {error}", "try again")
+        return
+    speed = PROBE_BYTES / max(clock.monotonic() - begin, 1e-9)
+    found = f"{speed / 1e6:.1f} MB/s to the aggregator"
+    if speed >= SLOW_BYTES_PER_SECOND:
+        yield Check(name="bandwidth", status="ok", found=found)
+    else:
+        advice = "use a store for large models: [exchange]"
+        yield Check(name="bandwidth", status="warning", found=found, advice=advice)
+
+
+def _ask(
+    config: SiteConfig, method: str, path: str, *, body: bytes | None = None
+) -> tuple[int, str]:
     """Make a request; its status and the time of the answer."""
     host, port = check_address(config.file.aggregator.address, key="address")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -163,7 +206,7 @@ def _ask(config: SiteConfig, method: str, path: str) -> tuple[int, str]:
         host, port, timeout=CALL_SECONDS, context=context
     )
     try:
-        connection.request(method, path)
+        connection.request(method, path, body)
         answer = connection.getresponse()
         answer.read()
         return answer.status, answer.getheader("Date") or ""

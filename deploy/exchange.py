@@ -11,6 +11,7 @@ from deploy.encryption import KeyName, encrypted_with
 from deploy.store_meters import Watch
 from federation.errors import JobError
 from federation.job_keys import key
+from federation.protocols import ObjectStore
 from federation.storage_job import EncryptionSpec
 
 # What encrypted objects are bound to: one of a run or a dataset does not pass for one.
@@ -101,9 +102,25 @@ def opened(
         NotAuthenticated: There are no credentials for it.
     """
     threshold = spec.threshold_mb * _MB
-    if not spec.url:
+    store = open_exchange(spec, watch=watch)
+    if store is None:
         yield Frames(threshold_bytes=threshold)
         return
+    with contextlib.closing(store):
+        place = Path(spec.scratch) if spec.scratch else scratch
+        try:
+            yield Frames(store=store, scratch=place, threshold_bytes=threshold)
+        finally:
+            with contextlib.suppress(OSError):  # It may never have been made.
+                scratch.rmdir()
+
+
+def open_exchange(
+    spec: ExchangeSpec, *, watch: Watch | None = None
+) -> ObjectStore | None:
+    """Open the store alone; None if there is none. Errors are those of ``opened``."""
+    if not spec.url:
+        return None
     options = StoreOptions(
         endpoint=spec.endpoint,
         region=spec.region,
@@ -123,10 +140,4 @@ def opened(
             argument="exchange.encryption.key",
         )
         store = encrypted_with(name, store, place=EXCHANGE)
-    with contextlib.closing(store):
-        place = Path(spec.scratch) if spec.scratch else scratch
-        try:
-            yield Frames(store=store, scratch=place, threshold_bytes=threshold)
-        finally:
-            with contextlib.suppress(OSError):  # It may never have been made.
-                scratch.rmdir()
+    return store

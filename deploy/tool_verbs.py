@@ -44,6 +44,12 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="check a site.toml, its keys and its way to the aggregator",
     )
+    doctor.add_argument(
+        "--aggregator",
+        type=Path,
+        metavar="FILE",
+        help="check an aggregator.toml, its folder, its ports and its exchange",
+    )
     doctor.set_defaults(verb=_doctor)
 
     transcript = verbs.add_parser(
@@ -222,6 +228,10 @@ def _doctor(options: argparse.Namespace) -> int:
         from deploy import doctor_site  # noqa: PLC0415 -- imports TLS
 
         checks += doctor_site.checks(options.site, SystemClock())
+    if options.aggregator is not None:
+        from deploy import doctor_aggregator  # noqa: PLC0415 -- imports TLS
+
+        checks += doctor_aggregator.checks(options.aggregator, SystemClock())
     problems = sum(check.status == "problem" for check in checks)
     if options.json:
         _say(

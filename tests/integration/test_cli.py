@@ -59,7 +59,8 @@ def test_verbs_and_options_are_frozen() -> None:
         "keys storage": common | {"file"},
         "keys trust": common
         | {"roster", "--site", "--aggregator", "--organisation", "--key", "--replace"},
-        "doctor": common | {"--key", "--roster", "--store", "--job", "--site"},
+        "doctor": common
+        | {"--key", "--roster", "--store", "--job", "--site", "--aggregator"},
         "transcript": common | {"folder", "--message"},
         "ledger": common | {"run", "--root"},
         "data": {"-h", "--help"},

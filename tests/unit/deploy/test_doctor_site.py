@@ -76,3 +76,34 @@ def test_configuration_that_is_none(federation: Federation):
     found = examined(federation)
     assert list(found) == ["site"]
     assert "colour: unknown key" in found["site"].found
+
+
+def data_is(federation: Federation, table: str) -> Check:
+    """What is said of a source of data."""
+    path = federation.folder / "site-a" / "site.toml"
+    text = "\n".join(
+        line for line in path.read_text().splitlines() if not line.startswith("source")
+    )
+    path.write_text(text.replace("[data]", f"[data]\n{table}"))
+    return examined(federation)["data"]
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ('source = "no_such_module:load"', "no_such_module"),
+        ('source = "clients.data:nothing"', "nothing"),
+        ('source = "file:///no/such/folder"', "/no/such/folder"),
+    ],
+)
+def test_data_that_is_missing(federation: Federation, table: str, text: str):
+    """A run would find it only when it asks the site."""
+    found = data_is(federation, table)
+    assert found.status == "problem"
+    assert text in found.found
+
+
+def test_data_is_counted(federation: Federation):
+    found = data_is(federation, 'source = "support.small_jobs:blobs"')
+    assert found.found == "60 records to train on, 12 held out"
+    assert data_is(federation, "").status == "warning"

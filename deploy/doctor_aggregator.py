@@ -1,0 +1,138 @@
+"""``crossfed doctor --aggregator FILE``: whether an aggregator can serve.
+
+Nothing is changed, but for an object in the exchange; the service may run meanwhile.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from cloud_adapters.child_process import installed_program
+from deploy import (
+    aggregator_file,
+    doctor,
+    doctor_exchange,
+    enrolment_book,
+    folder_lock,
+    ports,
+    proxy,
+    run_queue,
+)
+from deploy.aggregator_file import AggregatorConfig
+from deploy.certificates import names_in, read_certificate, server_names
+from deploy.doctor import Check
+from deploy.enrolment_book import BookFile
+from deploy.site_file import check_address
+from federation.errors import FederationError
+from federation.protocols import Clock
+from privacy.secret_files import read_private
+
+_DAY_SECONDS = 86_400.0
+
+
+def checks(path: Path, clock: Clock) -> Iterator[Check]:
+    """Look at an aggregator's configuration, its folder and its ports.
+
+    Args:
+        path: ``aggregator.toml``.
+        clock: This machine's.
+    """
+    try:
+        config = aggregator_file.load(path)
+    except FederationError as error:
+        yield _problem("aggregator", str(error), "correct the file: see its how-to")
+        return
+    yield Check(name="aggregator", status="ok", found=f"{path} is sound")
+    found, public = doctor.check_key(config.folder / "aggregator.pem")
+    yield from found
+    found, members = doctor.check_roster(config.folder / "roster.toml")
+    yield from found
+    if public is not None and members is not None:
+        yield doctor.check_pinned(public, members)
+    yield from _authority(config, clock)
+    yield from _server(config, clock)
+    yield from _programs(config)
+    yield from _ports(config, clock)
+    yield from doctor.check_runs(config.runs)
+    for one in run_queue.handed_over(config.runs).damaged:
+        advice = "the other runs go on without it"
+        yield Check(name="run", status="warning", found=one.reason, advice=advice)
+    yield from doctor_exchange.checks(config.file.exchange, site=None, clock=clock)
+
+
+def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
+    """The root, the secret of Flower's programs, and who is enrolled or revoked."""
+    book_file = BookFile(folder=config.folder)
+    try:
+        authority = enrolment_book.open_authority(config.folder, clock=clock)
+        read_private(config.folder / "superexec.secret")
+        book = book_file.read()
+    except FederationError as error:
+        yield _problem("authority", str(error), "restore the folder from its copy")
+        return
+    forgotten = book.shut_out(book_file.read_revocations(authority).revoked)
+    if forgotten:
+        yield _problem(
+            "sites",
+            f"{book_file.path} is older than ca.crl and has forgotten that "
+            f"{', '.join(forgotten)} was revoked",
+            "start the service, which revokes it again, and look at crossfed "
+            "aggregator sites",
+        )
+    else:
+        number = len(book.members)
+        yield Check(name="sites", status="ok", found=f"{number} are enrolled")
+
+
+def _server(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
+    name, advice = "certificate", "start the service again, which renews it"
+    try:
+        found = read_certificate(config.folder / "server.crt")
+    except FederationError as error:
+        yield _problem(name, str(error), "restore the folder from its copy")
+        return
+    days = (found.not_valid_after_utc.timestamp() - clock.now()) / _DAY_SECONDS
+    missing = frozenset(server_names(config.file.hosts)) - names_in(found)
+    if days <= 0:
+        yield _problem(name, f"the server's expired {-days:.0f} days ago", advice)
+    elif missing:
+        text = f"the server's does not name {', '.join(sorted(missing))}"
+        yield Check(name=name, status="warning", found=text, advice=advice)
+    else:
+        text = f"the server's holds for {days:.0f} days"
+        yield Check(name=name, status="ok", found=text)
+
+
+def _programs(config: AggregatorConfig) -> Iterator[Check]:
+    try:
+        found = [installed_program("flower-superlink")]
+        if config.file.proxy:
+            found.append(proxy.find_program())
+    except FederationError as error:
+        yield _problem("programs", str(error), "install it, and look again")
+    else:
+        yield Check(name="programs", status="ok", found=", ".join(found))
+
+
+def _ports(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
+    """Whether the service runs, or could."""
+    if folder_lock.is_held(config.lock):
+        yield Check(name="service", status="ok", found=f"{config.folder} is served")
+        return
+    host, port = check_address(config.file.listen, key="listen")
+    try:
+        ports.await_free(
+            host,
+            port,
+            advice="stop what listens there, or change listen",
+            clock=clock,
+            patience_seconds=0.0,
+        )
+    except FederationError as error:
+        yield _problem("service", str(error), "then start crossfed aggregator up")
+    else:
+        found = f"it does not run; {config.file.listen} is free"
+        yield Check(name="service", status="ok", found=found)
+
+
+def _problem(name: str, found: str, advice: str) -> Check:
+    return Check(name=name, status="problem", found=found, advice=advice)
