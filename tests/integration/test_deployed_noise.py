@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support import agents
@@ -20,9 +20,10 @@ from deploy.simulation import simulate
 from deploy.site_agent import SiteAgent
 from federation import events, job_file
 from federation.clock import SystemClock
-from federation.errors import FederationError
+from federation.errors import FederationError, SiteError
 from federation.gather import Gather
 from federation.job import JobSpec
+from federation.messages import SecureTask, SiteMessage, Task
 from federation.protocols import Grid
 
 pytestmark = pytest.mark.slow
@@ -159,6 +160,36 @@ def test_run_goes_on_with_another_coordinator(place: Place):
         place.run(listen=kill)
     assert place.run().status == "completed"
     assert len(place.grid.questions) == len(set(place.grid.questions)) == 4
+
+
+class Absent:
+    """An agent that answers no task of the second round."""
+
+    def __init__(self, agent: SiteAgent) -> None:
+        self._agent = agent
+        self.introduce, self.close = agent.introduce, agent.close
+
+    def answer(self, task: Task) -> SiteMessage:
+        if task.round_index == 2 and not isinstance(task, SecureTask):
+            raise SiteError("is not there")
+        return self._agent.answer(task)
+
+
+def test_noise_is_enough_without_those_who_may_drop_out(tmp_path: Path):
+    """Shares are made for the smallest sum; a round goes on without a site."""
+    threshold = "privacy.secure_aggregation.threshold=3"
+    place = Place(tmp_path, job_file.load(JOBS / "joint.toml", ["rounds=3", threshold]))
+    absent = Absent(place.grid.agents[SITES[0]])
+    place.grid.agents[SITES[0]] = cast("SiteAgent", absent)
+    with place.grid.connected():
+        assert place.run().status == "completed"
+    finished = [e for e in place.seen if isinstance(e, events.RoundFinished)]
+    assert [e.status for e in finished] == ["completed"] * 3
+    answered = [e for e in place.seen if isinstance(e, events.SiteAnswered)]
+    assert sum(e.round_index == 2 for e in answered) == 3
+    simulated: list[events.Event] = []
+    simulate(place.job, listeners=[simulated.append])
+    assert set(planned(place.seen).sites) == set(planned(simulated).sites)
 
 
 class Thrifty(DeployedRun):
