@@ -81,6 +81,7 @@ class Nodes:
         self.agents = {number: self.app(number) for number in (0, 1)}
         self.on_the_way: Callable[[Message], None] = lambda _: None
         self.late: set[int] = set()
+        self.lost: list[str] = []  # one for each answer that does not arrive
         self._open: dict[str, Message] = {}
         self._inboxes: dict[int, Inbox[RecordDict]] = defaultdict(Inbox)
         self._count = 0
@@ -120,7 +121,9 @@ class Nodes:
         asked = [name for name in ids if name in self._open]
         nodes = {name: self._open[name].metadata.src_node_id for name in asked}
         ready = [name for name in asked if nodes[name] not in self.late]
-        return [self._open.pop(name) for name in ready]
+        found = [self._open.pop(name) for name in ready]
+        lost = [self.lost.pop(0) for _ in found if self.lost]
+        return found[len(lost) :]
 
     def _answer(self, message: Message) -> Message:
         if message.metadata.message_type == "query":
@@ -263,6 +266,22 @@ def test_late_answer_is_handed_on_unread(nodes: Nodes):
     assert (now.message.round_index, now.message.delta_d.size) == (2, D)
     list(grid.exchange([replace(TASK, round_index=3)], deadline_seconds=60.0))
     assert [name for name in nodes.left() if "/run-1/3/" not in name] == []
+
+
+def test_lost_answer_is_said_again(nodes: Nodes):
+    """Its vectors lie in the store still: what is said again points to them."""
+    grid = nodes.grid()
+    nodes.lost = ["one", "two"]
+    written: list[str] = []
+    nodes.on_the_way = lambda _: written.extend(
+        info.key for info in LocalStore(nodes.folder / "store").list("sites/")
+    )
+    for reply in exchange(grid).values():
+        assert isinstance(reply.message, SiteUpdate)
+        np.testing.assert_array_equal(reply.message.delta_d, TASK.weights_d[::-1])
+    assert nodes.lost == []
+    assert len(set(written)) == len(SITES)
+    assert not [name for name in nodes.left() if name.startswith("sites/")]
 
 
 @pytest.mark.parametrize("text", ["[", "x" * 5000, '[{"field": "delta_d"}]'])

@@ -228,6 +228,18 @@ def test_task_that_was_late_and_comes_twice_is_worked_on_once(flower: LossyFlowe
     assert_all_answered_once(flower, replies)
 
 
+def test_lost_task_is_sent_again_once(flower: LossyFlower):
+    """Though two probes that were on the way together say that it is unknown."""
+    grid = make_grid(flower)
+    flower.loses = first(is_task, len(SITES))
+    arrival = flower.clock.monotonic() + 17.0
+    flower.delay = lambda message: (
+        max(0.01, arrival - flower.clock.monotonic()) if is_probe(message) else 0.01
+    )
+    assert_all_answered_once(flower, exchange(grid))
+    assert sum(map(is_task, flower.sent)) == 2 * len(SITES)
+
+
 def test_kept_answer_is_the_one_that_was_lost(flower: LossyFlower):
     """Byte for byte: nothing is made anew."""
     grid = make_grid(flower)
