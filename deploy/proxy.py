@@ -115,6 +115,9 @@ http {{
         send_timeout 30s;
         keepalive_timeout 75s;
         keepalive_requests 100000;
+        # Nginx looks at a certificate when a connection begins: one that expires
+        # meanwhile is good for so long at most.
+        keepalive_time {connection_seconds}s;
         reset_timedout_connection on;
         client_header_buffer_size 4k;
         large_client_header_buffers 4 8k;
@@ -197,6 +200,7 @@ class ProxySettings:
         upstream_name: A name in the SuperLink's certificate; nginx compares no
             addresses.
         max_connections: Open at a time from one address.
+        connection_seconds: How old a connection may grow.
     """
 
     listen: str
@@ -206,6 +210,7 @@ class ProxySettings:
     work: Path
     upstream_name: str = "localhost"
     max_connections: int = 64
+    connection_seconds: int = 600
 
     @property
     def config(self) -> Path:
@@ -234,6 +239,7 @@ def config_text(settings: ProxySettings) -> str:
         service_port=settings.service_port,
         upstream_name=_plain(settings.upstream_name),
         max_connections=settings.max_connections,
+        connection_seconds=settings.connection_seconds,
         calls="|".join(FLEET_CALLS),
         max_fleet_bytes=MAX_FLEET_BYTES,
         max_enrolment_bytes=MAX_ENROLMENT_BYTES,

@@ -124,6 +124,18 @@ def test_app_that_raises_does_not_end_the_node(
     assert running.ask("query", 8)["right"]
 
 
+def test_code_of_a_bundle_is_never_run(running: Running):
+    """It is not even fetched: the node runs what is installed at the site."""
+    for what in ("query", "train"):
+        assert running.ask(what, 8)["right"]
+    assert "/v1/fleet/activate-node" in running.server.log, "or this could not fail"
+    assert "/v1/fleet/get-fab" not in running.server.log
+    assert not running.server.trap.exists()
+    exec((running.server.folder / "app/shim/client_app.py").read_text(), {})  # noqa: S102
+    assert running.server.trap.exists(), "or it would be no trap"
+    running.server.trap.unlink()
+
+
 def test_heartbeats_are_close_enough_for_the_aggregator(running: Running):
     """The grid gives up a node after so long without one; it may work for hours."""
     node, seen = running.node.node_id, []

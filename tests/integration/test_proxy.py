@@ -7,6 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from deploy import proxy_processes
 from deploy.certificates import Authority
 from deploy.proxy import ProxyFailed
 from deploy.proxy_processes import is_nginx
-from federation.clock import SystemClock
+from federation.clock import SystemClock, VirtualClock
 
 pytestmark = [
     pytest.mark.slow,
@@ -264,6 +265,27 @@ def test_revoked_site_is_refused_at_once():
             assert [_status(client, url) for _ in range(20)] == [403] * 20
             assert _status(bystander, url) == 200
         assert proxy.ask(FLEET, certificate=revoked) == "403"
+
+
+def test_certificate_that_expires_ends_with_its_connection():
+    """Not at once on one that is open, but when that grows old."""
+    with proxy_server.serve(connection_seconds=6) as proxy:
+        early = VirtualClock(SystemClock().now() - 90 * 86_400.0 + 4.0)
+        ending = replace(proxy, authority=replace(proxy.authority, clock=early))
+        site, _ = ending.issue("site-a")
+        other, _ = proxy.issue("site-b")
+        url = f"https://{proxy.address}/v1/fleet/pull-messages"
+        with (
+            httpx.Client(verify=proxy.context(site)) as client,
+            httpx.Client(verify=proxy.context(other)) as bystander,
+        ):
+            assert _status(client, url) == 200
+            wait_for(
+                lambda: proxy.ask(FLEET, certificate=site) == "403", "it has expired"
+            )
+            wait_for(lambda: _status(client, url) == 403, "the connection is too old")
+            assert [_status(client, url) for _ in range(5)] == [403] * 5
+            assert _status(bystander, url) == 200
 
 
 def test_torn_list_is_not_taken():

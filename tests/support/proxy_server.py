@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from deploy import proxy, proxy_processes
 from deploy.certificates import Authority, key_pem, new_key, signing_request
@@ -108,8 +109,11 @@ def read_status(tls: ssl.SSLSocket) -> str:
 
 
 @contextlib.contextmanager
-def serve() -> Iterator[RunningProxy]:
-    """Start nginx in a folder of its own; the service takes notes, too."""
+def serve(**changes: Any) -> Iterator[RunningProxy]:
+    """Start nginx in a folder of its own; the service takes notes, too.
+
+    ``changes`` are of its settings.
+    """
     folder = Path(tempfile.mkdtemp(prefix="proxy-"))
     try:
         authority = Authority.create("test", clock=SystemClock())
@@ -117,7 +121,7 @@ def serve() -> Iterator[RunningProxy]:
         service: list[str] = []
         with (
             _notes(service, None) as port,
-            serve_before(folder, authority, service_port=port) as running,
+            serve_before(folder, authority, service_port=port, **changes) as running,
         ):
             running.service = service
             yield running
@@ -133,6 +137,7 @@ def serve_before(
     service_port: int,
     host: str = LOOPBACK,
     behind: Authority | None = None,
+    **changes: Any,
 ) -> Iterator[RunningProxy]:
     """Start nginx in an aggregator's folder, before a service that runs.
 
@@ -156,6 +161,7 @@ def serve_before(
                 service_port=service_port,
                 folder=folder,
                 work=folder / "proxy",
+                **changes,
             )
             try:
                 stack.enter_context(nginx(settings))

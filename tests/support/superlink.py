@@ -57,22 +57,29 @@ flwr-version-target = "1.41.0"
 
 [tool.flwr.app.components]
 serverapp = "shim.server_app:app"
-clientapp = "shim.server_app:nothing"
+clientapp = "shim.client_app:app"
 
 [tool.flwr.app.config]
 socket = ""
 """
 _SHIM = """
-from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from support import superlink_app
 
-app, nothing = ServerApp(), ClientApp()
+app = ServerApp()
 
 
 @app.main()
 def main(grid, context):
     superlink_app.serve(grid, context.run_config["socket"])
+"""
+# What a node must never run: it leaves a file behind.
+_TRAP = """
+import pathlib
+from flwr.clientapp import ClientApp
+
+pathlib.Path({trap!r}).touch()
+app = ClientApp()
 """
 
 
@@ -90,6 +97,11 @@ class SuperLink:
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _app: socket.socket | None = None
     _run: int = 0
+
+    @property
+    def trap(self) -> Path:
+        """A file that is there once somebody has run the bundle's code for sites."""
+        return self.folder / "trap"
 
     @property
     def authority(self) -> bytes:
@@ -165,7 +177,7 @@ class SuperLink:
             listener.settimeout(PATIENCE_SECONDS)
             with warnings.catch_warnings():  # Of its dependencies' plans.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                content = build_fab_from_disk(_project(self.folder / "app"))
+                content = build_fab_from_disk(self._project())
             fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
             config = user_config_to_proto({"socket": str(path)})
             request = StartRunRequest(fab=fab_to_proto(fab), override_config=config)
@@ -193,6 +205,18 @@ class SuperLink:
     def online(self) -> dict[int, float]:
         """Nodes that Flower counts as there, and until when."""
         return {int(node): until for node, until in self.ask("nodes").items()}
+
+    def _project(self) -> Path:
+        """The bundle, before it is one."""
+        folder = self.folder / "app"
+        (folder / "shim").mkdir(parents=True, exist_ok=True)
+        (folder / "pyproject.toml").write_text(_PROJECT)
+        (folder / "LICENSE").write_text("None.\n")
+        (folder / "shim" / "__init__.py").write_text("")
+        (folder / "shim" / "server_app.py").write_text(_SHIM)
+        trap = _TRAP.format(trap=str(self.trap))
+        (folder / "shim" / "client_app.py").write_text(trap)
+        return folder
 
     def _is_up(self) -> bool:
         assert self._processes["superlink"].poll() is None, self.log
@@ -264,15 +288,6 @@ def wait_for(
             return found
         time.sleep(0.05)
     raise AssertionError(f"waited {seconds:g} s in vain until {what}")
-
-
-def _project(folder: Path) -> Path:
-    (folder / "shim").mkdir(parents=True, exist_ok=True)
-    (folder / "pyproject.toml").write_text(_PROJECT)
-    (folder / "LICENSE").write_text("None.\n")
-    (folder / "shim" / "__init__.py").write_text("")
-    (folder / "shim" / "server_app.py").write_text(_SHIM)
-    return folder
 
 
 def _free_port() -> int:

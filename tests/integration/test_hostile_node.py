@@ -1,0 +1,331 @@
+"""A stranger, and an enrolled site that means harm, against nginx and a real SuperLink.
+
+Another node is at work all the while, and goes on; nothing of the service ends.
+"""
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import zlib
+from base64 import b64encode
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import proxy_server
+
+from cloud_adapters import flower_simulation
+from deploy import proxy
+from deploy.certificates import Authority, key_pem, new_key, signing_request
+from deploy.proxy import FLEET_CALLS, ProxySettings
+from federation.clock import SystemClock
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+from flwr.app import Message, RecordDict  # noqa: E402
+from flwr.app.message import remove_content_from_message  # noqa: E402
+from flwr.common.serde import message_to_proto  # noqa: E402
+from flwr.proto import fleet_pb2, heartbeat_pb2, message_pb2  # noqa: E402
+from flwr.proto.node_pb2 import Node  # noqa: E402
+from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+from flwr.supernode import node_auth_http_interceptor as node_auth  # noqa: E402
+from support import superlink  # noqa: E402
+from support.superlink import SuperLink, wait_for  # noqa: E402
+
+from cloud_adapters import flower_site  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.flower,
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+REFUSED = {400, 401, 403, 404, 409, 411, 413, 415, 422, 426, 429}
+often = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@dataclass(kw_only=True)
+class Place:
+    """An aggregator's host, a node at work, and what the hostile site holds."""
+
+    server: SuperLink
+    address: str
+    honest: int
+    hostile: int
+    honest_process: int
+    key: ec.EllipticCurvePrivateKey
+    site: httpx.Client
+    stranger: httpx.Client
+
+    def post(
+        self, call: str, body: bytes, headers: dict[str, str], client: httpx.Client
+    ) -> int:
+        """Call Fleet; the status, or 0 where the connection was closed."""
+        url = f"https://{self.address}/v1/fleet/{call}"
+        kind = {"Content-Type": "application/protobuf"}
+        for _ in range(2):
+            with contextlib.suppress(httpx.TransportError):
+                answer = client.post(url, content=body, headers=kind | headers)
+                return answer.status_code
+        return 0
+
+    def signed(self) -> dict[str, str]:
+        """Headers that prove the hostile site's own key, now."""
+        now = node_auth.now().isoformat()
+        signature = self.key.sign(now.encode(), ec.ECDSA(hashes.SHA256()))
+        public = public_key_to_bytes(self.key.public_key())
+        return {
+            node_auth.FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(public).decode(),
+            node_auth.TIMESTAMP_HEADER: now,
+            node_auth.FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode(),
+        }
+
+    def works(self) -> bool:
+        """Whether the honest node still answers, over the same SuperLink."""
+        message = self.server.ask("push_query", node=self.honest, size=8)
+        return bool(self.server.ask("pull", message=message, size=8)["right"])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("superlink")
+    with superlink.serve(folder) as server, contextlib.ExitStack() as stack:
+        authority = Authority.load(folder, clock=SystemClock())
+        port = proxy_server.free_port()
+        at = ProxySettings(
+            listen=f"127.0.0.1:{port}",
+            superlink_port=int(server.address.rpartition(":")[2]),
+            service_port=proxy_server.free_port(),
+            folder=folder,
+            work=folder / "proxy",
+            upstream_name="127.0.0.1",
+        )
+        stack.enter_context(proxy_server.nginx(at))
+        honest, process = _start_node(server, stack)
+        context = _context(authority)
+        stranger = stack.enter_context(httpx.Client(verify=context))
+        key, tls = ec.generate_private_key(ec.SECP384R1()), new_key()
+        pem = authority.issue_site("hostile", signing_request("hostile", tls))
+        (folder / "hostile.pem").write_bytes(pem + key_pem(tls))
+        context = _context(authority)
+        context.load_cert_chain(folder / "hostile.pem")
+        made = Place(
+            server=server,
+            address=f"127.0.0.1:{port}",
+            honest=honest,
+            honest_process=process,
+            hostile=server.register(key),
+            key=key,
+            site=stack.enter_context(httpx.Client(verify=context)),
+            stranger=stranger,
+        )
+        before = server.pid
+        yield made
+        assert server.pid == before
+        assert made.works()
+
+
+def _context(authority: Authority) -> Any:
+    import ssl  # noqa: PLC0415
+
+    return ssl.create_default_context(cadata=authority.pem.decode())
+
+
+def _start_node(server: SuperLink, stack: contextlib.ExitStack) -> tuple[int, int]:
+    """Have another process be a node that echoes."""
+    key, path = ec.generate_private_key(ec.SECP384R1()), server.folder / "node.pem"
+    path.touch(mode=0o600)
+    path.write_bytes(key_pem(key))
+    node = server.register(key)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "support.flower_node_process"),
+            *(path, server.folder / "ca.crt", server.address),
+        ],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    wait_for(lambda: node in server.online(), "the node is there")
+    return node, process.pid
+
+
+nodes = st.sampled_from(["honest", "hostile", "nobody"])
+requests = {
+    "activate-node": fleet_pb2.ActivateNodeRequest,
+    "deactivate-node": fleet_pb2.DeactivateNodeRequest,
+    "send-node-heartbeat": heartbeat_pb2.SendNodeHeartbeatRequest,
+    "pull-messages": fleet_pb2.PullMessagesRequest,
+    "push-messages": fleet_pb2.PushMessagesRequest,
+    "pull-object": message_pb2.PullObjectRequest,
+    "push-object": message_pb2.PushObjectRequest,
+    "confirm-message-received": message_pb2.ConfirmMessageReceivedRequest,
+    "get-run": None,
+    "get-fab": None,
+}
+bodies = st.one_of(
+    st.binary(max_size=200),
+    st.sampled_from(
+        [b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 4000, zlib.compress(bytes(1 << 20))]
+    ),
+)
+headers = st.dictionaries(
+    st.sampled_from(
+        [
+            *("Content-Type", "Content-Encoding", "flwr-package-version"),
+            *(node_auth.TIMESTAMP_HEADER, node_auth.FLEET_HTTP_SIGNATURE_HEADER),
+            node_auth.FLEET_HTTP_PUBLIC_KEY_HEADER,
+        ]
+    ),
+    st.sampled_from(["", "gzip", "deflate", "text/html", "0.0.0", "x" * 3000, "%00"]),
+    max_size=3,
+)
+
+
+def test_every_call_is_tried():
+    """A call that is let in and not in this list would go untested."""
+    assert set(requests) == set(FLEET_CALLS)
+
+
+@given(call=st.sampled_from(FLEET_CALLS), body=bodies, more=headers)
+@often
+def test_strangers_reach_nothing(
+    place: Place, call: str, body: bytes, more: dict[str, str]
+):
+    """Without a certificate of the federation nothing is even looked at."""
+    before = place.server.log.count("/v1/fleet/")
+    assert place.post(call, body, place.signed() | more, place.stranger) == 403
+    assert place.server.log.count("/v1/fleet/") == before
+
+
+@given(
+    call=st.sampled_from(FLEET_CALLS),
+    body=bodies,
+    more=headers,
+    signs=st.sampled_from(["signed", "unsigned"]),
+)
+@often
+def test_malformed_requests_of_a_site(
+    place: Place, call: str, body: bytes, more: dict[str, str], signs: str
+):
+    """With a certificate, with its own signature or without: refused."""
+    own = place.signed() if signs == "signed" else {}
+    assert place.post(call, body, own | more, place.site) in REFUSED | {0}
+    assert place.site.get(f"https://{place.address}/nothing").status_code == 404
+
+
+@pytest.mark.parametrize("call", [name for name, kind in requests.items() if kind])
+@pytest.mark.parametrize("who", ["honest", "nobody"])
+def test_site_is_no_other_node(place: Place, call: str, who: str):
+    """Flower binds a key to the number of its node, for every call that names one."""
+    number = place.honest if who == "honest" else 12345
+    kind = requests[call]
+    assert kind is not None
+    body = kind()
+    if call == "activate-node":
+        body.public_key = b"another"
+    elif hasattr(body, "node_id"):
+        body.node_id = number
+    else:
+        body.node.CopyFrom(Node(node_id=number))
+    status = place.post(call, body.SerializeToString(), place.signed(), place.site)
+    assert status == 401
+    assert place.works()
+
+
+def test_signature_of_another_time_is_refused(place: Place):
+    """An old one, that somebody has kept, or one of the future."""
+    body = fleet_pb2.PullMessagesRequest(node=Node(node_id=place.hostile))
+    content = body.SerializeToString()
+    assert place.post("pull-messages", content, place.signed(), place.site) == 200
+    other = place.signed() | {node_auth.TIMESTAMP_HEADER: "2026-01-01T00:00:00+00:00"}
+    assert place.post("pull-messages", content, other, place.site) == 401
+
+
+@pytest.mark.parametrize("knows", ["all but the id", "the id"])
+def test_answer_in_another_nodes_name(place: Place, knows: str):
+    """Whoever does not know a question's id cannot answer it for another.
+
+    Flower does not check in whose name a node answers. An id is a digest over a random
+    name, and only the node that is asked is told it.
+    """
+    os.kill(place.honest_process, signal.SIGSTOP)
+    try:
+        question = place.server.ask("push_query", node=place.honest, size=8)
+        known = question if knows == "the id" else secrets.token_hex(32)
+        _answer_for_the_honest(place, known)
+    finally:
+        os.kill(place.honest_process, signal.SIGCONT)
+    found = place.server.ask("pull", message=question, size=8)
+    assert found["right"] == (knows != "the id")
+
+
+def _answer_for_the_honest(place: Place, question: str) -> None:
+    """Push an answer as a node does, with the hostile site's own keys."""
+    TaskIdentity.run_id, TaskIdentity.node_id = place.server._run, place.honest
+    TaskIdentity.task_id = 0
+    asked = Message(RecordDict(), place.honest, "query")
+    asked.metadata.__dict__.update(_src_node_id=1, _message_id=question)
+    forged = Message(flower_site.pack_bytes(b"forged"), reply_to=asked)
+    forged.metadata.ttl = 100.0
+    with no_object_id_recompute():
+        forged.metadata.__dict__.update(_dst_node_id=1, _message_id=forged.object_id)
+        objects, tree = get_all_nested_objects(forged), get_object_tree(forged)
+    me = Node(node_id=place.hostile)
+    push = fleet_pb2.PushMessagesRequest(
+        node=me,
+        messages_list=[message_to_proto(remove_content_from_message(forged))],
+        message_object_trees=[tree],
+    )
+    taken = place.site.post(
+        f"https://{place.address}/v1/fleet/push-messages",
+        content=push.SerializeToString(),
+        headers={"Content-Type": "application/protobuf", **place.signed()},
+    )
+    found = fleet_pb2.PushMessagesResponse.FromString(taken.content)
+    for name in found.objects_to_push:
+        piece = message_pb2.PushObjectRequest(
+            node=me,
+            run_id=place.server._run,
+            object_id=name,
+            object_content=objects[name].deflate(),
+            session_id=found.session_id,
+        )
+        content = piece.SerializeToString()
+        assert place.post("push-object", content, place.signed(), place.site) == 200
+
+
+def test_oversize_bodies(place: Place):
+    """Told from the length alone, before a byte of it is read."""
+    for client in (place.stranger, place.site):
+        most = proxy.MAX_FLEET_BYTES + 1
+        assert place.post("push-object", bytes(most), {}, client) in {403, 413, 0}
+    assert place.works()
