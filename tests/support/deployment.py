@@ -42,12 +42,13 @@ def crossfed(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]
 
 @dataclass(kw_only=True)
 class Deployment:
-    """An aggregator and two sites."""
+    """An aggregator and its sites."""
 
     folder: Path
     port: int
     host: str = "127.0.0.1"
     namespaces: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     followers: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -62,6 +63,7 @@ class Deployment:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*where, *CROSSFED, *arguments],
+                env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -183,11 +185,18 @@ def deployed(
     *,
     host: str = "127.0.0.1",
     namespaces: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
     sites: Sequence[str] = SITES,
 ) -> Iterator[Deployment]:
     """Make a federation as the how-to says, and end it."""
     port = free_port()
-    made = Deployment(folder=folder, port=port, host=host, namespaces=namespaces or {})
+    made = Deployment(
+        folder=folder,
+        port=port,
+        host=host,
+        namespaces=namespaces or {},
+        environment=environment or {},
+    )
     address = f"{host}:{port}"
     home = str(folder / "aggregator")
     crossfed("aggregator", "init", home, "--host", host, "--listen", address)

@@ -34,6 +34,10 @@ ACCOUNT = "123456789012"
 # Of the clients below, which alone sign URLs.
 SECRET = "test-secret"  # noqa: S105 (of nothing)
 
+_Environ = dict[str, Any]
+_StartResponse = Callable[[str, list[tuple[str, str]]], Any]
+App = Callable[[_Environ, _StartResponse], Iterable[bytes]]
+
 _BAD_DIGEST = "The CRC32C that you specified did not match the content received."
 
 
@@ -72,6 +76,10 @@ class S3Server:
         return S3Store(options.pop("bucket", None) or self.bucket(), prefix, **options)
 
 
+def _as_is(app: App) -> App:
+    return app
+
+
 def named_store(url: str, endpoint: str) -> AbstractContextManager[S3Store]:
     """A store in a bucket of somebody's; it is empty before and after."""
     bucket = url.removeprefix("s3://").rstrip("/")
@@ -105,8 +113,16 @@ def client(endpoint_url: str, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def serve() -> Iterator[S3Server]:
-    """Run a server until the end of the block."""
+def serve(
+    host: str = "127.0.0.1", port: int = 0, *, before: Callable[[App], App] = _as_is
+) -> Iterator[S3Server]:
+    """Run a server until the end of the block.
+
+    Args:
+        host: Where it listens.
+        port: There; any that is free by default.
+        before: Puts something before the server.
+    """
     # moto computes CRC32C with this module if there is one, and CRC-32 if not.
     shim = types.ModuleType("crc32c")
     shim.crc32c = google_crc32c.value  # type: ignore[attr-defined]
@@ -119,12 +135,12 @@ def serve() -> Iterator[S3Server]:
     from werkzeug.serving import make_server  # noqa: PLC0415
 
     log: list[str] = []
-    app = _Strict(DomainDispatcherApplication(create_backend_app), log)
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_handler())
+    app = before(_Strict(DomainDispatcherApplication(create_backend_app), log))
+    server = make_server(host, port, app, threaded=True, request_handler=_handler())
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield S3Server(f"http://127.0.0.1:{server.server_port}", log)
+        yield S3Server(f"http://{host}:{server.server_port}", log)
     finally:
         server.shutdown()
         thread.join()
@@ -141,15 +157,10 @@ def _handler() -> type[Any]:
     return Quiet
 
 
-_Environ = dict[str, Any]
-_StartResponse = Callable[[str, list[tuple[str, str]]], Any]
-_App = Callable[[_Environ, _StartResponse], Iterable[bytes]]
-
-
 class _Strict:
     """WSGI middleware that checks what moto takes on trust."""
 
-    def __init__(self, app: _App, log: list[str]) -> None:
+    def __init__(self, app: App, log: list[str]) -> None:
         self._app = app
         self._log = log
         self._writing = threading.Lock()
@@ -168,7 +179,7 @@ class _Strict:
         with self._writing:
             refusal = refusal or _completing(environ)
             if refusal is not None:
-                return _refuse(start, *refusal)
+                return refuse(start, *refusal)
             return list(self._app(environ, start))
 
 
@@ -216,7 +227,7 @@ def _refusal_of_whole(environ: _Environ, multipart: Any) -> tuple[str, str, str]
     return None
 
 
-def _refuse(
+def refuse(
     start: _StartResponse, status: str, code: str, message: str
 ) -> Iterable[bytes]:
     start(status, [("Content-Type", "application/xml")])

@@ -1,0 +1,62 @@
+"""The whole matrix, with a table of what came of it: ``make test-faults``."""
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from faults import table
+from faults.cells import CELLS, DOZEN, MATRIX, Cell
+from faults.testbed import testbed
+from faults.trial import Result, run_cell
+
+
+def main() -> int:
+    """Run the cells that were asked for; 1 if something is wrong with one."""
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
+    parser.add_argument("cells", nargs="*", help="words that a cell's name must hold")
+    parser.add_argument("--dozen", action="store_true", help="the few that always run")
+    parser.add_argument("--list", action="store_true", help="show the matrix alone")
+    parser.add_argument("--out", type=Path, help="append results to this file")
+    parser.add_argument("--keep", type=Path, help="leave the federation's folder here")
+    parser.add_argument("--table", type=Path, help="write a page from --out, no run")
+    options = parser.parse_args()
+    if options.list:
+        for cell in MATRIX:
+            print(cell.name, cell.senseless and f"({cell.senseless})")
+        return 0
+    if options.table:
+        options.table.write_text(table.page(options.out.read_text().splitlines()))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Take everything down.
+    chosen = [c for c in (DOZEN if options.dozen else CELLS) if _fits(c, options.cells)]
+    with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
+        return _run(chosen, options.keep or Path(scratch), options.out)
+
+
+def _run(cells: list[Cell], folder: Path, out: Path | None) -> int:
+    num_bad = 0
+    with testbed(folder) as bed:
+        for cell in cells:
+            try:
+                result = run_cell(cell, bed)
+            except Exception as error:  # noqa: BLE001 -- the others are to run too
+                text = f"{type(error).__name__}: {error}"
+                result = Result(cell=cell, faults=(text,), outcome="no verdict")
+            num_bad += bool(result.faults)
+            print(table.line(result), flush=True)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
+    return int(num_bad > 0)
+
+
+def _fits(cell: Cell, words: list[str]) -> bool:
+    return all(set(word.split("/")) <= set(cell.name.split("/")) for word in words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

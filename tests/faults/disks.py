@@ -1,0 +1,54 @@
+"""Disks of their own for some folders, which can be filled up."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+SIZE_BYTES = 192 << 20
+_BALLAST = "ballast"
+
+
+@contextmanager
+def disks(folders: Sequence[Path]) -> Iterator[None]:
+    """Mount a disk of ``SIZE_BYTES`` in memory at each of some folders."""
+    mounted: list[Path] = []
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            options = f"size={SIZE_BYTES},mode=0700"
+            _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
+            mounted.append(folder)
+        yield
+    finally:
+        for folder in reversed(mounted):
+            _run("umount", str(folder))
+
+
+def fill(folder: Path) -> None:
+    """Leave no byte on a folder's disk."""
+    with (folder / _BALLAST).open("ab", buffering=0) as ballast:
+        for size in (1 << 20, 1 << 12, 1):
+            _write_until_full(ballast.fileno(), b"\0" * size)
+
+
+def clear(folder: Path) -> None:
+    """Give the space back."""
+    (folder / _BALLAST).unlink()
+
+
+def _write_until_full(handle: int, block: bytes) -> None:
+    while True:
+        try:
+            if os.write(handle, block) < len(block):
+                return
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)

@@ -1,0 +1,109 @@
+"""A job for each kind of run: small, and every round of it changes the model."""
+
+from pathlib import Path
+
+from faults.cells import Cell, Deed, Mode, Victim
+from federation import job_file
+from federation.job import JobSpec
+
+SITES = ("aws-us-east-1", "gcp-us-central1", "aws-eu-west-1", "on-premises")
+STRUCK = SITES[1]  # The site that things happen to; it is in every job.
+
+DEADLINE_SECONDS = 60.0
+
+_BEGINNING = """
+seed = 7
+
+[data]
+source = "clients.data:digits"
+partition = {{ kind = "dirichlet", alpha = 1.0 }}
+
+[schedule]
+round_deadline_seconds = {deadline}
+max_lost_rounds = 8
+
+[storage]
+keep_checkpoints = 1000
+
+[model]
+{model}
+"""
+_SMALL = """factory = "clients.models:logistic_regression"
+options = { inputs = 64, classes = 10 }"""
+# 1.1 MB of weights: above the smallest threshold of the exchange.
+_LARGE = """factory = "clients.models:mlp"
+options = { inputs = 64, classes = 10, hidden = [3600] }"""
+
+_TRAINING = """
+[training]
+local_steps = 10
+batch_size = 32
+optimizer = { name = "sgd", lr = 0.05 }
+"""
+_PRIVATE = """
+[training]
+local_steps = 4
+batch_size = 128
+optimizer = { name = "sgd", lr = 20.0 }
+
+[aggregation]
+weights = "uniform"
+
+[privacy.differential_privacy]
+unit = "record"
+target_epsilon = 100.0
+noise_multiplier = 1.0
+clip_norm = 0.1
+"""
+_SECURE = """
+[privacy.secure_aggregation]
+enabled = true
+max_examples = 1000
+"""
+_THRESHOLD = "threshold = 3\n"
+_MODES = {
+    Mode.PLAIN: _TRAINING,
+    Mode.P1: _TRAINING + _SECURE,
+    Mode.P2: _TRAINING + _SECURE + _THRESHOLD,
+    Mode.P1_PRIVATE: _PRIVATE + _SECURE,
+    Mode.P2_PRIVATE: _PRIVATE + _SECURE + _THRESHOLD,
+}
+
+# What a job of any kind promises is enough.
+FLOOR = """
+privacy = "none"
+secure_aggregation = false
+accept_two_sites = true
+max_clip_norm = 100.0
+max_epsilon = 1000.0
+"""
+
+
+def text_of(cell: Cell) -> str:
+    """The job of a cell."""
+    model = _LARGE if cell.victim is Victim.STORE else _SMALL
+    # In the clear two sites are as good as four.
+    sites = SITES[:2] if cell.mode is Mode.PLAIN else SITES
+    return "\n".join(
+        [
+            f'name = "{cell.mode}"',
+            f"rounds = {num_rounds(cell)}",
+            _BEGINNING.format(deadline=DEADLINE_SECONDS, model=model),
+            _MODES[cell.mode],
+            *(f'[[sites]]\nname = "{site}"' for site in sites),
+        ]
+    )
+
+
+def num_rounds(cell: Cell) -> int:
+    """Enough that a run has rounds before the deed, in the midst of it and after."""
+    goes_on = cell.mode in {Mode.P2, Mode.P2_PRIVATE} and cell.victim is Victim.SITE
+    if goes_on and cell.deed is not Deed.FULL:
+        # Without the struck site, a round takes a second.
+        return 20 + round(cell.seconds / 2)
+    return 20
+
+
+def load(path: Path, *settings: str) -> JobSpec:
+    """Read a run's job, with other values for some keys."""
+    return job_file.load(path, settings)

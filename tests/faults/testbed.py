@@ -1,0 +1,177 @@
+"""A federation of real processes with everything that can be struck.
+
+The aggregator is on this host; each site and the object store have one of their own.
+What processes write lies on small disks.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faults import disks, jobs, store_process
+from faults.cells import Victim
+from faults.network import Network, network
+from support.deployment import CLOCK, Deployment, deployed, wait_for
+
+TESTS = Path(__file__).resolve().parents[1]
+_STORE = "store"
+_STORE_PORT = 9000
+_RANKS = "\n[compute]\nranks = 2\n"
+
+
+@dataclass(kw_only=True)
+class Testbed:
+    """A running federation, its network and its store.
+
+    Attributes:
+        deployment: Aggregator and sites.
+        net: How they are connected.
+        store: Process of the object store.
+        is_ranked: Whether the struck site trains with two ranks.
+    """
+
+    deployment: Deployment
+    net: Network
+    store: subprocess.Popen[bytes] | None = None
+    is_ranked: bool = field(default=False)
+
+    @property
+    def folder(self) -> Path:
+        return self.deployment.folder
+
+    def disk_of(self, victim: Victim) -> Path:
+        """Folder of what a victim writes."""
+        return disk_folders(self.folder)[victim]
+
+    def start_store(self) -> None:
+        """Start the store, and wait until it answers."""
+        address = self.net.addresses[_STORE]
+        program = [sys.executable, "-m", "faults.store_process"]
+        where = ["ip", "netns", "exec", self.net.namespaces[_STORE]]
+        with (self.folder / "store.log").open("ab") as log:
+            self.store = subprocess.Popen(
+                [*where, *program, address, str(_STORE_PORT)],
+                env={**os.environ, "PYTHONPATH": str(TESTS)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        wait_for(self._store_answers, "the store")
+
+    def stop_store(self, number: signal.Signals) -> None:
+        """End the store by a signal."""
+        if self.store is not None:
+            self.store.send_signal(signal.SIGCONT)
+            self.store.send_signal(number)
+            self.store.wait(30)
+
+    def signal_store(self, number: signal.Signals) -> None:
+        """Send the store a signal."""
+        assert self.store is not None
+        self.store.send_signal(number)
+
+    def pull_store(self) -> None:
+        """Cut everybody's way to the store."""
+        self.net.pull(_STORE)
+
+    def plug_store(self) -> None:
+        """Open it again."""
+        self.net.plug(_STORE)
+
+    def use_ranks(self, *, wanted: bool) -> None:
+        """Have the struck site train with two ranks, or with one."""
+        if wanted == self.is_ranked:
+            return
+        path = self.folder / jobs.STRUCK / "site.toml"
+        text = path.read_text().replace(_RANKS, "")
+        path.write_text(text + _RANKS if wanted else text)
+        self.is_ranked = wanted
+        self.restart_site()
+
+    def restart_site(self) -> None:
+        """Stop the struck site's agent, and start it again."""
+        process = self.deployment.processes.pop(jobs.STRUCK)
+        process.terminate()
+        process.wait(60)
+        self.deployment.start_site(jobs.STRUCK)
+
+    def ended(self) -> list[str]:
+        """Processes that have ended although nobody has struck them."""
+        processes = self.deployment.processes.items()
+        return [name for name, one in processes if one.poll() is not None]
+
+    def revive(self) -> None:
+        """Start again what has ended."""
+        for name in self.ended():
+            if name in jobs.SITES:
+                self.deployment.start_site(name)
+            else:
+                self.deployment.start_aggregator()
+        if self.store is None or self.store.poll() is not None:
+            self.start_store()
+
+    def _store_answers(self) -> bool:
+        url = f"http://{self.net.addresses[_STORE]}:{_STORE_PORT}/{store_process.BUCKET}"
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+def disk_folders(folder: Path) -> dict[Victim, Path]:
+    """Where each victim that writes files does so."""
+    return {
+        Victim.COORDINATOR: folder / "aggregator" / "runs",
+        Victim.SUPERLINK: folder / "aggregator" / "flower",
+        Victim.PROXY: folder / "aggregator" / "proxy",
+        Victim.SITE: folder / jobs.STRUCK,
+    }
+
+
+@contextmanager
+def testbed(folder: Path) -> Iterator[Testbed]:
+    """Build one, and take it down."""
+    credentials = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test"}
+    with ExitStack() as stack:
+        net = stack.enter_context(network([*jobs.SITES, _STORE]))
+        stack.enter_context(disks.disks([*disk_folders(folder).values()]))
+        exchange = _exchange(net)
+        deployment = stack.enter_context(
+            deployed(
+                folder,
+                jobs.FLOOR + exchange,
+                host=net.address,
+                namespaces=net.namespaces,
+                environment=credentials,
+                sites=jobs.SITES,
+            )
+        )
+        with Path(deployment.config).open("a") as config:
+            config.write(exchange)
+        made = Testbed(deployment=deployment, net=net)
+        stack.callback(made.stop_store, signal.SIGTERM)
+        made.start_store()
+        yield made
+
+
+def _exchange(net: Network) -> str:
+    endpoint = f"http://{net.addresses[_STORE]}:{_STORE_PORT}"
+    return f"""
+[exchange]
+url = "s3://{store_process.BUCKET}/fed"
+endpoint = "{endpoint}"
+region = "us-east-1"
+threshold_mb = 1
+"""
+
+
+def pause(seconds: float) -> None:
+    """Wait."""
+    CLOCK.sleep(seconds)
