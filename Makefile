@@ -16,7 +16,7 @@ FAST := tests/contract tests/unit --ignore=tests/unit/cloud_adapters/test_flower
 	--ignore=tests/contract/test_flower_node.py \
 	-m "not slow and not flower and not deploy"
 
-.PHONY: help demo nginx test test-long test-fast test-cloud test-lowest lint check format bench docs dist clean
+.PHONY: help demo nginx test test-long test-fast test-faults test-cloud test-lowest lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,11 @@ test-long: $(READY) ## Run the tests that take many minutes
 
 test-fast: $(READY) ## Run the tests that take milliseconds
 	$(PYTEST) $(FAST) -n 2 --dist worksteal
+
+test-faults: $(READY) ## Run the fault matrix and write its table (hours; as root)
+	@mkdir -p runs
+	-cd tests && ../$(BIN)/python -m faults --out ../runs/faults.jsonl
+	cd tests && ../$(BIN)/python -m faults --out ../runs/faults.jsonl --table ../docs/explanation/faults.md
 
 test-cloud: $(READY) ## Run the suite of stores on the buckets of CROSSFED_TEST_S3_URL and _GCS_URL
 	@test -n "$$CROSSFED_TEST_S3_URL$$CROSSFED_TEST_GCS_URL" || { \

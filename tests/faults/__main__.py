@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 import tempfile
-from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from faults import table
@@ -22,14 +22,17 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the matrix alone")
     parser.add_argument("--out", type=Path, help="append results to this file")
     parser.add_argument("--keep", type=Path, help="leave the federation's folder here")
-    parser.add_argument("--table", type=Path, help="write a page from --out, no run")
+    parser.add_argument(
+        "--table", type=Path, help="put the results of --out into this page; run none"
+    )
     options = parser.parse_args()
     if options.list:
         for cell in MATRIX:
-            print(cell.name, cell.senseless and f"({cell.senseless})")
+            print(cell.name, cell.senseless and f"({cell.senseless})")  # noqa: T201
         return 0
     if options.table:
-        options.table.write_text(table.page(options.out.read_text().splitlines()))
+        page, results = options.table.read_text(), options.out.read_text()
+        options.table.write_text(table.fill_in(page, results.splitlines()))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Take everything down.
     chosen = [c for c in (DOZEN if options.dozen else CELLS) if _fits(c, options.cells)]
@@ -47,10 +50,11 @@ def _run(cells: list[Cell], folder: Path, out: Path | None) -> int:
                 text = f"{type(error).__name__}: {error}"
                 result = Result(cell=cell, faults=(text,), outcome="no verdict")
             num_bad += bool(result.faults)
-            print(table.line(result), flush=True)
+            print(table.line(result), flush=True)  # noqa: T201
             if out is not None:
+                row = table.row_of(result, f"{datetime.now(UTC):%Y-%m-%d}")
                 with out.open("a") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
+                    file.write(json.dumps(row) + "\n")
     return int(num_bad > 0)
 
 

@@ -99,9 +99,7 @@ def _fill(victim: Victim, bed: Testbed, seconds: float) -> None:
 
 
 @contextmanager
-def _between(
-    begin: Callable[[], object], end: Callable[[], object]
-) -> Iterator[None]:
+def _between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
     try:
         begin()
         yield

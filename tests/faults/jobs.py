@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from faults.cells import Cell, Deed, Mode, Victim
+
 from federation import job_file
 from federation.job import JobSpec
 
@@ -100,8 +101,8 @@ def num_rounds(cell: Cell) -> int:
     goes_on = cell.mode in {Mode.P2, Mode.P2_PRIVATE} and cell.victim is Victim.SITE
     if goes_on and cell.deed is not Deed.FULL:
         # Without the struck site, a round takes a second.
-        return 20 + round(cell.seconds / 2)
-    return 20
+        return 12 + round(cell.seconds / 2)
+    return 12
 
 
 def load(path: Path, *settings: str) -> JobSpec:

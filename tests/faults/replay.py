@@ -1,9 +1,9 @@
 """The same job in a simulation in which the same is lost on purpose."""
 
-
-from deploy.simulation import simulate
 from faults import jobs
 from faults.verdict import Run, Weights, flat
+
+from deploy.simulation import simulate
 
 
 def replay(run: Run) -> Weights:

@@ -117,7 +117,9 @@ class Testbed:
             self.start_store()
 
     def _store_answers(self) -> bool:
-        url = f"http://{self.net.addresses[_STORE]}:{_STORE_PORT}/{store_process.BUCKET}"
+        url = (
+            f"http://{self.net.addresses[_STORE]}:{_STORE_PORT}/{store_process.BUCKET}"
+        )
         try:
             with urllib.request.urlopen(url, timeout=2) as answer:
                 return bool(answer.status == 200)

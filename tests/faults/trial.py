@@ -104,7 +104,9 @@ def _faults(cell: Cell, run: Run, folder: Path) -> Iterator[str]:
     yield from verdict.check_rounds(run)
     yield from verdict.check_secrets(run)
     if cell.mode in _PRIVATE:
-        ledgers = {site: _ledger(folder / site, run.run_id, site) for site in jobs.SITES}
+        ledgers = {
+            site: _ledger(folder / site, run.run_id, site) for site in jobs.SITES
+        }
         yield from verdict.check_ledgers(run, ledgers)
         return
     found, first = run.weights(), replay(run)

@@ -159,7 +159,9 @@ def check_ledgers(run: Run, ledgers: Mapping[str, Path]) -> Iterator[str]:
             for charge in found.contents.charges
             if charge.purpose == "train"
         )
-        released = {e["round_index"] for e in run.of("SiteAnswered") if e["site"] == site}
+        released = {
+            e["round_index"] for e in run.of("SiteAnswered") if e["site"] == site
+        }
         if released - set(charges):
             yield f"{site} released {released - set(charges)}, which are not charged"
         twice = [index for index, number in charges.items() if number > 1]
@@ -170,7 +172,8 @@ def check_ledgers(run: Run, ledgers: Mapping[str, Path]) -> Iterator[str]:
 def check_bits(found: Weights, wanted: Weights) -> Iterator[str]:
     """In the clear: bit for bit the model of the run that lost the same on purpose."""
     if found.tobytes() != wanted.tobytes():
-        yield f"the model is not that of the replay: {_distance(found, wanted):.3g} away"
+        distance = _distance(found, wanted)
+        yield f"the model is not that of the replay: {distance:.3g} away"
 
 
 def check_closeness(found: Weights, first: Weights, second: Weights) -> Iterator[str]:
@@ -187,7 +190,9 @@ def check_closeness(found: Weights, first: Weights, second: Weights) -> Iterator
 def check_power(run: Run, first: Weights, second: Weights) -> Iterator[str]:
     """One round more or less would have been seen by ``check_closeness``."""
     allowed = 3 * _distance(first, second) + ROUNDING * float(np.linalg.norm(first))
-    steps = [e["update_norm"] for e in run.rounds().values() if e["status"] == COMPLETED]
+    steps = [
+        e["update_norm"] for e in run.rounds().values() if e["status"] == COMPLETED
+    ]
     if steps and min(steps) < 10 * allowed:
         yield f"a round of {min(steps):.3g} would not be seen: {allowed:.3g} pass"
 
