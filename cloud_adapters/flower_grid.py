@@ -98,8 +98,8 @@ class FlowerGrid:
                 by default.
             quorum: Sites without which an exchange is of no use.
             ordered: Yield replies in the order of the tasks, so that sums of
-                floating-point updates are the same in every run; otherwise as they
-                arrive.
+                floating-point updates are the same in every run; otherwise, and
+                where memory does not allow to hold all of them back, as they arrive.
             workers: Processes that the nodes share, as in a simulation: a task's
                 deadline then counts from when a process takes it up. None if every
                 node has a process of its own: it counts from when the task goes out.
@@ -180,6 +180,10 @@ class FlowerGrid:
             deadline_seconds=deadline_seconds,
             waiting=deque(enumerate(tasks)),
             ahead=self._max_in_flight + _ahead(tasks) if self._ordered else math.inf,
+            # Without shared processes all tasks go out at once, and all answers may
+            # have to wait for the first.
+            ordered=self._ordered
+            and (self._workers is not None or len(tasks) <= _ahead(tasks)),
         )
         return self._run(exchange)
 
@@ -194,7 +198,7 @@ class FlowerGrid:
                 self._expire(exchange)
                 self._give_up_silent(exchange)
                 self._ask_after(exchange)
-                ready = [*late, *exchange.ready(ordered=self._ordered)]
+                ready = [*late, *exchange.ready()]
                 yield from ready
                 if not ready and exchange.is_open():
                     self._pause()

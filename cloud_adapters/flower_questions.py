@@ -87,6 +87,7 @@ class Exchange:
         deadline_seconds: How long a site may take.
         waiting: Tasks that have not gone out, with their places.
         ahead: How far they may go out ahead of the next one to be handed on.
+        ordered: Whether replies are handed on in the order of the tasks.
         open: Questions without an answer, by their places.
         out: Messages to which a reply may come, by their ids.
         landed: What is to be handed on, by its place.
@@ -96,6 +97,7 @@ class Exchange:
     deadline_seconds: float
     waiting: deque[tuple[int, Task]]
     ahead: float
+    ordered: bool
     open: dict[int, Question] = field(default_factory=dict)
     out: dict[str, Out] = field(default_factory=dict)
     landed: dict[int, Reply] = field(default_factory=dict)
@@ -116,9 +118,9 @@ class Exchange:
         left = [name for name, out in self.out.items() if out.question is question]
         return {name: self.out.pop(name).question.asked for name in left}
 
-    def ready(self, *, ordered: bool) -> list[Reply]:
+    def ready(self) -> list[Reply]:
         """Take out the replies that may be handed on."""
-        if not ordered:
+        if not self.ordered:
             found = [*self.landed.values()]
             self.landed.clear()
             return found

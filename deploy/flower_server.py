@@ -113,6 +113,7 @@ def _connector(
             frames=frames,
             required=required,
             quorum=quorum,
+            ordered=True,
             connect_seconds=config.file.connect_seconds,
             poll_seconds=SUPERLINK_POLL_SECONDS,
         )

@@ -264,6 +264,16 @@ def test_ordered_replies_come_in_the_order_of_the_tasks(
     assert [r.message.site for r in replies] == SITES
 
 
+def test_order_is_given_up_for_memory(
+    flower: FakeFlower, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+):
+    """All answers are out at once, and large ones are not held back."""
+    monkeypatch.setattr(flower_grid, "MAX_AHEAD_BYTES", 2 * TASK.weights_d.nbytes)
+    grid = make_grid(flower, clock, ordered=True)
+    flower.silent = {10}
+    assert [r.message.site for r in exchange(grid)] == ["two", "three", "one"]
+
+
 def test_shared_processes_limit_what_is_out(flower: FakeFlower, clock: VirtualClock):
     """One task in work and one behind it; the rest waits here."""
     grid = make_grid(flower, clock, workers=1)
