@@ -228,6 +228,7 @@ class AggregatorService:
                     control.stop(int(one.coordinator.flower_run))
 
     def _start(self, control: FlowerControl, action: Start, run: RunFolder) -> None:
+        run_queue.check_room(run)
         number = control.start(
             {
                 "folder": str(run.path.resolve()),

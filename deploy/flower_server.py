@@ -17,7 +17,7 @@ from deploy.deployed_run import Connect, DeployedRun, Parties
 from deploy.enrolment_book import BookFile
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder
-from deploy.run_queue import STOP, Outcome, leave_outcome
+from deploy.run_queue import STOP, Outcome, is_full, leave_outcome
 from deploy.run_result import RunResult
 from federation import job_file
 from federation.clock import SystemClock
@@ -54,6 +54,8 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
     Raises:
         RunConflict: Another coordinator works on it, and may not know yet that
             Flower has given it up: this one makes way, without an outcome.
+        StoreUnavailable: The disk is full: there is no outcome either, and the run
+            goes on when there is room.
     """
     try:
         deployed = DeployedRun(
@@ -70,6 +72,8 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
     except RunConflict:
         raise
     except FederationError as error:
+        if is_full(error):
+            raise
         leave_outcome(run, Outcome(code=_code(error), message=str(error)))
         raise
     leave_outcome(run, Outcome(code=_CODES[result.status], message=result.status))

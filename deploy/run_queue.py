@@ -3,10 +3,12 @@
 ``crossfed run`` writes ``job.toml`` and ``request.json``; the service starts a
 coordinator and notes it in ``coordinator.json``; the coordinator leaves
 ``outcome.json`` when there is nothing more to do, whether it went well or not. A
-coordinator that ends without an outcome was killed, and the service starts another,
-which goes on from the newest checkpoint. ``stop`` asks it to end after its round.
+coordinator that ends without an outcome was killed, or found the disk full, and the
+service starts another once there is room, which goes on from the newest checkpoint.
+``stop`` asks it to end after its round.
 """
 
+import errno
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ from federation.typed_json import decode, encode, refuse_constant
 
 REQUEST, COORDINATOR = "request.json", "coordinator.json"
 OUTCOME, STOP = "outcome.json", "stop"
+
+# What a run's disk must have room for before a coordinator is started.
+ROOM_BYTES = 1 << 20
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 # Starts of a coordinator without a single round in between.
 MAX_FRUITLESS_STARTS = 5
@@ -155,6 +161,29 @@ def ask_to_stop(run: RunFolder) -> None:
 def leave_outcome(run: RunFolder, outcome: Outcome) -> None:
     """Say that there is nothing more to do."""
     _write(run.path / OUTCOME, outcome)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error comes of a full disk: the run waits for room and is not over."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False
+
+
+def check_room(run: RunFolder) -> None:
+    """Refuse to start a coordinator that could not write anything.
+
+    Nor could its start be noted, and another one would follow it at once.
+
+    Raises:
+        StoreUnavailable: The folder cannot be written, for example since its disk is
+            full.
+    """
+    probe = run.path / "room"
+    replace_file(probe, [bytes(ROOM_BYTES)])
+    probe.unlink()
 
 
 def note_start(handed: Handed, flower_run: int, *, fruitless: int) -> None:

@@ -60,9 +60,8 @@ SENSELESS = {
     (Victim.RANK, Deed.FULL): "it writes no file",
 }
 
-# Runs that a full disk may end, and what their message must say.
-_FULL_DISK = "free space"
-ADVICE = {(Victim.COORDINATOR, Deed.FULL): _FULL_DISK}
+# Runs that may end early, and what their message must then say.
+ADVICE: dict[tuple[Victim, Deed], str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,7 +170,7 @@ class _Strict:
         self._log.append(f"{method} {environ.get('RAW_URI', environ['PATH_INFO'])}")
         stranger = refusal_of_signature(environ, SECRET)
         if stranger is not None:
-            return _refuse(start, *stranger)
+            return refuse(start, *stranger)
         if method not in {"PUT", "POST"}:
             return self._app(environ, start)
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

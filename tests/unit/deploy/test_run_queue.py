@@ -1,5 +1,6 @@
 """Which run is worked on next, from files and from what Flower says."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,12 @@ from cloud_adapters.flower_facts import FlowerRun
 from deploy import folder_lock, run_queue
 from deploy.run_folder import RunFolder
 from deploy.run_queue import GiveUp, Handed, Outcome, Start
-from federation.errors import CorruptObject, FederationError, RunConflict
+from federation.errors import (
+    CorruptObject,
+    FederationError,
+    RunConflict,
+    StoreUnavailable,
+)
 
 RUNNING = FlowerRun(is_over=False, status="running")
 OVER = FlowerRun(is_over=True, status="finished failed")
@@ -152,3 +158,23 @@ def test_locks_are_seen_and_let_go(tmp_path: Path):
         ):
             pass
     assert not folder_lock.is_held(path)
+
+
+def test_no_coordinator_is_started_where_none_could_write(tmp_path: Path):
+    """The complaint names the folder; the try leaves nothing."""
+    run = handed(tmp_path, "a", 1.0)
+    before = sorted(run.path.iterdir())
+    run_queue.check_room(run)
+    assert sorted(run.path.iterdir()) == before
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreUnavailable, match=str(tmp_path / "file")):
+        run_queue.check_room(RunFolder(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+def test_a_full_disk_is_known_by_its_cause(number: int):
+    """However deep: a run whose disk is full goes on when it is not."""
+    error = StoreUnavailable("cannot write")
+    assert not run_queue.is_full(error)
+    error.__cause__ = OSError(number, "of the system")
+    assert run_queue.is_full(error) == (number != errno.EACCES)
