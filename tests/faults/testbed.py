@@ -8,15 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from botocore.exceptions import BotoCoreError, ClientError
 from faults import disks, jobs, store_process
 from faults.cells import Victim
 from faults.network import Network, network
+from support import s3_server
 from support.deployment import CLOCK, Deployment, deployed, wait_for
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -117,14 +118,12 @@ class Testbed:
             self.start_store()
 
     def _store_answers(self) -> bool:
-        url = (
-            f"http://{self.net.addresses[_STORE]}:{_STORE_PORT}/{store_process.BUCKET}"
-        )
+        client = s3_server.client(_endpoint(self.net))
         try:
-            with urllib.request.urlopen(url, timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
+            client.head_bucket(Bucket=store_process.BUCKET)
+        except (BotoCoreError, ClientError):
             return False
+        return True
 
 
 def disk_folders(folder: Path) -> dict[Victim, Path]:
@@ -140,7 +139,10 @@ def disk_folders(folder: Path) -> dict[Victim, Path]:
 @contextmanager
 def testbed(folder: Path) -> Iterator[Testbed]:
     """Build one, and take it down."""
-    credentials = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test"}
+    credentials = {
+        "AWS_ACCESS_KEY_ID": "test-key",
+        "AWS_SECRET_ACCESS_KEY": s3_server.SECRET,
+    }
     with ExitStack() as stack:
         net = stack.enter_context(network([*jobs.SITES, _STORE]))
         stack.enter_context(disks.disks([*disk_folders(folder).values()]))
@@ -163,12 +165,15 @@ def testbed(folder: Path) -> Iterator[Testbed]:
         yield made
 
 
+def _endpoint(net: Network) -> str:
+    return f"http://{net.addresses[_STORE]}:{_STORE_PORT}"
+
+
 def _exchange(net: Network) -> str:
-    endpoint = f"http://{net.addresses[_STORE]}:{_STORE_PORT}"
     return f"""
 [exchange]
 url = "s3://{store_process.BUCKET}/fed"
-endpoint = "{endpoint}"
+endpoint = "{_endpoint(net)}"
 region = "us-east-1"
 threshold_mb = 1
 """
