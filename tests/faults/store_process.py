@@ -6,8 +6,8 @@ does. After SIGUSR1 its disk is full, after SIGUSR2 no longer.
 
 import signal
 import sys
-import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from support import s3_server
@@ -16,20 +16,26 @@ BUCKET = "exchange"
 FULL, ROOM = signal.SIGUSR1, signal.SIGUSR2
 
 
+@dataclass(slots=True)
+class _Disk:
+    is_full: bool = False
+
+
 def main(host: str, port: int) -> None:
     """Serve until SIGTERM."""
-    heard = {FULL, ROOM, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # Threads inherit it.
-    is_full = threading.Event()
-    with s3_server.serve(host, port, before=lambda app: _filling(app, is_full)) as made:
+    disk = _Disk()
+    signal.signal(FULL, lambda *_: setattr(disk, "is_full", True))
+    signal.signal(ROOM, lambda *_: setattr(disk, "is_full", False))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with s3_server.serve(host, port, before=lambda app: _filling(app, disk)) as made:
         made.client().create_bucket(Bucket=BUCKET)
-        while (number := signal.sigwait(heard)) != signal.SIGTERM:
-            (is_full.set if number == FULL else is_full.clear)()
+        while True:
+            signal.pause()
 
 
-def _filling(app: s3_server.App, is_full: threading.Event) -> s3_server.App:
+def _filling(app: s3_server.App, disk: _Disk) -> s3_server.App:
     def answer(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
-        if not is_full.is_set() or environ["REQUEST_METHOD"] not in {"PUT", "POST"}:
+        if not disk.is_full or environ["REQUEST_METHOD"] not in {"PUT", "POST"}:
             return app(environ, start)
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         # As MinIO says it.
