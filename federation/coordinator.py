@@ -99,13 +99,13 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
             _save(parts, state)
         while state.round_index < job.rounds and not parts.stop_requested():
             try:
-                state, spare_d = _run_round(job, parts, state, spare_d)
+                state, spare_d, complaints = _run_round(job, parts, state, spare_d)
             except BudgetExceeded as error:
                 if state.rounds_completed == 0:
                     raise
                 exhausted = str(error)
                 break
-            _check_progress(job, state)
+            _check_progress(job, state, complaints)
         is_complete = state.round_index >= job.rounds
         if is_complete or exhausted:
             _check_result(job, state)
@@ -124,7 +124,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
 
 def _run_round(
     job: JobSpec, parts: ServerParts, state: RunState, spare_d: Vector
-) -> tuple[RunState, Vector]:
+) -> tuple[RunState, Vector, Sequence[str]]:
     """Run the next round.
 
     Args:
@@ -134,7 +134,8 @@ def _run_round(
         spare_d: Memory for the combined update, shape ``(d,)``.
 
     Returns:
-        The new state, already durable, and memory for the next round.
+        The new state, already durable; memory for the next round; and what is wrong
+        with answers that do not count.
 
     Raises:
         BudgetExceeded: Too few sites have the privacy budget for the round.
@@ -163,14 +164,14 @@ def _run_round(
             record.end_phase("apply")
     record.finish(status)
     _save(parts, new_state)
-    return new_state, state.weights_d if status == "completed" else spare_d
+    unused_d = state.weights_d if status == "completed" else spare_d
+    return new_state, unused_d, record.complaints
 
 
 def _out_of_budget(record: RoundRecord) -> BudgetExceeded:
-    first, *others = record.out_of_budget
-    more = f" (and {len(others)} more)" if others else ""
+    first = _first(record.out_of_budget)
     return BudgetExceeded(
-        f"round {record.round_index} is beyond the privacy budget of {first}{more}"
+        f"round {record.round_index} is beyond the privacy budget of {first}"
     )
 
 
@@ -293,13 +294,21 @@ def _in_secret(job: JobSpec) -> bool:
     return job.privacy.secure_aggregation.enabled
 
 
-def _check_progress(job: JobSpec, state: RunState) -> None:
+def _check_progress(
+    job: JobSpec, state: RunState, complaints: Sequence[str] = ()
+) -> None:
     if state.lost_in_a_row >= job.schedule.max_lost_rounds:
+        said = f"{_first(complaints)}; " if complaints else ""
         raise QuorumNotMet(
             f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
             f"round {state.round_index} (the quorum is {job.minimum_sites} of "
-            f"{job.cohort_size} sites); {_what_is_left(state)}"
+            f"{job.cohort_size} sites); {said}{_what_is_left(state)}"
         )
+
+
+def _first(complaints: Sequence[str]) -> str:
+    more = f" (and {len(complaints) - 1} more)" if complaints[1:] else ""
+    return f"{complaints[0]}{more}"
 
 
 def _what_is_left(state: RunState) -> str:

@@ -41,6 +41,8 @@ class RoundRecord:
             that is agreed upon.
         next_clip: What they are clipped to in the next round, where that adapts.
         out_of_budget: What sites said whose privacy budget does not allow the round.
+        complaints: What is wrong with each answer that does not count, or with its
+            absence, with the name of the site before it.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RoundRecord:
         self.update_clip: float | None = None
         self.next_clip: float | None = None
         self.out_of_budget: list[str] = []
+        self.complaints: list[str] = []
         self._layout = layout
         self._clock = clock
         self._emit = emit
@@ -329,8 +332,10 @@ class RoundRecord:
             self._emit_failure(failure, None)
 
     def _emit_failure(self, failure: SiteFailure, reply: Reply | None) -> None:
+        complaint = f"{failure.site}: {failure.message}"
+        self.complaints.append(complaint)
         if failure.kind is FailureKind.BUDGET:
-            self.out_of_budget.append(f"{failure.site}: {failure.message}")
+            self.out_of_budget.append(complaint)
         now = self._clock.monotonic()
         asked = self._start if reply is None else reply.asked_seconds
         answered = now if reply is None else reply.answered_seconds

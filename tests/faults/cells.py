@@ -61,7 +61,7 @@ SENSELESS = {
 }
 
 # Runs that may end early, and what their message must then say.
-ADVICE: dict[tuple[Victim, Deed], str] = {}
+ADVICE = {(Victim.SITE, Deed.FULL): "free some space"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

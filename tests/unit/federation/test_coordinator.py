@@ -375,6 +375,7 @@ def test_too_many_lost_rounds_stop_the_run():
         run.run()
     (finished,) = run.told(RunFinished)
     assert (finished.status, finished.message) == ("failed", str(caught.value))
+    assert f"{A}: " in finished.message  # What the site said last.
     assert (finished.last_round, finished.rounds_completed) == (4, 1)
     saved = run.checkpoints().load_latest()
     assert saved is not None
