@@ -7,7 +7,7 @@ instances than train at the same time.
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -62,8 +62,15 @@ class ModelPool:
             gradient.
     """
 
-    def __init__(self, job: JobSpec) -> None:
+    def __init__(
+        self, job: JobSpec, place_: Callable[[torch.nn.Module], None] | None = None
+    ) -> None:
         """Build the first instance, with the job's seed.
+
+        Args:
+            job: The job.
+            place_: Puts a new model where it trains. A rank of a site says so, and
+                needs no initial weights; without it models go to the job's device.
 
         Raises:
             JobError: The factory cannot be imported or called, returns something
@@ -83,12 +90,16 @@ class ModelPool:
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
         self.layout: Layout = weights.layout_of(first, job.model.integer_buffers)
         self.trained_spans = weights.trained_spans(first, self.layout)
-        self._initial = weights.read(first, self.layout)
-        _check_finite(self.layout, self._initial[0])
+        initial = weights.read(first, self.layout)
+        _check_finite(self.layout, initial[0])
+        self._initial = None if place_ else initial
+        self._place_ = place_ or (lambda module: module.to(self.device))
         self._idle = [self._instance(first)]
 
     def initial_weights(self) -> tuple[Vector, IntegerVector]:
         """Weights that the job's seed gives: shapes ``(d,)`` and ``(m,)``."""
+        if self._initial is None:
+            raise ValueError("a rank keeps no initial weights")
         weights_d, integers_m = self._initial
         return weights_d.copy(), integers_m.copy()
 
@@ -123,7 +134,7 @@ class ModelPool:
                 self._idle.append(instance)
 
     def _instance(self, module: torch.nn.Module) -> Instance:
-        module.to(self.device)
+        self._place_(module)
         memory = weights.memory_of(module)
         with self._lock:
             self._check_new(module, memory)

@@ -32,9 +32,10 @@ from clients.private_steps import (
     takes_private_steps,
 )
 from clients.randomness import torch_seed
+from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
-from federation.errors import JobError, SiteError
+from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.messages import MetricSums
@@ -106,6 +107,12 @@ class TorchTrainer:
     def layout(self) -> Layout:
         """Layout of the model."""
         return self._pool.layout
+
+    def own_spans(self) -> tuple[tuple[int, int], ...]:
+        """Places of the weights that this rank answers for; see ``weights``."""
+        is_first = self._peers.rank.rank == 0
+        with self._pool.borrow() as model:
+            return weights.own_spans(model.module, self._pool.layout, is_first=is_first)
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
@@ -298,12 +305,15 @@ class TorchTrainer:
         size = self._job.evaluation.batch_size
         total, rank = len(self._held_out), self._peers.rank
         starts = range(rank.rank * size, total, rank.world_size * size)
-        walk = (np.arange(i, min(i + size, total)) for i in starts)
-        for chosen in telling_ahead(self._held_out, walk):
+        walk = [np.arange(i, min(i + size, total)) for i in starts]
+        if self._peers.is_sharded and len(walk) * rank.world_size * size < total:
+            walk.append(np.arange(1))  # Others need this rank's part once more.
+        for number, chosen in enumerate(telling_ahead(self._held_out, iter(walk))):
             inputs, targets = self._on_device(self._held_out.batch(chosen))
             with self._autocast():
                 loss = self._objective(model, inputs, targets, max_loss=max_loss)
-            sums.add(loss.total, loss.count, loss.correct)
+            if number < len(starts):
+                sums.add(loss.total, loss.count, loss.correct)
         return sums.metrics()
 
     def _steps_per_round(self) -> int:
@@ -369,24 +379,3 @@ class TorchTrainer:
         if self._job.training.precision == "fp32":
             return nullcontext()
         return torch.autocast(self._pool.device.type, dtype=torch.bfloat16)
-
-
-def check_shares(job: JobSpec, site: SiteId, train: Dataset, num_ranks: int) -> None:
-    """Check that every rank of a site gets something to do.
-
-    Raises:
-        SiteError: There are fewer examples than ranks.
-        JobError: A batch cannot be shared out evenly, and the data needs it.
-    """
-    if len(train) < num_ranks:
-        raise SiteError(
-            f"site {site!r} has {len(train)} training examples for {num_ranks} "
-            "ranks: start fewer"
-        )
-    size = job.training.batch_size
-    if isinstance(train, ReadsAhead) and size % num_ranks:
-        raise JobError(
-            f"is {size}: data in shards is read in equal parts by the {num_ranks} "
-            f"ranks of site {site!r}, so make it a multiple of that",
-            key="training.batch_size",
-        )

@@ -5,6 +5,7 @@ Shape suffixes: d float values of the model, m integer values of the model.
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ def _check_travels(name: str, tensor: object) -> None:
 def memory_of(module: torch.nn.Module) -> set[int]:
     """Addresses of the memory that holds the module's state."""
     return {
-        tensor.untyped_storage().data_ptr()
+        _held(tensor)[0].untyped_storage().data_ptr()
         for tensor in module.state_dict().values()
         if tensor.numel()
     }
@@ -137,22 +138,75 @@ def load(
     # Copies, one tensor at a time: torch warns about read-only arrays, and exports
     # by DLPack refuse them in older versions.
     for spec, view in layout.float_views(weights_d):
-        state[spec.name].copy_(torch.from_numpy(view.copy()))
+        held, rows = _held(state[spec.name])
+        held.copy_(torch.from_numpy(view[rows].copy()))
     for integer_spec, integer_view in layout.integer_views(integers_m):
         state[integer_spec.name].copy_(torch.from_numpy(integer_view.copy()))
 
 
 @torch.no_grad()
 def read(module: torch.nn.Module, layout: Layout) -> tuple[Vector, IntegerVector]:
-    """Copy a module's tensors out into new vectors."""
-    weights_d = np.empty(layout.size, dtype=np.float32)
+    """Copy a module's tensors out into new vectors.
+
+    Of a sharded module the rows that other ranks hold stay 0; as nothing writes to
+    them, they take no memory.
+    """
+    weights_d = np.zeros(layout.size, dtype=np.float32)
     integers_m = np.empty(layout.num_integers, dtype=np.int64)
     state = module.state_dict()
     for spec, view in layout.float_views(weights_d):
-        torch.from_numpy(view).copy_(state[spec.name])
+        held, rows = _held(state[spec.name])
+        torch.from_numpy(view[rows]).copy_(held)
     for integer_spec, integer_view in layout.integer_views(integers_m):
         torch.from_numpy(integer_view).copy_(state[integer_spec.name])
     return weights_d, integers_m
+
+
+def _held(tensor: Any) -> tuple[torch.Tensor, Any]:
+    """Return what this process holds of a tensor, and which rows those are.
+
+    FSDP2 gives each rank an equal number of rows, rounded up, and the last ranks what
+    is left. Its tensors are told by their method: to import their class takes a second.
+    """
+    if not hasattr(tensor, "to_local"):
+        return tensor, ...
+    held: torch.Tensor = tensor.to_local()
+    mesh = tensor.device_mesh
+    start = -(-len(tensor) // mesh.size()) * mesh.get_local_rank()
+    return held, slice(start, start + len(held))
+
+
+def own_spans(
+    module: torch.nn.Module, layout: Layout, *, is_first: bool
+) -> tuple[tuple[int, int], ...]:
+    """Places ``[start, stop)`` of the flat vector that this process is to write.
+
+    Args:
+        module: A model that every rank has, whole or in parts.
+        layout: Its layout.
+        is_first: Whether this is the first rank, which writes what all have.
+    """
+    state = module.state_dict()
+    spans: list[tuple[int, int]] = []
+    for spec, view in layout.float_views(np.empty(layout.size, dtype=np.float32)):
+        _, rows = _held(state[spec.name])
+        if rows is ...:
+            if is_first:
+                _append(spans, spec.offset, spec.offset + spec.size)
+            continue
+        row_size = spec.size // len(view)
+        start, stop, _ = rows.indices(len(view))
+        _append(spans, spec.offset + start * row_size, spec.offset + stop * row_size)
+    return tuple(spans)
+
+
+def _append(spans: list[tuple[int, int]], start: int, stop: int) -> None:
+    """Append a span, joined to the last one if they touch."""
+    if start >= stop:
+        return
+    if spans and spans[-1][1] == start:
+        start = spans.pop()[0]
+    spans.append((start, stop))
 
 
 def trained_spans(
@@ -165,12 +219,8 @@ def trained_spans(
     trained = _trained(module)
     spans: list[tuple[int, int]] = []
     for spec, _ in layout.float_views(np.empty(layout.size, dtype=np.float32)):
-        start, stop = spec.offset, spec.offset + spec.size
-        if spec.name not in trained or start == stop:
-            continue
-        if spans and spans[-1][1] == start:
-            start = spans.pop()[0]
-        spans.append((start, stop))
+        if spec.name in trained:
+            _append(spans, spec.offset, spec.offset + spec.size)
     return tuple(spans)
 
 

@@ -4,6 +4,7 @@ import logging
 import sys
 import tomllib
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from clients.private_steps import PrivateTraining
 from clients.ranks import process
 from clients.ranks.control import Start
 from clients.ranks.peers import Peers
+from clients.ranks.placing import can_compile, place_
 from clients.trainer import TorchTrainer
 from deploy import wiring
 from deploy.data import load_data
@@ -41,10 +43,11 @@ def _build(start: Start, peers: Peers) -> TorchTrainer:
     job = replace(job, training=replace(job.training, device=str(peers.device)))
     site = SiteId(start.site)
     train, held_out = _data(job, site, start)
+    compiled = start.compile and can_compile(peers.device)
     return TorchTrainer(
         job,
         site,
-        pool=ModelPool(job),
+        pool=ModelPool(job, partial(place_, peers=peers, compiled=compiled)),
         train=train,
         held_out=held_out,
         private=_private(start),

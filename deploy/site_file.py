@@ -44,10 +44,20 @@ class ComputeSpec:
 
     ranks: int = key(
         "Processes that train together, each with a GPU of its own if there are GPUs. "
-        "1 trains in the agent's own process.",
+        "1 trains in the agent's own process, unless `compile` is set.",
         default=1,
         low=1,
         high=64,
+    )
+    sharding: str = key(
+        "`none`: every rank holds the whole model. `full`: each holds a part of its "
+        "weights, gradients and optimiser state (FSDP2).",
+        default="none",
+        choices=("none", "full"),
+    )
+    compile: bool = key(
+        "Train with `torch.compile` where it works; private steps are not compiled.",
+        default=False,
     )
     restarts: int = key(
         "How often a round is begun again because a rank died.", default=2, low=0
@@ -226,6 +236,11 @@ def _check(file: SiteFile) -> None:
         raise JobError(str(error), key="name") from None
     check_address(file.aggregator.address, key="aggregator.address")
     exchange.check(file.exchange)
+    if file.compute.sharding == "full" and file.compute.ranks == 1:
+        raise JobError(
+            "one rank holds the whole model: set compute.ranks to 2 or more",
+            key="compute.sharding",
+        )
 
 
 def check_address(text: str, *, key: str) -> tuple[str, int]:

@@ -11,15 +11,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from tempfile import TemporaryDirectory
 
 import tomli_w
 
-from clients.private_steps import PrivateTraining
+from clients.private_steps import PrivateTraining, takes_private_steps
+from clients.ranks.checks import check_devices, check_shardable, check_shares
 from clients.ranks.control import Start
 from clients.ranks.group import RankGroup
 from clients.ranks.shared_model import SharedModel
 from clients.ranks.trainer import RankedTrainer
-from clients.trainer import check_shares
 from cloud_adapters.urls import parse_url
 from deploy.private_sites import MakePrivate
 from deploy.site_file import SiteDataSpec, SiteFile
@@ -37,7 +38,7 @@ MODULE = "deploy.rank_process"
 _PLAIN = (
     "PATH", "HOME", "LANG", "LC_*", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONWARNINGS",
     "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "CROSSFED_CACHE_*", "CUDA_*", "NVIDIA_*",
-    "NCCL_*", "OMP_*", "MKL_*", "TORCH_*", "PYTORCH_*",
+    "NCCL_*", "OMP_*", "MKL_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CC", "CXX",
 )  # fmt: skip
 # What the clients of object stores and key services look for.
 _CLOUD = (
@@ -56,10 +57,10 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
 
     Raises:
         JobError: It cannot; ``key`` is the key of the job.
-        SiteError: There are fewer examples than ranks.
+        SiteError: There are fewer examples than ranks, or fewer GPUs.
     """
     ranks = file.compute.ranks
-    if ranks == 1:
+    if not uses_ranks(job, file):
         return
     site = f"site {file.name!r} trains with {ranks} ranks (compute.ranks)"
     if job.privacy.differential_privacy.unit == "joint":
@@ -73,12 +74,29 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             f"{site}, and {job.training.device!r} is one device: write cuda or auto",
             key="training.device",
         )
+    if file.compute.sharding == "full" and takes_private_steps(job):
+        raise JobError(
+            f"{site} that share out the model (compute.sharding), and a private step "
+            "keeps a sum of clipped gradients for the whole model on each: ask its "
+            'operator to set compute.sharding = "none"',
+            key="privacy.differential_privacy.unit",
+        )
+    check_devices(job, ranks)
     check_shares(job, SiteId(file.name), data[0], ranks)
+
+
+def uses_ranks(job: JobSpec, file: SiteFile) -> bool:
+    """Whether ranks train a job, or the agent does it itself.
+
+    Compiled code is loaded where there are no keys: it takes a rank, if only one.
+    """
+    compute = file.compute
+    return compute.ranks > 1 or (compute.compile and not takes_private_steps(job))
 
 
 def agents_job(job: JobSpec, file: SiteFile) -> JobSpec:
     """Return the job for the agent's own model: where ranks train it needs no GPU."""
-    if file.compute.ranks == 1:
+    if not uses_ranks(job, file):
         return job
     return replace(job, training=replace(job.training, device="cpu"))
 
@@ -101,10 +119,9 @@ def trainer_of(
     """
     name = SiteId(file.name)
     unit = federation.job.privacy.differential_privacy.unit
-    if file.compute.ranks == 1 or unit != "none":
+    if unit != "none" or not uses_ranks(federation.job, file):
         return partial(federation.trainer, name)
-    check_job(federation.job, file, federation.site_data[name])
-    layout = federation.pool.layout
+    layout = _checked_layout(federation, file)
     trainer = stack.enter_context(ranked_trainer(federation.job, file, layout))
     return lambda: trainer
 
@@ -117,16 +134,23 @@ def private_maker(
     Returns:
         What makes it of the site's plan; None where the agent does it.
     """
-    if file.compute.ranks == 1:
+    if not uses_ranks(federation.job, file):
         return None
-    layout = federation.pool.layout
+    layout = _checked_layout(federation, file)
 
     def make(private: PrivateTraining | None) -> RankedTrainer:
         ranks = ranked_trainer(federation.job, file, layout, private)
         return stack.enter_context(ranks)
 
-    check_job(federation.job, file, federation.site_data[SiteId(file.name)])
     return make
+
+
+def _checked_layout(federation: Federation, file: SiteFile) -> Layout:
+    check_job(federation.job, file, federation.site_data[SiteId(file.name)])
+    layout = federation.pool.layout
+    if file.compute.sharding == "full":
+        check_shardable(layout)
+    return layout
 
 
 @contextmanager
@@ -147,42 +171,58 @@ def ranked_trainer(
     Raises:
         SiteError: No process can be started.
     """
-    memory = SharedModel(layout)
-    group = RankGroup(
-        MODULE,
-        num_ranks=file.compute.ranks,
-        environment=environment(file, os.environ),
-        start=Start(
-            job=tomli_w.dumps(job_file.document(job)),
-            site=file.name,
-            data=tomli_w.dumps(
-                {"source": file.data.source, "options": dict(file.data.options)}
-            ),
-            layout=layout.digest,
-            timeout_seconds=float(file.compute.timeout_seconds),
-            clipping="" if private is None else private.clipping,
-            clip_norm=0.0 if private is None else float(private.clip_norm),
-            noise_multiplier=(
-                0.0 if private is None else float(private.noise_multiplier)
-            ),
-        ),
-        memory=memory,
-    )
-    try:
-        trainer = RankedTrainer(
-            group,
-            site=SiteId(file.name),
-            layout=layout,
+    start = _start(job, file, layout, private)
+    with ExitStack() as stack:
+        variables = environment(file, os.environ)
+        if start.compile:
+            variables = _compilers_environment(stack) | variables
+        memory = SharedModel(layout)
+        group = RankGroup(
+            MODULE,
+            num_ranks=file.compute.ranks,
+            environment=variables,
+            start=start,
             memory=memory,
-            restarts=file.compute.restarts,
         )
-    except BaseException:
-        memory.close()
-        raise
-    try:
+        try:
+            trainer = RankedTrainer(
+                group,
+                site=SiteId(file.name),
+                layout=layout,
+                memory=memory,
+                restarts=file.compute.restarts,
+            )
+        except BaseException:
+            memory.close()
+            raise
+        stack.callback(trainer.close)
         yield trainer
-    finally:
-        trainer.close()
+
+
+def _start(
+    job: JobSpec, file: SiteFile, layout: Layout, private: PrivateTraining | None
+) -> Start:
+    return Start(
+        job=tomli_w.dumps(job_file.document(job)),
+        site=file.name,
+        data=tomli_w.dumps(
+            {"source": file.data.source, "options": dict(file.data.options)}
+        ),
+        layout=layout.digest,
+        timeout_seconds=float(file.compute.timeout_seconds),
+        clipping="" if private is None else private.clipping,
+        clip_norm=0.0 if private is None else float(private.clip_norm),
+        noise_multiplier=0.0 if private is None else float(private.noise_multiplier),
+        sharding=file.compute.sharding,
+        compile=file.compute.compile and private is None,
+    )
+
+
+def _compilers_environment(stack: ExitStack) -> dict[str, str]:
+    """Say where compiled code lies: torch's own place is known to every user."""
+    folder = stack.enter_context(TemporaryDirectory(prefix="crossfed-compiled-"))
+    # By threads of the rank: workers of torch's own might outlive it.
+    return {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def environment(file: SiteFile, whole: Mapping[str, str]) -> dict[str, str]:

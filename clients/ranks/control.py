@@ -34,6 +34,8 @@ class Start:
             gradients are not private.
         clip_norm: Largest norm of a record's gradient.
         noise_multiplier: Noise over the sensitivity.
+        sharding: ``none``, or ``full`` if each rank holds a part of the model.
+        compile: Whether ``torch.compile`` is used where it works.
     """
 
     job: str
@@ -44,6 +46,8 @@ class Start:
     clipping: str = ""
     clip_norm: float = 0.0
     noise_multiplier: float = 0.0
+    sharding: str = "none"
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """What ranks of one site do together while they train, as seen by one of them.
 
-Gradients are averaged by ``DistributedDataParallel``; sums are all-reduced. A trainer
-that is alone calls the same functions, and they do nothing. Starting processes is not
-here: see ``group``.
+Gradients are averaged by ``DistributedDataParallel``, or by the sharded model itself
+(``placing``); sums are all-reduced. A trainer that is alone calls the same functions,
+and they do nothing. Starting processes is not here: see ``group``.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,12 @@ class Peers:
     Attributes:
         rank: Which of them this is.
         device: Where it computes.
+        is_sharded: Whether each rank holds only a part of the model.
     """
 
     rank: Rank = ALONE
     device: torch.device = torch.device("cpu")  # noqa: RUF009 -- immutable
+    is_sharded: bool = False
 
     @property
     def count(self) -> int:
@@ -47,7 +49,7 @@ class Peers:
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return a module whose gradients are the mean over the ranks."""
-        if self.count == 1:
+        if self.count == 1 or self.is_sharded:
             return module
         on_gpu = self.device.type == "cuda"
         # A parameter that no rank has used keeps no gradient, as with one rank.
@@ -60,7 +62,10 @@ class Peers:
     def adding(
         self, wrapped: torch.nn.Module, *, last: bool
     ) -> AbstractContextManager[object]:
-        """Backward passes in here add to gradients; the ``last`` one averages them."""
+        """Backward passes in here add to gradients; the ``last`` one averages them.
+
+        Those of a sharded model are averaged after each: whole ones would not fit.
+        """
         if isinstance(wrapped, DistributedDataParallel) and not last:
             return wrapped.no_sync()
         return nullcontext()

@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 
 from clients.batches import Rank
+from clients.ranks.checks import check_devices
 from clients.ranks.control import (
     Channel,
     Evaluate,
@@ -75,7 +76,12 @@ Build = Callable[[Start, Peers], TorchTrainer]
 
 
 def device_of(job: JobSpec, rank: Rank) -> torch.device:
-    """Device of a rank: each has a GPU of its own, or all compute on the CPU."""
+    """Device of a rank: each has a GPU of its own, or all compute on the CPU.
+
+    Raises:
+        SiteError: There are too few GPUs.
+    """
+    check_devices(job, rank.world_size)
     if job.training.device != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", rank.rank)
     return torch.device("cpu")
@@ -125,7 +131,11 @@ def _answer(
     try:
         if not isinstance(start, Start):
             raise ProtocolError("the agent does not begin with the run")
-        peers = Peers(rank=inherited.rank, device=torch.device(device(start)))
+        peers = Peers(
+            rank=inherited.rank,
+            device=torch.device(device(start)),
+            is_sharded=start.sharding == "full",
+        )
         _meet(inherited, start, peers.device)
         trainer = build(start, peers)
         if trainer.layout().digest != start.layout:
@@ -164,8 +174,9 @@ def _work(
         raise ProtocolError("the agent asks for something unknown")
     result = trainer.fit(weights_d, integers_m, round_index=task.round_index)
     distributed.barrier()  # Nobody reads the weights of before any more.
+    memory.write_part(result.weights_d, trainer.own_spans())
     if rank.rank == 0:
-        memory.write(result.weights_d, result.integers_m)
+        memory.write_integers(result.integers_m)
     training = result.training
     return Trained(
         num_examples=result.num_examples,
@@ -202,4 +213,5 @@ def _meet(inherited: Inherited, start: Start, device: torch.device) -> None:
         rank=rank.rank,
         world_size=rank.world_size,
         timeout=timedelta(seconds=start.timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
     )

@@ -8,6 +8,7 @@ Shape suffixes: d float values of the model, m integer values of the model.
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -51,6 +52,20 @@ class SharedModel:
         ):
             raise ValueError("the vectors are not of this model")
         self._weights_d[:] = weights_d
+        self._integers_m[:] = integers_m
+
+    def write_part(self, weights_d: Vector, spans: Sequence[tuple[int, int]]) -> None:
+        """Copy weights in.
+
+        Args:
+            weights_d: Of the whole model, shape ``(d,)``.
+            spans: Places ``[start, stop)`` that are copied.
+        """
+        for start, stop in spans:
+            self._weights_d[start:stop] = weights_d[start:stop]
+
+    def write_integers(self, integers_m: IntegerVector) -> None:
+        """Copy integers in, shape ``(m,)``."""
         self._integers_m[:] = integers_m
 
     def view(self) -> tuple[Vector, IntegerVector]:

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 from support import agents, ranked_sites
 from support.noisy_jobs import WIDTH
-from support.ranked_sites import TESTS, alone, pids_of, ranked, wait_until_gone
+from support.ranked_sites import (
+    TESTS,
+    alone,
+    assert_like_one,
+    pids_of,
+    ranked,
+    wait_until_gone,
+)
 from support.small_jobs import small_job
 
 from clients.model_pool import ModelPool
@@ -80,41 +87,15 @@ def pair(pool: ModelPool) -> Iterator[RankedTrainer]:
         yield trainer
 
 
-def assert_like_one(trainer: RankedTrainer, job: JobSpec, pool: ModelPool) -> None:
-    """Two rounds and their evaluations, but for the order of sums."""
-    one = alone(job, pool)
-    weights_d, integers_m = pool.initial_weights()
-    for round_index in (1, 2):
-        expected = one.fit(weights_d, integers_m, round_index=round_index)
-        found = trainer.fit(weights_d, integers_m, round_index=round_index)
-        np.testing.assert_allclose(expected.weights_d, found.weights_d, atol=2e-6)
-        assert (expected.num_steps, expected.num_examples) == (
-            found.num_steps,
-            found.num_examples,
-        )
-        assert expected.training is not None
-        assert found.training is not None
-        assert expected.training.count == found.training.count
-        assert expected.training.loss == pytest.approx(found.training.loss, rel=1e-6)
-        weights_d = expected.weights_d
-        measured = trainer.evaluate(weights_d, integers_m)
-        reference = one.evaluate(weights_d, integers_m)
-        assert (reference.count, reference.correct) == (
-            measured.count,
-            measured.correct,
-        )
-        assert reference.loss == pytest.approx(measured.loss, rel=1e-6)
-
-
 def test_two_ranks_are_like_one(pair: RankedTrainer, pool: ModelPool):
     """Epochs whose last batch is too small to share."""
-    assert_like_one(pair, EPOCHS, pool)
+    assert_like_one(pair, alone(EPOCHS, pool), pool)
 
 
 def test_three_ranks_are_like_one(pool: ModelPool):
     """Accumulated batches that cannot be shared out evenly."""
     with ranked(STEPS, pool, ranks=3) as trainer:
-        assert_like_one(trainer, STEPS, pool)
+        assert_like_one(trainer, alone(STEPS, pool), pool)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

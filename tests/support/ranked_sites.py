@@ -6,6 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 from clients.model_pool import ModelPool
 from clients.private_steps import PrivateTraining
 from clients.ranks.trainer import RankedTrainer
@@ -48,10 +51,48 @@ def ranked(
     wait_until_gone(pids)
 
 
-def alone(job: JobSpec, pool: ModelPool) -> TorchTrainer:
+def alone(job: JobSpec, pool: ModelPool, source: str = BLOBS) -> TorchTrainer:
     """One process that trains the same."""
-    train, held_out = load_data(BLOBS, {})
+    train, held_out = load_data(source, {})
     return TorchTrainer(job, SITE, pool=pool, train=train, held_out=held_out)
+
+
+def assert_like_one(
+    trainer: RankedTrainer,
+    one: TorchTrainer,
+    pool: ModelPool,
+    *,
+    atol: float = 2e-6,
+    rtol: float = 1e-6,
+) -> None:
+    """Two rounds and their evaluations, but for the order of sums.
+
+    Args:
+        trainer: The ranks.
+        one: One process that trains the same.
+        pool: Of the job.
+        atol: Most that a weight differs after a round.
+        rtol: Most that a loss differs, of its size.
+    """
+    weights_d, integers_m = pool.initial_weights()
+    for round_index in (1, 2):
+        expected = one.fit(weights_d, integers_m, round_index=round_index)
+        found = trainer.fit(weights_d, integers_m, round_index=round_index)
+        np.testing.assert_allclose(expected.weights_d, found.weights_d, atol=atol)
+        assert (expected.num_steps, expected.num_examples) == (
+            found.num_steps,
+            found.num_examples,
+        )
+        assert expected.training is not None
+        assert found.training is not None
+        assert expected.training.count == found.training.count
+        assert expected.training.loss == pytest.approx(found.training.loss, rel=rtol)
+        weights_d = expected.weights_d
+        measured = trainer.evaluate(weights_d, integers_m)
+        reference = one.evaluate(weights_d, integers_m)
+        assert reference.count == measured.count
+        assert abs(reference.correct - measured.correct) <= rtol * measured.count
+        assert reference.loss == pytest.approx(measured.loss, rel=rtol)
 
 
 def pids_of(trainer: RankedTrainer) -> list[int]:

@@ -1,0 +1,72 @@
+"""Whether a job can be trained by a site's ranks, asked before the first round."""
+
+import torch
+
+from clients.datasets import Dataset
+from clients.shards.order import ReadsAhead
+from federation.errors import JobError, SiteError
+from federation.ids import SiteId
+from federation.job import JobSpec
+from federation.vectors import Layout, Role
+
+
+def check_shares(job: JobSpec, site: SiteId, train: Dataset, num_ranks: int) -> None:
+    """Check that every rank of a site gets something to do.
+
+    Raises:
+        SiteError: There are fewer examples than ranks.
+        JobError: A batch cannot be shared out evenly, and the data needs it.
+    """
+    if len(train) < num_ranks:
+        raise SiteError(
+            f"site {site!r} has {len(train)} training examples for {num_ranks} "
+            "ranks: start fewer"
+        )
+    size = job.training.batch_size
+    if isinstance(train, ReadsAhead) and size % num_ranks:
+        raise JobError(
+            f"is {size}: data in shards is read in equal parts by the {num_ranks} "
+            f"ranks of site {site!r}, so make it a multiple of that",
+            key="training.batch_size",
+        )
+
+
+def check_devices(job: JobSpec, num_ranks: int) -> None:
+    """Check that each rank finds a GPU, where they are used.
+
+    Raises:
+        SiteError: There are too few.
+    """
+    # Counting starts nothing on a GPU, so that an agent may ask too.
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = job.training.device
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return
+    if num_gpus < num_ranks:
+        raise SiteError(
+            f"{num_ranks} ranks (compute.ranks) need a GPU each, and there are "
+            f"{num_gpus}: start fewer, or show them more (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def check_shardable(layout: Layout) -> None:
+    """Check that a model can be cut into parts.
+
+    Raises:
+        JobError: It cannot: a parameter has no rows, or types differ.
+    """
+    parameters = [t for t in layout.tensors if t.role is Role.PARAMETER]
+    scalar = next((t.name for t in parameters if not t.shape), None)
+    if scalar is not None:
+        raise JobError(
+            f"the parameter {scalar!r} is a single number without rows, which cannot "
+            "be shared out: give it the shape (1,)",
+            key="model.factory",
+        )
+    types = sorted({t.dtype for t in parameters})
+    if len(types) > 1:
+        raise JobError(
+            f"the model has parameters of {' and '.join(types)}, and a layer's are "
+            "gathered as one: use one type",
+            key="model.factory",
+        )
