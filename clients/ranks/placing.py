@@ -9,6 +9,7 @@ here too, since it must come before the cut.
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -32,7 +33,7 @@ def place_(module: nn.Module, peers: Peers, *, compiled: bool) -> None:
     if compiled:
         # The layers inside the hooks that gather and free them; else all at once.
         for unit in units or [module]:
-            unit.compile()
+            _compile_(unit)
     if peers.is_sharded:
         _shard_(module, units, peers)
     else:
@@ -70,6 +71,17 @@ def can_compile(device: torch.device) -> bool:
         _LOG.warning("torch.compile does not work and is not used: %s", reason)
         return False
     return True
+
+
+def _compile_(module: nn.Module) -> None:
+    forward = module.forward
+
+    # ``nn.Module.compile`` compiles no module of torch's own (2.13): dynamo looks at no
+    # function that is defined in torch. This one is ours.
+    def of_ours(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    module.forward = torch.compile(of_ours)
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:

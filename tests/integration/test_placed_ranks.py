@@ -1,10 +1,15 @@
 """Ranks that hold parts of a model, compute in bfloat16, or compile."""
 
+import os
+import signal
+from pathlib import Path
+from shutil import which
 from typing import Any
 
+import numpy as np
 import pytest
 from support import sharded_jobs
-from support.ranked_sites import TESTS, alone, assert_like_one, ranked
+from support.ranked_sites import TESTS, alone, assert_like_one, pids_of, ranked
 from support.small_jobs import small_job
 
 from clients.model_pool import ModelPool
@@ -48,7 +53,7 @@ def gpt_job(**training: Any) -> JobSpec:
             "factory": "clients.models:gpt",
             "options": {
                 "vocabulary": sharded_jobs.VOCABULARY,
-                "context": sharded_jobs.LENGTH,
+                "context": sharded_jobs.LENGTH - 1,
                 "layers": 3,
                 "heads": 2,
                 "width": 32,
@@ -80,3 +85,104 @@ def test_parts_of_a_model_train_like_the_whole(job: JobSpec, source: str):
     pool = ModelPool(job)
     with ranked(job, pool, source, sharding="full") as trainer:
         assert_like_one(trainer, alone(job, pool, source), pool, atol=3e-6)
+
+
+def test_parts_take_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Parameters, gradients and the optimiser's state are shared out in equal parts."""
+    job = gpt_job()
+    pool = ModelPool(job)
+    held = {}
+    for sharding in ("none", "full"):
+        folder = tmp_path / sharding
+        folder.mkdir()
+        monkeypatch.setenv(sharded_jobs.MEASURED, str(folder))
+        with ranked(
+            job,
+            pool,
+            TOKENS,
+            sharding=sharding,
+            environment=(sharded_jobs.MEASURED,),
+        ) as trainer:
+            trainer.fit(*pool.initial_weights(), round_index=1)
+        held[sharding] = [int(path.read_text()) for path in folder.iterdir()]
+    # Weights, gradients, two moments, and a counter of steps for each parameter.
+    counters = 4 * len(pool.layout.tensors)
+    assert held["none"] == [16 * pool.layout.size + counters] * 2
+    assert held["full"] == [8 * pool.layout.size + counters] * 2
+
+
+def test_a_killed_rank_of_a_sharded_model():
+    """Its part is gone; the round is done again and gives the same bits."""
+    job = mlp_job()
+    pool = ModelPool(job)
+    weights = pool.initial_weights()
+    with ranked(job, pool, BLOBS, sharding="full") as trainer:
+        expected = trainer.fit(*weights, round_index=2)
+        before = pids_of(trainer)
+        os.kill(before[1], signal.SIGKILL)
+        found = trainer.fit(*weights, round_index=2)
+        assert not set(before) & set(pids_of(trainer))
+    np.testing.assert_array_equal(expected.weights_d, found.weights_d)
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_ranks_compute_in_bfloat16(sharding: str):
+    """They differ from one rank by what bfloat16 rounds, which float32 does not."""
+    optimizer = {"lr": 0.1}
+    job = gpt_job(precision="bf16", optimizer=optimizer)
+    pool = ModelPool(job)
+    weights = pool.initial_weights()
+    # One round moves weights by up to 0.03, and the weights as a whole by 0.34.
+    with ranked(job, pool, TOKENS, sharding=sharding) as trainer:
+        assert_like_one(trainer, alone(job, pool, TOKENS), pool, atol=1e-4, rtol=1e-4)
+        found = trainer.fit(*weights, round_index=1)
+    exact = alone(gpt_job(optimizer=optimizer), pool, TOKENS)
+    expected = exact.fit(*weights, round_index=1)
+    assert np.abs(found.weights_d - expected.weights_d).max() > 2e-5
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled code lies, and what torch finds out about the CPU."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.skipif(which("g++") is None, reason="torch.compile needs g++ on the CPU")
+@pytest.mark.parametrize(
+    ("job", "source", "sharding"),
+    [
+        (mlp_job(), BLOBS, "none"),
+        (gpt_job(optimizer={"lr": 0.1}), TOKENS, "full"),
+    ],
+    ids=["mlp", "gpt"],
+)
+def test_compiled_ranks_are_like_one(
+    job: JobSpec,
+    source: str,
+    sharding: str,
+    kernels: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Same losses and weights, by code for a forward and a backward pass at least."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+    pool = ModelPool(job)
+    with ranked(job, pool, source, compile=True, sharding=sharding) as trainer:
+        trainer.evaluate(*pool.initial_weights())
+        before = set(kernels.rglob("*.py"))
+        assert_like_one(trainer, alone(job, pool, source), pool, atol=3e-6)
+    assert len(set(kernels.rglob("*.py")) - before) >= 2
+
+
+def test_without_a_compiler_ranks_train_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """One line of the log says so, and why."""
+    monkeypatch.setenv("CXX", "/not/there/g++")
+    job = mlp_job()
+    pool = ModelPool(job)
+    with ranked(job, pool, BLOBS, ranks=1, compile=True) as trainer:
+        assert_like_one(trainer, alone(job, pool, BLOBS), pool, atol=3e-6)
+    logged = capfd.readouterr().err.splitlines()
+    assert len(logged) == 1
+    assert "torch.compile does not work and is not used" in logged[0]
+    assert "No working C++ compiler found" in logged[0]

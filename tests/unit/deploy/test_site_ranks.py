@@ -10,6 +10,7 @@ from clients.datasets import as_dataset
 from deploy import site_ranks
 from deploy.site_file import AggregatorSpec, ComputeSpec, SiteDataSpec, SiteFile
 from federation.errors import JobError, SiteError
+from federation.job import JobSpec
 
 DATA = tuple(as_dataset(part, name="blobs") for part in blobs())
 WHOLE = {
@@ -25,13 +26,18 @@ PLAIN = {"PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CROSSFED_CACHE_GIB"}
 CLOUD = {"AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS"}
 
 
-def site_file(source: str = "", ranks: int = 2, **options: Any) -> SiteFile:
+def site_file(
+    source: str = "", ranks: int = 2, *, compile_: bool = False, **options: Any
+) -> SiteFile:
     environment = options.pop("environment", ())
+    sharding = options.pop("sharding", "none")
     return SiteFile(
         name="site-0",
         aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
         data=SiteDataSpec(source=source, options=options),
-        compute=ComputeSpec(ranks=ranks, environment=environment),
+        compute=ComputeSpec(
+            ranks=ranks, sharding=sharding, compile=compile_, environment=environment
+        ),
     )
 
 
@@ -53,9 +59,8 @@ def test_credentials_go_where_data_needs_them(file: SiteFile, expected: set[str]
     assert expected == set(site_ranks.environment(file, WHOLE))
 
 
-def test_a_joint_step_is_refused():
-    """The message says what the operator can do; private steps of a site are taken."""
-    job = small_job(
+def private_job() -> JobSpec:
+    return small_job(
         training={"local_steps": 1, "batch_size": 8, "optimizer": {"lr": 0.5}},
         aggregation={"weights": "uniform"},
         privacy={
@@ -66,6 +71,31 @@ def test_a_joint_step_is_refused():
             }
         },
     )
+
+
+def test_private_steps_with_parts_of_a_model_are_refused():
+    """The message says why, and what the operator can do; other steps are taken."""
+    file = site_file(sharding="full")
+    with pytest.raises(
+        JobError, match=r'whole model .* compute.sharding = "none"'
+    ) as e:
+        site_ranks.check_job(private_job(), file, DATA)
+    assert e.value.key == "privacy.differential_privacy.unit"
+    site_ranks.check_job(small_job(), file, DATA)
+
+
+def test_compiled_code_runs_in_a_rank():
+    """Also in the only one; private steps are not compiled and stay in the agent."""
+    job, one = small_job(), site_file(ranks=1, compile_=True)
+    assert site_ranks.uses_ranks(job, one)
+    assert not site_ranks.uses_ranks(private_job(), one)
+    assert not site_ranks.uses_ranks(job, site_file(ranks=1))
+    assert site_ranks.uses_ranks(private_job(), site_file(compile_=True))
+
+
+def test_a_joint_step_is_refused():
+    """The message says what the operator can do; private steps of a site are taken."""
+    job = private_job()
     site_ranks.check_job(job, site_file(), DATA)
     private = replace(job.privacy.differential_privacy, unit="joint")
     joint = replace(job, privacy=replace(job.privacy, differential_privacy=private))

@@ -1,0 +1,97 @@
+"""Which layers of a model are gathered at a time, and which models can be cut."""
+
+import pytest
+import torch
+from support.small_jobs import small_job
+from torch import nn
+
+from clients.models import digits_cnn, gpt
+from clients.ranks.checks import check_devices, check_shardable
+from clients.ranks.peers import NO_PEERS
+from clients.ranks.placing import place_, units_of
+from clients.weights import layout_of, own_spans
+from federation.errors import JobError, SiteError
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter that has no rows, or one of another type."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = nn.Parameter(scale)
+
+
+def test_blocks_are_gathered_one_by_one():
+    """What lies outside of lists, as embeddings, belongs to the model as a whole."""
+    model = gpt(vocabulary=8, context=4, layers=3, heads=1, width=4)
+    assert list(model.get_submodule("blocks")) == list(units_of(model))
+
+
+def test_layers_without_parameters_are_no_units():
+    """Nothing is gathered for them."""
+    model = digits_cnn(width=2)
+    assert [model[0], model[2], model[6]] == list(units_of(model))
+
+
+def test_lists_in_lists_are_opened():
+    """The units are the layers inside."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(inner, nn.Linear(2, 1))
+    assert [*inner, model[1]] == list(units_of(model))
+
+
+def test_layers_that_share_a_parameter_stay_together():
+    """Cut apart, it would be two."""
+    tied, free = nn.Linear(2, 2), nn.Linear(2, 2)
+    other = nn.Linear(2, 2)
+    other.weight = tied.weight
+    assert [free] == list(units_of(nn.Sequential(tied, free, other)))
+
+
+@pytest.mark.parametrize(
+    ("scale", "reason"),
+    [
+        (torch.tensor(1.0), "'scale' is a single number"),
+        (torch.ones(2, dtype=torch.bfloat16), "parameters of bfloat16 and float32"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(scale: torch.Tensor, reason: str):
+    """The message says what to change."""
+    with pytest.raises(JobError, match=reason) as caught:
+        check_shardable(layout_of(Scaled(scale), {}))
+    assert caught.value.key == "model.factory"
+    check_shardable(layout_of(Scaled(torch.ones(1)), {}))
+
+
+def test_of_a_whole_model_the_first_rank_writes_all():
+    """And the others nothing."""
+    model = digits_cnn(width=2)
+    layout = layout_of(model, {})
+    assert own_spans(model, layout, is_first=True) == ((0, layout.size),)
+    assert own_spans(model, layout, is_first=False) == ()
+
+
+def test_a_model_is_compiled_only_if_it_is_said():
+    """As seen on what its forward pass calls."""
+    plain, compiled = nn.Linear(2, 2), nn.Linear(2, 2)
+    place_(plain, NO_PEERS, compiled=False)
+    place_(compiled, NO_PEERS, compiled=True)
+    assert "forward" not in vars(plain)
+    assert "forward" in vars(compiled)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+@pytest.mark.parametrize(
+    ("device", "found"), [("cpu", True), ("auto", True), ("cuda", False)]
+)
+def test_a_job_for_gpus_finds_them_or_is_refused(device: str, *, found: bool):
+    """Ranks do not fall back to the CPU where a GPU is asked for."""
+    job = small_job(
+        training={"local_steps": 1, "device": device, "optimizer": {"lr": 0.5}}
+    )
+    if found:
+        check_devices(job, 2)
+        return
+    with pytest.raises(SiteError, match="2 ranks .* need a GPU each, and there are 0"):
+        check_devices(job, 2)
