@@ -238,21 +238,21 @@ def test_an_agent_trains_with_ranks(tmp_path: Path, pool: ModelPool):
     members = agents.consortium("site-0")
     job = EPOCHS
     updates = []
-    for ranks in (1, 2):
-        agent = agents.agent(
-            tmp_path / str(ranks), "site-0", members, compute={"ranks": ranks}
-        )
+    for compute in ({}, {"ranks": 2}, {"ranks": 2, "sharding": "full"}):
+        folder = tmp_path / str(len(updates))
+        agent = agents.agent(folder, "site-0", members, compute=compute)
         try:
             introduction = agents.propose(agent, members, agents.proposal(job))
             assert introduction.refused == ""
             updates.append(agent.answer(task(pool)))
         finally:
             agent.close()
-    one, two = updates
+    one, *others = updates
     assert isinstance(one, SiteUpdate)
-    assert isinstance(two, SiteUpdate)
-    np.testing.assert_allclose(one.delta_d, two.delta_d, atol=2e-6)
-    assert one.num_examples == two.num_examples
+    for other in others:
+        assert isinstance(other, SiteUpdate)
+        np.testing.assert_allclose(one.delta_d, other.delta_d, atol=2e-6)
+        assert one.num_examples == other.num_examples
 
 
 def private_job(num_records: int, num_inputs: int) -> JobSpec:

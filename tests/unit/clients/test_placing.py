@@ -7,10 +7,10 @@ from torch import nn
 
 from clients.models import digits_cnn, gpt
 from clients.ranks.checks import check_devices, check_shardable
-from clients.ranks.peers import NO_PEERS
-from clients.ranks.placing import place_, units_of
+from clients.ranks.placing import units_of
 from clients.weights import layout_of, own_spans
 from federation.errors import JobError, SiteError
+from federation.job import JobSpec
 
 
 class Scaled(nn.Module):
@@ -72,26 +72,16 @@ def test_of_a_whole_model_the_first_rank_writes_all():
     assert own_spans(model, layout, is_first=False) == ()
 
 
-def test_a_model_is_compiled_only_if_it_is_said():
-    """As seen on what its forward pass calls."""
-    plain, compiled = nn.Linear(2, 2), nn.Linear(2, 2)
-    place_(plain, NO_PEERS, compiled=False)
-    place_(compiled, NO_PEERS, compiled=True)
-    assert "forward" not in vars(plain)
-    assert "forward" in vars(compiled)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
-@pytest.mark.parametrize(
-    ("device", "found"), [("cpu", True), ("auto", True), ("cuda", False)]
-)
-def test_a_job_for_gpus_finds_them_or_is_refused(device: str, *, found: bool):
+def test_a_job_for_gpus_finds_them_or_is_refused():
     """Ranks do not fall back to the CPU where a GPU is asked for."""
-    job = small_job(
+    check_devices(job_on("cpu"), 2)
+    check_devices(job_on("auto"), 2)
+    with pytest.raises(SiteError, match="need a GPU each, and there are 0"):
+        check_devices(job_on("cuda"), 2)
+
+
+def job_on(device: str) -> JobSpec:
+    return small_job(
         training={"local_steps": 1, "device": device, "optimizer": {"lr": 0.5}}
     )
-    if found:
-        check_devices(job, 2)
-        return
-    with pytest.raises(SiteError, match="2 ranks .* need a GPU each, and there are 0"):
-        check_devices(job, 2)

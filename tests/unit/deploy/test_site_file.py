@@ -76,6 +76,11 @@ def test_paths_follow_the_folder(tmp_path: Path):
         ("[aggregator]", '[floor]\nprivacy = "some"\n[aggregator]', "floor.privacy"),
         ("[aggregator]", "[floor]\nmin_sites = 1\n[aggregator]", "floor.min_sites"),
         ("[aggregator]", "[floor]\nmax_delta = 1.0\n[aggregator]", "floor.max_delta"),
+        (
+            "[aggregator]",
+            '[compute]\nsharding = "full"\n[aggregator]',
+            "compute.sharding",
+        ),
         ("[aggregator]", "[flor]\n[aggregator]", "flor"),
         ("[aggregator]", '[floor]\nmax_epsilom = "1"\n[aggregator]', "max_epsilom"),
     ],

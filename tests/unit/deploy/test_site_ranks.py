@@ -76,11 +76,9 @@ def private_job() -> JobSpec:
 def test_private_steps_with_parts_of_a_model_are_refused():
     """The message says why, and what the operator can do; other steps are taken."""
     file = site_file(sharding="full")
-    with pytest.raises(
-        JobError, match=r'whole model .* compute.sharding = "none"'
-    ) as e:
+    with pytest.raises(JobError, match=r"set compute.sharding = ") as caught:
         site_ranks.check_job(private_job(), file, DATA)
-    assert e.value.key == "privacy.differential_privacy.unit"
+    assert caught.value.key == "privacy.differential_privacy.unit"
     site_ranks.check_job(small_job(), file, DATA)
 
 
