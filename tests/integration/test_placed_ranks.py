@@ -77,7 +77,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("job", "source"),
-    [(mlp_job(), BLOBS), (gpt_job(), TOKENS)],
+    [(mlp_job(), BLOBS), (gpt_job(optimizer={"lr": 0.1}), TOKENS)],
     ids=["mlp", "gpt"],
 )
 def test_parts_of_a_model_train_like_the_whole(job: JobSpec, source: str):
