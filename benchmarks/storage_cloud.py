@@ -6,7 +6,8 @@
 
 Without a URL all run against ``sink.py`` on this machine, over TLS unless ``--plain``
 is given. With one they run in that bucket, with the environment's credentials, below a
-prefix of their own that is deleted in the end; somebody pays for that.
+prefix of their own that is deleted in the end, unless the process is killed; somebody
+pays for that.
 The large download needs its size on the disk of ``TMPDIR``.
 
 Theirs get the best of several settings, with their own checksums (boto3: CRC-32;

@@ -64,6 +64,16 @@ def test_failures_become_ours(error: Exception, expected: type[StoreError]):
     assert "cannot read s3://bucket/key: " in str(translated)
 
 
+@pytest.mark.parametrize(
+    "code", ["QuotaExceeded", "ServiceQuotaExceeded", "XMinioStorageFull"]
+)
+def test_quota_is_named(code: str):
+    """Whatever the service calls it; trying again does not help."""
+    translated = s3_errors.translate(failure(code, 409), "write s3://bucket/key")
+    assert "a quota is used up: free space" in str(translated)
+    assert not translated.temporary
+
+
 TEMPORARY = [
     *[failure(code) for code in ("SlowDown", "RequestTimeout", "InternalError")],
     *[failure("BadDigest"), failure("OperationAborted", 409)],
