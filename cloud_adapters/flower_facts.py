@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# Nodes sign the time, and Flower takes no signature that is five minutes old.
+MOST_SKEW_SECONDS = 240.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowerRun:

@@ -9,11 +9,13 @@ import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import httpx
 from flwr.supercore.error import FlowerError
 
+from cloud_adapters.flower_facts import MOST_SKEW_SECONDS
 from federation.errors import SiteError
 from federation.protocols import Clock
 
@@ -154,6 +156,21 @@ class FleetCalls:
                 f"{self.address} does not let this site in: its certificate is "
                 "missing, expired or revoked; ask the aggregator's operator for an "
                 "invitation, and enrol the site again"
+            )
+        return self._unknown(response, what)
+
+    def _unknown(self, response: httpx.Response, what: str) -> SiteError:
+        """Why Flower does not take a node's signature."""
+        date = response.headers.get("Date", "")
+        try:
+            ahead = self.clock.now() - parsedate_to_datetime(date).timestamp()
+        except ValueError:
+            ahead = 0.0  # It does not tell the time.
+        if abs(ahead) > MOST_SKEW_SECONDS:
+            return SiteError(
+                f"{self.address} refuses the time that this site signs: its clock is "
+                f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}; set it "
+                "(NTP), and start the agent again"
             )
         return SiteError(
             f"{self.address} does not know this site's key ({what}): enrol the "

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
+from cloud_adapters.flower_facts import MOST_SKEW_SECONDS
 from deploy import doctor, doctor_exchange, site_file
 from deploy.certificates import parse_certificate
 from deploy.data import load_data
@@ -25,8 +26,6 @@ from privacy.secret_files import read_private
 
 CALL_SECONDS = 30.0  # The way may be slow: that is to be told.
 SOON_DAYS = 14
-# Nodes sign the time, and Flower takes no signature that is five minutes old.
-MOST_SKEW_SECONDS = 240.0
 _DAY_SECONDS = 86400.0
 _OK, _FORBIDDEN = 200, 403
 

@@ -27,6 +27,7 @@ from federation.errors import (
     FederationError,
     JobError,
     RunConflict,
+    SiteError,
 )
 from federation.ids import SiteId
 from federation.job import JobSpec
@@ -151,4 +152,6 @@ def known_nodes(folder: Path, job: JobSpec) -> dict[SiteId, int]:
 def _code(error: FederationError) -> int:
     if isinstance(error, BudgetExceeded):
         return OUT_OF_BUDGET
-    return BAD_JOB if isinstance(error, JobError | CheckpointMismatch) else FAILED
+    # As the command line does: a site's refusal is about the job.
+    bad = isinstance(error, JobError | SiteError | CheckpointMismatch)
+    return BAD_JOB if bad else FAILED

@@ -98,7 +98,7 @@ def test_a_job_below_the_floor_is_refused(federation: Deployment, tmp_path: Path
     job = tmp_path / "job.toml"
     text = (JOBS / "quickstart.toml").read_text()
     job.write_text(text.replace("clients.data:digits", "clients.data:text_folder"))
-    refused = crossfed("run", str(job), "--aggregator", federation.config, code=1)
+    refused = crossfed("run", str(job), "--aggregator", federation.config, code=2)
     assert "does not take part: data.source: site " in refused.stderr
     assert "does not accept 'clients.data:text_folder'" in refused.stderr
 

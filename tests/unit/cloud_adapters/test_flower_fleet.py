@@ -5,6 +5,7 @@ import json
 import ssl
 import threading
 from collections.abc import Callable
+from email.utils import formatdate
 
 import pytest
 
@@ -184,3 +185,14 @@ def test_wrong_certificate_is_found_below_other_errors():
     error.__cause__.__context__ = cause
     with pytest.raises(SiteError, match="aggregator: self-signed certificate; compare"):
         Node().ask(error)
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(600.0, "behind"), (-600.0, "ahead")])
+def test_clock_that_is_wrong_is_told(seconds: float, word: str):
+    """Flower refuses signatures of another time in the words for an unknown key."""
+    node = Node(is_active=False)
+    there = formatdate(node.clock.now() + seconds, usegmt=True)
+    response = httpx.Response(401, headers={"Date": there}, request=REQUEST)
+    error = httpx.HTTPStatusError("no", request=REQUEST, response=response)
+    with pytest.raises(SiteError, match=rf"its clock is \d+ s {word}; set it"):
+        node.ask(error)

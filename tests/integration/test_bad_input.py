@@ -1,0 +1,133 @@
+"""What an operator may get wrong: the message, the exit code, and no traceback."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support import proxy_server
+from support.deployment import crossfed, free_port
+from support.enrolments import Federation
+from support.proxy_server import RunningProxy
+
+from deploy import doctor_site
+from deploy.certificates import Authority
+from deploy.doctor import Check
+from federation.clock import SystemClock, VirtualClock
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+
+@dataclass(kw_only=True)
+class Place:
+    """An aggregator behind nginx, and an enrolled site."""
+
+    federation: Federation
+    proxy: RunningProxy
+
+    @property
+    def path(self) -> Path:
+        return self.federation.folder / "site-a" / "site.toml"
+
+    def connect_to(self, address: str) -> None:
+        """Write another address of the aggregator into ``site.toml``."""
+        text = re.sub("address = .*", f'address = "{address}"', self.path.read_text())
+        self.path.write_text(text)
+
+    def examined(self, clock: VirtualClock | SystemClock) -> dict[str, Check]:
+        return {each.name: each for each in doctor_site.checks(self.path, clock)}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    federation = Federation(folder=tmp_path, clock=SystemClock())
+    token = federation.invite("site-a")
+    federation.enroll(token)
+    authority = Authority.load(federation.aggregator, clock=SystemClock())
+    with proxy_server.serve_before(
+        federation.aggregator, authority, service_port=free_port()
+    ) as proxy:
+        made = Place(federation=federation, proxy=proxy)
+        made.connect_to(proxy.address)
+        yield made
+
+
+def test_wrong_authority(place: Place):
+    """As of an aggregator that somebody else has put there."""
+    other = Authority.create("other", clock=SystemClock())
+    (place.path.parent / "ca.crt").write_bytes(other.pem)
+    told = crossfed("site", "up", "--config", str(place.path), code=2).stderr
+    assert f"{place.proxy.address} does not prove that it is the aggregator" in told
+    assert "compare its address and the certificate authority" in told
+    assert "Traceback" not in told
+    found = place.examined(SystemClock())["aggregator"]
+    assert found.status == "problem"
+    assert "does not prove" in found.found
+
+
+def test_wrong_address(place: Place):
+    """Nobody is there; an agent would try again for ever, so doctor says it."""
+    address = f"127.0.0.1:{free_port()}"
+    place.connect_to(address)
+    told = crossfed("doctor", "--site", str(place.path), code=1).stdout
+    assert f"problem  aggregator: {address} cannot be reached" in told
+    assert "is its port open" in told
+
+
+def test_address_that_is_none(place: Place):
+    """The key is named, with its file."""
+    place.connect_to("aggregator.example.org")
+    told = crossfed("site", "up", "--config", str(place.path), code=2).stderr
+    assert f"{place.path}: aggregator.address: " in told
+    assert "is not HOST:PORT" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("seconds", [600.0, -600.0])
+def test_clock_skew(place: Place, seconds: float):
+    """Nodes sign the time: minutes are too much, seconds are not."""
+    now = SystemClock().now()
+    found = place.examined(VirtualClock(now + seconds))["clock skew"]
+    assert found.status == "problem"
+    assert found.found.endswith("the aggregator's")
+    assert "ntp" in found.advice
+    assert place.examined(VirtualClock(now + 5.0))["clock skew"].status == "ok"
+
+
+def test_way_to_the_aggregator_is_measured(place: Place):
+    """By what it reads to its end and does not take."""
+    found = place.examined(SystemClock())
+    assert found["admission"].status == "ok"
+    assert found["bandwidth"].found.endswith("MB/s to the aggregator")
+    assert place.proxy.fleet[-1] == "POST /v1/fleet/push-object HTTP/1.1"
+
+
+def test_revoked_site_is_told(place: Place):
+    """And its bandwidth is nobody's business."""
+    place.federation.revoke("site-a")
+    found = place.examined(SystemClock())
+    assert found["admission"].status == "problem"
+    assert "bandwidth" not in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("site", "up", "--config", "none/site.toml"), "none/site.toml"),
+        (("aggregator", "up", "--config", "none/a.toml"), "none/a.toml"),
+        (("ps", "--aggregator", "none/a.toml"), "there is no none/a.toml"),
+        (("run", "none.toml", "--aggregator", "none/a.toml"), "none.toml"),
+    ],
+)
+def test_file_that_is_not_there(arguments: tuple[str, ...], text: str):
+    """Each is named, and the exit code is that of a wrong job."""
+    told = crossfed(*arguments, code=2).stderr
+    assert text in told
+    assert "Traceback" not in told
