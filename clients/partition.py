@@ -98,15 +98,15 @@ def count_labels(sites: Sequence["Dataset"]) -> LabelCounts:
     """Count the examples of each site by class, or else by group.
 
     Args:
-        sites: The training examples of each site.
+        sites: The training examples of each site; there may be none.
     """
     classes = [site.labels() for site in sites]
-    if all(c is not None for c in classes):
+    if classes and all(c is not None for c in classes):
         names = [[str(v) for v in c.tolist()] for c in classes if c is not None]
         order = np.unique(np.concatenate([c for c in classes if c is not None]))
         return _count("class", [str(v) for v in order.tolist()], names)
     groups = [(site.groups, site.group_names) for site in sites]
-    if all(g is not None for g, _ in groups):
+    if groups and all(g is not None for g, _ in groups):
         names = [[n[i] for i in g.tolist()] for g, n in groups if g is not None]
         return _count("group", sorted({n for site in names for n in site}), names)
     return LabelCounts(kind="", labels=(), by_site=((),) * len(sites))

@@ -93,6 +93,7 @@ def audit(
 
 
 def _check(job: JobSpec, attack: Attack) -> None:
+    wiring.check_sites_are_here(job)
     if not 0 < attack.confidence < 1:
         raise JobError(
             f"a confidence lies between 0 and 1, which {attack.confidence} does not"

@@ -19,7 +19,7 @@ from deploy.store_meters import StoreMeters
 from federation import job_file
 from federation.clock import SystemClock
 from federation.coordinator import run_federation
-from federation.errors import CorruptObject, JobError, RunConflict, RunNotFound
+from federation.errors import CorruptObject, RunConflict, RunNotFound
 from federation.events import Emit, Event
 from federation.gather import Gather
 from federation.ids import RunId, SiteId, new_run_id
@@ -77,7 +77,7 @@ def simulate(
         job = job_file.load(Path(job))
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
-    _check_sites(job)
+    wiring.check_sites_are_here(job)
     runs_root(job)
     if transcript is not None:
         check_fresh(transcript)
@@ -110,16 +110,6 @@ def simulate(
             if run.run_id() not in {None, simulation.run_id}:
                 raise RunConflict(f"{run.path} was begun by another process just now")
         return simulation.run()
-
-
-def _check_sites(job: JobSpec) -> None:
-    for index, site in enumerate(job.sites):
-        if site.flower_app is not None:
-            raise JobError(
-                f"site {site.name!r} runs an app of Flower, which a simulation does "
-                "not have: take this key out to rehearse with the job's own model",
-                key=f"sites[{index}].flower_app",
-            )
 
 
 def _run_folder(job: JobSpec, folder: Path | None, *, resume: bool) -> RunFolder | None:

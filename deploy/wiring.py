@@ -89,6 +89,21 @@ def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federat
     return Federation(job=job, pool=ModelPool(job), site_data=deal_data(job, meters))
 
 
+def check_sites_are_here(job: JobSpec) -> None:
+    """Refuse what runs elsewhere alone.
+
+    Raises:
+        JobError: A site runs an app of Flower.
+    """
+    for index, site in enumerate(job.sites):
+        if site.flower_app is not None:
+            raise JobError(
+                f"site {site.name!r} runs an app of Flower, which is not here: take "
+                "this key out to rehearse with the job's own model",
+                key=f"sites[{index}].flower_app",
+            )
+
+
 def deal_data(
     job: JobSpec, meters: StoreMeters | None = None
 ) -> Mapping[SiteId, SiteData]:
@@ -138,8 +153,9 @@ def _deal(
 
 
 def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
-    """Tell who holds what."""
+    """Tell who holds what; what apps of Flower hold nobody here knows."""
     counts = count_labels([train for train, _ in federation.site_data.values()])
+    sites = [s for s in federation.job.sites if s.flower_app is None]
     shares = [
         SiteShare(
             site=site.name,
@@ -149,7 +165,7 @@ def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
             held_out_examples=len(federation.site_data[SiteId(site.name)][1]),
             counts=row,
         )
-        for site, row in zip(federation.job.sites, counts.by_site, strict=True)
+        for site, row in zip(sites, counts.by_site, strict=True)
     ]
     return DataDistributed(
         at=at, label_kind=counts.kind, labels=counts.labels, shares=tuple(shares)

@@ -268,6 +268,22 @@ def test_check_job_shows_who_gets_what(server: ForkServer, finished: Path) -> No
         assert sum(site["counts"].values()) == site["train_examples"]
 
 
+def test_site_with_an_app_is_checked_but_not_rehearsed(
+    server: ForkServer, place: Path
+) -> None:
+    """What it holds nobody knows, and here it does not run."""
+    app = ("job.toml", "--set", "sites.1.flower_app={}")
+    done = server.run("check-job", *app, "--json", folder=place)
+    assert done.code == 0, done.stderr
+    assert [site["site"] for site in json.loads(done.stdout)["sites"]] == ["left"]
+    both = server.run("check-job", *app, "--set", "sites.0.flower_app={}", folder=place)
+    assert both.stdout.endswith("the job is sound\n"), both.stderr
+    for verb in ("simulate", "audit"):
+        refused = server.run(verb, *app, folder=place)
+        words = ["sites[1].flower_app", "site 'right' runs an app of Flower"]
+        check_refused(refused, words, code=2)
+
+
 def test_report_is_written_again(
     server: ForkServer, finished: Path, tmp_path: Path
 ) -> None:
