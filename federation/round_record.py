@@ -179,7 +179,10 @@ class RoundRecord:
             message = reply.message
             self._bytes_down += reply.bytes_down
             self._bytes_up += reply.bytes_up
-            if isinstance(message, SecureAnswer) and message.step is step:
+            if 0 < message.round_index < self.round_index:  # Setups have no round.
+                text = f"answered round {message.round_index} too late"
+                self.refuse(message.site, reply, text, FailureKind.LATE)
+            elif isinstance(message, SecureAnswer) and message.step is step:
                 self._step_replies.append(reply)
                 yield message, reply
             elif isinstance(message, SiteFailure):
@@ -189,14 +192,20 @@ class RoundRecord:
         self._emit_step(step.value, self._step_replies)
         self.end_phase(step.value)
 
-    def refuse(self, site: SiteId, reply: Reply, reason: str) -> None:
+    def refuse(
+        self,
+        site: SiteId,
+        reply: Reply,
+        reason: str,
+        kind: FailureKind = FailureKind.INVALID,
+    ) -> None:
         """Emit that an answer to a step of secure aggregation does not count."""
         self._step_replies = [kept for kept in self._step_replies if kept is not reply]
         failure = SiteFailure(
             run_id=self.run_id,
             round_index=self.round_index,
             site=site,
-            kind=FailureKind.INVALID,
+            kind=kind,
             message=reason,
         )
         self._fail_step(failure, reply)

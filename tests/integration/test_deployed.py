@@ -103,28 +103,23 @@ def test_a_job_below_the_floor_is_refused(federation: Deployment, tmp_path: Path
     assert "does not accept 'clients.data:text_folder'" in refused.stderr
 
 
-@pytest.mark.long
 def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
-    """Coordinator, SuperLink, SuperExec, proxy and a site: a round each at most."""
-    earlier = federation.num_runs()
-    # A message that is on its way through what is killed is lost, and nobody sends it
-    # again: its round ends at the deadline.
-    process = federation.run(
-        JOBS / "private.toml", "rounds=24", "schedule.round_deadline_seconds=60"
-    )
+    """Coordinator, SuperLink, proxy, SuperExec and a site: a round each at most."""
+    earlier, num_rounds, kills = federation.num_runs(), 12, 0
+    process = federation.run(JOBS / "private.toml", f"rounds={num_rounds}")
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
-    kills = 0
-    for kill in (
-        lambda: federation.kill_child("flwr-serverapp"),
-        lambda: federation.kill_child("flower-superlink"),
-        lambda: federation.kill_child("nginx: master"),
-        lambda: federation.kill(SITES[1]),
-        lambda: federation.kill_child("flower-superexec"),
+    for victims in (
+        ("flwr-serverapp",),
+        ("flower-superlink",),
+        ("nginx: master",),
+        # A site is let in again after 20 s: the SuperExec is back long before.
+        (SITES[1], "flower-superexec"),
     ):
         before = federation.rounds()
         wait_for(lambda n=before: federation.rounds() > n + 1, "rounds go on")
-        kill()
-        kills += 1
+        for victim in victims:
+            federation.kill_any(victim)
+            kills += 1
         if SITES[1] not in federation.processes:
             federation.start_site(SITES[1])
     result = finish(process)
@@ -132,11 +127,11 @@ def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
     # Each round at most once, and only what was in flight was lost.
     completed = result["rounds_completed"]
     assert isinstance(completed, int)
-    assert 24 - kills - 1 <= completed <= 24
-    check_ledgers(federation)
+    assert num_rounds - kills - 1 <= completed <= num_rounds
+    check_ledgers(federation, num_rounds)
 
 
-def check_ledgers(federation: Deployment) -> None:
+def check_ledgers(federation: Deployment, num_rounds: int) -> None:
     """No ledger shows less than was released, and no round was charged twice."""
     events = federation.events()
     run_id = next(e["run_id"] for e in events if e["event"] == "RunStarted")
@@ -152,5 +147,5 @@ def check_ledgers(federation: Deployment) -> None:
         }
         assert ledger["sound"]
         assert spent["rounds"] >= len(released - {0})
-        assert spent["charges"] == spent["rounds"] <= 24
+        assert spent["charges"] == spent["rounds"] <= num_rounds
         assert spent["epsilon"] <= ledger["epsilon_cap"]

@@ -82,6 +82,13 @@ class Deployment:
         process.kill()
         process.wait()
 
+    def kill_any(self, name: str) -> None:
+        """End a site, or a program of the aggregator's."""
+        if name in self.processes:
+            self.kill(name)
+        else:
+            self.kill_child(name)
+
     def kill_child(self, program: str) -> None:
         """End a process that the service has started, or one below it."""
         found = [

@@ -33,12 +33,14 @@ ANSWER = toy.secure_answer(SITE)
 SUMS = MetricSums(count=10, loss_sum=5.0, correct=5)
 
 
-def opened(kind: TaskKind = TaskKind.TRAIN) -> tuple[RoundRecord, list[Event]]:
+def opened(
+    kind: TaskKind = TaskKind.TRAIN, round_index: int = 1
+) -> tuple[RoundRecord, list[Event]]:
     """The record of a secure round, and where its events go."""
     told: list[Event] = []
     record = RoundRecord(
         run_id=toy.RUN,
-        round_index=1,
+        round_index=round_index,
         cohort=toy.SITES,
         layout=toy.LAYOUT,
         clock=VirtualClock(),
@@ -106,6 +108,19 @@ def test_failures_of_a_step_keep_their_bytes():
     assert (step.sites, step.bytes_down, step.bytes_up) == ((SITE,), (1,), (10,))
     failed = of_kind(told, SiteFailed)
     assert [event.bytes_up for event in failed] == [20, 30, 40]
+
+
+def test_answer_to_an_earlier_round_is_late_in_a_step():
+    """It was on its way while the site was away; nobody has done anything wrong."""
+    record, told = opened(round_index=3)
+    late = [toy.masked(SITE), toy.secure_answer(OTHER)]
+    ours = replace(ANSWER, round_index=3)
+    arrived = replies(*late, ours)
+    (found,) = record.protocol_answers(arrived, SecureStep.SURVIVORS)
+    assert found == (ours, arrived[2])
+    failed = of_kind(told, SiteFailed)
+    assert [event.kind for event in failed] == [FailureKind.LATE] * 2
+    assert failed[0].message == "survivors: answered round 1 too late"
 
 
 def test_step_without_answers_is_told():
