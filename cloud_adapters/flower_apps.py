@@ -90,6 +90,7 @@ class FlowerApps(FlowerApi):
             if site.flower_app is not None
         }
         self._questions: dict[str, _Question] = {}
+        self._newest: dict[int, str] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages; those to apps in Flower's words."""
@@ -171,6 +172,10 @@ class FlowerApps(FlowerApi):
             parts[taken[0]] = kind
             part.content = RecordDict()  # Nobody needs the model any more.
         *_, name = parts
+        # An answer to the one before would come too late, and it holds a model.
+        node = message.metadata.dst_node_id
+        self._questions.pop(self._newest.get(node, ""), None)
+        self._newest[node] = name
         self._questions[name] = _Question(
             task=task,
             spec=app.spec,

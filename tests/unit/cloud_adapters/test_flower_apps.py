@@ -1,5 +1,6 @@
 """Apps of Flower on the grid of ours, beside a node that speaks our format."""
 
+import gc
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -342,6 +343,18 @@ def test_stock_node_is_not_asked_after_a_question(nodes: Nodes):
     assert failure.kind is FailureKind.DEADLINE
     kinds = [message.metadata.message_type for message in nodes.sent]
     assert kinds == ["evaluate", "train"]
+
+
+def test_question_without_an_answer_does_not_keep_its_model(nodes: Nodes):
+    """A site that is away would cost a model a round; an answer too late is none."""
+    built = grid(nodes)
+    nodes.mute = True
+    ask(built, task(round_index=1), seconds=20.0)
+    nodes.mute = False
+    assert len(ask(built, task(round_index=2))) == 1
+    gc.collect()
+    tasks = [o for o in gc.get_objects() if type(o) is RoundTask]
+    assert not [o.site for o in tasks if o.site == LAB]
 
 
 def test_second_question_of_one_task_is_one_more(nodes: Nodes):
