@@ -15,17 +15,11 @@ from flwr.serverapp import Grid as FlowerApi
 from cloud_adapters import flower_errors, flower_site
 from cloud_adapters.flower_answers import Answers
 from cloud_adapters.flower_presence import SILENT_SECONDS, Presence
-from cloud_adapters.flower_questions import (
-    Asked,
-    Exchange,
-    Out,
-    Question,
-    failure,
-)
+from cloud_adapters.flower_questions import Asked, Exchange, Out, Question, failure
 from cloud_adapters.flower_roll_call import NOBODY, RollCall, greet, meet
 from cloud_adapters.frame_references import Packed
 from cloud_adapters.frames import INLINE, Frames
-from cloud_adapters.redelivery import Inquiry, new_name
+from cloud_adapters.redelivery import Inquiry
 from federation.errors import (
     FederationError,
     StoreError,
@@ -213,20 +207,9 @@ class FlowerGrid:
             exchange.waiting.popleft()
             packed = self._pack(task)
             now = self._clock.monotonic()
-            question = Question(
-                index=index,
-                name=new_name(task.round_index),
-                task=task,
-                asked=Asked(
-                    run_id=task.run_id,
-                    round_index=task.round_index,
-                    site=task.site,
-                    asked_seconds=now,
-                    bytes_down=0,
-                ),
-                # A simulation's messages do not leave this machine.
-                inquiry=Inquiry(now) if self._workers is None else None,
-            )
+            # A simulation's messages do not leave this machine.
+            inquiry = Inquiry(now) if self._workers is None else None
+            question = Question.of(task, index, now, inquiry)
             exchange.open[index] = question
             self._send(exchange, question, packed)
 

@@ -7,7 +7,7 @@ after. The first answer to any of them counts.
 from collections import deque
 from dataclasses import dataclass, field
 
-from cloud_adapters.redelivery import Inquiry
+from cloud_adapters.redelivery import Inquiry, new_name
 from federation import wire
 from federation.ids import RunId, SiteId
 from federation.messages import FailureKind, Reply, SiteFailure, SiteMessage, Task
@@ -63,6 +63,21 @@ class Question:
     task: Task
     asked: Asked
     inquiry: Inquiry | None
+
+    @classmethod
+    def of(
+        cls, task: Task, index: int, now: float, inquiry: Inquiry | None
+    ) -> "Question":
+        """Name a task that is to be sent now."""
+        asked = Asked(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=task.site,
+            asked_seconds=now,
+            bytes_down=0,
+        )
+        name = new_name(task.round_index)
+        return cls(index=index, name=name, task=task, asked=asked, inquiry=inquiry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
