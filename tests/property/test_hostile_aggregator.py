@@ -4,6 +4,7 @@ The site is a whole one, with its agent, its frames and Flower's node, but for t
 network. What is sent comes from who holds the aggregator's key, or from who does not.
 """
 
+import base64
 import importlib.util
 import json
 import logging
@@ -331,6 +332,31 @@ def test_proposals_that_the_aggregator_has_signed(
 def _files(folder: Path, *, but: Path) -> set[Path]:
     above = folder.parent
     return {path for path in above.rglob("*") if but not in path.parents}
+
+
+stated = st.lists(
+    texts | st.binary(max_size=200).map(lambda data: base64.b64encode(data).decode()),
+    max_size=3,
+)
+
+
+@given(
+    fields=st.fixed_dictionaries(
+        {
+            "version": st.just(introduction.VERSION) | values,
+            "run_id": st.sampled_from([RUN_ID, "../../x", "20260102-030405-000009"])
+            | values,
+            "introductions": stated | values,
+        },
+        optional={"more": values},
+    )
+)
+@often
+def test_statements_that_the_aggregator_has_signed(site: Site, fields: dict[str, Any]):
+    """Of other sites, or of none; what is not signed by a site counts for nothing."""
+    body = json.dumps(fields).encode()
+    sealed = site.members.aggregator.sign(Label.STATEMENTS, body) + body
+    refused_quietly(site, flower_site.pack_bytes(sealed), "query")
 
 
 @given(data=st.binary(max_size=400), at=st.integers(0, 63))
