@@ -1,11 +1,14 @@
 """The small server behind the proxy: lengths, paths, and clients that misbehave."""
 
+import contextlib
 import http.client
 import logging
 import socket
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from deploy import enrolment_http
 from deploy.ports import PortTaken
@@ -113,3 +116,46 @@ def test_port_that_is_taken(port: int):
         enrolment_http.serve({}, port),
     ):
         pass
+
+
+LINES = st.sampled_from(
+    [
+        *(b"POST /enroll HTTP/1.1", b"GET /health HTTP/1.1", b"POST /enroll HTTP/9.9"),
+        *(b"POST /enroll", b"GET /health HTTP/0.9", b"\x16\x03\x01", b""),
+    ]
+) | st.binary(max_size=60)
+HEADERS = st.lists(
+    st.sampled_from(
+        [
+            *(b"Content-Length: 5", b"Content-Length: 99999", b"Content-Length: x"),
+            *(b"Transfer-Encoding: chunked", b"Expect: 100-continue", b": no name"),
+            *(b"X: LONG", b"Connection: keep-alive", b"\x00\xff"),
+        ]
+    )
+    | st.binary(max_size=40),
+    max_size=4,
+)
+
+
+@given(line=LINES, headers=HEADERS, body=st.binary(max_size=80))
+@settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_no_bytes_break_the_server(
+    port: int, line: bytes, headers: list[bytes], body: bytes
+):
+    """Refused, or closed without a word; nobody's defect, and it goes on."""
+    with socket.create_connection(("127.0.0.1", port), 60.0) as plain:
+        answer = b""
+        with contextlib.suppress(OSError):  # It may hang up before the end.
+            head = b"\r\n".join([line, *headers, b""])
+            plain.sendall(head.replace(b"LONG", bytes(70_000)) + b"\r\n" + body)
+            plain.shutdown(socket.SHUT_WR)
+            while more := plain.recv(1 << 16):
+                answer += more
+    if answer.startswith(b"HTTP/1."):
+        assert int(answer.split()[1]) != 500
+    assert b"Traceback" not in answer
+    assert _ask(port, "GET", "/health")[0] == 200
