@@ -27,6 +27,8 @@ from deploy import (
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import Authority, key_pem, new_key
 from deploy.enrolment_service import EnrolmentService
+from deploy.exit_codes import FAILED
+from deploy.ports import LOOPBACK
 from deploy.proxy import ProxySettings
 from deploy.run_folder import RunFolder, replace_file
 from deploy.run_queue import GiveUp, Handed, Outcome, Start
@@ -40,8 +42,6 @@ MISSED_LOOKS = 3
 RENEWAL_LOOK_SECONDS = 3600.0
 SUPERLINK = "superlink"
 _SECRET_BYTES = 64
-_LOOPBACK = "127.0.0.1"
-_FAILED = 1
 _OK, _UNAVAILABLE = 200, 503
 
 # What Flower's programs must be told so as not to call home.
@@ -59,7 +59,7 @@ def initialise(folder: Path, hosts: Sequence[str], *, clock: Clock) -> Authority
     authority.save(folder)
     key = new_key()
     # The loopback too: that is how the proxy and the coordinator connect.
-    names = tuple(dict.fromkeys((*hosts, "localhost", _LOOPBACK)))
+    names = tuple(dict.fromkeys((*hosts, "localhost", LOOPBACK)))
     write_new(folder / "server.key", key_pem(key))
     write_new(folder / "server.crt", authority.issue_server(names, key), mode=0o644)
     write_new(folder / "superexec.secret", secrets.token_bytes(_SECRET_BYTES))
@@ -115,7 +115,7 @@ class AggregatorService:
             stack.enter_context(folder_lock.hold(config.lock, complaint))
             self._await_ports(port)
             control = stack.enter_context(
-                FlowerControl(f"{_LOOPBACK}:{port}", authority)
+                FlowerControl(f"{LOOPBACK}:{port}", authority)
             )
             handlers = self._handlers(control)
             service_port = stack.enter_context(
@@ -199,7 +199,7 @@ class AggregatorService:
             if isinstance(action, GiveUp):
                 self.listener(f"run {run.path.name} is given up: {action.reason}")
                 run_queue.leave_outcome(
-                    run, Outcome(code=_FAILED, message=action.reason)
+                    run, Outcome(code=FAILED, message=action.reason)
                 )
                 continue
             self._start(control, action, run)
@@ -271,7 +271,7 @@ class AggregatorService:
             advice = f"stop what listens there, or remove {self._kept_port}"
         else:
             advice = f"stop what listens there, or change {key} in aggregator.toml"
-        ports.await_free(_LOOPBACK, port, advice=advice, clock=self.clock)
+        ports.await_free(LOOPBACK, port, advice=advice, clock=self.clock)
         if file.proxy:
             host, outside = check_address(file.listen, key="listen")
             advice = "stop what listens there, or change listen in aggregator.toml"
@@ -279,12 +279,12 @@ class AggregatorService:
 
     def _flower(self, port: int) -> list[Child]:
         folder = self.config.folder.resolve()
-        address, secret = f"{_LOOPBACK}:{port}", str(folder / "superexec.secret")
+        address, secret = f"{LOOPBACK}:{port}", str(folder / "superexec.secret")
         link = [
             *("--ssl-ca-certfile", str(folder / "ca.crt")),
             *("--ssl-certfile", str(folder / "server.crt")),
             *("--ssl-keyfile", str(folder / "server.key")),
-            *("--host", _LOOPBACK, "--port", str(port)),
+            *("--host", LOOPBACK, "--port", str(port)),
             *("--database", str(self.config.flower.resolve() / "state.db")),
             *("--isolation", "process", "--enable-supernode-auth"),
             *("--superexec-auth-secret-file", secret),

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from deploy.exit_codes import DONE, FAILED
+from deploy.terminal import say, tell
 from federation.errors import RunConflict, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from federation.job import JobSpec
     from monitoring.audit_findings import Findings
 
-DONE, FAILED = 0, 1
 ROOT = Path("audits")
 
 # The `verbs.add_parser` of argparse's own type, which is not public.
@@ -89,10 +90,10 @@ def _audit(options: argparse.Namespace, *, load: _Load, guard: _Guard) -> int:
     with guard(), _progress() as listen:
         findings = audit.audit(job, attack, listeners=[listen])
     leave(findings, folder)
-    return tell(findings, folder, as_json=options.json)
+    return show(findings, folder, as_json=options.json)
 
 
-def tell(findings: "Findings", folder: Path, *, as_json: bool) -> int:
+def show(findings: "Findings", folder: Path, *, as_json: bool) -> int:
     """Print what an audit found, and return the exit code.
 
     Args:
@@ -103,14 +104,14 @@ def tell(findings: "Findings", folder: Path, *, as_json: bool) -> int:
     from monitoring.audit_findings import document, lines  # noqa: PLC0415
 
     if as_json:
-        _say(json.dumps({**document(findings), "folder": str(folder)}, indent=2))
+        say(json.dumps({**document(findings), "folder": str(folder)}, indent=2))
     else:
         for line in lines(findings):
-            _say(line)
-        _say(f"\nreport       {folder / 'audit.html'}")
+            say(line)
+        say(f"\nreport       {folder / 'audit.html'}")
     sys.stdout.flush()
     for site in findings.broken:
-        _tell(
+        tell(
             f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, and the "
             f"attack proves at least {site.bound:.2f} at confidence "
             f"{site.confidence:.0%}: what it promises does not hold. Stop releasing "
@@ -174,9 +175,9 @@ def _progress() -> Iterator[Callable[["Event"], None]]:
         nonlocal total
         if isinstance(event, RunStarted):
             total = event.rounds
-            _tell(f"run {next(runs, '')}, {total} rounds")
+            tell(f"run {next(runs, '')}, {total} rounds")
         elif isinstance(event, RoundFinished) and event.round_index % _step(total) == 0:
-            _tell(f"  round {event.round_index} of {total}")
+            tell(f"  round {event.round_index} of {total}")
 
     yield listen
 
@@ -184,11 +185,3 @@ def _progress() -> Iterator[Callable[["Event"], None]]:
 def _step(rounds: int) -> int:
     """About ten lines for a run."""
     return max(1, rounds // 10)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"crossfed: {text}\n")

@@ -1,9 +1,7 @@
 """The command line: ``crossfed VERB``.
 
-Standard output is data, standard error is progress and log. Exit codes: 0 done,
-1 failed, 2 the job or the command line is wrong, 3 the privacy budget is spent, 130
-stopped on request (Ctrl-C) after a checkpoint. Heavy imports wait until a verb needs
-them.
+Standard output is data, standard error is progress and log. Heavy imports
+wait until a verb needs them.
 """
 
 import argparse
@@ -22,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 from deploy import (
     audit_verb,
     data_verb,
+    exit_codes,
     federation_verbs,
     model_verbs,
     storage_verb,
     tool_verbs,
 )
+from deploy.exit_codes import DONE, FAILED, OUT_OF_BUDGET, STOPPED
+from deploy.terminal import tell
 from federation.errors import (
-    BudgetExceeded,
-    CheckpointMismatch,
     FederationError,
     JobError,
-    RunNotFound,
     SiteError,
     StoreUnavailable,
 )
@@ -41,12 +39,6 @@ if TYPE_CHECKING:
     from deploy.run_result import RunResult
     from federation.events import DataDistributed, Emit, Event
     from federation.job import JobSpec
-
-DONE, FAILED, BAD_JOB, OUT_OF_BUDGET, STOPPED = 0, 1, 2, 3, 130
-
-# A site's failure never ends a run: a SiteError that arrives here is of the job's
-# data, before any round.
-_BAD_JOB = (JobError, SiteError, CheckpointMismatch, RunNotFound)
 
 # Width of tables that nobody looks at on a terminal.
 _PIPE_COLUMNS = 200
@@ -62,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Here and not at the interpreter's end, where no error can be handled.
         sys.stdout.flush()
     except KeyboardInterrupt:
-        _tell("interrupted")
+        tell("interrupted")
         return STOPPED
     except BrokenPipeError:
         # The reader of our output has gone, for example `crossfed runs | head`.
@@ -71,12 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 -- the last place that can explain it
         return _complain(error, options)
     return code
-
-
-def _tell(text: str) -> None:
-    """Say something on standard error, if there is anybody left to read it."""
-    with contextlib.suppress(OSError):
-        print(f"crossfed: {text}", file=sys.stderr, flush=True)
 
 
 def _forget_output() -> None:
@@ -91,20 +77,16 @@ def _complain(error: Exception, options: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
     if not isinstance(error, FederationError):
-        _tell(f"{type(error).__name__}: {error}")
+        tell(f"{type(error).__name__}: {error}")
         if not options.verbose:
-            _tell(
-                "this is not an error that crossfed expects; add -v for the traceback"
-            )
+            tell("this is not an error that crossfed expects; add -v for the traceback")
         return FAILED
     text = str(error)
     job = getattr(options, "job", None)
     if isinstance(error, (JobError, SiteError)) and job and str(job) not in text:
         text = f"{job}: {text}"
-    _tell(text)
-    if isinstance(error, BudgetExceeded):
-        return OUT_OF_BUDGET
-    return BAD_JOB if isinstance(error, _BAD_JOB) else FAILED
+    tell(text)
+    return exit_codes.of_error(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -244,7 +226,7 @@ def _simulate(options: argparse.Namespace) -> int:
             _say_how_to_resume(options, folder, "once that is mended")
         return code
     if options.resume and outcome.status == "completed" and not outcome.rounds_now:
-        _tell(f"run {outcome.run_id} is completed: no round was left to run")
+        tell(f"run {outcome.run_id} is completed: no round was left to run")
     if options.json:
         kept = None if outcome.folder is None else str(outcome.folder)
         _print_json({**outcome.summary(), "folder": kept})
@@ -254,7 +236,7 @@ def _simulate(options: argparse.Namespace) -> int:
         return DONE
     sys.stdout.flush()
     if outcome.status == "exhausted":
-        _tell("the privacy budget is spent: this model is the last that it allows")
+        tell("the privacy budget is spent: this model is the last that it allows")
         return OUT_OF_BUDGET
     _say_how_to_resume(options, folder, "stopped")
     return STOPPED
@@ -386,10 +368,10 @@ def _say_how_to_resume(
     options: argparse.Namespace, folder: Path | None, why: str
 ) -> None:
     if folder is None:
-        _tell(f"{why}; this run was kept nowhere")
+        tell(f"{why}; this run was kept nowhere")
         return
     if not _has_begun(folder):
-        _tell(f"{why}, before the run began; there is nothing to resume")
+        tell(f"{why}, before the run began; there is nothing to resume")
         return
     words = ["crossfed", "simulate", str(options.job)]
     for text in options.set:
@@ -399,7 +381,7 @@ def _say_how_to_resume(
     if options.engine != "inproc":
         words += ["--engine", options.engine]
     words += ["--out", str(folder), "--resume"]
-    _tell(f"{why}; go on with\n  {shlex.join(words)}")
+    tell(f"{why}; go on with\n  {shlex.join(words)}")
 
 
 def _check_job(options: argparse.Namespace) -> int:
@@ -477,7 +459,7 @@ def _runs(options: argparse.Namespace) -> int:
     elif rows:
         _print_runs(rows)
     else:
-        _tell(f"there are no runs in {options.root}")
+        tell(f"there are no runs in {options.root}")
     return DONE
 
 

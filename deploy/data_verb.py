@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.exit_codes import DONE
 from deploy.store_arguments import (
     KEY_WORDS,
     add_cloud_key,
@@ -17,12 +17,11 @@ from deploy.store_arguments import (
     key,
     service,
 )
+from deploy.terminal import say
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from clients.shards.write import Progress
-
-DONE = 0
 
 # The `verbs.add_parser` of argparse's own type, which is not public.
 _Verbs = Any
@@ -144,7 +143,7 @@ def _info(options: argparse.Namespace) -> int:
     )
     _print(found, options)
     if options.verify and not options.json:
-        _say("every shard is what the index says")
+        say("every shard is what the index says")
     return DONE
 
 
@@ -154,16 +153,16 @@ def _balance(options: argparse.Namespace) -> int:
 
     found = balance.of_run(find_run(options.run, options.root))
     if options.json:
-        _say(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
         return DONE
     _print_balance("as it was", found["now"])
     if found["proportional"] is not None:
         _print_balance("by speed", found["proportional"])
         speeds = ", ".join(map(str, found["speeds"]))
-        _say("\nin the job, below [data]:")
-        _say(f'partition = {{ kind = "proportional", speeds = [{speeds}] }}')
+        say("\nin the job, below [data]:")
+        say(f'partition = {{ kind = "proportional", speeds = [{speeds}] }}')
     if found["same_steps"]:
-        _say(
+        say(
             "\nThis job has every site take local_steps, however much it holds: with "
             "local_epochs a round takes as long as an epoch here says."
         )
@@ -172,10 +171,10 @@ def _balance(options: argparse.Namespace) -> int:
 
 def _print_balance(title: str, found: Mapping[str, Any]) -> None:
     width = max(len("site"), *(len(row["site"]) for row in found["sites"]))
-    _say(f"{title}: an epoch takes {found['seconds']:.3g} s, {found['idle']:.1%} idle")
-    _say(f"  {'site':<{width}}  examples  examples/s  load  seconds")
+    say(f"{title}: an epoch takes {found['seconds']:.3g} s, {found['idle']:.1%} idle")
+    say(f"  {'site':<{width}}  examples  examples/s  load  seconds")
     for row in found["sites"]:
-        _say(
+        say(
             f"  {row['site']:<{width}}  {row['examples']:>8,}  {row['speed']:>10,.4g}  "
             f"{row['load']:>4.2f}  {row['seconds']:>7.3g}"
         )
@@ -224,28 +223,24 @@ def _progress() -> Iterator[Callable[["Progress"], None]]:
 
 def _print(found: Mapping[str, Any], options: argparse.Namespace) -> None:
     if options.json:
-        _say(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
         return
     for name in ("dataset", "url", "version", "encoding"):
-        _say(f"{name:<9}  {found[name]}")
+        say(f"{name:<9}  {found[name]}")
     if found["encrypted"]:
-        _say(f"{'key':<9}  {options.encryption_key}")
+        say(f"{'key':<9}  {options.encryption_key}")
     for name in ("train", "held_out"):
         part = found[name]
         shape = " x ".join(map(str, part["input_shape"])) or "one number"
-        _say(
+        say(
             f"{name:<9}  {part['examples']:,} examples ({shape}) in {part['shards']:,} "
             f"shards of {part['smallest_shard']:,} to {part['largest_shard']:,}, "
             f"{part['bytes']:,} bytes"
         )
         if part["classes"]:
             counts = ", ".join(f"{k}: {v:,}" for k, v in part["classes"].items())
-            _say(f"           classes {counts}")
-            _say(
+            say(f"           classes {counts}")
+            say(
                 f"           shares of classes differ from shard to shard by up to "
                 f"{part['class_imbalance']:.1%}"
             )
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy import enrolment_verbs
+from deploy import enrolment_verbs, exit_codes
+from deploy.exit_codes import DONE
+from deploy.terminal import say, tell
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, RunNotFound
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from federation.events import Emit
     from federation.job import JobSpec
 
-DONE, FAILED = 0, 1
 LOOK_SECONDS = 0.2
 
 _AGGREGATOR_TOML = """\
@@ -204,10 +205,10 @@ def _init(options: argparse.Namespace) -> int:
     write_new(folder / "aggregator.toml", text.encode(), mode=0o644)
     facts = {"folder": str(folder), "authority": authority.fingerprint}
     if options.json:
-        print(json.dumps({**facts, "identity": made["public_key"]}, indent=2))  # noqa: T201
+        say(json.dumps({**facts, "identity": made["public_key"]}, indent=2))
         return DONE
-    _tell(f"an aggregator in {folder}; its authority is {authority.fingerprint}")
-    _tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")
+    tell(f"an aggregator in {folder}; its authority is {authority.fingerprint}")
+    tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")
     return DONE
 
 
@@ -219,7 +220,7 @@ def _aggregator_up(options: argparse.Namespace) -> int:
         config=aggregator_file.load(options.config),
         config_path=options.config,
         clock=SystemClock(),
-        listener=_tell,
+        listener=tell,
     )
     with _ended_by_signals(service.stopped):
         service.run()
@@ -231,7 +232,7 @@ def _site_up(options: argparse.Namespace) -> int:
 
     stopped = threading.Event()
     with _ended_by_signals(stopped):
-        serve(options.config, stopped=stopped, listener=_tell)
+        serve(options.config, stopped=stopped, listener=tell)
     return DONE
 
 
@@ -240,7 +241,7 @@ def _site_relay(options: argparse.Namespace) -> int:
 
     stopped = threading.Event()
     with _ended_by_signals(stopped):
-        serve(options.config, port=options.port, stopped=stopped, listener=_tell)
+        serve(options.config, port=options.port, stopped=stopped, listener=tell)
     return DONE
 
 
@@ -272,11 +273,11 @@ def _run(options: argparse.Namespace, job: "JobSpec", progress: Progress) -> int
     name = new_run_id(now, os.urandom(3))
     run = RunFolder(config.runs / job.name / name)
     run_queue.submit(job, run, at=now)
-    _tell(f"run {name} is handed over")
+    tell(f"run {name} is handed over")
     if not folder_lock.is_held(config.lock):
-        _tell("no aggregator works here: it begins with crossfed aggregator up")
+        tell("no aggregator works here: it begins with crossfed aggregator up")
     if options.detach:
-        print(name)  # noqa: T201 -- for scripts
+        say(name)
         return DONE
     return _follow(options, run, progress)
 
@@ -292,7 +293,7 @@ def _follow(options: argparse.Namespace, run: "RunFolder", progress: Progress) -
                 if event is not None:
                     show(event)
     except KeyboardInterrupt:
-        _tell(f"the run goes on; see it with: crossfed watch {run.path.name}")
+        tell(f"the run goes on; see it with: crossfed watch {run.path.name}")
         return DONE
     return _tell_outcome(options, run)
 
@@ -306,14 +307,14 @@ def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
     if handed is None or handed.outcome is None:
         raise RunNotFound(f"the run in {run.path} has gone")
     if options.json and run.result.is_file():
-        print(run.result.read_text())  # noqa: T201 -- the result is data
+        say(run.result.read_text())
     elif run.exists():
         for text in lines(run.view()):
-            print(text)  # noqa: T201
-        print(f"run         {run.path}")  # noqa: T201
-        print(f"report      {run.report}")  # noqa: T201
+            say(text)
+        say(f"run         {run.path}")
+        say(f"report      {run.report}")
     if handed.outcome.code != DONE:
-        _tell(handed.outcome.message)
+        tell(handed.outcome.message)
     return handed.outcome.code
 
 
@@ -347,10 +348,10 @@ def _ps(options: argparse.Namespace) -> int:
 
     queue = run_queue.handed_over(_config(options).runs)
     for one in queue.damaged:
-        _tell(f"run {one.run.path.name} is left alone: {one.reason}")
+        tell(f"run {one.run.path.name} is left alone: {one.reason}")
     rows = [_row(one) for one in queue.runs]
     if options.json:
-        print(json.dumps(rows, indent=2))  # noqa: T201
+        say(json.dumps(rows, indent=2))
         return DONE
     _print_table(("run", "job", "status", "rounds"), rows)
     return DONE
@@ -359,8 +360,7 @@ def _ps(options: argparse.Namespace) -> int:
 def _row(handed: "Handed") -> dict[str, Any]:
     status = "waiting"
     if handed.outcome is not None:
-        words = {0: "completed", 3: "exhausted", 130: "stopped"}
-        status = words.get(handed.outcome.code, "failed")
+        status = exit_codes.status_of(handed.outcome.code)
     elif handed.coordinator is not None:
         status = "running"
     return {
@@ -404,7 +404,7 @@ def _stop(options: argparse.Namespace) -> int:
     if _is_over(run):
         raise FederationError(f"run {run.path.name} has ended already")
     run_queue.ask_to_stop(run)
-    _tell(f"run {run.path.name} ends after the round that it is in")
+    tell(f"run {run.path.name} ends after the round that it is in")
     return DONE
 
 
@@ -429,8 +429,3 @@ def _config(options: argparse.Namespace) -> "AggregatorConfig":
             "with --aggregator, on the aggregator's host"
         )
     return aggregator_file.load(options.aggregator)
-
-
-def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"crossfed: {text}", file=sys.stderr, flush=True)  # noqa: T201

@@ -11,7 +11,7 @@ from flwr.serverapp import ServerApp
 from cloud_adapters.flower_apps import FlowerApps
 from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
 from cloud_adapters.frames import Frames
-from deploy import aggregator_file, exchange
+from deploy import aggregator_file, exchange, exit_codes
 from deploy.aggregator_file import AggregatorConfig
 from deploy.deployed_run import Connect, DeployedRun, Parties
 from deploy.enrolment_book import BookFile
@@ -22,19 +22,13 @@ from deploy.run_result import RunResult
 from federation import job_file
 from federation.clock import SystemClock
 from federation.errors import (
-    BudgetExceeded,
-    CheckpointMismatch,
     FederationError,
     JobError,
     RunConflict,
-    SiteError,
 )
 from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.protocols import Grid
-
-DONE, FAILED, BAD_JOB, OUT_OF_BUDGET, STOPPED = 0, 1, 2, 3, 130
-_CODES = {"completed": DONE, "exhausted": OUT_OF_BUDGET, "stopped": STOPPED}
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,9 +69,10 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
     except FederationError as error:
         if is_full(error):
             raise
-        leave_outcome(run, Outcome(code=_code(error), message=str(error)))
+        leave_outcome(run, Outcome(code=exit_codes.of_error(error), message=str(error)))
         raise
-    leave_outcome(run, Outcome(code=_CODES[result.status], message=result.status))
+    code = exit_codes.BY_STATUS[result.status]
+    leave_outcome(run, Outcome(code=code, message=result.status))
 
 
 def _run(
@@ -147,11 +142,3 @@ def known_nodes(folder: Path, job: JobSpec) -> dict[SiteId, int]:
                 key=f"sites[{index}].flower_app",
             )
     return known
-
-
-def _code(error: FederationError) -> int:
-    if isinstance(error, BudgetExceeded):
-        return OUT_OF_BUDGET
-    # As the command line does: a site's refusal is about the job.
-    bad = isinstance(error, JobError | SiteError | CheckpointMismatch)
-    return BAD_JOB if bad else FAILED

@@ -6,13 +6,13 @@ Arguments in and text out; the work is in ``deploy.export`` and ``deploy.checkpo
 import argparse
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.exit_codes import DONE, FAILED
 from deploy.store_arguments import (
     KEY_WORDS,
     add_cloud_key,
@@ -21,13 +21,12 @@ from deploy.store_arguments import (
     key,
     service,
 )
+from deploy.terminal import say, tell
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from cloud_adapters.urls import StoreOptions
     from federation.protocols import ObjectStore
-
-DONE, FAILED = 0, 1
 
 # The `verbs.add_parser` of argparse's own type, which is not public.
 _Verbs = Any
@@ -97,13 +96,13 @@ def _export(options: argparse.Namespace) -> int:
         with contextlib.closing(store):
             done = export(run, store, overwrite=options.overwrite)
     if not lock:
-        _tell("the export is in clear: --encryption-key encrypts one")
+        tell("the export is in clear: --encryption-key encrypts one")
     if options.json:
-        _say(json.dumps({**asdict(done), "encrypted": bool(lock)}, indent=2))
+        say(json.dumps({**asdict(done), "encrypted": bool(lock)}, indent=2))
     else:
-        _say(done.url)
+        say(done.url)
         for name, digest in done.sha256.items():
-            _say(f"{digest}  {name}")
+            say(f"{digest}  {name}")
     return DONE
 
 
@@ -134,10 +133,10 @@ def _checkpoints(options: argparse.Namespace) -> int:
         # The URL is not of a job here.
         raise JobError(error.reason, key="RUN") from error
     if options.json:
-        _say(json.dumps(checkpoints.facts(findings), indent=2))
+        say(json.dumps(checkpoints.facts(findings), indent=2))
     else:
         for line in checkpoints.lines(findings):
-            _say(line)
+            say(line)
     return FAILED if findings.num_damaged else DONE
 
 
@@ -162,12 +161,3 @@ def _opened(
         yield store
     finally:
         store.close()
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # Nobody may be left to read it.
-        sys.stderr.write(f"crossfed: {text}\n")

@@ -5,19 +5,18 @@ Arguments in and text out; the work is in ``deploy.rewrap``.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.exit_codes import DONE
 from deploy.store_arguments import KEY_WORDS, add_key, add_service, key, service
+from deploy.terminal import say
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from deploy.rewrap import Place
-
-DONE = 0
 
 # The `verbs.add_parser` of argparse's own type, which is not public.
 _Verbs = Any
@@ -73,13 +72,13 @@ def _rewrap(options: argparse.Namespace) -> int:
     with _opened(options, is_changed=True) as place:
         done = rewrap.rewrap(place, to=to)
     if options.json:
-        _say(json.dumps(rewrap.facts(done), indent=2))
+        say(json.dumps(rewrap.facts(done), indent=2))
         return DONE
-    _say(done.url)
-    _say(f"{done.rewrapped:>8,}  wrapped anew")
-    _say(f"{done.already:>8,}  had the key already")
-    _say(f"{done.changed:>8,}  changed meanwhile, and are as others wrote them")
-    _say(f"{done.in_clear:>8,}  are not encrypted")
+    say(done.url)
+    say(f"{done.rewrapped:>8,}  wrapped anew")
+    say(f"{done.already:>8,}  had the key already")
+    say(f"{done.changed:>8,}  changed meanwhile, and are as others wrote them")
+    say(f"{done.in_clear:>8,}  are not encrypted")
     return DONE
 
 
@@ -89,10 +88,10 @@ def _decrypt(options: argparse.Namespace) -> int:
     with _opened(options, is_changed=False) as place:
         written = rewrap.decrypt(place, options.out)
     if options.json:
-        _say(json.dumps({"folder": str(options.out), "bytes": written}, indent=2))
+        say(json.dumps({"folder": str(options.out), "bytes": written}, indent=2))
     else:
         for key, size in written.items():
-            _say(f"{size:>12,}  {options.out / key}")
+            say(f"{size:>12,}  {options.out / key}")
     return DONE
 
 
@@ -110,7 +109,3 @@ def _opened(
         service=service(options),
         is_changed=is_changed,
     )
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")

@@ -4,14 +4,13 @@ Arguments in and text out; the work is in the modules of the same names.
 """
 
 import argparse
-import contextlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-DONE, FAILED = 0, 1
+from deploy.exit_codes import DONE, FAILED
+from deploy.terminal import say, tell
 
 # The `verbs.add_parser` of argparse's own type, which is not public.
 _Verbs = Any
@@ -160,7 +159,7 @@ def _new_key(options: argparse.Namespace) -> int:
     )
     _print_facts(facts, options)
     if not facts["encrypted"]:
-        _tell(f"{facts['file']} is not encrypted; --passphrase-file encrypts a new key")
+        tell(f"{facts['file']} is not encrypted; --passphrase-file encrypts a new key")
     return DONE
 
 
@@ -179,7 +178,7 @@ def _storage_key(options: argparse.Namespace) -> int:
     found = key_file.read_keys(options.file)
     facts = {"file": str(options.file), "key": key_id, "keys": len(found)}
     _print_facts(facts, options)
-    _tell(f"who loses {options.file} loses what it encrypts: keep a copy elsewhere")
+    tell(f"who loses {options.file} loses what it encrypts: keep a copy elsewhere")
     return DONE
 
 
@@ -195,10 +194,10 @@ def _trust_key(options: argparse.Namespace) -> int:
     )
     _print_facts(facts, options)
     if not facts["changed"]:
-        _tell(f"{facts['roster']} pinned this already: nothing has changed")
+        tell(f"{facts['roster']} pinned this already: nothing has changed")
     for part in facts["missing"]:
         way = "--aggregator" if part == "aggregator" else "--site"
-        _tell(
+        tell(
             f"{facts['roster']} is a draft without {part}: add what is missing with "
             f"`crossfed keys trust ... {way}`"
         )
@@ -234,7 +233,7 @@ def _doctor(options: argparse.Namespace) -> int:
         checks += doctor_aggregator.checks(options.aggregator, SystemClock())
     problems = sum(check.status == "problem" for check in checks)
     if options.json:
-        _say(
+        say(
             json.dumps(
                 {"checks": [asdict(check) for check in checks], "problems": problems},
                 indent=2,
@@ -243,7 +242,7 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         for check in checks:
             advice = f"; {check.advice}" if check.advice else ""
-            _say(f"{check.status:<8} {check.name}: {check.found}{advice}")
+            say(f"{check.status:<8} {check.name}: {check.found}{advice}")
     return FAILED if problems else DONE
 
 
@@ -253,19 +252,19 @@ def _transcript(options: argparse.Namespace) -> int:
     if options.message is not None:
         found = transcript.find(options.folder, options.message)
         text = "\n".join(transcript.lines(found, fields=True))
-        _say(json.dumps(found, indent=2) if options.json else text)
+        say(json.dumps(found, indent=2) if options.json else text)
         return DONE
     messages = transcript.read(options.folder)
     if options.json:
-        _say(json.dumps(list(messages), indent=2))
+        say(json.dumps(list(messages), indent=2))
         return DONE
     summary = transcript.Summary()
     for message in messages:
         summary.add(message)
         for line in transcript.lines(message):
-            _say(line)
+            say(line)
     for line in summary.lines():
-        _say(line)
+        say(line)
     return DONE
 
 
@@ -276,30 +275,21 @@ def _ledger(options: argparse.Namespace) -> int:
     damaged = sum(finding.contents is None for finding in findings)
     if options.json:
         known = [ledger.facts(finding) for finding in findings]
-        _say(json.dumps({"ledgers": known, "damaged": damaged}, indent=2))
+        say(json.dumps({"ledgers": known, "damaged": damaged}, indent=2))
     else:
         for number, finding in enumerate(findings):
             if number:
-                _say("")
+                say("")
             for line in ledger.lines(finding):
-                _say(line)
+                say(line)
     return FAILED if damaged else DONE
 
 
 def _print_facts(facts: dict[str, Any], options: argparse.Namespace) -> None:
     if options.json:
-        _say(json.dumps(facts, indent=2))
+        say(json.dumps(facts, indent=2))
         return
     shown = {k: v for k, v in facts.items() if isinstance(v, (str, int))}
     for name, value in shown.items():
         text = str(value).lower() if isinstance(value, bool) else value
-        _say(f"{name.replace('_', ' '):<11}  {text}")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # Nobody may be left to read it.
-        sys.stderr.write(f"crossfed: {text}\n")
+        say(f"{name.replace('_', ' '):<11}  {text}")

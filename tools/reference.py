@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import aggregator_file, cli, site_file
+from deploy import aggregator_file, cli, exit_codes, site_file
 from federation import (
     errors,
     event_log,
@@ -220,6 +220,7 @@ def _values(facts: Mapping[str, Any]) -> str:
 
 def _cli() -> Iterator[str]:
     yield from ("# Command line", "", *_prose(cli), "")
+    yield from (*_prose(exit_codes), "")
     yield from _verbs(cli._parser(), "crossfed")  # noqa: SLF001 -- flags are its
 
 
@@ -263,7 +264,7 @@ def _errors() -> Iterator[str]:
     yield from ("\n\n".join(_markdown(text) for text in prose), "")
     wrong_job = ", ".join(
         f"`{kind.__name__}`"
-        for kind in cli._BAD_JOB  # noqa: SLF001 -- the exit codes are its to know
+        for kind in exit_codes.BAD_JOB_ERRORS
     )
     yield (
         f"The command line exits with 2 for {wrong_job}, with 3 for `BudgetExceeded`, "

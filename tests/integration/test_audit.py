@@ -282,7 +282,7 @@ def test_exit_code_of_a_broken_promise_is_one(
     """It says which site, and by how much."""
     found = audited(private_job(3.0), canaries=20_000, noise_times=0.25)
     audit_verb.leave(found, tmp_path / "new")
-    assert audit_verb.tell(found, tmp_path / "new", as_json=False) == 1
+    assert audit_verb.show(found, tmp_path / "new", as_json=False) == 1
     streams = capsys.readouterr()
     assert "BROKEN" in streams.out
     assert "site 'site-0' reports epsilon 1.27" in streams.err

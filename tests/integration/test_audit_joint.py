@@ -218,7 +218,7 @@ def test_job_of_joint_noise_is_audited_from_its_sums(tmp_path: Path):
     assert "noise of 3 of 4 sites" in page
     assert "last model" not in page
     audit_verb.leave(found, tmp_path / "new")
-    assert audit_verb.tell(found, tmp_path / "new", as_json=True) == 0
+    assert audit_verb.show(found, tmp_path / "new", as_json=True) == 0
 
 
 @pytest.mark.parametrize("num_canaries", [100, 5000, 60_000])

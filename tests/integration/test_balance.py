@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from support.small_jobs import small_job
 
-from deploy import cli
+from deploy import cli, exit_codes
 from federation import job_file
 
 pytestmark = pytest.mark.slow
@@ -27,17 +27,17 @@ def test_from_a_run_to_a_job_that_is_even(
     job = small_job(num_sites=2, rounds=2, data=data, training={"local_epochs": 2})
     path, run = tmp_path / "job.toml", str(tmp_path / "run")
     path.write_text(tomli_w.dumps(job_file.document(job)), encoding="utf-8")
-    assert cli.main(["simulate", str(path), "--out", run]) == cli.DONE
+    assert cli.main(["simulate", str(path), "--out", run]) == exit_codes.DONE
     capsys.readouterr()
 
-    assert cli.main(["data", "balance", run]) == cli.DONE
+    assert cli.main(["data", "balance", run]) == exit_codes.DONE
     text = capsys.readouterr().out
     assert "as it was: an epoch takes" in text
     assert "by speed: an epoch takes" in text
     assert "local_steps" not in text
     (line,) = (row for row in text.splitlines() if row.startswith("partition"))
 
-    assert cli.main(["data", "balance", run, "--json"]) == cli.DONE
+    assert cli.main(["data", "balance", run, "--json"]) == exit_codes.DONE
     found = json.loads(capsys.readouterr().out)
     assert [site["examples"] for site in found["now"]["sites"]] == [12, 48]
     assert found["speeds"] == [site["speed"] for site in found["now"]["sites"]]
@@ -57,5 +57,5 @@ def test_from_a_run_to_a_job_that_is_even(
 def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """One line, without a traceback."""
     command = ["data", "balance", "none", "--root", str(tmp_path)]
-    assert cli.main(command) == cli.BAD_JOB
+    assert cli.main(command) == exit_codes.BAD_JOB
     assert "there is no run 'none'" in capsys.readouterr().err

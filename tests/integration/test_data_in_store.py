@@ -11,7 +11,7 @@ import pytest
 from support.small_jobs import small_job
 
 from cloud_adapters.keys.key_file import add_key
-from deploy import cli
+from deploy import cli, exit_codes
 from deploy.run_result import RunResult
 from deploy.simulation import simulate
 from federation.errors import BucketNotFound, CorruptObject, JobError, KeyRefused
@@ -31,7 +31,7 @@ def job(source: str, training: Mapping[str, Any] = STEPS, **data: Any) -> JobSpe
 
 def shards(url: str, *options: str) -> None:
     command = ["data", "shard", BLOBS, url, *options]
-    assert cli.main([*command, "--shard-size", "0.02"]) == cli.DONE
+    assert cli.main([*command, "--shard-size", "0.02"]) == exit_codes.DONE
 
 
 def check_same(one: RunResult, other: RunResult) -> None:
@@ -168,12 +168,12 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     url = f"file://{tmp_path}/blobs"
     shards(url, "--name", "three clouds")
     capsys.readouterr()
-    assert cli.main(["data", "info", url, "--verify"]) == cli.DONE
+    assert cli.main(["data", "info", url, "--verify"]) == exit_codes.DONE
     text = capsys.readouterr().out
     assert "60 examples (4)" in text
     assert "0: 20, 1: 20, 2: 20" in text
     assert "every shard is what the index says" in text
-    assert cli.main(["data", "info", url, "--json"]) == cli.DONE
+    assert cli.main(["data", "info", url, "--json"]) == exit_codes.DONE
     found = json.loads(capsys.readouterr().out)
     assert found["dataset"] == "three clouds"
     assert found["train"]["classes"] == {"0": 20, "1": 20, "2": 20}
@@ -188,7 +188,7 @@ def test_damage_is_found_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture
     damaged = next((tmp_path / "blobs" / "held_out").glob("*.tar"))
     damaged.write_bytes(damaged.read_bytes()[:-600])
     code = cli.main(["data", "info", f"file://{tmp_path}/blobs", "--verify"])
-    assert code == cli.FAILED
+    assert code == exit_codes.FAILED
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert damaged.name in line
     assert str(tmp_path) in line
@@ -221,7 +221,7 @@ def test_wrong_options(source: str, options: Mapping[str, Any], reason: str):
 def test_wrong_arguments(tmp_path: Path, wrong: tuple[str, str]):
     """Each is the user's mistake, and nothing is written."""
     command = ["data", "shard", BLOBS, f"file://{tmp_path}/x", *wrong]
-    assert cli.main(command) == cli.BAD_JOB
+    assert cli.main(command) == exit_codes.BAD_JOB
     assert not (tmp_path / "x").exists()
 
 
@@ -271,7 +271,7 @@ def test_encrypted_shards(
     options |= {"order": "shards", "window": 2}
     assert simulate(job(url, options=options), folder=None).status == "completed"
     capsys.readouterr()
-    assert cli.main(["data", "info", url, "--verify", *lock]) == cli.DONE
+    assert cli.main(["data", "info", url, "--verify", *lock]) == exit_codes.DONE
     assert key in capsys.readouterr().out
     times = {path: path.stat().st_mtime_ns for path in objects}
     shards(url, "--format", encoding, *lock)  # All are there already.
@@ -300,7 +300,7 @@ def test_encrypted_shards_and_wrong_keys(
         (["--encryption-key", other], "other.toml"),
         (["--encryption-key", other, "--replace"], "other.toml"),
     ):
-        assert cli.main(["data", "shard", BLOBS, url, *more]) == cli.FAILED
+        assert cli.main(["data", "shard", BLOBS, url, *more]) == exit_codes.FAILED
         assert words in capsys.readouterr().err
     after = {p: p.read_bytes() for p in (tmp_path / "blobs").rglob("*") if p.is_file()}
     assert after == before
@@ -314,9 +314,9 @@ def test_a_dataset_in_clear_is_not_encrypted_over(
     shards(url)
     capsys.readouterr()
     command = ["data", "shard", BLOBS, url, "--encryption-key", key, "--replace"]
-    assert cli.main(command) == cli.FAILED
+    assert cli.main(command) == exit_codes.FAILED
     assert "is not encrypted" in capsys.readouterr().err
-    assert cli.main(["data", "info", url, "--verify"]) == cli.DONE
+    assert cli.main(["data", "info", url, "--verify"]) == exit_codes.DONE
 
 
 def test_the_clouds_own_encryption(
@@ -331,9 +331,9 @@ def test_the_clouds_own_encryption(
     ours, theirs = (arn, name) if url.startswith("s3") else (name, arn)
     service = ("--endpoint", endpoint, "--region", "us-east-1")
     command = ["data", "shard", BLOBS, f"{url}/blobs", *service]
-    assert cli.main([*command, "--kms-key", theirs]) == cli.BAD_JOB
+    assert cli.main([*command, "--kms-key", theirs]) == exit_codes.BAD_JOB
     assert "kms_key" in capsys.readouterr().err
-    assert cli.main([*command, "--kms-key", ours]) == cli.DONE
+    assert cli.main([*command, "--kms-key", ours]) == exit_codes.DONE
     if url.startswith("s3"):
         client = request.getfixturevalue("s3_server").client()
         name = url.removeprefix("s3://")

@@ -12,7 +12,7 @@ from support.small_jobs import small_job
 
 from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.urls import open_store
-from deploy import cli, run_store
+from deploy import cli, exit_codes, run_store
 from deploy.simulation import simulate
 from federation.errors import CorruptObject, JobError, KeyRefused
 from federation.events import CheckpointSaved, Event
@@ -189,11 +189,11 @@ def test_checkpoints_by_url(
     place = tmp_path / "small" / started["run_id"]
     folder.rename(place)
     command = ["checkpoints", f"file://{place}", "--verify"]
-    assert cli.main([*command, "--encryption-key", f"file:{key}"]) == cli.DONE
+    assert cli.main([*command, "--encryption-key", f"file:{key}"]) == exit_codes.DONE
     assert "verified" in capsys.readouterr().out
     add_key(tmp_path / "other.toml")
     wrong = f"file:{tmp_path}/other.toml"
-    assert cli.main([*command, "--encryption-key", wrong]) == cli.FAILED
+    assert cli.main([*command, "--encryption-key", wrong]) == exit_codes.FAILED
     assert "other.toml" in capsys.readouterr().err
 
 
@@ -213,11 +213,11 @@ def test_run_goes_over_to_another_key(
     folder = tmp_path / "run"
     stop_after_round_2(tables(key, **storage), folder)
     to = f"file:{tmp_path}/other.toml"
-    assert cli.main(["storage", "rewrap", str(folder), "--to", to]) == cli.DONE
+    assert cli.main(["storage", "rewrap", str(folder), "--to", to]) == exit_codes.DONE
     assert f"{tmp_path}/other.toml" in (folder / "job.toml").read_text()
     with pytest.raises(KeyRefused):
         simulate(small(tables(key, **storage)), folder=folder, resume=True)
-    assert cli.main(["checkpoints", str(folder), "--verify"]) == cli.DONE
+    assert cli.main(["checkpoints", str(folder), "--verify"]) == exit_codes.DONE
     job = small(tables(tmp_path / "other.toml", **storage))
     done = simulate(job, folder=folder, resume=True)
     assert (done.status, done.rounds_now) == ("completed", 2)
@@ -225,10 +225,10 @@ def test_run_goes_over_to_another_key(
     for more, begins in (([], b"---"), (["--encryption-key", to], b"crossfed")):
         place = tmp_path / f"export-{len(more)}"
         command = ["export", str(folder), "--to", f"file://{place}", *more]
-        assert cli.main(command) == cli.DONE
+        assert cli.main(command) == exit_codes.DONE
         assert (place / "README.md").read_bytes().startswith(begins)
     out = ["--encryption-key", to, "--out", str(place / "clear")]
-    assert cli.main(["storage", "decrypt", f"file://{place}", *out]) == cli.DONE
+    assert cli.main(["storage", "decrypt", f"file://{place}", *out]) == exit_codes.DONE
     model = (folder / "model.safetensors").read_bytes()
     assert (place / "clear" / "model.safetensors").read_bytes() == model
 
@@ -241,11 +241,11 @@ def test_export_and_checkpoints_at_an_endpoint(
     done = simulate(small(tables(None, **bucket)), folder=folder)
     service = ["--endpoint", bucket["endpoint"], "--region", bucket["region"]]
     place = f"{bucket['url']}/small/{done.run_id}"
-    assert cli.main(["checkpoints", place, "--verify", *service]) == cli.DONE
+    assert cli.main(["checkpoints", place, "--verify", *service]) == exit_codes.DONE
     assert "verified" in capsys.readouterr().out
     target = bucket["url"].replace("our/runs", "export")
     command = ["export", str(folder), "--to", target, *service]
-    assert cli.main(command) == cli.DONE
+    assert cli.main(command) == exit_codes.DONE
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{target}\n")
     assert "in clear" in printed.err

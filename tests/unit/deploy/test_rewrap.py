@@ -12,7 +12,7 @@ from cloud_adapters.keys.key_file import KeyFile, add_key
 from cloud_adapters.storage.encrypted import EncryptedStore
 from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import cli
+from deploy import cli, exit_codes
 from deploy.encryption import EXPORT, NO_KEY, KeyName
 from deploy.rewrap import Place, decrypt, rewrap
 from federation.errors import CorruptObject, KeyRefused, RunNotFound, StoreUnavailable
@@ -202,10 +202,10 @@ def test_by_url(key: KeyName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     add_key(path_of(key))
     url = f"file://{folder}"
     command = ["storage", "rewrap", url, "--encryption-key", key.name]
-    assert cli.main([*command, "--json"]) == cli.DONE
+    assert cli.main([*command, "--json"]) == exit_codes.DONE
     assert json.loads(capsys.readouterr().out)["rewrapped"] == 1
     out = ["--out", str(tmp_path / "out"), "--encryption-key", key.name]
-    assert cli.main(["storage", "decrypt", url, *out]) == cli.DONE
+    assert cli.main(["storage", "decrypt", url, *out]) == exit_codes.DONE
     assert (tmp_path / "out" / "README.md").read_bytes() == b"# card"
 
 
@@ -227,7 +227,7 @@ def test_wrong_arguments(
 ):
     """One line each."""
     named = [key.name if text == "KEY" else text for text in arguments]
-    assert cli.main(["storage", "rewrap", *named]) == cli.BAD_JOB
+    assert cli.main(["storage", "rewrap", *named]) == exit_codes.BAD_JOB
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 
