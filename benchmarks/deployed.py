@@ -1,6 +1,7 @@
 """What a deployed federation's way costs: rounds over a real SuperLink, without work.
 
-    python benchmarks/deployed.py [--mb 1000] [--rounds 3] [--tiny-rounds 100]
+    python benchmarks/deployed.py [--only tiny] [--mb 1000] [--rounds 3]
+        [--tiny-rounds 100] [--flower-rounds 6] [--many 2 4 8] [--many-mb 100]
 
 A SuperLink with TLS, node keys and SQLite, a ServerApp with our grid, and sites in
 processes of their own that answer with the model that they got; all on this machine.
@@ -8,7 +9,11 @@ processes of their own that answer with the model that they got; all on this mac
 - Large: one site, a model of so many MB through a store in a folder, and back. Peaks of
   memory are of a process's own pages (``own``), and of these and mapped files together
   (``resident``), which the kernel can take back.
-- Tiny: two sites, a model of ten values: what is left is overhead.
+- Tiny: two sites, a model of ten values: what is left is overhead. The same in turn
+  with Flower's own SuperNodes, grid and FedAvg at such a SuperLink, with apps that
+  import nothing and that import torch.
+- Killed: two sites, one of which is killed while it works: until that is known.
+- Many: the aggregator's memory with more and more sites.
 
 JSON lines on stdout, the machine first; a table on stderr.
 """
@@ -17,13 +22,16 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import machine
 
@@ -46,14 +54,18 @@ from federation.ids import RunId  # noqa: E402
 from federation.messages import RoundTask, SiteMessage, Task  # noqa: E402
 from federation.vectors import Layout, Role  # noqa: E402
 
+Row = dict[str, Any]
+
 LOOK_SECONDS = 0.05
+DEAF = "deaf"
 
 
 class Mirror:
-    """A site that answers with the model that it got, uncopied."""
+    """A site that answers with the model that it got, uncopied, or never."""
 
-    def __init__(self, name: str, num_floats: int) -> None:
+    def __init__(self, name: str, num_floats: int, place: Path) -> None:
         self._name = name
+        self._place = place
         model = [("w", (num_floats,), "float32", Role.PARAMETER)]
         self._layout = Layout.build(model)
 
@@ -68,6 +80,9 @@ class Mirror:
     def answer(self, task: Task) -> SiteMessage:
         """Answer without any work."""
         assert isinstance(task, RoundTask)
+        if self._name == DEAF:
+            (self._place / DEAF).touch()
+            threading.Event().wait()
         return toy_sites.mirrored(task)
 
 
@@ -77,7 +92,7 @@ def site(name: str, num_floats: int, address: str, place: Path, store: str) -> N
     if store:
         frames = Frames(store=LocalStore(Path(store)), scratch=place / name)
     node = FlowerNode(
-        app=flower_site.agent_app(Mirror(name, num_floats), frames),
+        app=flower_site.agent_app(Mirror(name, num_floats, place), frames),
         address=address,
         root_certificates=(place / "ca.crt").read_bytes(),
         key=load_key(place / f"{name}.pem"),
@@ -159,7 +174,7 @@ def federation(
         yield server, place, processes
 
 
-def large(num_mb: int, num_rounds: int) -> dict[str, object]:
+def large(num_mb: int, num_rounds: int) -> Row:
     """Time a large model's way to one site and back."""
     num_floats = num_mb * 1_000_000 // 4
     with federation(["one"], num_floats, with_store=True) as parts:
@@ -191,34 +206,146 @@ def large(num_mb: int, num_rounds: int) -> dict[str, object]:
     }
 
 
-def tiny(num_rounds: int) -> dict[str, object]:
+def tiny(num_rounds: int) -> Row:
     """Time rounds of two sites with next to nothing to send."""
     names = ["one", "two"]
-    with federation(names, 10, with_store=False) as (server, _, _):
-        found = server.ask(
+    with federation(names, 10, with_store=False) as (server, _, processes):
+        ask = partial(
+            server.ask,
             "call",
             function="support.exchange_app:rounds",
             sites=names,
             num_floats=10,
-            num_rounds=num_rounds,
             folder="",
         )
-    cuts = statistics.quantiles(found["seconds"], n=20)
-    return {
-        "rounds": num_rounds,
+        ask(num_rounds=1)  # Connects, and imports what is not there yet.
+        before = cpu_seconds(processes)
+        found = ask(num_rounds=num_rounds)
+        after = cpu_seconds(processes)
+    return spread("ours", found["seconds"]) | {
         "wrong": found["wrong"],
-        "median_seconds": round(statistics.median(found["seconds"]), 3),
-        "p95_seconds": round(cuts[-1], 3),
-        "max_seconds": round(max(found["seconds"]), 3),
+        "superlink_cpu_seconds_a_round": round(
+            (after["superlink"] - before["superlink"]) / num_rounds, 3
+        ),
     }
 
 
+def flowers(num_rounds: int, imports: str) -> Row:
+    """Time the same with all that is Flower's own; its apps import a module."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        superlink.serve(Path(folder)) as server,
+    ):
+        for name in ("one", "two"):
+            server.start_flower_node(name, new_key(), CLIENT_IMPORTS=imports)
+        superlink.wait_for(lambda: len(server.online()) == 2, "nodes are there")
+        found = server.ask(
+            "call",
+            function="support.exchange_app:fedavg",
+            num_floats=10,
+            num_rounds=num_rounds,
+        )
+    return spread(f"Flower's own, {imports or 'numpy'}", found["seconds"])
+
+
+def spread(what: str, seconds: list[float]) -> Row:
+    """Describe the times of rounds."""
+    cuts = statistics.quantiles(seconds, n=20, method="inclusive")
+    return {
+        "tiny": what,
+        "rounds": len(seconds),
+        "median_seconds": round(statistics.median(seconds), 3),
+        "p95_seconds": round(cuts[-1], 3),
+        "max_seconds": round(max(seconds), 3),
+    }
+
+
+def beside_flower(num_rounds: int, num_flower_rounds: int) -> Iterator[Row]:
+    """Ours, Flower's own, and ours again: the load may change meanwhile."""
+    ours = [tiny(num_rounds)]
+    yield ours[0]
+    theirs = [flowers(num_flower_rounds, imports) for imports in ("", "torch")]
+    yield from theirs
+    ours.append(tiny(num_rounds))
+    yield ours[1]
+    median = statistics.mean(row["median_seconds"] for row in ours)
+    yield {
+        "tiny": "Flower's median over ours",
+        **{row["tiny"]: round(row["median_seconds"] / median, 1) for row in theirs},
+    }
+
+
+def killed() -> Row:
+    """Time how long it takes to know that a site was killed."""
+    names = ["one", DEAF]
+    with federation(names, 10, with_store=False) as (server, place, processes):
+        times: list[float] = []
+
+        def kill() -> None:
+            superlink.wait_for((place / DEAF).exists, "it works")
+            os.kill(processes[DEAF], signal.SIGKILL)
+            times.append(SystemClock().now())
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        found = server.ask(
+            "call", function="support.exchange_app:detect", sites=names, deaf=DEAF
+        )
+        killer.join()
+    return {"killed site known after seconds": round(found - times[0], 1)}
+
+
+def many(num_sites: int, num_mb: int) -> Row:
+    """Look at the aggregator's memory while many sites answer at once."""
+    names = [f"site-{index}" for index in range(num_sites)]
+    num_floats = num_mb * 1_000_000 // 4
+    with federation(names, num_floats, with_store=True) as parts:
+        server, place, processes = parts
+        aggregator = {name: processes[name] for name in ("superlink", "serverapp")}
+        peaks = Peaks(aggregator)
+        found = server.ask(
+            "call",
+            function="support.exchange_app:rounds",
+            sites=names,
+            num_floats=num_floats,
+            num_rounds=2,
+            folder=str(place),
+        )
+        peaks.stop()
+    return {
+        "sites": num_sites,
+        "model_mb": num_mb,
+        "wrong": found["wrong"],
+        "seconds": [round(each, 2) for each in found["seconds"]],
+        "own_peak_mb": {name: round(peak) for name, peak in peaks.own.items()},
+    }
+
+
+def measures(args: argparse.Namespace) -> Iterator[Row]:
+    """Everything that was asked for."""
+    if args.only in ("", "tiny"):
+        yield from beside_flower(args.tiny_rounds, args.flower_rounds)
+    if args.only in ("", "killed"):
+        yield killed()
+    if args.only in ("", "many"):
+        for num_sites in args.many:
+            yield many(num_sites, args.many_mb)
+    if args.only in ("", "large"):
+        yield large(args.mb, args.rounds)
+
+
 def main() -> None:
-    """Run both, and print what came of it."""
+    """Measure, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--only", default="", choices=["tiny", "killed", "many", "large"]
+    )
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny-rounds", type=int, default=100)
+    parser.add_argument("--flower-rounds", type=int, default=6)
+    parser.add_argument("--many", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--many-mb", type=int, default=100)
     parser.add_argument("--site", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.site:
@@ -226,14 +353,11 @@ def main() -> None:
         site(name, int(num_floats), address, Path(place), store)
         return
     print(json.dumps(machine.facts("deployed")))
-    for measure in (
-        lambda: tiny(args.tiny_rounds),
-        lambda: large(args.mb, args.rounds),
-    ):
-        row = measure() | {"load": round(os.getloadavg()[0], 1)}
+    for found in measures(args):
+        row = found | {"load": round(os.getloadavg()[0], 1)}
         print(json.dumps(row), flush=True)
         for name, value in row.items():
-            print(f"{name:20} {value}", file=sys.stderr)
+            print(f"{name:32} {value}", file=sys.stderr)
 
 
 if __name__ == "__main__":

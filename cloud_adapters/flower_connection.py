@@ -5,50 +5,24 @@ content in pieces, which it keeps until it is told that they have arrived.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from flwr.app import Message
-from flwr.app.message import remove_content_from_message
-from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    iterate_object_tree,
-    no_object_id_recompute,
-)
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
 )
-from flwr.supercore.inflatable.inflatable_utils import (
-    inflate_object_from_contents,
-    pull_objects,
-    push_objects,
-)
+from flwr.supercore.inflatable.inflatable_utils import pull_objects, push_objects
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
-from cloud_adapters.flower_fleet import Dropped, FleetCalls
+from cloud_adapters import flower_envelope
+from cloud_adapters.flower_envelope import Envelope
+from cloud_adapters.flower_fleet import FleetCalls
 
-
-@dataclass(frozen=True, kw_only=True)
-class Envelope:
-    """A message without its content.
-
-    Attributes:
-        about: Its metadata.
-        tree: Names of the content's pieces, as Flower's protocol has them.
-    """
-
-    about: Message
-    tree: Any
-
-    @property
-    def name(self) -> str:
-        """Name of the question that it is about; empty for none."""
-        return self.about.metadata.group_id
+# Between looks for a piece that the aggregator is about to push.
+FETCH_SECONDS, MAX_FETCH_SECONDS = 0.05, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,57 +49,64 @@ class Connection:
         found = self.calls.call(lambda: self.client.PullMessages(request))
         if not found.messages_list:
             return None
-        about = message_from_proto(found.messages_list[0])
-        return Envelope(about=about, tree=found.message_object_trees[0])
+        return Envelope.of(found.messages_list[0], found.message_object_trees[0])
 
     def open(self, envelope: Envelope) -> Message:
         """Fetch the content; its pieces are not kept beside it.
 
         Raises:
-            Dropped: It is no message; so for ``Lost`` and ``SiteError``, as above.
+            Exception: Of many kinds if it is no message; and as above.
         """
-        tree, run_id = envelope.tree, envelope.about.metadata.run_id
-        contents = self.calls.call(
-            lambda: pull_objects(
-                [part.object_id for part in iterate_object_tree(tree)],
-                pull_object_fn=make_pull_object_fn_protobuf(
-                    self.client.PullObject, self.node, run_id
-                ),
-            )
+        pull = make_pull_object_fn_protobuf(
+            self.client.PullObject, self.node, envelope.about.metadata.run_id
         )
-        confirm = make_confirm_message_received_fn_protobuf(
-            self.client.ConfirmMessageReceived, self.node, run_id
-        )
-        self.calls.call(lambda: confirm(tree.object_id))
-        with no_object_id_recompute():
-            message = inflate_object_from_contents(tree.object_id, contents)
-        if not isinstance(message, Message):
-            raise Dropped("the aggregator sent something that is no message")
-        about = envelope.about.metadata
-        message.metadata.__dict__["_message_id"] = about.message_id
-        return message
 
-    def send(self, reply: Message, seconds: float) -> None:
-        """Send a reply, for which the site has worked so long."""
-        run_id = reply.metadata.run_id
-        with no_object_id_recompute():
-            reply.metadata.__dict__["_message_id"] = reply.object_id
-            objects = get_all_nested_objects(reply)
-            tree = get_object_tree(reply)
-        envelope = remove_content_from_message(reply) if reply.has_content() else reply
+        def fetch(name: str) -> bytes:
+            envelope.contents[name] = pull(name)
+            return b""  # There need be no second list of them.
+
+        def fetch_missing() -> None:
+            pull_objects(
+                envelope.missing(),
+                pull_object_fn=fetch,
+                initial_backoff=FETCH_SECONDS,
+                backoff_cap=MAX_FETCH_SECONDS,
+            )
+
+        self.calls.call(fetch_missing)
+        return envelope.message()
+
+    def confirm(self, envelope: Envelope) -> None:
+        """Let Flower forget the content: it has been received, or is not needed."""
+        confirm = make_confirm_message_received_fn_protobuf(
+            self.client.ConfirmMessageReceived,
+            self.node,
+            envelope.about.metadata.run_id,
+        )
+        self.calls.call(lambda: confirm(envelope.tree.object_id))
+
+    def send(self, reply: Message, seconds: float, *, whole: bool = False) -> None:
+        """Send a reply, for which the site has worked so long.
+
+        Whole only if the question came whole: other aggregators do not read that.
+        """
+        parcel = flower_envelope.pack(reply, whole=whole)
         request = PushMessagesRequest(
             node=self.node,
-            messages_list=[message_to_proto(envelope)],
-            message_object_trees=[tree],
+            messages_list=[parcel.envelope],
+            message_object_trees=[parcel.tree],
             clientapp_runtime_list=[seconds],
         )
         taken = self.calls.call(lambda: self.client.PushMessages(request))
         push = make_push_object_fn_protobuf(
-            self.client.PushObject, self.node, run_id, taken.session_id
+            self.client.PushObject,
+            self.node,
+            reply.metadata.run_id,
+            taken.session_id,
         )
         # Each is tried again by itself: what has been pushed is no longer here.
         push_objects(
-            objects,
+            parcel.objects,
             push_object_fn=lambda name, content: self.calls.call(
                 lambda: push(name, content)
             ),

@@ -355,8 +355,6 @@ class FlowerGrid:
 
     def _give_up_silent(self, exchange: Exchange) -> None:
         """Do not wait for nodes whose heartbeats have stopped."""
-        if not self._presence.is_time():
-            return
         silent = self._presence.silent(
             {self._nodes[one.task.site] for one in exchange.open.values()}
         )

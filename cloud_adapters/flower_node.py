@@ -7,7 +7,8 @@ them, over the same Fleet API. It runs what is installed here and never a bundle
 it is sent: it does not even fetch them. It works on one message at a time, and tells
 meanwhile what becomes of it (``redelivery``).
 
-It, ``flower_connection`` and ``flower_fleet`` know Flower's private modules;
+It, ``flower_connection``, ``flower_envelope``, ``flower_fleet`` and ``flower_runtime``
+know Flower's private modules;
 ``tests/contract/test_flower_node.py`` holds them against a real SuperLink.
 """
 
@@ -36,7 +37,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from cloud_adapters.flower_connection import Connection, Envelope
+from cloud_adapters.flower_connection import Connection
+from cloud_adapters.flower_envelope import Envelope
 from cloud_adapters.flower_fleet import (
     HEARTBEAT_SECONDS,
     MAX_TURN_SECONDS,
@@ -260,7 +262,6 @@ class FlowerNode:
             try:
                 if letters.qsize() < MAX_WAITING and self._sort(connection, letters):
                     last = self.clock.monotonic()
-                    continue
             except (Lost, SiteError) as error:
                 letters.put(error)
                 return
@@ -284,6 +285,7 @@ class FlowerNode:
             return False
         reply = reply_at_once(envelope.about, self._inbox)
         if reply is None:
+            self._free.clear()  # Nothing is looked for while the site begins.
             letters.put(envelope)
         else:
             connection.send(reply, 0.0)
@@ -291,6 +293,7 @@ class FlowerNode:
 
     def _forget(self, letters: queue.Queue[Envelope | Exception]) -> None:
         """What was not begun comes again when it is asked after."""
+        self._free.set()
         with contextlib.suppress(queue.Empty):
             while True:
                 letter = letters.get_nowait()
@@ -326,10 +329,12 @@ class FlowerNode:
         reply = self._answer(message)
         del message  # Its model need not lie beside the answer's.
         try:
-            connection.send(reply, self.clock.monotonic() - begin)
+            seconds = self.clock.monotonic() - begin
+            connection.send(reply, seconds, whole=envelope.is_whole)
         finally:
             if envelope.name and reply.has_content():
                 self._inbox.keep(envelope.name, reply.content)
+        connection.confirm(envelope)  # For which the answer need not wait.
 
     def _answer(self, message: Message) -> Message:
         """Have the app answer; an error becomes the answer of a failed node."""

@@ -1,7 +1,8 @@
 """Which of Flower's nodes are there: whose heartbeats have not stopped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid as FlowerApi
 
 from federation.protocols import Clock
@@ -43,6 +44,7 @@ class Presence:
         self._clock = clock
         self._pause = pause
         self._gone: set[int] = set()
+        self._fresh: set[int] = set()
         self._next_look = clock.monotonic()
 
     def await_return(self, asked: set[int], deadline_seconds: float) -> None:
@@ -68,24 +70,22 @@ class Presence:
             silent = self.silent(asked)
         self._gone |= silent
 
-    def is_time(self) -> bool:
-        """Whether it is long enough since the last look; then this is one."""
-        now = self._clock.monotonic()
-        if now < self._next_look:
-            return False
-        self._next_look = now + LOOK_SECONDS
-        return True
-
     def silent(self, asked: set[int]) -> set[int]:
-        """Nodes without a fresh heartbeat."""
+        """Nodes without a fresh heartbeat, as of the last look."""
         if self._get_nodes is None:
             return set()
-        now = self._clock.now()
-        # A node is online for two intervals after a heartbeat; then it is not listed.
-        fresh = (
-            node.node_id
-            for node in self._get_nodes()
-            if node.heartbeat_interval > OUR_INTERVAL_SECONDS
-            or node.online_until - 2 * node.heartbeat_interval >= now - SILENT_SECONDS
-        )
-        return asked - set(fresh)
+        now = self._clock.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._fresh = _fresh(self._get_nodes(), self._clock.now())
+        return asked - self._fresh
+
+
+def _fresh(nodes: Iterable[NodeInfo], now: float) -> set[int]:
+    # A node is online for two intervals after a heartbeat; then it is not listed.
+    return {
+        node.node_id
+        for node in nodes
+        if node.heartbeat_interval > OUR_INTERVAL_SECONDS
+        or node.online_until - 2 * node.heartbeat_interval >= now - SILENT_SECONDS
+    }

@@ -220,6 +220,15 @@ def unpack(content: RecordDict) -> bytes:
     return _bytes_of(content, _STYPE)
 
 
+def frame_in_record(content: RecordDict) -> bytes | None:
+    """The frame, if it is a small one."""
+    about = _about_of(content)
+    frame = about.get(_FRAME)
+    if isinstance(frame, bytes) and about.get(_TYPE) == _STYPE:
+        return frame
+    return None
+
+
 def unpack_all(content: RecordDict) -> Packed:
     """Take out the frame, and the references that stand beside it.
 

@@ -8,6 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid as FlowerApi
 from flwr.serverapp import ServerApp
 
+from cloud_adapters import flower_runtime
 from cloud_adapters.flower_apps import FlowerApps
 from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
 from cloud_adapters.frames import Frames
@@ -105,7 +106,7 @@ def _connector(
     ) -> Grid:
         known = known_nodes(config.folder, deployed.job)
         return FlowerGrid(
-            FlowerApps(api, deployed.job, deployed.layout, known),
+            FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
             sites,
             clock=SystemClock(),
             roll_call=roll_call,

@@ -2,18 +2,28 @@
 
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
 
+from cloud_adapters import flower_runtime
 from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.storage.local import LocalStore
 from federation.clock import SystemClock
 from federation.ids import RunId, SiteId
-from federation.messages import RoundTask, SiteUpdate, TaskKind
+from federation.messages import (
+    FailureKind,
+    RoundTask,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
 
 RUN = RunId("run-1")
 MB = 1 << 20
@@ -48,7 +58,7 @@ def rounds(
         frames = Frames(store=store, scratch=scratch)
     names = [SiteId(name) for name in sites]
     grid = FlowerGrid(
-        api,
+        flower_runtime.over(api),
         names,
         clock=SystemClock(),
         roll_call=NamesCall(),
@@ -61,17 +71,58 @@ def rounds(
     for index in range(1, num_rounds + 1):
         begin = time.perf_counter()
         tasks = [_task(name, index, weights_d) for name in names]
-        replies = list(grid.exchange(tasks, deadline_seconds=600.0))
-        seconds.append(time.perf_counter() - begin)
-        wrong += [
+        # One after the other, as they are added up: not all are in memory.
+        wrong.extend(
             str(reply.message)[:500]
-            for reply in replies
+            for reply in grid.exchange(tasks, deadline_seconds=600.0)
             if not _is_right(reply.message, weights_d)
-        ]
-        del replies
+        )
+        seconds.append(time.perf_counter() - begin)
     if folder:
         frames.end_run(RUN, names)
     return {"seconds": seconds, "wrong": wrong, **memory()}
+
+
+def fedavg(api: Grid, *, num_floats: int, num_rounds: int) -> dict[str, Any]:
+    """The same with Flower's own grid and strategy, and apps in its own nodes.
+
+    Returns:
+        Seconds of each round.
+    """
+    ends: list[float] = []
+    strategy = FedAvg(fraction_evaluate=0.0)
+    weights = ArrayRecord({"w": Array(np.arange(num_floats, dtype=np.float32))})
+    strategy.start(
+        api,
+        weights,
+        num_rounds=num_rounds,
+        evaluate_fn=lambda *_: ends.append(time.perf_counter()),
+    )
+    return {"seconds": [after - before for before, after in pairwise(ends)]}
+
+
+def detect(api: Grid, *, sites: list[str], deaf: str) -> float:
+    """Give all sites a task, and wait for the failure of one that never answers.
+
+    Returns:
+        When it was found, in seconds since 1970.
+    """
+    names = [SiteId(name) for name in sites]
+    clock = SystemClock()
+    grid = FlowerGrid(
+        flower_runtime.over(api),
+        names,
+        clock=clock,
+        roll_call=NamesCall(),
+        poll_seconds=SUPERLINK_POLL_SECONDS,
+    )
+    tasks = [_task(name, 1, np.zeros(1, dtype=np.float32)) for name in names]
+    for reply in grid.exchange(tasks, deadline_seconds=600.0):
+        if reply.message.site == deaf:
+            assert isinstance(reply.message, SiteFailure)
+            assert reply.message.kind is FailureKind.DISCONNECTED
+            return clock.now()
+    raise AssertionError(f"{deaf} was not among the replies")
 
 
 def process(_: Grid) -> int:

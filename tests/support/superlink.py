@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest, StopRunRequest
@@ -73,13 +78,27 @@ app = ServerApp()
 def main(grid, context):
     superlink_app.serve(grid, context.run_config["socket"])
 """
-# What a node must never run: it leaves a file behind.
-_TRAP = """
+# For Flower's own node. One of ours must never run it: it leaves a file behind.
+_CLIENT = """
+import importlib
+import os
 import pathlib
+
+from flwr.app import Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 pathlib.Path({trap!r}).touch()
+if name := os.environ.get("CLIENT_IMPORTS"):
+    importlib.import_module(name)
+
 app = ClientApp()
+
+
+@app.train()
+def train(message, context):
+    metrics = MetricRecord(dict([("num-examples", 1)]))
+    content = RecordDict(dict(arrays=message.content["arrays"], metrics=metrics))
+    return Message(content, reply_to=message)
 """
 
 
@@ -193,6 +212,23 @@ class SuperLink:
         if self._app is not None:
             self._app.close()
 
+    def start_flower_node(
+        self, name: str, key: ec.EllipticCurvePrivateKey, **environment: str
+    ) -> None:
+        """Start a node of Flower's own, which runs the app that it is sent."""
+        self.register(key)
+        (self.folder / f"{name}.key").write_bytes(
+            key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        )
+        self._spawn(
+            "supernode",
+            *("--root-certificates", "ca.crt", "--superlink", self.address),
+            *("--auth-supernode-private-key", f"{name}.key"),
+            *("--port", str(_free_port())),
+            name=name,
+            **environment,
+        )
+
     def ask(self, op: str, **arguments: Any) -> Any:
         """Have the ServerApp do something and tell what came of it."""
         assert self._app is not None
@@ -214,8 +250,8 @@ class SuperLink:
         (folder / "LICENSE").write_text("None.\n")
         (folder / "shim" / "__init__.py").write_text("")
         (folder / "shim" / "server_app.py").write_text(_SHIM)
-        trap = _TRAP.format(trap=str(self.trap))
-        (folder / "shim" / "client_app.py").write_text(trap)
+        client = _CLIENT.format(trap=str(self.trap))
+        (folder / "shim" / "client_app.py").write_text(client)
         return folder
 
     def _is_up(self) -> bool:
@@ -236,7 +272,7 @@ class SuperLink:
         with client:
             yield client
 
-    def _spawn(self, what: str, *arguments: str) -> None:
+    def _spawn(self, what: str, *arguments: str, name: str = "", **more: str) -> None:
         environment = os.environ | {
             "FLWR_HOME": str(self.folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -244,9 +280,11 @@ class SuperLink:
             "PYTHONPATH": str(_TESTS),
             # The SuperExec starts the ServerApp by its name alone.
             "PATH": f"{_BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            **more,
         }
-        with (self.folder / f"{what}.log").open("ab") as log:
-            self._processes[what] = subprocess.Popen(
+        name = name or what
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
                 [_BIN / f"flower-{what}", *arguments],
                 cwd=self.folder,
                 env=environment,
