@@ -262,10 +262,7 @@ def _errors() -> Iterator[str]:
     tree, *prose = rest
     yield from ("# Errors", "", head, "", "```text", tree, "```", "")
     yield from ("\n\n".join(_markdown(text) for text in prose), "")
-    wrong_job = ", ".join(
-        f"`{kind.__name__}`"
-        for kind in exit_codes.BAD_JOB_ERRORS
-    )
+    wrong_job = ", ".join(f"`{kind.__name__}`" for kind in exit_codes.BAD_JOB_ERRORS)
     yield (
         f"The command line exits with 2 for {wrong_job}, with 3 for `BudgetExceeded`, "
         "and with 1 for the others."
