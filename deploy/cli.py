@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 from deploy import (
     audit_verb,
     data_verb,
+    enrolment_verbs,
     exit_codes,
-    federation_verbs,
     model_verbs,
+    run_verbs,
+    service_verbs,
     storage_verb,
     tool_verbs,
 )
@@ -178,7 +180,9 @@ def _parser() -> argparse.ArgumentParser:
         )
     audit_verb.add_verb(verbs, [job, common], load=_load, guard=_unable_to_exit)
     data_verb.add_verb(verbs, common)
-    federation_verbs.add_verbs(verbs, job, common, load=_load, progress=_shown)
+    service_verbs.add_verbs(verbs, common)
+    enrolment_verbs.add_verbs(verbs, common)
+    run_verbs.add_verbs(verbs, job, common, load=_load, progress=_shown)
     tool_verbs.add_verbs(verbs, common)
     model_verbs.add_verbs(verbs, common)
     storage_verb.add_verb(verbs, common)

@@ -1,18 +1,15 @@
-"""The verbs of a deployed federation: ``aggregator``, ``site``, ``run`` and its kin."""
+"""Verbs of runs across machines: ``run``, ``ps``, ``watch``, ``stop`` and ``logs``."""
 
 import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy import enrolment_verbs, exit_codes
+from deploy import exit_codes
 from deploy.exit_codes import DONE
 from deploy.terminal import say, tell
 from federation.clock import SystemClock
@@ -26,13 +23,6 @@ if TYPE_CHECKING:
     from federation.job import JobSpec
 
 LOOK_SECONDS = 0.2
-
-_AGGREGATOR_TOML = """\
-# See docs/howto/two-machines.md. Keys that are left out have their defaults.
-listen = "{listen}"
-hosts = {hosts}
-proxy = {proxy}
-"""
 
 Load = Callable[[argparse.Namespace], "JobSpec"]
 Progress = Callable[[], contextlib.AbstractContextManager["Emit"]]
@@ -55,9 +45,6 @@ def add_verbs(
         load: Reads the job that the options name.
         progress: Shows events.
     """
-    _add_aggregator(verbs, common)
-    _add_site(verbs, common)
-    enrolment_verbs.add_verbs(verbs, common)
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument(
         "--aggregator",
@@ -93,172 +80,6 @@ def add_verbs(
         )
         parser.add_argument("run", metavar="RUN", help="run id or job name")
         parser.set_defaults(verb=verb)
-
-
-def _add_aggregator(verbs: Any, common: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser(
-        "aggregator", allow_abbrev=False, help="the service that sites connect to"
-    )
-    inner = parser.add_subparsers(required=True, metavar="ACTION")
-    init = inner.add_parser(
-        "init",
-        parents=[common],
-        allow_abbrev=False,
-        help="make certificates, identity and configuration",
-    )
-    init.add_argument("folder", type=Path, metavar="DIR", help="a folder of its own")
-    init.add_argument(
-        "--host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name or address that sites know this host by",
-    )
-    init.add_argument(
-        "--listen", default="0.0.0.0:8443", metavar="ADDRESS:PORT", help="where"
-    )
-    init.add_argument(
-        "--no-proxy",
-        action="store_true",
-        help="only on a loopback: no nginx before the SuperLink",
-    )
-    init.add_argument("--organisation", default="", help="who runs it, in words")
-    init.set_defaults(verb=_init)
-    up = inner.add_parser(
-        "up", parents=[common], allow_abbrev=False, help="run the service"
-    )
-    up.add_argument(
-        "--config",
-        type=Path,
-        default=Path("aggregator.toml"),
-        metavar="FILE",
-        help="the aggregator's configuration (aggregator.toml)",
-    )
-    up.set_defaults(verb=_aggregator_up)
-    enrolment_verbs.add_aggregator_verbs(inner, common)
-
-
-def _add_site(verbs: Any, common: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("site", allow_abbrev=False, help="the agent of one site")
-    inner = parser.add_subparsers(required=True, metavar="ACTION")
-    up = inner.add_parser(
-        "up", parents=[common], allow_abbrev=False, help="run the agent"
-    )
-    up.add_argument(
-        "--config",
-        type=Path,
-        default=Path("site.toml"),
-        metavar="FILE",
-        help="the site's configuration (site.toml)",
-    )
-    up.set_defaults(verb=_site_up)
-    relay = inner.add_parser(
-        "relay",
-        parents=[common],
-        allow_abbrev=False,
-        help="let a stock SuperNode take part with an existing app of Flower",
-    )
-    relay.add_argument(
-        "--config",
-        type=Path,
-        default=Path("site.toml"),
-        metavar="FILE",
-        help="the site's configuration (site.toml)",
-    )
-    relay.add_argument(
-        "--port",
-        type=int,
-        default=8444,
-        metavar="PORT",
-        help="where it listens, on the loopback (8444)",
-    )
-    relay.set_defaults(verb=_site_relay)
-
-
-def _init(options: argparse.Namespace) -> int:
-    from deploy import aggregator_file, keys  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.aggregator_service import initialise  # noqa: PLC0415
-    from privacy.secret_files import write_new  # noqa: PLC0415
-
-    folder, hosts = options.folder, options.host or ["localhost"]
-    # First: keys are never overwritten, so a mistake must not leave any.
-    aggregator_file.check(
-        aggregator_file.AggregatorFile(
-            listen=options.listen, hosts=tuple(hosts), proxy=not options.no_proxy
-        )
-    )
-    authority = initialise(folder, hosts, clock=SystemClock())
-    made = keys.new(
-        "aggregator", random_bytes=os.urandom, out=folder / "aggregator.pem"
-    )
-    keys.trust(
-        folder / "roster.toml",
-        site=None,
-        organisation=options.organisation or hosts[0],
-        key=str(made["public_key"]),
-    )
-    text = _AGGREGATOR_TOML.format(
-        listen=options.listen,
-        hosts=json.dumps(hosts),
-        proxy=json.dumps(not options.no_proxy),
-    )
-    write_new(folder / "aggregator.toml", text.encode(), mode=0o644)
-    facts = {"folder": str(folder), "authority": authority.fingerprint}
-    if options.json:
-        say(json.dumps({**facts, "identity": made["public_key"]}, indent=2))
-        return DONE
-    tell(f"an aggregator in {folder}; its authority is {authority.fingerprint}")
-    tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")
-    return DONE
-
-
-def _aggregator_up(options: argparse.Namespace) -> int:
-    from deploy import aggregator_file  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.aggregator_service import AggregatorService  # noqa: PLC0415
-
-    service = AggregatorService(
-        config=aggregator_file.load(options.config),
-        config_path=options.config,
-        clock=SystemClock(),
-        listener=tell,
-    )
-    with _ended_by_signals(service.stopped):
-        service.run()
-    return DONE
-
-
-def _site_up(options: argparse.Namespace) -> int:
-    from deploy.site_service import serve  # noqa: PLC0415 -- imports torch and Flower
-
-    stopped = threading.Event()
-    with _ended_by_signals(stopped):
-        serve(options.config, stopped=stopped, listener=tell)
-    return DONE
-
-
-def _site_relay(options: argparse.Namespace) -> int:
-    from deploy.site_relay import serve  # noqa: PLC0415 -- imports Flower
-
-    stopped = threading.Event()
-    with _ended_by_signals(stopped):
-        serve(options.config, port=options.port, stopped=stopped, listener=tell)
-    return DONE
-
-
-@contextmanager
-def _ended_by_signals(stopped: threading.Event) -> Iterator[None]:
-    """Set an event at the first Ctrl-C or SIGTERM."""
-
-    def stop(_number: int, _frame: object) -> None:
-        stopped.set()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, stop) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _run(options: argparse.Namespace, job: "JobSpec", progress: Progress) -> int:
