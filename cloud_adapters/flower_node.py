@@ -263,8 +263,10 @@ class FlowerNode:
                 if letters.qsize() < MAX_WAITING and self._sort(connection, letters):
                     last = self.clock.monotonic()
             except (Lost, SiteError) as error:
-                letters.put(error)
-                return
+                if self._free.is_set():
+                    letters.put(error)
+                    return
+                # A node at work goes on beating its heart, and an outage may pass.
             except Exception as error:  # noqa: BLE001 -- of many kinds, none ours
                 self._drop(error)
             idle = self.clock.monotonic() - last > IDLE_AFTER_SECONDS

@@ -212,6 +212,27 @@ def test_answer_survives_a_restart_of_the_superlink(
     assert running.said("connected to") == 1  # Twice would cost twenty seconds.
 
 
+def test_node_at_work_outlasts_an_outage(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """It would be counted as gone, and has no time to see that: it answers later."""
+    node = running.node.node_id
+    running.agent.free.clear()
+    message = running.server.ask("push_query", node=node, size=8)
+    assert running.agent.asked.wait(superlink.PATIENCE_SECONDS)
+    monkeypatch.setattr(flower_fleet, "ACTIVE_SECONDS", 0.5)
+    running.server.kill()
+    SystemClock().sleep(5.0)
+    running.server.start()
+    wait_for(lambda: node in running.server.online(), "a heartbeat has come")
+    monkeypatch.undo()
+    running.agent.free.set()
+    answer = running.server.ask("pull", message=message, size=8)
+    assert answer == {"error": None, "right": True}, running.words
+    assert running.ask("query", 8)["right"]
+    assert running.said("connected to") == 1, running.words
+
+
 def test_superlink_killed_in_the_middle_of_an_answer_costs_none(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ):
