@@ -14,6 +14,10 @@ from faults.trial import Result
 from faults.verdict import Run
 
 from federation import job_file
+from federation.clock import VirtualClock
+from privacy.dp.events import Event
+from privacy.dp.ledger import FileLedger
+from privacy.dp.ledger_format import Terms
 
 SITES = ["a", "b"]
 
@@ -111,6 +115,22 @@ def test_a_site_that_counts_twice_is_seen(run: Run):
     assert [*verdict.check_rounds(twice)] == ["round 3 counts ['a'] twice"]
     again = replace(run, events=[*run.events, answered(2, "a")])
     assert [*verdict.check_secrets(again)] == ["a answered round 2 2 times"]
+
+
+@pytest.mark.parametrize("charged", [(1, 2), (1,), ()])
+def test_a_release_that_is_not_charged_is_seen(run: Run, charged: tuple[int, ...]):
+    """Of the rounds that a site has answered, 1 and 2."""
+    terms = Terms(
+        run_id="r", site="a", job_digest="00" * 32, delta=1e-5, epsilon_cap=50.0
+    )
+    ledger = FileLedger(run.folder, terms, clock=VirtualClock(1e9))
+    event = Event(noise_multiplier=1.0, sampling_rate=0.1, steps=1)
+    for index in charged:
+        ledger.charge(event, round_index=index)
+    ledger.close()
+    faults = [*verdict.check_ledgers(run, {"a": run.folder / "ledger.jsonl"})]
+    missing = {1, 2} - set(charged)
+    assert faults == [f"a released {missing}, which are not charged"] * bool(missing)
 
 
 def test_a_ledger_that_is_gone_is_seen(run: Run):
