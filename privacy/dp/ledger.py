@@ -316,7 +316,7 @@ class FileLedger:
     def _unavailable(self, error: OSError) -> StoreUnavailable:
         return StoreUnavailable(
             f"cannot keep the ledger {self._path}: {error.strerror}; "
-            "nothing is released"
+            "nothing is released: free some space, or make it writable for this user"
         )
 
 

@@ -74,7 +74,8 @@ class FileRounds:
         except OSError as error:
             raise StoreUnavailable(
                 f"cannot record round {round_index} in {path}: {error.strerror}; "
-                "the round is not answered"
+                "the round is not answered: free some space, or make it writable for "
+                "this user"
             ) from error
 
 
