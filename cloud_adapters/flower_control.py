@@ -2,13 +2,10 @@
 
 Flower's Control API asks nobody for a key, so it is reached on the loopback alone. A
 run needs a bundle of code: see ``flower_bundle``.
-
-The other files that know Flower's private modules are that one, ``flower_node`` and
-``flower_fleet``.
 """
 
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 import httpx
@@ -21,13 +18,15 @@ from flwr.proto.control_pb2 import (
     StopRunRequest,
     UnregisterNodeRequest,
 )
+from flwr.proto.run_pb2 import RunStatus
 from flwr.supercore.control.control_http_client import ControlHttpClient
 
 from cloud_adapters.flower_bundle import bundle
-from cloud_adapters.flower_facts import FlowerNodeInfo, FlowerRun
-from federation.errors import StoreUnavailable
-
-CALL_SECONDS = 10.0
+from cloud_adapters.flower_facts import (
+    FlowerNodeInfo,
+    FlowerRun,
+    SuperLinkUnavailable,
+)
 
 
 class FlowerControl:
@@ -52,12 +51,7 @@ class FlowerControl:
         """Return itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close connections."""
         self._client.close()
 
@@ -68,53 +62,33 @@ class FlowerControl:
             settings: ``folder`` of the run and ``config`` of the aggregator.
 
         Raises:
-            StoreUnavailable: The SuperLink cannot be reached or refuses.
+            SuperLinkUnavailable: It cannot be reached or refuses.
         """
         request = StartRunRequest(
             fab=fab_to_proto(bundle()),
             override_config=user_config_to_proto(dict(settings)),
         )
-        try:
+        with self._asking():
             return int(self._client.StartRun(request).run_id)
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
 
     def runs(self) -> dict[int, FlowerRun]:
         """Every run that the SuperLink knows, by its number.
 
         Raises:
-            StoreUnavailable: The SuperLink cannot be reached.
+            SuperLinkUnavailable: It cannot be reached.
         """
-        try:
+        with self._asking():
             found = self._client.ListRuns(ListRunsRequest()).run_dict
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
-        return {
-            run_id: FlowerRun(
-                is_over=run.status.status == "finished",
-                status=" ".join(
-                    word
-                    for word in (
-                        run.status.status,
-                        run.status.sub_status,
-                        run.status.details,
-                    )
-                    if word
-                ),
-            )
-            for run_id, run in found.items()
-        }
+        return {run_id: _fact(run.status) for run_id, run in found.items()}
 
     def stop(self, run_id: int) -> None:
         """End a run at once.
 
         Raises:
-            StoreUnavailable: The SuperLink cannot be reached.
+            SuperLinkUnavailable: It cannot be reached.
         """
-        try:
+        with self._asking():
             self._client.StopRun(StopRunRequest(run_id=run_id))
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
 
     def register(self, public_key: bytes) -> int:
         """Let a node in, and return its number.
@@ -123,53 +97,54 @@ class FlowerControl:
             public_key: PEM, on the curve P-384.
 
         Raises:
-            StoreUnavailable: The SuperLink cannot be reached or refuses the key.
+            SuperLinkUnavailable: It cannot be reached or refuses the key.
         """
-        try:
-            answer = self._client.RegisterNode(
-                RegisterNodeRequest(public_key=public_key)
-            )
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
-        return int(answer.node_id)
+        request = RegisterNodeRequest(public_key=public_key)
+        with self._asking():
+            return int(self._client.RegisterNode(request).node_id)
 
     def unregister(self, node_id: int) -> None:
         """Let a node in no more.
 
         Raises:
-            StoreUnavailable: The SuperLink cannot be reached.
+            SuperLinkUnavailable: It cannot be reached.
         """
-        try:
+        with self._asking():
             self._client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
 
     def nodes(self) -> list[FlowerNodeInfo]:
         """Every node that is registered.
 
         Raises:
-            StoreUnavailable: The SuperLink cannot be reached.
+            SuperLinkUnavailable: It cannot be reached.
         """
-        try:
+        with self._asking():
             found = self._client.ListNodes(ListNodesRequest()).nodes_info
-        except httpx.HTTPError as error:
-            raise self._unavailable(error) from error
         return [
             FlowerNodeInfo(
                 node_id=node.node_id,
                 status=node.status,
-                last_heartbeat=max(0, node.online_until - 2 * node.heartbeat_interval),
                 public_key=bytes(node.public_key),
             )
             for node in found
         ]
 
-    def _unavailable(self, error: httpx.HTTPError) -> StoreUnavailable:
-        text = str(error)
-        if isinstance(error, httpx.HTTPStatusError):
-            text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
-        return StoreUnavailable(
-            f"the SuperLink on {self._address} does not do what it is asked: {text}; "
-            "is `crossfed aggregator up` running? Its logs are in logs/",
-            temporary=True,
-        )
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            text = str(error)
+            if isinstance(error, httpx.HTTPStatusError):
+                text = f"HTTP {error.response.status_code}: {error.response.text[:200]}"
+            raise SuperLinkUnavailable(
+                f"the SuperLink on {self._address} does not do what it is asked: "
+                f"{text}; is `crossfed aggregator up` running? Its logs are in logs/"
+            ) from error
+
+
+def _fact(status: RunStatus) -> FlowerRun:
+    words = (status.status, status.sub_status, status.details)
+    return FlowerRun(
+        is_over=status.status == "finished", status=" ".join(filter(None, words))
+    )

@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 
+from federation.errors import FederationError
+
 # Nodes sign the time, and Flower takes no signature that is five minutes old.
 MOST_SKEW_SECONDS = 240.0
+
+
+class SuperLinkUnavailable(FederationError):
+    """The SuperLink of this host cannot be reached, or refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +32,9 @@ class FlowerNodeInfo:
     Attributes:
         node_id: Its number.
         status: ``registered``, ``online`` or ``offline``.
-        last_heartbeat: Seconds since 1970; 0 if there was none.
         public_key: As it was registered.
     """
 
     node_id: int
     status: str
-    last_heartbeat: float
     public_key: bytes

@@ -7,7 +7,7 @@ from deploy import exchange
 from deploy.exchange import ExchangeSpec
 from deploy.site_file import check_address
 from federation import job_file
-from federation.errors import JobError
+from federation.errors import FederationError, JobError
 from federation.job_keys import key
 
 
@@ -75,6 +75,28 @@ class AggregatorConfig:
     def flower(self) -> Path:
         """State of the SuperLink, and the ports that were chosen."""
         return self.folder / "flower"
+
+    @property
+    def port_file(self) -> Path:
+        """Holds the SuperLink's port, where none is named."""
+        return self.flower / "port"
+
+    def superlink_port(self) -> int | None:
+        """Port of the SuperLink on the loopback; None before one was chosen.
+
+        Raises:
+            FederationError: The file of the chosen port is damaged.
+        """
+        if not self.file.proxy:
+            return check_address(self.file.listen, key="listen")[1]
+        if self.file.superlink_port:
+            return self.file.superlink_port
+        if not self.port_file.exists():
+            return None
+        text = self.port_file.read_text(errors="replace").strip()
+        if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+            raise FederationError(f"{self.port_file} holds no port: remove it")
+        return int(text)
 
     @property
     def proxy(self) -> Path:

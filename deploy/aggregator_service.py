@@ -241,22 +241,11 @@ class AggregatorService:
 
     def _port(self) -> int:
         """Port of the SuperLink: a chosen one is kept, so that nodes find it again."""
-        file = self.config.file
-        if not file.proxy:
-            return check_address(file.listen, key="listen")[1]
-        if file.superlink_port:
-            return file.superlink_port
-        kept = self._kept_port
-        if not kept.exists():
-            replace_file(kept, [str(ports.free_port()).encode()])
-        text = kept.read_text(errors="replace").strip()
-        if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-            raise FederationError(f"{kept} holds no port: remove it")
-        return int(text)
-
-    @property
-    def _kept_port(self) -> Path:
-        return self.config.flower / "port"
+        port = self.config.superlink_port()
+        if port is None:
+            port = ports.free_port()
+            replace_file(self.config.port_file, [str(port).encode()])
+        return port
 
     def _await_ports(self, port: int) -> None:
         """See that nobody else listens where nginx and the SuperLink are to.
@@ -268,7 +257,7 @@ class AggregatorService:
         file = self.config.file
         key = "superlink_port" if file.proxy else "listen"
         if file.proxy and not file.superlink_port:
-            advice = f"stop what listens there, or remove {self._kept_port}"
+            advice = f"stop what listens there, or remove {self.config.port_file}"
         else:
             advice = f"stop what listens there, or change {key} in aggregator.toml"
         ports.await_free(LOOPBACK, port, advice=advice, clock=self.clock)

@@ -1,11 +1,10 @@
 """Nodes at the SuperLink of this host, as enrolment lets them in and shuts them out."""
 
 from cloud_adapters.flower_control import FlowerControl
+from cloud_adapters.flower_facts import SuperLinkUnavailable
 from deploy.aggregator_file import AggregatorConfig
-from deploy.site_file import check_address
-from federation.errors import StoreUnavailable
+from deploy.ports import LOOPBACK
 
-_LOOPBACK = "127.0.0.1"
 _SHUT_OUT = "unregistered"
 
 
@@ -20,7 +19,7 @@ def register(control: FlowerControl, public_key: bytes) -> int:
         Flower's number for it.
 
     Raises:
-        StoreUnavailable: The SuperLink cannot be reached or refuses the key.
+        SuperLinkUnavailable: The SuperLink cannot be reached or refuses the key.
     """
     for node in control.nodes():
         if node.public_key == public_key and node.status != _SHUT_OUT:
@@ -32,25 +31,16 @@ def unregister(config: AggregatorConfig, node_id: int) -> None:
     """Let a node in no more; one that is not in is left as it is.
 
     Raises:
-        StoreUnavailable: The SuperLink cannot be reached.
+        SuperLinkUnavailable: The SuperLink cannot be reached, or has never run.
+        FederationError: The file of its port is damaged.
     """
+    port = config.superlink_port()
+    if port is None:
+        raise SuperLinkUnavailable(
+            "crossfed aggregator up has not run yet, so there is no SuperLink to tell"
+        )
     authority = (config.folder / "ca.crt").read_bytes()
-    with FlowerControl(_superlink(config), authority) as control:
+    with FlowerControl(f"{LOOPBACK}:{port}", authority) as control:
         for node in control.nodes():
             if node.node_id == node_id and node.status != _SHUT_OUT:
                 control.unregister(node_id)
-
-
-def _superlink(config: AggregatorConfig) -> str:
-    """Where the SuperLink listens, or did when it was last up."""
-    file = config.file
-    if not file.proxy:
-        return f"{_LOOPBACK}:{check_address(file.listen, key='listen')[1]}"
-    if file.superlink_port:
-        return f"{_LOOPBACK}:{file.superlink_port}"
-    try:
-        return f"{_LOOPBACK}:{int((config.flower / 'port').read_text())}"
-    except (OSError, ValueError):
-        raise StoreUnavailable(
-            "crossfed aggregator up has not run yet, so there is no SuperLink to tell"
-        ) from None

@@ -22,6 +22,7 @@ FederationError
         |-- StoreThrottled    too many requests, after all attempts
         |-- StoreForbidden    these credentials may not do this
         |-- NotAuthenticated  no credentials, or none that the service accepts
+        |-- KeyRefused        the key that encrypts objects is not to be had
         `-- BucketNotFound    the bucket, not the object
 
 A message says what happened, where, and what to do about it. ``ValueError`` is

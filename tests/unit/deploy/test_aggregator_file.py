@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deploy import aggregator_file
-from federation.errors import JobError
+from federation.errors import FederationError, JobError
 
 
 def write(folder: Path, text: str) -> Path:
@@ -56,3 +56,29 @@ def test_wrong_key_is_named_with_its_file(tmp_path: Path, text: str, key: str):
         aggregator_file.load(path)
     assert key in str(caught.value)
     assert str(caught.value).count(str(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("superlink_port = 9092", 9092),
+        ("proxy = false\nlisten = '127.0.0.1:9093'", 9093),
+    ],
+)
+def test_port_of_the_superlink(tmp_path: Path, text: str, expected: int | None):
+    """None before one was chosen."""
+    config = aggregator_file.load(write(tmp_path, text))
+    assert config.superlink_port() == expected
+
+
+@pytest.mark.parametrize("content", ["", "x", "0", "65536", "\xff"])
+def test_damaged_file_of_a_port_is_named(tmp_path: Path, content: str):
+    """The service and a revocation say the same."""
+    config = aggregator_file.load(write(tmp_path, ""))
+    config.port_file.parent.mkdir()
+    config.port_file.write_text("9092\n")
+    assert config.superlink_port() == 9092
+    config.port_file.write_text(content, encoding="latin-1")
+    with pytest.raises(FederationError, match=r"port holds no port: remove it"):
+        config.superlink_port()
