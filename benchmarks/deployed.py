@@ -8,7 +8,8 @@ processes of their own that answer with the model that they got; all on this mac
 
 - Large: one site, a model of so many MB through a store in a folder, and back. Peaks of
   memory are of a process's own pages (``own``), and of these and mapped files together
-  (``resident``), which the kernel can take back.
+  (``resident``), which the kernel can take back. Then the same model with all that is
+  Flower's own, whose state is kept in memory: with SQLite it fails at 1 GB.
 - Tiny: two sites, a model of ten values: what is left is overhead. The same in turn
   with Flower's own SuperNodes, grid and FedAvg at such a SuperLink, with apps that
   import nothing and that import torch.
@@ -56,6 +57,7 @@ from federation.vectors import Layout, Role  # noqa: E402
 
 Row = dict[str, Any]
 
+MB, FLOAT_BYTES = 1_000_000, 4
 LOOK_SECONDS = 0.05
 DEAF = "deaf"
 
@@ -176,7 +178,7 @@ def federation(
 
 def large(num_mb: int, num_rounds: int) -> Row:
     """Time a large model's way to one site and back."""
-    num_floats = num_mb * 1_000_000 // 4
+    num_floats = num_mb * MB // FLOAT_BYTES
     with federation(["one"], num_floats, with_store=True) as parts:
         server, place, processes = parts
         peaks, before = Peaks(processes), cpu_seconds(processes)
@@ -230,15 +232,26 @@ def tiny(num_rounds: int) -> Row:
     }
 
 
-def flowers(num_rounds: int, imports: str) -> Row:
-    """Time the same with all that is Flower's own; its apps import a module."""
+@contextlib.contextmanager
+def flowers(
+    names: list[str], *, database: str = "state.db", imports: str = ""
+) -> Iterator[superlink.SuperLink]:
+    """Start a SuperLink and Flower's own nodes, whose apps import a module."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        superlink.serve(Path(folder)) as server,
+        superlink.serve(Path(folder), database=database) as server,
     ):
-        for name in ("one", "two"):
+        for name in names:
             server.start_flower_node(name, new_key(), CLIENT_IMPORTS=imports)
-        superlink.wait_for(lambda: len(server.online()) == 2, "nodes are there")
+        superlink.wait_for(
+            lambda: len(server.online()) == len(names), "nodes are there"
+        )
+        yield server
+
+
+def tiny_of_flower(num_rounds: int, imports: str) -> Row:
+    """Time the same with all that is Flower's own; its apps import a module."""
+    with flowers(["one", "two"], imports=imports) as server:
         found = server.ask(
             "call",
             function="support.exchange_app:fedavg",
@@ -246,6 +259,37 @@ def flowers(num_rounds: int, imports: str) -> Row:
             num_rounds=num_rounds,
         )
     return spread(f"Flower's own, {imports or 'numpy'}", found["seconds"])
+
+
+def large_of_flower(num_mb: int, num_rounds: int) -> Row:
+    """Time the same with all that is Flower's own."""
+    with flowers(["one"], database=":flwr-in-memory:") as server:
+        app = server.ask("call", function="support.exchange_app:process")
+        peaks = Peaks({"superlink": server.pid, "serverapp": app})
+        seconds = []
+        for _ in range(num_rounds):
+            found = server.ask(
+                "call",
+                function="support.exchange_app:fedavg",
+                num_floats=num_mb * MB // FLOAT_BYTES,
+                num_rounds=1,
+            )
+            seconds += found["seconds"]
+        peaks.stop()
+    return {
+        "Flower's own, model_mb": num_mb,
+        "seconds": [round(each, 2) for each in seconds],
+        "own_peak_mb": {name: round(peak) for name, peak in peaks.own.items()},
+    }
+
+
+def large_beside_flower(num_mb: int, num_rounds: int) -> Iterator[Row]:
+    """Ours, and Flower's own."""
+    ours, theirs = large(num_mb, num_rounds), large_of_flower(num_mb, num_rounds)
+    yield ours
+    yield theirs
+    times = [statistics.median(row["seconds"]) for row in (theirs, ours)]
+    yield {"large: Flower's median over ours": round(times[0] / times[1], 1)}
 
 
 def spread(what: str, seconds: list[float]) -> Row:
@@ -264,7 +308,7 @@ def beside_flower(num_rounds: int, num_flower_rounds: int) -> Iterator[Row]:
     """Ours, Flower's own, and ours again: the load may change meanwhile."""
     ours = [tiny(num_rounds)]
     yield ours[0]
-    theirs = [flowers(num_flower_rounds, imports) for imports in ("", "torch")]
+    theirs = [tiny_of_flower(num_flower_rounds, name) for name in ("", "torch")]
     yield from theirs
     ours.append(tiny(num_rounds))
     yield ours[1]
@@ -298,7 +342,7 @@ def killed() -> Row:
 def many(num_sites: int, num_mb: int) -> Row:
     """Look at the aggregator's memory while many sites answer at once."""
     names = [f"site-{index}" for index in range(num_sites)]
-    num_floats = num_mb * 1_000_000 // 4
+    num_floats = num_mb * MB // FLOAT_BYTES
     with federation(names, num_floats, with_store=True) as parts:
         server, place, processes = parts
         aggregator = {name: processes[name] for name in ("superlink", "serverapp")}
@@ -331,7 +375,7 @@ def measures(args: argparse.Namespace) -> Iterator[Row]:
         for num_sites in args.many:
             yield many(num_sites, args.many_mb)
     if args.only in ("", "large"):
-        yield large(args.mb, args.rounds)
+        yield from large_beside_flower(args.mb, args.rounds)
 
 
 def main() -> None:

@@ -90,7 +90,12 @@ def fedavg(api: Grid, *, num_floats: int, num_rounds: int) -> dict[str, Any]:
         Seconds of each round.
     """
     ends: list[float] = []
-    strategy = FedAvg(fraction_evaluate=0.0)
+    num_nodes = len(list(api.get_node_ids()))
+    strategy = FedAvg(
+        fraction_evaluate=0.0,
+        min_train_nodes=num_nodes,
+        min_available_nodes=num_nodes,
+    )
     weights = ArrayRecord({"w": Array(np.arange(num_floats, dtype=np.float32))})
     strategy.start(
         api,

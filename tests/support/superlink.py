@@ -109,10 +109,12 @@ class SuperLink:
     Attributes:
         folder: State, certificates and logs.
         address: ``127.0.0.1:PORT``.
+        database: As Flower names it; a path is below ``folder``.
     """
 
     folder: Path
     address: str
+    database: str = "state.db"
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _app: socket.socket | None = None
     _run: int = 0
@@ -144,7 +146,7 @@ class SuperLink:
             "superlink",
             *("--host", host, "--port", port),
             *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt"),
-            *("--ssl-keyfile", "server.key", "--database", "state.db"),
+            *("--ssl-keyfile", "server.key", "--database", self.database),
             *("--isolation", "process", "--enable-supernode-auth"),
             *("--superexec-auth-secret-file", "secret"),
             "--disable-runtime-dependency-installation",
@@ -296,9 +298,9 @@ class SuperLink:
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[SuperLink]:
+def serve(folder: Path, *, database: str = "state.db") -> Iterator[SuperLink]:
     """Run a SuperLink and a ServerApp until the end of the block."""
-    running = SuperLink(folder, f"127.0.0.1:{_free_port()}")
+    running = SuperLink(folder, f"127.0.0.1:{_free_port()}", database)
     (folder / "home").mkdir()
     (folder / "secret").write_bytes(secrets.token_bytes(64))
     authority = Authority.create("test", clock=SystemClock())
