@@ -410,8 +410,9 @@ def _check_job(options: argparse.Namespace) -> int:
     console = _console()
     console.print(data_table(dealt, columns=console.width))
     print(
-        f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, "
-        f"{size:,} values ({4 * size:,} bytes) each way, site and round"
+        f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values: "
+        f"{job_check.bytes_down(size):,} bytes down and "
+        f"{job_check.bytes_up(job, size):,} up for each site and round"
     )
     for line in promises:
         print(line)

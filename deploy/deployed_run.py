@@ -29,12 +29,11 @@ from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, Grid, RunState
 from federation.vectors import Layout
+from monitoring.run_view import DEPLOYED
 from privacy.secagg import identity, roster
 from privacy.secagg.errors import RosterRefused
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
-
-ENGINE = "deployed"
 
 # Makes a grid whose sites have answered a roll call; the numbers say how many must, and
 # how many a round is of no use without.
@@ -246,7 +245,7 @@ class DeployedRun:
         parts = wiring.build_server(
             self._federation,
             run_id=self._run_id,
-            engine=ENGINE,
+            engine=DEPLOYED,
             gather=self._gather(grid),
             store=self._record.store,
             clock=self._clock,

@@ -7,9 +7,22 @@ from deploy.protection import rehearse
 from deploy.wiring import Federation
 from federation.clock import SystemClock
 from federation.ids import RunId
+from federation.job import JobSpec
 from monitoring import privacy_words
 
 _MAX_SITES_WITH_LINES = 8
+_FLOAT_BYTES = 4
+
+
+def bytes_down(size: int) -> int:
+    """Bytes of a model of so many values."""
+    return _FLOAT_BYTES * size
+
+
+def bytes_up(job: JobSpec, size: int) -> int:
+    """Bytes of a site's update of so many values: float32, or words of the ring."""
+    secure = job.privacy.secure_aggregation
+    return size * (secure.ring_bits // 8 if secure.enabled else _FLOAT_BYTES)
 
 
 def promises(federation: Federation) -> Sequence[str]:

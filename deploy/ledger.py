@@ -162,12 +162,9 @@ def _spent(contents: Contents, purpose: Purpose) -> dict[str, Any]:
 
 
 def _gathered(events: tuple[Event, ...]) -> list[Event]:
-    """Neighbours of one kind as one event."""
+    """Events of one kind as one."""
     found = []
-    for _, same in groupby(
-        sorted(events, key=_kind),
-        key=_kind,
-    ):
+    for _, same in groupby(sorted(events, key=_kind), key=_kind):
         alike = list(same)
         found.append(
             Event(

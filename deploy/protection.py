@@ -35,8 +35,9 @@ from privacy.secagg.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.thresholds import colluding_tolerated
 from privacy.secagg.train import ADAPTIVE_SLOTS, HEADER_SLOTS
 
-# What decides what a site does with its data.
 _MECHANISMS = {"record": "dp-sgd", "joint": "dp-sgd", "site": "gaussian-sum"}
+
+# What decides what a site does with its data.
 _CODE = ("federation", "privacy", "clients")
 
 

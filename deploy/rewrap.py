@@ -115,8 +115,8 @@ def opened(
         run_id, spec = run.run_id() or "", job.storage.encryption
         if not key:
             if spec is None:
-                raise JobError(f"the run in {run.path} is not encrypted", key="RUN")
-            key = KeyName(name=spec.key, endpoint=spec.endpoint, argument="RUN")
+                raise JobError(f"the run in {run.path} is not encrypted", key="PLACE")
+            key = KeyName(name=spec.key, endpoint=spec.endpoint, argument="PLACE")
         store = (
             run_store.open_plain(job, run_id)
             if run_store.in_bucket(job)

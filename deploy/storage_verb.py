@@ -60,7 +60,9 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
         allow_abbrev=False,
         help="write the contents into a folder, in clear",
     )
-    decrypt.add_argument("--out", type=Path, required=True, metavar="DIR")
+    decrypt.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the folder"
+    )
     decrypt.set_defaults(verb=_decrypt)
 
 
@@ -90,8 +92,8 @@ def _decrypt(options: argparse.Namespace) -> int:
     if options.json:
         say(json.dumps({"folder": str(options.out), "bytes": written}, indent=2))
     else:
-        for key, size in written.items():
-            say(f"{size:>12,}  {options.out / key}")
+        for name, size in written.items():
+            say(f"{size:>12,}  {options.out / name}")
     return DONE
 
 

@@ -22,7 +22,12 @@ from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import JobSpec
 from privacy.dp import adaptive_clip
-from privacy.dp.budget import check_delta, check_records, default_delta
+from privacy.dp.budget import (
+    MIN_SIGNAL_TO_NOISE,
+    check_delta,
+    check_records,
+    default_delta,
+)
 from privacy.dp.calibration import noise_multiplier
 from privacy.dp.events import Event
 from privacy.dp.mechanism import SLACK
@@ -30,7 +35,6 @@ from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.ring import RingSpec
 
 UNITS = frozenset({"joint", "site"})  # whose noise adds up inside the sum
-MIN_SIGNAL_TO_NOISE = 0.5
 
 _TABLE = "privacy.differential_privacy"
 

@@ -37,16 +37,16 @@ _EXHAUSTED = (
     "The run ended early, when the privacy budget of its sites was spent. This is the "
     "last model that it allowed."
 )
-_LIMITS = (
-    (
-        "The loss and the accuracy are on held-out data of the same sites: they do not "
-        "say how the model does elsewhere."
-    ),
-    (
-        "The sites were simulated on one machine: clouds and regions are names of "
-        "the job's own."
-    ),
+_HELD_OUT = (
+    "The loss and the accuracy are on held-out data of the same sites: they do not "
+    "say how the model does elsewhere."
 )
+_SIMULATED = (
+    "The sites were simulated on one machine: clouds and regions are names of the "
+    "job's own."
+)
+_PLACE = ("name", "cloud", "region")  # of a site, in a job file
+_OWN_DATA = "Each site trained on data that it chose itself, which never left it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +118,16 @@ def _model_rows(job: Mapping[str, Any], model: ModelFile) -> Iterator[tuple[str,
 
 
 def _data(view: RunView, job: Mapping[str, Any]) -> Iterator[str]:
+    heads = ["site", "cloud", "region"]
+    if view.is_deployed:
+        sites = ([_code(site[head]) for head in _PLACE] for site in job["sites"])
+        yield from (*_table(sites, heads), "", _OWN_DATA)
+        return
     if "data" in job:
         yield from _table([("source", _code(job["data"]["source"]))])
         yield ""
     # Where updates are hidden, the sizes of data sets are the sites' own too.
     is_open = view.privacy is None and not view.is_secret
-    heads = ["site", "cloud", "region"]
     heads += ["training examples", "held-out examples"] if is_open else []
     rows = []
     for share in view.data.shares if view.data else ():
@@ -144,8 +148,8 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     yield "rounds", f"{view.rounds_completed} of {view.started.rounds}"
     yield "duration", format_duration(view.seconds)
     rate = f"learning rate {optimizer['lr']:g}"
-    steps = format_count(job["training"]["local_steps"], "step")
-    yield "at each site", f"{steps} a round of {_code(optimizer['name'])}, {rate}"
+    work = _work(job["training"])
+    yield "at each site", f"{work} a round of {_code(optimizer['name'])}, {rate}"
     server = job["aggregation"]["server_optimizer"]["name"]
     yield "combined by", f"{_code(job['aggregation']['combine'])}, then {_code(server)}"
     sums = "the aggregator saw sums only" if view.is_secret else "no"
@@ -154,6 +158,13 @@ def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str,
     yield "traffic", f"{up} from the sites, {down} to them"
     if view.failures:
         yield "failures", format_count(len(view.failures), "answer")
+
+
+def _work(training: Mapping[str, Any]) -> str:
+    """What a site does in a round: a job names steps or epochs."""
+    if "local_steps" in training:
+        return format_count(training["local_steps"], "step")
+    return format_count(training["local_epochs"], "epoch")
 
 
 def _evaluation(view: RunView) -> Iterator[str]:
@@ -184,7 +195,9 @@ def _privacy(view: RunView) -> Iterator[str]:
 
 
 def _limits(view: RunView) -> Iterator[str]:
-    yield from _LIMITS
+    yield _HELD_OUT
+    if not view.is_deployed:
+        yield _SIMULATED
     if view.privacy is not None:
         yield from (f"Layer replaced: {_code(name)}." for name in view.privacy.replaced)
 

@@ -15,14 +15,12 @@ from monitoring.units import (
     format_delta,
     format_epsilon,
 )
+from privacy.dp.budget import MIN_SIGNAL_TO_NOISE
 from privacy.dp.held_out import MAX_LOSS
 
-WITHHELD = "withheld"
 NOISY = "~"  # before a number that carries noise
 
 _RELATIONS = {"add or remove one record": "one record added or removed"}
-
-LOW_SIGNAL = 0.5  # below this ratio a job is refused, unless it insists
 
 # Whose epsilon it is.
 _WHOSE = {
@@ -131,7 +129,7 @@ def signal(planned: PrivacyPlanned) -> str | None:
         f"signal-to-noise ratio {ratio:.2g}: of the mean update, as large as clipping "
         "leaves it, to the noise on it"
     )
-    return text if ratio >= LOW_SIGNAL else f"{text}; little but noise"
+    return text if ratio >= MIN_SIGNAL_TO_NOISE else f"{text}; little but noise"
 
 
 def means(planned: PrivacyPlanned, sites: Iterable[SitePrivacy]) -> str:

@@ -38,6 +38,7 @@ from monitoring.site_view import (
 
 COMPLETED = "completed"
 EXHAUSTED = "exhausted"
+DEPLOYED = "deployed"
 LANGUAGE = "causal_lm"
 
 
@@ -96,6 +97,11 @@ class RunView:
     def is_secret(self) -> bool:
         """Whether losses and counts are known of all sites together only."""
         return self.started.secure_aggregation
+
+    @property
+    def is_deployed(self) -> bool:
+        """Whether sites were machines of their own, and not simulated."""
+        return self.started.engine == DEPLOYED
 
     @property
     def total_spent(self) -> PrivacySpent | None:

@@ -10,6 +10,9 @@ from privacy.dp.accountant import MIN_DELTA
 # (Dwork and Roth, The Algorithmic Foundations of Differential Privacy, 2.3).
 DELTA_SHARE = 10
 
+# Of the mean update, at most, to the noise on it: below it a job must insist.
+MIN_SIGNAL_TO_NOISE = 0.5
+
 _DELTA_KEY = "privacy.differential_privacy.delta"
 _BATCH_KEY = "training.batch_size"
 

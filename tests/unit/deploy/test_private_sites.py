@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from support.small_jobs import small_job
 
-from deploy import sum_privacy, wiring
+from deploy import wiring
 from deploy.private_sites import PrivateSites
 from federation.clock import SystemClock
 from federation.events import PrivacyPlanned
@@ -74,8 +74,3 @@ def test_joint_noise_is_one_for_all_and_epsilon_is_not():
     two = _planned(unit="joint", colluding_sites=2)
     assert "together with 2 of the sites" in two.holds_against
     assert one.signal_to_noise is None
-
-
-def test_words_and_refusal_draw_the_same_line():
-    """Rooms that do not import each other have it twice."""
-    assert privacy_words.LOW_SIGNAL == sum_privacy.MIN_SIGNAL_TO_NOISE

@@ -8,10 +8,10 @@ from support import event_samples
 from support.small_jobs import small_job
 
 from federation import job_file
-from federation.events import Event, RunStarted
+from federation.events import DataDistributed, Event, RunStarted
 from monitoring.model_card import ModelFile, model_card
 from monitoring.run_fold import fold
-from monitoring.run_view import RunView
+from monitoring.run_view import DEPLOYED, RunView
 
 MODEL = ModelFile(
     size=7_800, sha256="a5" * 32, num_tensors=2, num_values=1_930, types=("BF16", "F32")
@@ -30,6 +30,15 @@ def hidden(events: list[Event]) -> list[Event]:
         if isinstance(e, RunStarted)
         else e
         for e in events
+    ]
+
+
+def deployed(events: list[Event]) -> list[Event]:
+    """The same run with sites elsewhere, whose data nobody here knows."""
+    return [
+        dataclasses.replace(e, engine=DEPLOYED) if isinstance(e, RunStarted) else e
+        for e in events
+        if not isinstance(e, DataDistributed)
     ]
 
 
@@ -88,6 +97,29 @@ def test_exhausted_run_is_marked():
     """The last model of a budget is not passed off as that of a whole run."""
     assert "ended early" in card_of(fold(event_samples.exhausted()))
     assert "ended early" not in card_of(fold(event_samples.private(1)))
+
+
+@pytest.mark.parametrize(
+    ("training", "work"),
+    [({"local_steps": 3}, "3 steps"), ({"local_epochs": 1}, "1 epoch")],
+)
+def test_local_work_is_in_the_words_of_the_job(
+    training: dict[str, int], work: str
+) -> None:
+    """A job names either steps or epochs."""
+    card = card_of(fold(event_samples.two_sites(1)), training=training)
+    assert rows(card)["at each site"].startswith(f"{work} a round of `sgd`, ")
+
+
+def test_only_simulated_sites_are_called_simulated():
+    """A deployed site's data is its own, whatever a rehearsal would deal out."""
+    events = event_samples.two_sites(1)
+    assert "simulated on one machine" in card_of(fold(events))
+    card = card_of(fold(deployed(events)))
+    assert "simulated" not in card
+    assert "source" not in rows(card)
+    assert rows(card)["`site-1`"] == "`local`"
+    assert "data that it chose itself" in card
 
 
 @pytest.mark.parametrize("name", ["a|b", "a`b", "<script>", "a\nb"])
