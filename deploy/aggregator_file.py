@@ -120,13 +120,7 @@ def load(path: Path) -> AggregatorConfig:
     Raises:
         JobError: It cannot be read, or a key is unknown or wrong.
     """
-    try:
-        file = job_file.build(AggregatorFile, job_file.read_toml(path))
-        check(file)
-    except JobError as error:
-        if str(path) in error.reason:
-            raise
-        raise JobError(f"{path}: {error}") from error
+    file = job_file.load_table(path, AggregatorFile, check)
     return AggregatorConfig(file=file, folder=path.parent)
 
 

@@ -244,11 +244,6 @@ def digest(sealed: bytes) -> str:
     return hashlib.sha256(sealed).hexdigest()
 
 
-def run_id_of(proposal: Proposal) -> RunId:
-    """The run."""
-    return RunId(proposal.run_id)
-
-
 _Message = TypeVar("_Message", Proposal, Statements, Introduction)
 
 

@@ -240,7 +240,7 @@ class SiteAgent:
         Raises:
             FederationError: The site does not or cannot take part.
         """
-        run_id = introduction.run_id_of(proposal)
+        run_id = RunId(proposal.run_id)
         folder = self._folder(run_id)
         self._check_code(proposal)
         job = job_file.loads(proposal.job)

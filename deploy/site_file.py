@@ -210,13 +210,7 @@ def load(path: Path) -> SiteConfig:
         JobError: It cannot be read, or a key is unknown, missing or wrong; the
             message names file and key.
     """
-    try:
-        file = job_file.build(SiteFile, job_file.read_toml(path))
-        _check(file)
-    except JobError as error:
-        if str(path) in error.reason:
-            raise
-        raise JobError(f"{path}: {error}") from error
+    file = job_file.load_table(path, SiteFile, _check)
     folder = path.parent / file.folder
     return SiteConfig(
         file=file,

@@ -11,7 +11,7 @@ import operator
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, time
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,30 @@ def build(cls: type[Table], table: Any) -> Table:
         JobError: A key is unknown, missing or of another type or range.
     """
     return typing.cast("Table", _build(cls, table, ""))
+
+
+def load_table(
+    path: Path, cls: type[Table], check_table: Callable[[Table], None]
+) -> Table:
+    """Read another configuration than a job's; see ``build``.
+
+    Args:
+        path: A TOML file.
+        cls: What it holds.
+        check_table: Refuses what contradicts itself.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown, missing or wrong; the
+            message names file and key.
+    """
+    try:
+        table = build(cls, read_toml(path))
+        check_table(table)
+    except JobError as error:
+        if str(path) in error.reason:
+            raise
+        raise JobError(f"{path}: {error}") from error
+    return table
 
 
 def loads(text: str) -> JobSpec:
