@@ -58,6 +58,21 @@ class Check:
     advice: str = ""
 
 
+def ok(name: str, found: str, advice: str = "") -> Check:
+    """Say that something is as it should be."""
+    return Check(name=name, status="ok", found=found, advice=advice)
+
+
+def warning(name: str, found: str, advice: str = "") -> Check:
+    """Say that something works, or would if asked otherwise."""
+    return Check(name=name, status="warning", found=found, advice=advice)
+
+
+def problem(name: str, found: str, advice: str) -> Check:
+    """Say that something keeps this machine from taking part."""
+    return Check(name=name, status="problem", found=found, advice=advice)
+
+
 def examine(
     *, key: Path | None, roster_file: Path | None, runs: Path, clock: Clock
 ) -> list[Check]:
@@ -79,8 +94,9 @@ def examine(
         checks += found
         if public is not None and pinned is not None:
             checks.append(check_pinned(public, pinned))
+    checks += check_folder("runs folder", runs, otherwise="choose another with --out")
     files = [path for path in (key, roster_file) if path is not None]
-    return [*checks, *check_runs(runs), check_clock(clock, [Path(__file__), *files])]
+    return [*checks, check_clock(clock, [Path(__file__), *files])]
 
 
 def metadata_requirements() -> Sequence[str] | None:
@@ -94,13 +110,12 @@ def metadata_requirements() -> Sequence[str] | None:
 
 def check_packages(requirements: Sequence[str] | None) -> Iterator[Check]:
     """Python and the packages that crossfed needs, and their versions."""
-    yield Check(name="python", status="ok", found=platform.python_version())
+    yield ok("python", platform.python_version())
     if requirements is None:
-        yield Check(
-            name="packages",
-            status="warning",
-            found="crossfed runs from its source and is not installed",
-            advice="install it: python -m pip install crossfed",
+        yield warning(
+            "packages",
+            "crossfed runs from its source and is not installed",
+            "install it: python -m pip install crossfed",
         )
         return
     for text in sorted({*requirements, "cryptography"}):
@@ -121,23 +136,21 @@ def check_torch() -> Iterator[Check]:
                 for at in range(torch.cuda.device_count())
             ]
         except (ImportError, OSError, RuntimeError) as error:
-            yield Check(
-                name="torch",
-                status="problem",
-                found=f"it cannot be loaded: {_line(error)}",
-                advice="install torch again, for this machine's driver",
+            yield problem(
+                "torch",
+                f"it cannot be loaded: {_line(error)}",
+                "install torch again, for this machine's driver",
             )
             return
     if said and not names:
-        yield Check(
-            name="cuda",
-            status="warning",
-            found=_line(said[-1].message),
-            advice="mend the driver if sites shall train on a GPU",
+        yield warning(
+            "cuda",
+            _line(said[-1].message),
+            "mend the driver if sites shall train on a GPU",
         )
     else:
         found = ", ".join(names) or "none: sites train on the CPU"
-        yield Check(name="cuda", status="ok", found=found)
+        yield ok("cuda", found)
 
 
 def check_key(path: Path) -> tuple[list[Check], PublicIdentity | None]:
@@ -156,15 +169,14 @@ def check_key(path: Path) -> tuple[list[Check], PublicIdentity | None]:
     if b"PRIVATE KEY-----" not in pem or len(pem) > MAX_KEY_FILE_BYTES:
         return [*exposed, _bad_key(path, "it holds no private key")], None
     if is_encrypted(pem):
-        encrypted = Check(name="key", status="ok", found=f"{path} is encrypted")
+        encrypted = ok("key", f"{path} is encrypted")
         return [*exposed, encrypted], None
     checks = [
         *exposed,
-        Check(
-            name="key",
-            status="warning",
-            found=f"{path} is not encrypted: whoever copies the file has the key",
-            advice="make a new one with `crossfed keys new --passphrase-file`, or keep "
+        warning(
+            "key",
+            f"{path} is not encrypted: whoever copies the file has the key",
+            "make a new one with `crossfed keys new --passphrase-file`, or keep "
             "the file on an encrypted disk",
         ),
     ]
@@ -177,6 +189,31 @@ def check_key(path: Path) -> tuple[list[Check], PublicIdentity | None]:
     return checks, public
 
 
+def check_identity(key: Path, roster_file: Path, *, lost: str) -> Iterator[Check]:
+    """The key of a service, and whether its roster pins it.
+
+    A service has nobody who could type a passphrase, and refuses a key that is open to
+    others.
+
+    Args:
+        key: Its key file.
+        roster_file: Its roster.
+        lost: What to do if there is no such key.
+    """
+    public = None
+    try:
+        public = identity.load(key).public
+    except KeyFileRefused as error:
+        advice = f"{lost}; a key that needs a passphrase cannot be used here"
+        yield problem("key", str(error), advice)
+    else:
+        yield ok("key", str(key))
+    found, pinned = check_roster(roster_file)
+    yield from found
+    if public is not None and pinned is not None:
+        yield check_pinned(public, pinned)
+
+
 def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
     """A roster file: readable, consistent, and not for others to change."""
     try:
@@ -186,35 +223,30 @@ def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
         text = str(error)
         where = "" if str(path) in text else f"{path}: "
         advice = "ask for the newest roster, or make one with `crossfed keys trust`"
-        bad = Check(
-            name="roster", status="problem", found=f"{where}{text}", advice=advice
-        )
+        bad = problem("roster", f"{where}{text}", advice)
         return [bad], None
     checks = [
-        Check(
-            name="roster",
-            status="ok",
-            found=f"{path} has serial {found.serial}, {len(found.sites)} site(s) and "
+        ok(
+            "roster",
+            f"{path} has serial {found.serial}, {len(found.sites)} site(s) and "
             f"the digest {found.digest.hex()}",
-            advice="compare serial and digest with those of the other sites",
+            "compare serial and digest with those of the other sites",
         )
     ]
     if mode & _OTHERS_MAY_WRITE:
         checks.append(
-            Check(
-                name="roster",
-                status="warning",
-                found=f"{path} has mode {mode:04o}: others may change whom you trust",
-                advice=f"chmod go-w {path}",
+            warning(
+                "roster",
+                f"{path} has mode {mode:04o}: others may change whom you trust",
+                f"chmod go-w {path}",
             )
         )
     if len(found.sites) < _PAIR:
         checks.append(
-            Check(
-                name="roster",
-                status="warning",
-                found=f"{path} has one site, and secure aggregation needs two",
-                advice="pin the others with `crossfed keys trust`",
+            warning(
+                "roster",
+                f"{path} has one site, and secure aggregation needs two",
+                "pin the others with `crossfed keys trust`",
             )
         )
     return checks, found
@@ -223,22 +255,26 @@ def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
 def check_pinned(public: PublicIdentity, pinned: Roster) -> Check:
     """Whether the roster knows the key."""
     if public.key == pinned.aggregator_key:
-        return Check(name="trust", status="ok", found="the key is the aggregator's")
+        return ok("trust", "the key is the aggregator's")
     for entry in pinned.sites:
         if public.key == entry.public_key:
             found = f"the key is that of site {entry.site!r}"
-            return Check(name="trust", status="ok", found=found)
-    return Check(
-        name="trust",
-        status="problem",
-        found=f"roster {pinned.serial} does not pin the key "
-        f"{public.fingerprint[:19]}...",
-        advice="have it pinned with `crossfed keys trust`, or name another key",
+            return ok("trust", found)
+    return problem(
+        "trust",
+        f"roster {pinned.serial} does not pin the key {public.fingerprint[:19]}...",
+        "have it pinned with `crossfed keys trust`, or name another key",
     )
 
 
-def check_runs(folder: Path) -> Iterator[Check]:
-    """The folder of all runs, or where it would be made: writable, and space."""
+def check_folder(name: str, folder: Path, *, otherwise: str) -> Iterator[Check]:
+    """A folder, or where it would be made: writable, and space.
+
+    Args:
+        name: What it is called.
+        folder: It need not exist.
+        otherwise: What to do if it cannot be made to serve.
+    """
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -247,15 +283,14 @@ def check_runs(folder: Path) -> Iterator[Check]:
             file.write(b"?")
         free = shutil.disk_usage(place).free
     except OSError as error:
-        yield Check(
-            name="runs folder",
-            status="problem",
-            found=f"cannot write in {place}: {error.strerror}",
-            advice="make it writable for this user, or choose another with --out",
+        yield problem(
+            name,
+            f"cannot write in {place}: {error.strerror}",
+            f"make it writable for this user, or {otherwise}",
         )
         return
-    yield Check(name="runs folder", status="ok", found=f"{place} is writable")
-    yield _check_space(place, free)
+    yield ok(name, f"{place} is writable")
+    yield _check_space(place, free, otherwise)
 
 
 def check_clock(clock: Clock, files: Iterable[Path]) -> Check:
@@ -265,32 +300,26 @@ def check_clock(clock: Clock, files: Iterable[Path]) -> Check:
     advice = "set the clock, for example by NTP"
     if not _EARLIEST <= now <= _LATEST:
         found = f"it shows {_date(now)}, which cannot be"
-        return Check(name="clock", status="problem", found=found, advice=advice)
+        return problem("clock", found, advice)
     ahead = newest[0] - now
     if ahead > CLOCK_TOLERANCE_SECONDS:
         found = f"it is {ahead:.0f} s behind the date of {newest[1]}"
-        return Check(name="clock", status="warning", found=found, advice=advice)
-    return Check(name="clock", status="ok", found=_date(now))
+        return warning("clock", found, advice)
+    return ok("clock", _date(now))
 
 
 def _check_package(name: str, lowest: str | None) -> Check:
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Check(
-            name=name,
-            status="problem",
-            found="it is not installed",
-            advice=f"python -m pip install {name}",
-        )
+        return problem(name, "it is not installed", f"python -m pip install {name}")
     if lowest is not None and _numbers(version) < _numbers(lowest):
-        return Check(
-            name=name,
-            status="problem",
-            found=f"{version} is older than {lowest}",
-            advice=f"python -m pip install --upgrade {name}",
+        return problem(
+            name,
+            f"{version} is older than {lowest}",
+            f"python -m pip install --upgrade {name}",
         )
-    return Check(name=name, status="ok", found=version)
+    return ok(name, version)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -314,41 +343,37 @@ def _look(path: Path) -> tuple[os.stat_result, bytes | None]:
 def _key_exposure(path: Path, status: os.stat_result) -> Iterator[Check]:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid():
-        yield Check(
-            name="key",
-            status="warning",
-            found=f"{path} belongs to user {status.st_uid}, not to this one "
+        yield warning(
+            "key",
+            f"{path} belongs to user {status.st_uid}, not to this one "
             f"({os.geteuid()}): crossfed will not use it",
-            advice="run as its owner, or make a key of your own with `crossfed keys "
-            "new`",
+            "run as its owner, or make a key of your own with `crossfed keys new`",
         )
     if mode != _PRIVATE_MODE:
-        yield Check(
-            name="key",
-            status="warning",
-            found=f"{path} has mode {mode:04o}, not 0600",
-            advice=f"chmod 600 {path}; if anyone else had access, make a new key",
+        yield warning(
+            "key",
+            f"{path} has mode {mode:04o}, not 0600",
+            f"chmod 600 {path}; if anyone else had access, make a new key",
         )
 
 
 def _bad_key(path: Path, text: str) -> Check:
     where = "" if str(path) in text else f"{path}: "
-    return Check(
-        name="key",
-        status="problem",
-        found=f"{where}{text}",
-        advice="make a key with `crossfed keys new`, or name another file with --key",
+    return problem(
+        "key",
+        f"{where}{text}",
+        "make a key with `crossfed keys new`, or name another file with --key",
     )
 
 
-def _check_space(place: Path, free: int) -> Check:
+def _check_space(place: Path, free: int, otherwise: str) -> Check:
     text = f"{free / 1e9:,.1f} GB are free in {place}"
-    advice = "free some space, or choose another folder with --out"
+    advice = f"free some space, or {otherwise}"
     if free < NO_SPACE_BYTES:
-        return Check(name="space", status="problem", found=text, advice=advice)
+        return problem("space", text, advice)
     if free < LITTLE_SPACE_BYTES:
-        return Check(name="space", status="warning", found=text, advice=advice)
-    return Check(name="space", status="ok", found=text)
+        return warning("space", text, advice)
+    return ok("space", text)
 
 
 def _modified(path: Path) -> float:

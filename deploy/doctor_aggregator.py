@@ -19,7 +19,7 @@ from deploy import (
 )
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import names_in, read_certificate, server_names
-from deploy.doctor import Check
+from deploy.doctor import Check, ok, problem, warning
 from deploy.enrolment_book import BookFile
 from deploy.site_file import check_address
 from federation.errors import FederationError
@@ -27,6 +27,7 @@ from federation.protocols import Clock
 from privacy.secret_files import read_private
 
 _DAY_SECONDS = 86_400.0
+_RESTORE = "restore the folder from its copy"
 
 
 def checks(path: Path, clock: Clock) -> Iterator[Check]:
@@ -39,23 +40,23 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     try:
         config = aggregator_file.load(path)
     except FederationError as error:
-        yield _problem("aggregator", str(error), "correct the file: see its how-to")
+        yield problem("aggregator", str(error), "correct the file: see its how-to")
         return
-    yield Check(name="aggregator", status="ok", found=f"{path} is sound")
-    found, public = doctor.check_key(config.folder / "aggregator.pem")
-    yield from found
-    found, members = doctor.check_roster(config.folder / "roster.toml")
-    yield from found
-    if public is not None and members is not None:
-        yield doctor.check_pinned(public, members)
+    yield ok("aggregator", f"{path} is sound")
+    folder = config.folder
+    yield from doctor.check_identity(
+        folder / "aggregator.pem", folder / "roster.toml", lost=_RESTORE
+    )
     yield from _authority(config, clock)
     yield from _server(config, clock)
     yield from _programs(config)
     yield from _ports(config, clock)
-    yield from doctor.check_runs(config.runs)
+    yield from doctor.check_folder(
+        "runs folder", config.runs, otherwise="move the aggregator's folder elsewhere"
+    )
     for one in run_queue.handed_over(config.runs).damaged:
         advice = "the other runs go on without it"
-        yield Check(name="run", status="warning", found=one.reason, advice=advice)
+        yield warning("run", one.reason, advice)
     yield from doctor_exchange.checks(config.file.exchange, site=None, clock=clock)
 
 
@@ -67,11 +68,11 @@ def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
         read_private(config.folder / "superexec.secret")
         book = book_file.read()
     except FederationError as error:
-        yield _problem("authority", str(error), "restore the folder from its copy")
+        yield problem("authority", str(error), _RESTORE)
         return
     forgotten = book.shut_out(book_file.read_revocations(authority).revoked)
     if forgotten:
-        yield _problem(
+        yield problem(
             "sites",
             f"{book_file.path} is older than ca.crl and has forgotten that "
             f"{', '.join(forgotten)} was revoked",
@@ -80,7 +81,7 @@ def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
         )
     else:
         number = len(book.members)
-        yield Check(name="sites", status="ok", found=f"{number} are enrolled")
+        yield ok("sites", f"{number} are enrolled")
 
 
 def _server(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
@@ -88,18 +89,18 @@ def _server(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
     try:
         found = read_certificate(config.folder / "server.crt")
     except FederationError as error:
-        yield _problem(name, str(error), "restore the folder from its copy")
+        yield problem(name, str(error), _RESTORE)
         return
     days = (found.not_valid_after_utc.timestamp() - clock.now()) / _DAY_SECONDS
     missing = frozenset(server_names(config.file.hosts)) - names_in(found)
     if days <= 0:
-        yield _problem(name, f"the server's expired {-days:.0f} days ago", advice)
+        yield problem(name, f"the server's expired {-days:.0f} days ago", advice)
     elif missing:
         text = f"the server's does not name {', '.join(sorted(missing))}"
-        yield Check(name=name, status="warning", found=text, advice=advice)
+        yield warning(name, text, advice)
     else:
         text = f"the server's holds for {days:.0f} days"
-        yield Check(name=name, status="ok", found=text)
+        yield ok(name, text)
 
 
 def _programs(config: AggregatorConfig) -> Iterator[Check]:
@@ -108,15 +109,15 @@ def _programs(config: AggregatorConfig) -> Iterator[Check]:
         if config.file.proxy:
             found.append(proxy.find_program())
     except FederationError as error:
-        yield _problem("programs", str(error), "install it, and look again")
+        yield problem("programs", str(error), "install it, and look again")
     else:
-        yield Check(name="programs", status="ok", found=", ".join(found))
+        yield ok("programs", ", ".join(found))
 
 
 def _ports(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
     """Whether the service runs, or could."""
     if folder_lock.is_held(config.lock):
-        yield Check(name="service", status="ok", found=f"{config.folder} is served")
+        yield ok("service", f"{config.folder} is served")
         return
     host, port = check_address(config.file.listen, key="listen")
     try:
@@ -128,11 +129,7 @@ def _ports(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
             patience_seconds=0.0,
         )
     except FederationError as error:
-        yield _problem("service", str(error), "then start crossfed aggregator up")
+        yield problem("service", str(error), "then start crossfed aggregator up")
     else:
         found = f"it does not run; {config.file.listen} is free"
-        yield Check(name="service", status="ok", found=found)
-
-
-def _problem(name: str, found: str, advice: str) -> Check:
-    return Check(name=name, status="problem", found=found, advice=advice)
+        yield ok("service", found)

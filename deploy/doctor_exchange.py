@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 
 from deploy import exchange
-from deploy.doctor import Check
+from deploy.doctor import Check, ok, problem, warning
 from deploy.exchange import ExchangeSpec
 from federation.errors import FederationError, ObjectNotFound
 from federation.protocols import Clock, ObjectStore
@@ -38,17 +38,16 @@ def checks(spec: ExchangeSpec, *, site: str | None, clock: Clock) -> Iterator[Ch
         store = exchange.open_exchange(spec)
         if store is None:
             found = f"none: models above {spec.threshold_mb} MiB are refused"
-            yield Check(name=_NAME, status="ok", found=found)
+            yield ok(_NAME, found)
             return
         with contextlib.closing(store):
             yield _written(store, site, clock)
             yield _read(store, site, clock)
     except FederationError as error:
-        yield Check(
-            name=_NAME,
-            status="problem",
-            found=f"{spec.url}: {error}",
-            advice="correct [exchange], or what this machine may do there: see "
+        yield problem(
+            _NAME,
+            f"{spec.url}: {error}",
+            "correct [exchange], or what this machine may do there: see "
             "docs/howto/two-machines.md",
         )
 
@@ -68,11 +67,10 @@ def _read(store: ObjectStore, site: str | None, clock: Clock) -> Check:
     except ObjectNotFound:
         if site is None:
             raise
-        return Check(
-            name=_NAME,
-            status="warning",
-            found=f"{store.url} has nothing to fetch yet",
-            advice="have the aggregator's operator call crossfed doctor --aggregator",
+        return warning(
+            _NAME,
+            f"{store.url} has nothing to fetch yet",
+            "have the aggregator's operator call crossfed doctor --aggregator",
         )
     return _speed(f"{store.url} gives", clock.monotonic() - begin)
 
@@ -81,6 +79,6 @@ def _speed(what: str, seconds: float) -> Check:
     speed = PROBE_BYTES / max(seconds, 1e-9)
     found = f"{what} {speed / 1e6:.1f} MB/s"
     if speed >= SLOW_BYTES_PER_SECOND:
-        return Check(name=_NAME, status="ok", found=found)
+        return ok(_NAME, found)
     advice = "a large model will take long: allow for it in round_deadline_seconds"
-    return Check(name=_NAME, status="warning", found=found, advice=advice)
+    return warning(_NAME, found, advice)

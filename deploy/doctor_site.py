@@ -17,7 +17,7 @@ from cloud_adapters.flower_facts import MOST_SKEW_SECONDS
 from deploy import doctor, doctor_exchange, site_file
 from deploy.certificates import parse_certificate
 from deploy.data import load_data
-from deploy.doctor import Check
+from deploy.doctor import Check, ok, problem, warning
 from deploy.doctor_exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
 from deploy.site_file import SiteConfig, check_address
 from federation.errors import FederationError
@@ -28,6 +28,7 @@ CALL_SECONDS = 30.0  # The way may be slow: that is to be told.
 SOON_DAYS = 14
 _DAY_SECONDS = 86400.0
 _OK, _FORBIDDEN = 200, 403
+_ENROL = "enrol this site again"
 
 
 def checks(path: Path, clock: Clock) -> Iterator[Check]:
@@ -40,18 +41,15 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     try:
         config = site_file.load(path)
     except FederationError as error:
-        yield _problem("site", str(error), "correct the file: see its how-to")
+        yield problem("site", str(error), "correct the file: see its how-to")
         return
-    yield Check(name="site", status="ok", found=f"{config.file.name!r} by {path}")
-    found, public = doctor.check_key(config.identity)
-    yield from found
-    found, members = doctor.check_roster(config.roster)
-    yield from found
-    if public is not None and members is not None:
-        yield doctor.check_pinned(public, members)
+    yield ok("site", f"{config.file.name!r} by {path}")
+    yield from doctor.check_identity(config.identity, config.roster, lost=_ENROL)
     yield from _node_key(config)
     yield from _certificate(config, clock)
-    yield from doctor.check_runs(config.folder)
+    yield from doctor.check_folder(
+        "folder", config.folder, otherwise="name another in site.toml (folder)"
+    )
     yield from _data(config)
     yield from doctor_exchange.checks(
         config.file.exchange, site=config.file.name, clock=clock
@@ -63,52 +61,52 @@ def _node_key(config: SiteConfig) -> Iterator[Check]:
     try:
         is_key = b"PRIVATE KEY-----" in read_private(config.node_key)
     except FederationError as error:
-        yield _problem("node key", str(error), "enrol this site again")
+        yield problem("node key", str(error), _ENROL)
         return
     if is_key:
-        yield Check(name="node key", status="ok", found=str(config.node_key))
+        yield ok("node key", str(config.node_key))
     else:
         found = f"{config.node_key} holds no key"
-        yield _problem("node key", found, "enrol this site again")
+        yield problem("node key", found, _ENROL)
 
 
 def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     path, renew = config.certificate, "crossfed enroll --renew"
     if path is None:
         found = "none: only an aggregator on this machine's loopback lets it in"
-        yield Check(name="certificate", status="warning", found=found)
+        yield warning("certificate", found)
         return
     try:
         until = parse_certificate(read_private(path)).not_valid_after_utc.timestamp()
     except FederationError as error:
-        yield _problem("certificate", str(error), "enrol this site again")
+        yield problem("certificate", str(error), _ENROL)
         return
     days = (until - clock.now()) / _DAY_SECONDS
     if days <= 0:
         found = f"{path} expired {-days:.0f} days ago"
-        yield _problem("certificate", found, f"{renew}, or enrol again")
+        yield problem("certificate", found, f"{renew}, or enrol again")
     elif days < SOON_DAYS:
         found = f"{path} expires in {days:.0f} days"
         advice = f"start the agent, which renews it, or {renew}"
-        yield Check(name="certificate", status="warning", found=found, advice=advice)
+        yield warning("certificate", found, advice)
     else:
         found = f"{path} holds for {days:.0f} days"
-        yield Check(name="certificate", status="ok", found=found)
+        yield ok("certificate", found)
 
 
 def _data(config: SiteConfig) -> Iterator[Check]:
     own = config.file.data
     if not own.source:
         found = "none of its own: it takes part with public data that a job names"
-        yield Check(name="data", status="warning", found=found)
+        yield warning("data", found)
         return
     try:
         train, held_out = load_data(own.source, own.options)
     except FederationError as error:
-        yield _problem("data", str(error), "correct [data] in site.toml")
+        yield problem("data", str(error), "correct [data] in site.toml")
     else:
         found = f"{len(train)} records to train on, {len(held_out)} held out"
-        yield Check(name="data", status="ok", found=found)
+        yield ok("data", found)
 
 
 def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
@@ -117,7 +115,7 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     try:
         status, date = _ask(config, "GET", "/health")
     except ssl.SSLCertVerificationError as error:
-        yield _problem(
+        yield problem(
             "aggregator",
             f"{address} does not prove that it is the aggregator: "
             f"{error.verify_message}",
@@ -127,18 +125,17 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     except (OSError, http.client.HTTPException) as error:
         found = f"{address} cannot be reached: {error}"
         advice = "is it up, is its port open, does a firewall stand in between?"
-        yield _problem("aggregator", found, advice)
+        yield problem("aggregator", found, advice)
         return
     seconds = clock.monotonic() - begin
     if status == _OK:
         found = f"{address} is well and answers in {1e3 * seconds:.0f} ms"
-        yield Check(name="aggregator", status="ok", found=found)
+        yield ok("aggregator", found)
     else:
-        yield Check(
-            name="aggregator",
-            status="warning",
-            found=f"{address} answers, and is not ready (HTTP {status})",
-            advice="wait, or ask its operator to look at its logs",
+        yield warning(
+            "aggregator",
+            f"{address} answers, and is not ready (HTTP {status})",
+            "wait, or ask its operator to look at its logs",
         )
     yield from _skew(date, clock)
     yield from _is_let_in(config, clock)
@@ -151,9 +148,9 @@ def _skew(date: str, clock: Clock) -> Iterator[Check]:
         return  # It does not tell the time.
     found = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the aggregator's"
     if abs(skew) > MOST_SKEW_SECONDS:
-        yield _problem("clock skew", found, "set the time of this machine: run ntp")
+        yield problem("clock skew", found, "set the time of this machine: run ntp")
     else:
-        yield Check(name="clock skew", status="ok", found=found)
+        yield ok("clock skew", found)
 
 
 def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
@@ -162,15 +159,15 @@ def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     try:
         status, _ = _ask(config, "POST", "/v1/fleet/pull-messages")
     except (OSError, http.client.HTTPException) as error:
-        yield _problem("admission", f"the connection ended: {error}", "try again")
+        yield problem("admission", f"the connection ended: {error}", "try again")
         return
     if status == _FORBIDDEN:
         found = "the aggregator does not let this site's certificate in"
         advice = "it expired or was revoked: ask the operator, and enrol again"
-        yield _problem("admission", found, advice)
+        yield problem("admission", found, advice)
     else:
         found = "the aggregator lets this site's certificate in"
-        yield Check(name="admission", status="ok", found=found)
+        yield ok("admission", found)
         yield from _bandwidth(config, clock)
 
 
@@ -180,15 +177,15 @@ def _bandwidth(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     try:
         _ask(config, "POST", "/v1/fleet/push-object", body=os.urandom(PROBE_BYTES))
     except (OSError, http.client.HTTPException) as error:
-        yield _problem("bandwidth", f"the connection ended: {error}", "try again")
+        yield problem("bandwidth", f"the connection ended: {error}", "try again")
         return
     speed = PROBE_BYTES / max(clock.monotonic() - begin, 1e-9)
     found = f"{speed / 1e6:.1f} MB/s to the aggregator"
     if speed >= SLOW_BYTES_PER_SECOND:
-        yield Check(name="bandwidth", status="ok", found=found)
+        yield ok("bandwidth", found)
     else:
         advice = "use a store for large models: [exchange]"
-        yield Check(name="bandwidth", status="warning", found=found, advice=advice)
+        yield warning("bandwidth", found, advice)
 
 
 def _ask(
@@ -211,7 +208,3 @@ def _ask(
         return answer.status, answer.getheader("Date") or ""
     finally:
         connection.close()
-
-
-def _problem(name: str, found: str, advice: str) -> Check:
-    return Check(name=name, status="problem", found=found, advice=advice)

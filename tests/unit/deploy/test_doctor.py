@@ -213,8 +213,9 @@ def test_runs_folder_that_cannot_be_written_is_a_problem(tmp_path: Path):
     """A file on the way to it, for example."""
     taken = tmp_path / "taken"
     taken.write_text("mine")
-    (check,) = doctor.check_runs(taken / "runs")
+    (check,) = doctor.check_folder("runs folder", taken / "runs", otherwise="go")
     assert (check.name, check.status) == ("runs folder", "problem")
+    assert check.advice == "make it writable for this user, or go"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,9 @@ def test_little_space_is_told(
     """Below 1 GiB a warning, below 64 MiB a problem."""
     usage = types.SimpleNamespace(free=free)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
-    assert states(list(doctor.check_runs(tmp_path))) == ["ok", status]
+    assert states(
+        list(doctor.check_folder("runs folder", tmp_path, otherwise="go"))
+    ) == ["ok", status]
 
 
 @pytest.mark.parametrize(

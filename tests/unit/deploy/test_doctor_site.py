@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
-from deploy import doctor_site
+from deploy import doctor_site, keys
 from deploy.doctor import Check
 
 DAY = 86400.0
@@ -58,6 +58,23 @@ def test_open_and_missing_keys_are_problems(federation: Federation):
     assert found["certificate"].status == found["node key"].status == "problem"
     assert "site.pem has mode 0644" in found["certificate"].found
     assert "node.pem" in found["node key"].found
+
+
+def test_identity_is_held_against_what_the_agent_takes(federation: Federation):
+    """It refuses a key that is open to others, or that needs a passphrase."""
+    path = federation.folder / "site-a" / "identity.pem"
+    assert examined(federation)["key"].status == "ok"
+    path.chmod(0o640)
+    found = examined(federation)["key"]
+    assert (found.status, "0640" in found.found) == ("problem", True)
+    path.unlink()
+    words = federation.folder / "words"
+    words.write_text("secret\n")
+    words.chmod(0o600)
+    keys.new("site-a", random_bytes=os.urandom, out=path, passphrase_file=words)
+    found = examined(federation)["key"]
+    assert found.status == "problem"
+    assert found.advice.startswith("enrol this site again")
 
 
 def test_key_that_the_roster_does_not_pin(federation: Federation):
