@@ -53,7 +53,7 @@ weights = "uniform"
 [privacy.differential_privacy]
 unit = "record"
 target_epsilon = 100.0
-noise_multiplier = 1.0
+noise_multiplier = 2.0
 clip_norm = 0.1
 """
 _SECURE = """
@@ -100,9 +100,9 @@ def num_rounds(cell: Cell) -> int:
     """Enough that a run has rounds before the deed, in the midst of it and after."""
     goes_on = cell.mode in {Mode.P2, Mode.P2_PRIVATE} and cell.victim is Victim.SITE
     if goes_on and cell.deed is not Deed.FULL:
-        # Without the struck site, a round takes a second.
-        return 12 + round(cell.seconds / 2)
-    return 12
+        # Without the struck site, a round takes some tenths of a second.
+        return 40 + round(2 * cell.seconds)
+    return 40
 
 
 def load(path: Path, *settings: str) -> JobSpec:

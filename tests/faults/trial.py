@@ -53,6 +53,7 @@ def run_cell(cell: Cell, bed: Testbed, seconds: float | None = None) -> Result:
     follower = _begin(cell, bed)
     # Moments differ from cell to cell, and not from one try to the next.
     pause(random.Random(cell.name).uniform(0, 1.5))  # noqa: S311 -- no secret
+    assert follower.poll() is None, "it was over before the deed"
     strike(cell, bed, cell.seconds if seconds is None else seconds)
     ended = bed.ended()
     _, words = follower.communicate(timeout=PATIENCE_SECONDS)
