@@ -11,7 +11,7 @@ from pathlib import Path
 
 from faults import table
 from faults.cells import CELLS, DOZEN, MATRIX, Cell
-from faults.testbed import testbed
+from faults.rig import rig
 from faults.trial import Result, run_cell
 
 
@@ -45,10 +45,10 @@ def main() -> int:
 
 def _run(cells: list[Cell], folder: Path, out: Path | None) -> int:
     num_bad = 0
-    with testbed(folder) as bed:
+    with rig(folder) as made:
         for cell in cells:
             try:
-                result = run_cell(cell, bed)
+                result = run_cell(cell, made)
             except Exception as error:  # noqa: BLE001 -- the others are to run too
                 text = f"{type(error).__name__}: {error}"
                 result = Result(cell=cell, faults=(text,), outcome="no verdict")

@@ -61,7 +61,10 @@ SENSELESS = {
 }
 
 # Runs that may end early, and what their message must then say.
-ADVICE = {(Victim.SITE, Deed.FULL): "free some space"}
+ADVICE = {
+    (Victim.SITE, Deed.FULL): "free some space",
+    (Victim.STORE, Deed.FULL): "free space",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

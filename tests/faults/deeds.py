@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from faults import disks, jobs, store_process
 from faults.cells import Cell, Deed, Victim
-from faults.testbed import Testbed, pause
+from faults.rig import Rig, pause
 from support.deployment import command_of, descendants, is_alive, wait_for
 
 # Whoever looks after a machine starts what has died after a moment.
@@ -19,17 +19,17 @@ _PROGRAMS = {
 }
 
 
-def strike(cell: Cell, bed: Testbed, seconds: float) -> None:
+def strike(cell: Cell, rig: Rig, seconds: float) -> None:
     """Do a cell's deed; what lasts, lasts so many seconds."""
-    _DEEDS[cell.deed](cell.victim, bed, seconds)
+    _DEEDS[cell.deed](cell.victim, rig, seconds)
 
 
-def processes(victim: Victim, bed: Testbed) -> list[int]:
+def processes(victim: Victim, rig: Rig) -> list[int]:
     """Processes of a victim."""
-    deployment = bed.deployment
+    deployment = rig.deployment
     if victim is Victim.STORE:
-        assert bed.store is not None
-        return [bed.store.pid]
+        assert rig.store is not None
+        return [rig.store.pid]
     site = deployment.processes[jobs.STRUCK].pid
     if victim is Victim.SITE:
         return [site]
@@ -39,34 +39,34 @@ def processes(victim: Victim, bed: Testbed) -> list[int]:
     return [pid for pid in family if _PROGRAMS[victim] in command_of(pid)]
 
 
-def _kill(victim: Victim, bed: Testbed, seconds: float) -> None:
-    _end(victim, bed, signal.SIGKILL)
+def _kill(victim: Victim, rig: Rig, seconds: float) -> None:
+    _end(victim, rig, signal.SIGKILL)
 
 
-def _restart(victim: Victim, bed: Testbed, seconds: float) -> None:
-    _end(victim, bed, signal.SIGTERM)
+def _restart(victim: Victim, rig: Rig, seconds: float) -> None:
+    _end(victim, rig, signal.SIGTERM)
 
 
-def _end(victim: Victim, bed: Testbed, number: signal.Signals) -> None:
+def _end(victim: Victim, rig: Rig, number: signal.Signals) -> None:
     """End a victim; what its supervisor does not start again, start again."""
-    struck = _struck(victim, bed)
+    struck = _struck(victim, rig)
     for pid in struck:
         os.kill(pid, number)
     if victim is Victim.SITE:
-        bed.deployment.processes.pop(jobs.STRUCK).wait(60)
+        rig.deployment.processes.pop(jobs.STRUCK).wait(60)
         pause(AGAIN_SECONDS)
-        bed.deployment.start_site(jobs.STRUCK)
+        rig.deployment.start_site(jobs.STRUCK)
     elif victim is Victim.STORE:
-        assert bed.store is not None
-        bed.store.wait(60)
+        assert rig.store is not None
+        rig.store.wait(60)
         pause(AGAIN_SECONDS)
-        bed.start_store()
+        rig.start_store()
     else:
         wait_for(lambda: not any(map(is_alive, struck)), f"the end of {victim}", 60)
 
 
-def _freeze(victim: Victim, bed: Testbed, seconds: float) -> None:
-    struck = _struck(victim, bed)
+def _freeze(victim: Victim, rig: Rig, seconds: float) -> None:
+    struck = _struck(victim, rig)
     for pid in struck:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -76,24 +76,24 @@ def _freeze(victim: Victim, bed: Testbed, seconds: float) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def _cut(victim: Victim, bed: Testbed, seconds: float) -> None:
+def _cut(victim: Victim, rig: Rig, seconds: float) -> None:
     hosts: Sequence[str] = jobs.SITES if victim is Victim.PROXY else [jobs.STRUCK]
     if victim is Victim.STORE:
-        pull, plug = bed.pull_store, bed.plug_store
+        pull, plug = rig.pull_store, rig.plug_store
     else:
-        pull = lambda: [bed.net.pull(host) for host in hosts]  # noqa: E731
-        plug = lambda: [bed.net.plug(host) for host in hosts]  # noqa: E731
+        pull = lambda: [rig.net.pull(host) for host in hosts]  # noqa: E731
+        plug = lambda: [rig.net.plug(host) for host in hosts]  # noqa: E731
     with _between(pull, plug):
         pause(seconds)
 
 
-def _fill(victim: Victim, bed: Testbed, seconds: float) -> None:
+def _fill(victim: Victim, rig: Rig, seconds: float) -> None:
     if victim is Victim.STORE:
         full, room = store_process.FULL, store_process.ROOM
-        with _between(lambda: bed.signal_store(full), lambda: bed.signal_store(room)):
+        with _between(lambda: rig.signal_store(full), lambda: rig.signal_store(room)):
             pause(seconds)
         return
-    folder = bed.disk_of(victim)
+    folder = rig.disk_of(victim)
     with _between(lambda: disks.fill(folder), lambda: disks.clear(folder)):
         pause(seconds)
 
@@ -107,14 +107,14 @@ def _between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator
         end()
 
 
-def _struck(victim: Victim, bed: Testbed) -> list[int]:
+def _struck(victim: Victim, rig: Rig) -> list[int]:
     """The processes that a deed ends or freezes: of several ranks one."""
-    found = sorted(processes(victim, bed))
+    found = sorted(processes(victim, rig))
     assert found, f"no process of the {victim} runs"
     return found[-1:] if victim is Victim.RANK else found
 
 
-_DEEDS: dict[Deed, Callable[[Victim, Testbed, float], None]] = {
+_DEEDS: dict[Deed, Callable[[Victim, Rig, float], None]] = {
     Deed.KILL: _kill,
     Deed.FREEZE: _freeze,
     Deed.CUT: _cut,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from faults import network
 from faults.cells import CELLS, DOZEN, Cell
-from faults.testbed import Testbed, testbed
+from faults.rig import Rig, rig
 from faults.trial import run_cell
 from support import proxy_server
 
@@ -29,20 +29,20 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
-    with testbed(tmp_path_factory.mktemp("faults")) as made:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rig(tmp_path_factory.mktemp("faults")) as made:
         yield made
 
 
 @pytest.mark.parametrize("cell", DOZEN, ids=lambda cell: cell.name)
-def test_representative_cell(bed: Testbed, cell: Cell):
+def test_representative_cell(federation: Rig, cell: Cell):
     """The run completes, and its model and ledgers are what they should be."""
     seconds = min(cell.seconds, SHORT_SECONDS)
-    assert run_cell(cell, bed, seconds).faults == ()
+    assert run_cell(cell, federation, seconds).faults == ()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_cell(bed: Testbed, cell: Cell):
+def test_cell(federation: Rig, cell: Cell):
     """The same for every cell, with deeds of their full length."""
-    assert run_cell(cell, bed).faults == ()
+    assert run_cell(cell, federation).faults == ()

@@ -10,7 +10,7 @@ from faults import jobs, verdict
 from faults.cells import Cell, Mode, Victim
 from faults.deeds import strike
 from faults.replay import replay
-from faults.testbed import Testbed, pause
+from faults.rig import Rig, pause
 from faults.verdict import Run
 from support.deployment import CLOCK, wait_for
 
@@ -39,33 +39,33 @@ class Result:
     seconds: float = 0.0
 
 
-def run_cell(cell: Cell, bed: Testbed, seconds: float | None = None) -> Result:
+def run_cell(cell: Cell, rig: Rig, seconds: float | None = None) -> Result:
     """Run a cell.
 
     Args:
         cell: Which.
-        bed: Where.
+        rig: Where.
         seconds: How long the deed lasts, if not as the matrix has it.
     """
-    bed.revive()
-    bed.use_ranks(wanted=cell.victim is Victim.RANK)
+    rig.revive()
+    rig.use_ranks(wanted=cell.victim is Victim.RANK)
     begin = CLOCK.monotonic()
-    follower = _begin(cell, bed)
+    follower = _begin(cell, rig)
     # Moments differ from cell to cell, and not from one try to the next.
     pause(random.Random(cell.name).uniform(0, 1.5))  # noqa: S311 -- no secret
     assert follower.poll() is None, "it was over before the deed"
-    strike(cell, bed, cell.seconds if seconds is None else seconds)
-    ended = bed.ended()
+    strike(cell, rig, cell.seconds if seconds is None else seconds)
+    ended = rig.ended()
     _, words = follower.communicate(timeout=PATIENCE_SECONDS)
     took = CLOCK.monotonic() - begin
     run = Run(
-        folder=_newest(bed),
+        folder=_newest(rig),
         code=follower.returncode,
         words=words,
-        events=bed.deployment.events(),
+        events=rig.deployment.events(),
     )
-    faults = [f"{name} has ended by itself" for name in {*ended, *bed.ended()}]
-    faults += _faults(cell, run, bed.folder)
+    faults = [f"{name} has ended by itself" for name in {*ended, *rig.ended()}]
+    faults += _faults(cell, run, rig.folder)
     return Result(
         cell=cell,
         faults=tuple(faults),
@@ -76,10 +76,10 @@ def run_cell(cell: Cell, bed: Testbed, seconds: float | None = None) -> Result:
     )
 
 
-def _begin(cell: Cell, bed: Testbed) -> subprocess.Popen[str]:
+def _begin(cell: Cell, rig: Rig) -> subprocess.Popen[str]:
     """Hand the job over, and wait until its rounds go."""
-    deployment = bed.deployment
-    job = bed.folder / "job.toml"
+    deployment = rig.deployment
+    job = rig.folder / "job.toml"
     job.write_text(jobs.text_of(cell))
     earlier = deployment.num_runs()
     follower = deployment.run(job)
@@ -95,8 +95,8 @@ def _begin(cell: Cell, bed: Testbed) -> subprocess.Popen[str]:
     return follower
 
 
-def _newest(bed: Testbed) -> Path:
-    runs = (bed.folder / "aggregator" / "runs").glob("*/*/events.jsonl")
+def _newest(rig: Rig) -> Path:
+    runs = (rig.folder / "aggregator" / "runs").glob("*/*/events.jsonl")
     return max((path.parent for path in runs), key=lambda path: path.name)
 
 

@@ -27,7 +27,7 @@ _RANKS = "\n[compute]\nranks = 2\n"
 
 
 @dataclass(kw_only=True)
-class Testbed:
+class Rig:
     """A running federation, its network and its store.
 
     Attributes:
@@ -137,7 +137,7 @@ def disk_folders(folder: Path) -> dict[Victim, Path]:
 
 
 @contextmanager
-def testbed(folder: Path) -> Iterator[Testbed]:
+def rig(folder: Path) -> Iterator[Rig]:
     """Build one, and take it down."""
     credentials = {
         "AWS_ACCESS_KEY_ID": "test-key",
@@ -159,7 +159,7 @@ def testbed(folder: Path) -> Iterator[Testbed]:
         )
         with Path(deployment.config).open("a") as config:
             config.write(exchange)
-        made = Testbed(deployment=deployment, net=net)
+        made = Rig(deployment=deployment, net=net)
         stack.callback(made.stop_store, signal.SIGTERM)
         made.start_store()
         yield made
