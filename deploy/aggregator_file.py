@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import exchange
+from deploy.addresses import parse_address, parse_port
 from deploy.exchange import ExchangeSpec
-from deploy.site_file import check_address
 from federation import job_file
 from federation.errors import FederationError, JobError
 from federation.job_keys import key
@@ -88,15 +88,15 @@ class AggregatorConfig:
             FederationError: The file of the chosen port is damaged.
         """
         if not self.file.proxy:
-            return check_address(self.file.listen, key="listen")[1]
+            return parse_address(self.file.listen, key="listen")[1]
         if self.file.superlink_port:
             return self.file.superlink_port
         if not self.port_file.exists():
             return None
-        text = self.port_file.read_text(errors="replace").strip()
-        if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        port = parse_port(self.port_file.read_text(errors="replace").strip())
+        if port is None:
             raise FederationError(f"{self.port_file} holds no port: remove it")
-        return int(text)
+        return port
 
     @property
     def proxy(self) -> Path:
@@ -130,7 +130,7 @@ def check(file: AggregatorFile) -> None:
     Raises:
         JobError: It does.
     """
-    host, _ = check_address(file.listen, key="listen")
+    host, _ = parse_address(file.listen, key="listen")
     if not file.proxy and host not in {"127.0.0.1", "::1", "localhost"}:
         raise JobError("without a proxy it must be a loopback", key="listen")
     if not file.hosts:

@@ -24,15 +24,15 @@ from deploy import (
     proxy_processes,
     run_queue,
 )
+from deploy.addresses import parse_address
 from deploy.aggregator_file import AggregatorConfig
-from deploy.certificates import Authority, key_pem, new_key
+from deploy.certificates import Authority, key_pem, new_key, server_names
 from deploy.enrolment_service import EnrolmentService
 from deploy.exit_codes import FAILED
 from deploy.ports import LOOPBACK
 from deploy.proxy import ProxySettings
 from deploy.run_folder import RunFolder, replace_file
 from deploy.run_queue import GiveUp, Handed, Outcome, Start
-from deploy.site_file import check_address
 from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secret_files import write_new
@@ -58,10 +58,9 @@ def initialise(folder: Path, hosts: Sequence[str], *, clock: Clock) -> Authority
     authority = Authority.create("crossfed aggregator", clock=clock)
     authority.save(folder)
     key = new_key()
-    # The loopback too: that is how the proxy and the coordinator connect.
-    names = tuple(dict.fromkeys((*hosts, "localhost", LOOPBACK)))
+    certificate = authority.issue_server(server_names(tuple(hosts)), key)
     write_new(folder / "server.key", key_pem(key))
-    write_new(folder / "server.crt", authority.issue_server(names, key), mode=0o644)
+    write_new(folder / "server.crt", certificate, mode=0o644)
     write_new(folder / "superexec.secret", secrets.token_bytes(_SECRET_BYTES))
     return authority
 
@@ -262,7 +261,7 @@ class AggregatorService:
             advice = f"stop what listens there, or change {key} in aggregator.toml"
         ports.await_free(LOOPBACK, port, advice=advice, clock=self.clock)
         if file.proxy:
-            host, outside = check_address(file.listen, key="listen")
+            host, outside = parse_address(file.listen, key="listen")
             advice = "stop what listens there, or change listen in aggregator.toml"
             ports.await_free(host, outside, advice=advice, clock=self.clock)
 

@@ -17,11 +17,11 @@ from deploy import (
     proxy,
     run_queue,
 )
+from deploy.addresses import parse_address
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import names_in, read_certificate, server_names
 from deploy.doctor import Check, ok, problem, warning
 from deploy.enrolment_book import BookFile
-from deploy.site_file import check_address
 from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secret_files import read_private
@@ -119,7 +119,7 @@ def _ports(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
     if folder_lock.is_held(config.lock):
         yield ok("service", f"{config.folder} is served")
         return
-    host, port = check_address(config.file.listen, key="listen")
+    host, port = parse_address(config.file.listen, key="listen")
     try:
         ports.await_free(
             host,

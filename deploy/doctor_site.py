@@ -15,11 +15,12 @@ from pathlib import Path
 
 from cloud_adapters.flower_facts import MOST_SKEW_SECONDS
 from deploy import doctor, doctor_exchange, site_file
+from deploy.addresses import parse_address
 from deploy.certificates import parse_certificate
 from deploy.data import load_data
 from deploy.doctor import Check, ok, problem, warning
 from deploy.doctor_exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
-from deploy.site_file import SiteConfig, check_address
+from deploy.site_file import SiteConfig
 from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secret_files import read_private
@@ -192,7 +193,7 @@ def _ask(
     config: SiteConfig, method: str, path: str, *, body: bytes | None = None
 ) -> tuple[int, str]:
     """Make a request; its status and the time of the answer."""
-    host, port = check_address(config.file.aggregator.address, key="address")
+    host, port = parse_address(config.file.aggregator.address, key="address")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cafile=str(config.authority))

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from cryptography.hazmat.primitives import hashes, serialization
 
+from deploy.addresses import parse_address
 from deploy.certificates import parse_certificate
 from deploy.enrolment import MAX_ANSWER_BYTES, read_refusal
 from deploy.enrolment_token import EnrolmentRefused
-from deploy.site_file import check_address
 from privacy.secagg.errors import KeyFileRefused
 
 CALL_SECONDS = 60.0
@@ -104,7 +104,7 @@ class Aggregator:
     def _call(
         self, context: ssl.SSLContext, method: str, body: bytes
     ) -> tuple[int, bytes]:
-        host, port = check_address(self.address, key="aggregator.address")
+        host, port = parse_address(self.address, key="aggregator.address")
         connection = http.client.HTTPSConnection(
             host, port, context=context, timeout=CALL_SECONDS
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import keys, proxy_processes
+from deploy.addresses import bracketed, parse_address
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import (
     RENEW_BEFORE_SECONDS,
@@ -26,7 +27,6 @@ from deploy.enrolment_book import (
 )
 from deploy.enrolment_token import TOKEN_SECONDS, EnrolmentRefused, Token
 from deploy.run_folder import replace_file
-from deploy.site_file import check_address
 from federation.errors import FederationError
 from federation.ids import check_name
 from federation.protocols import Clock
@@ -142,9 +142,9 @@ def invite(
     except ValueError as error:
         raise EnrolmentRefused(str(error)) from None
     if address is None:
-        _, port = check_address(config.file.listen, key="listen")
-        address = f"{_bracketed(config.file.hosts[0])}:{port}"
-    check_address(address, key="address")
+        _, port = parse_address(config.file.listen, key="listen")
+        address = f"{bracketed(config.file.hosts[0])}:{port}"
+    parse_address(address, key="address")
     authority = open_authority(config.folder, clock=clock)
     _check_pinned(config.folder / "roster.toml")
     token = Token.new(
@@ -281,7 +281,3 @@ def _check_pinned(path: Path) -> None:
             f"{path} does not pin the aggregator's own key yet: crossfed keys trust "
             f"{path} --aggregator --organisation ORG --key PUBLICKEY"
         )
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -9,7 +9,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 
-from deploy.site_file import check_address
+from deploy.addresses import parse_address
 from federation.errors import FederationError, JobError
 from federation.ids import check_name
 from privacy.secagg.identity import RandomBytes
@@ -75,7 +75,7 @@ class Token:
                 "invite` printed, from crossfed-1 on"
             )
         try:
-            check_address(found["address"], key="token")
+            parse_address(found["address"], key="token")
             site = check_name(found["site"])
         except (JobError, ValueError) as error:
             raise EnrolmentRefused(f"that is no token: {error}") from None

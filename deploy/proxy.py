@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.site_file import check_address
+from deploy.addresses import bracketed, parse_address
 from federation.errors import FederationError, JobError
 
 # Flower sends objects in parts of 5 MB.
@@ -230,11 +230,10 @@ def config_text(settings: ProxySettings) -> str:
         JobError: ``listen`` is no address and port, or a path has a character that
             nginx gives a meaning to.
     """
-    host, port = check_address(settings.listen, key="listen")
-    address = f"[{host}]" if ":" in host else host
+    host, port = parse_address(settings.listen, key="listen")
     folder, work = settings.folder.resolve(), settings.work.resolve()
     return _TEXT.format(
-        listen=f"{_plain(address)}:{port}",
+        listen=f"{_plain(bracketed(host))}:{port}",
         superlink_port=settings.superlink_port,
         service_port=settings.service_port,
         upstream_name=_plain(settings.upstream_name),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy import exchange
+from deploy.addresses import parse_address
 from deploy.exchange import ExchangeSpec
 from federation import job_file
 from federation.errors import JobError
@@ -228,22 +229,10 @@ def _check(file: SiteFile) -> None:
         check_name(file.name)
     except ValueError as error:
         raise JobError(str(error), key="name") from None
-    check_address(file.aggregator.address, key="aggregator.address")
+    parse_address(file.aggregator.address, key="aggregator.address")
     exchange.check(file.exchange)
     if file.compute.sharding == "full" and file.compute.ranks == 1:
         raise JobError(
             "one rank holds the whole model: set compute.ranks to 2 or more",
             key="compute.sharding",
         )
-
-
-def check_address(text: str, *, key: str) -> tuple[str, int]:
-    """Split ``HOST:PORT``.
-
-    Raises:
-        JobError: It is none.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise JobError(f"{text!r} is not HOST:PORT", key=key)
-    return host.strip("[]"), int(port)

@@ -25,15 +25,16 @@ from cryptography.hazmat.primitives import serialization
 
 from cloud_adapters import flower_bundle
 from deploy import site_file, site_folder
+from deploy.addresses import parse_address
 from deploy.certificates import Authority, key_pem, new_key
+from deploy.ports import LOOPBACK
 from deploy.proxy import FLEET_CALLS, MAX_FLEET_BYTES
-from deploy.site_file import SiteConfig, check_address
+from deploy.site_file import SiteConfig
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, ProtocolError
 from federation.protocols import Clock
 from privacy.secret_files import replace_private
 
-LOOPBACK = "127.0.0.1"
 # A SuperNode asks for messages every three seconds, but not while its app works.
 IDLE_SECONDS = 75.0
 CALL_SECONDS = 60.0
@@ -103,7 +104,7 @@ class _Way:
                 key="certificate",
             )
         address = config.file.aggregator.address
-        host, port = check_address(address, key="aggregator.address")
+        host, port = parse_address(address, key="aggregator.address")
         way = cls(
             host=host,
             port=port,

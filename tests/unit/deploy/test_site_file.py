@@ -101,16 +101,3 @@ def test_missing_file_and_no_toml_are_told(tmp_path: Path):
         site_file.load(tmp_path / "none.toml")
     with pytest.raises(JobError, match=r"site\.toml"):
         site_file.load(write(tmp_path, "name = "))
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("fed.example.org:8443", ("fed.example.org", 8443)),
-        ("10.0.0.1:1", ("10.0.0.1", 1)),
-        ("[2001:db8::1]:8443", ("2001:db8::1", 8443)),
-    ],
-)
-def test_addresses(text: str, parts: tuple[str, int]):
-    """Names, and both kinds of numbers."""
-    assert site_file.check_address(text, key="address") == parts
