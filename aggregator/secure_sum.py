@@ -24,6 +24,7 @@ import numpy as np
 
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
+from federation.failures import failure
 from federation.gather import round_tasks
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
@@ -287,7 +288,8 @@ class SecureGather:
                 try:
                     _check_sender(answer.site, current.on_decline(answer.body))
                 except ProtocolError as error:
-                    yield replace(reply, message=_refusal(answer, str(error)))
+                    refused = failure(answer, FailureKind.INVALID, str(error))
+                    yield replace(reply, message=refused)
                     continue
                 self._run_setup.note_answer(answer.site)
             del answer  # The caller wants to let go of a masked update.
@@ -391,16 +393,6 @@ def _positive(weight: float) -> float:
     if weight <= 0:
         raise SumOutOfRange(f"the weights of all sites sum to {weight}")
     return weight
-
-
-def _refusal(answer: SecureAnswer, text: str) -> SiteFailure:
-    return SiteFailure(
-        run_id=answer.run_id,
-        round_index=answer.round_index,
-        site=answer.site,
-        kind=FailureKind.INVALID,
-        message=text,
-    )
 
 
 def _check_sender(site: SiteId, signer: SiteId) -> None:

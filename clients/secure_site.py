@@ -16,6 +16,7 @@ import numpy as np
 from clients.kept_integers import KeptIntegers
 from clients.masking import Masking, SumNoise, check_clip
 from federation.errors import BudgetExceeded, FederationError, ProtocolError, SiteError
+from federation.failures import failure
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -24,7 +25,6 @@ from federation.messages import (
     SecureAnswer,
     SecureStep,
     SecureTask,
-    SiteFailure,
     SiteMessage,
     Task,
     TaskKind,
@@ -105,15 +105,15 @@ class SecureSite:
             _LOG.warning("round %s refused: %s", task.round_index, error)
             lacking = isinstance(error, NotSetUp)
             kind = FailureKind.NOT_SET_UP if lacking else FailureKind.INVALID
-            return _failure(task, kind, str(error))
+            return failure(task, kind, str(error))
         except BudgetExceeded as error:
             _LOG.warning("round %s refused: %s", task.round_index, error)
-            return _failure(task, FailureKind.BUDGET, str(error))
+            return failure(task, FailureKind.BUDGET, str(error))
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             _LOG.warning("round %s failed", task.round_index, exc_info=error)
             known = isinstance(error, FederationError)
             text = str(error) if known else type(error).__name__
-            return _failure(task, FailureKind.CRASHED, text)
+            return failure(task, FailureKind.CRASHED, text)
 
     def close(self) -> None:
         """Erase every key of the run: the site takes no further part in it."""
@@ -290,14 +290,4 @@ def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:
         site=task.site,
         step=step,
         body=body,
-    )
-
-
-def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:
-    return SiteFailure(
-        run_id=task.run_id,
-        round_index=task.round_index,
-        site=task.site,
-        kind=kind,
-        message=text,
     )

@@ -7,21 +7,19 @@ from contextlib import contextmanager
 from clients import update
 from clients.kept_integers import KeptIntegers
 from federation.errors import BudgetExceeded, FederationError
+from federation.failures import failure
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
     Phase,
     RoundTask,
     SiteEvaluation,
-    SiteFailure,
     SiteMessage,
     SiteUpdate,
     Task,
     TaskKind,
 )
 from federation.protocols import Clock, Trainer
-
-MAX_MESSAGE_CHARS = 500
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,9 +61,9 @@ class Site:
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             if self._tells_all or isinstance(error, FederationError):
                 _LOG.debug("site_task_failed", exc_info=True)
-                return self._failure(task, _kind_of(error), _one_line(error))
+                return failure(task, _kind_of(error), _text(error))
             _LOG.warning("round %s failed", task.round_index, exc_info=error)
-            return self._failure(task, FailureKind.CRASHED, type(error).__name__)
+            return failure(task, FailureKind.CRASHED, type(error).__name__)
 
     def close(self) -> None:
         """Let go of model and data; the site holds no keys."""
@@ -73,7 +71,7 @@ class Site:
 
     def _answer(self, task: Task) -> SiteMessage:
         if not isinstance(task, RoundTask) or task.secure:
-            return self._failure(
+            return failure(
                 task,
                 FailureKind.INVALID,
                 "was asked for secure aggregation and answers in the clear only: give "
@@ -83,7 +81,7 @@ class Site:
             self._trainer = self._make_trainer()
         trainer = self._trainer
         if task.layout_digest != trainer.layout().digest:
-            return self._failure(
+            return failure(
                 task,
                 FailureKind.INVALID,
                 "holds a model of another layout than this run's: give the site the "
@@ -140,15 +138,6 @@ class Site:
             spent=trainer.spent(),
         )
 
-    def _failure(self, task: Task, kind: FailureKind, text: str) -> SiteFailure:
-        return SiteFailure(
-            run_id=task.run_id,
-            round_index=task.round_index,
-            site=self._name,
-            kind=kind,
-            message=text,
-        )
-
 
 class _Stopwatch:
     """Notes what a site's time goes to."""
@@ -184,9 +173,7 @@ def _kind_of(error: Exception) -> FailureKind:
     return FailureKind.CRASHED
 
 
-def _one_line(error: Exception) -> str:
-    """Describe an error in one line that may travel and be shown."""
-    text = " ".join(str(error).split())
-    if not isinstance(error, FederationError):
-        text = f"{type(error).__name__}: {text}"
-    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_MESSAGE_CHARS]
+def _text(error: Exception) -> str:
+    if isinstance(error, FederationError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from federation.failures import failure
 from federation.ids import SiteId
 from federation.job import FaultSpec
 from federation.messages import (
@@ -112,7 +113,7 @@ class FaultInjector:
         if fault.kind == "silent":
             return ()
         if fault.kind == "crash":
-            return (_crash(task, "rehearsed crash"),)
+            return (failure(task, FailureKind.CRASHED, "rehearsed crash"),)
         self._befall(fault, task.site)
         message = answer()
         if fault.kind == "duplicate":
@@ -154,7 +155,7 @@ class FaultInjector:
             return replace(update, words=update.words[:-word_bytes])
         if fault.kind in {"nan", "inf"}:
             text = f"rehearsed crash: masked words have no place for {fault.kind}"
-            return _crash(task, text)
+            return failure(task, FailureKind.CRASHED, text)
         if fault.kind == "garbage":
             words = self._draws(update).integers(
                 256, size=update.words.size, dtype=np.uint8
@@ -170,13 +171,3 @@ class FaultInjector:
 def _strikes(fault: FaultSpec, round_index: int) -> bool:
     chosen = not fault.rounds or round_index in fault.rounds
     return chosen and round_index % fault.every == 0
-
-
-def _crash(task: RoundTask, text: str) -> SiteFailure:
-    return SiteFailure(
-        run_id=task.run_id,
-        round_index=task.round_index,
-        site=task.site,
-        kind=FailureKind.CRASHED,
-        message=text,
-    )

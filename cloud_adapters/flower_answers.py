@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from flwr.app import Message
 
 from cloud_adapters import flower_site
-from cloud_adapters.flower_questions import Asked, failure
+from cloud_adapters.flower_questions import Asked
 from cloud_adapters.frame_references import Packed, Reference, Sizes
 from cloud_adapters.frames import Frames
 from federation import wire
@@ -19,6 +19,7 @@ from federation.errors import (
     ProtocolError,
     StoreError,
 )
+from federation.failures import failure
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,

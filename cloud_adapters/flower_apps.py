@@ -17,9 +17,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_errors, flower_records, flower_site
-from cloud_adapters.flower_questions import failure
 from federation import wire
 from federation.errors import InvalidUpdate
+from federation.failures import failure
 from federation.flower_app_job import FlowerAppSpec
 from federation.ids import SiteId
 from federation.job import JobSpec

@@ -5,7 +5,7 @@ The codes are those of ``flwr.common.constant.ErrorCode``, which is not public.
 
 from flwr.app import Message
 
-from cloud_adapters.flower_questions import failure
+from federation.failures import failure
 from federation.messages import FailureKind, SiteFailure, Task
 
 # The site's own doing.

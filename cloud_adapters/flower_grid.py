@@ -15,7 +15,7 @@ from flwr.serverapp import Grid as FlowerApi
 from cloud_adapters import flower_errors, flower_site
 from cloud_adapters.flower_answers import Answers
 from cloud_adapters.flower_presence import SILENT_SECONDS, Presence
-from cloud_adapters.flower_questions import Asked, Exchange, Out, Question, failure
+from cloud_adapters.flower_questions import Asked, Exchange, Out, Question
 from cloud_adapters.flower_roll_call import NOBODY, RollCall, greet, meet
 from cloud_adapters.frame_references import Packed
 from cloud_adapters.frames import INLINE, Frames
@@ -24,6 +24,7 @@ from federation.errors import (
     FederationError,
     StoreError,
 )
+from federation.failures import failure
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,

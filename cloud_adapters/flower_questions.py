@@ -8,9 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cloud_adapters.redelivery import Inquiry, new_name
-from federation import wire
 from federation.ids import RunId, SiteId
-from federation.messages import FailureKind, Reply, SiteFailure, SiteMessage, Task
+from federation.messages import Reply, SiteMessage, Task
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,14 +143,3 @@ class Exchange:
             found.append(self.landed.pop(self.next_index))
             self.next_index += 1
         return found
-
-
-def failure(about: Task | Asked, kind: FailureKind, text: str) -> SiteFailure:
-    """Word on a site's behalf that no answer to a question will come."""
-    return SiteFailure(
-        run_id=about.run_id,
-        round_index=about.round_index,
-        site=about.site,
-        kind=kind,
-        message=wire.one_line(text),
-    )

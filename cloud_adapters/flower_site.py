@@ -29,12 +29,12 @@ from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.redelivery import Inbox, Word
 from federation import wire
 from federation.errors import FederationError, ProtocolError, SiteError
+from federation.failures import failure
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
     RoundTask,
     SecureTask,
-    SiteFailure,
     SiteMessage,
     Task,
 )
@@ -354,28 +354,18 @@ def _within(seconds: float, task: Task, work: Callable[[], Packed]) -> Packed:
             answers.append(work())
         except BaseException as error:  # noqa: BLE001 -- it would only end this thread
             text = f"{type(error).__name__}: {error}"
-            answers.append(inline(_failure(task, FailureKind.CRASHED, text)))
+            answers.append(inline(failure(task, FailureKind.CRASHED, text)))
 
     with _lock:
         earlier = _working.get(task.site)
         if earlier is not None and earlier[0].is_alive():
             text = f"still works on round {earlier[1]}"
-            return inline(_failure(task, FailureKind.BUSY, text))
+            return inline(failure(task, FailureKind.BUSY, text))
         thread = threading.Thread(target=do, name="crossfed-site", daemon=True)
         _working[task.site] = (thread, task.round_index)
         thread.start()
     thread.join(timeout=seconds)
     if thread.is_alive():
         text = f"gave no answer within {seconds:g} s"
-        return inline(_failure(task, FailureKind.DEADLINE, text))
+        return inline(failure(task, FailureKind.DEADLINE, text))
     return answers[0]
-
-
-def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:
-    return SiteFailure(
-        run_id=task.run_id,
-        round_index=task.round_index,
-        site=task.site,
-        kind=kind,
-        message=wire.one_line(text),
-    )

@@ -18,6 +18,7 @@ from typing import Self
 
 from federation import wire
 from federation.errors import WireError
+from federation.failures import failure
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -252,8 +253,8 @@ class InProcessGrid:
 
     def _overdue(self, slot: _Slot, now: float) -> deque[Reply]:
         text = f"gave no answer within {slot.deadline_seconds:g} s"
-        failure = _failure(slot.task, FailureKind.DEADLINE, text)
-        return deque([_reply(slot, failure, 0, now)])
+        failed = failure(slot.task, FailureKind.DEADLINE, text)
+        return deque([_reply(slot, failed, 0, now)])
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._work, name="crossfed-site", daemon=True)
@@ -296,9 +297,9 @@ class InProcessGrid:
             if earlier is None:
                 return slot
             text = f"still works on round {earlier.task.round_index}"
-            failure = _failure(slot.task, FailureKind.BUSY, text)
+            failed = failure(slot.task, FailureKind.BUSY, text)
             slot.started = self._clock.monotonic()
-            slot.replies = deque([_reply(slot, failure, 0, slot.started)])
+            slot.replies = deque([_reply(slot, failed, 0, slot.started)])
             self._condition.notify_all()
         return None
 
@@ -347,22 +348,12 @@ def _checked(task: Task, message: SiteMessage) -> _Answer:
     num_bytes = wire.encoded_size(message)
     if message.site != task.site:
         text = f"spoke for {message.site!r}"
-        return _failure(task, FailureKind.INVALID, text), num_bytes
+        return failure(task, FailureKind.INVALID, text), num_bytes
     return message, num_bytes
 
 
 def _refusal(task: Task, kind: FailureKind, text: str) -> _Answer:
-    return _failure(task, kind, text), 0
-
-
-def _failure(task: Task, kind: FailureKind, text: str) -> SiteFailure:
-    return SiteFailure(
-        run_id=task.run_id,
-        round_index=task.round_index,
-        site=task.site,
-        kind=kind,
-        message=wire.one_line(text),
-    )
+    return failure(task, kind, text), 0
 
 
 def _reply(slot: _Slot, message: SiteMessage, bytes_up: int, now: float) -> Reply:
@@ -384,11 +375,5 @@ def _late(replies: Iterable[Reply]) -> Iterator[Reply]:
     for reply in replies:
         message = reply.message
         if not isinstance(message, SiteFailure):
-            failure = SiteFailure(
-                run_id=message.run_id,
-                round_index=message.round_index,
-                site=message.site,
-                kind=FailureKind.LATE,
-                message="answered after its deadline",
-            )
-            yield replace(reply, message=failure, bytes_down=0)
+            late = failure(message, FailureKind.LATE, "answered after its deadline")
+            yield replace(reply, message=late, bytes_down=0)

@@ -18,9 +18,10 @@ from deploy import run_store, wiring
 from federation import job_file
 from federation.clock import SystemClock
 from federation.errors import JobError
+from federation.failures import failure
 from federation.ids import SiteId
 from federation.job import JobSpec
-from federation.messages import FailureKind, SiteFailure, SiteMessage, Task
+from federation.messages import FailureKind, SiteMessage, Task
 from federation.protocols import Grid, RunState, SiteHandler
 from federation.vectors import Layout, Role
 
@@ -140,10 +141,4 @@ class _FaultyHandler:
         """Answer a task, or say that no answer will come."""
         for message in self._faults(task, lambda: self._handler.handle(task)):
             return message
-        return SiteFailure(
-            run_id=task.run_id,
-            round_index=task.round_index,
-            site=task.site,
-            kind=FailureKind.UNREACHABLE,
-            message="never answered",
-        )
+        return failure(task, FailureKind.UNREACHABLE, "never answered")

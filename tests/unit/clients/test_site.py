@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from clients.kept_integers import KeptIntegers
-from clients.site import MAX_MESSAGE_CHARS, Site
+from clients.site import Site
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
 from federation.errors import SiteError
@@ -24,6 +24,7 @@ from federation.messages import (
 )
 from federation.protocols import LocalResult
 from federation.vectors import IntegerVector, Layout, Role, Vector
+from federation.wire import MAX_TEXT_CHARS
 
 SITE = SiteId("a")
 LAYOUT = Layout.build(
@@ -202,7 +203,7 @@ def test_an_update_that_is_not_finite_is_a_failure(step: float, store: MemorySto
     ("error", "expected"),
     [
         (SiteError("no data"), "no data"),
-        (ValueError("two\nlines\t\x1b[31m"), "ValueError: two lines ?[31m"),
+        (ValueError("two\nlines\t\x1b[31m"), "ValueError: two lines  [31m"),
         (KeyError("x" * 2000), "KeyError: 'x"),
     ],
 )
@@ -212,7 +213,7 @@ def test_an_error_becomes_one_line(error: Exception, expected: str, store: Memor
     assert isinstance(answer, SiteFailure)
     assert answer.kind is FailureKind.CRASHED
     assert answer.message.startswith(expected)
-    assert len(answer.message) <= MAX_MESSAGE_CHARS
+    assert len(answer.message) <= MAX_TEXT_CHARS
     assert answer.message.isprintable()
 
 
