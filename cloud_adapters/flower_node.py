@@ -17,7 +17,6 @@ import logging
 import math
 import queue
 import random
-import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +50,7 @@ from cloud_adapters.flower_fleet import (
 )
 from cloud_adapters.flower_site import reply_at_once
 from cloud_adapters.redelivery import Inbox
+from cloud_adapters.tls import client_context
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.messages import TaskKind
 from federation.protocols import Clock
@@ -128,6 +128,7 @@ class FlowerNode:
             SiteError: There is no use in going on: the aggregator's certificate is
                 not from the pinned authority, it does not know this node's key, or
                 it runs another version of Flower.
+            JobError: A file that TLS needs holds no certificate.
         """
         attempt = 0
         while not self.stopped.is_set():
@@ -142,34 +143,18 @@ class FlowerNode:
                     self._calls.pause(error, attempt, most=most)
 
     def _client(self) -> FleetHttpClient:
-        scheme, verify = "http", False
-        context: ssl.SSLContext | bool = verify
+        tls = None
         if self.root_certificates is not None:
-            scheme = "https"
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.load_verify_locations(cadata=self.root_certificates.decode("ascii"))
-            self._show_certificate(context)
+            tls = client_context(self.root_certificates, self.certificate)
         return FleetHttpClient(
-            f"{scheme}://{self.address}",
+            f"{'http' if tls is None else 'https'}://{self.address}",
             interceptors=[
                 _Version(),
                 NodeAuthHttpInterceptor(self.key, self.key.public_key()),
             ],
-            verify=context,
+            verify=tls or False,
             timeout=CALL_SECONDS,
         )
-
-    def _show_certificate(self, context: ssl.SSLContext) -> None:
-        if self.certificate is None:
-            return
-        try:
-            context.load_cert_chain(self.certificate)
-        except OSError as error:  # An SSLError is one, too.
-            raise SiteError(
-                f"{self.certificate} holds no certificate with its key: "
-                f"{error.strerror or error}; restore it, or enrol the site again"
-            ) from error
 
     def _activate(self, client: FleetHttpClient) -> None:
         self._calls.begin()

@@ -14,7 +14,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from cloud_adapters.flower_facts import MOST_SKEW_SECONDS
-from deploy import doctor, doctor_exchange, site_file
+from cloud_adapters.tls import client_context
+from deploy import doctor, doctor_exchange, site_file, site_folder
 from deploy.addresses import parse_address
 from deploy.certificates import parse_certificate
 from deploy.data import load_data
@@ -123,6 +124,9 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
             "compare its address and authority with the operator's; check this clock",
         )
         return
+    except FederationError as error:
+        yield problem("aggregator", str(error), _ENROL)
+        return
     except (OSError, http.client.HTTPException) as error:
         found = f"{address} cannot be reached: {error}"
         advice = "is it up, is its port open, does a firewall stand in between?"
@@ -194,11 +198,7 @@ def _ask(
 ) -> tuple[int, str]:
     """Make a request; its status and the time of the answer."""
     host, port = parse_address(config.file.aggregator.address, key="address")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(cafile=str(config.authority))
-    if config.certificate is not None:
-        context.load_cert_chain(config.certificate)
+    context = client_context(site_folder.authority(config), config.certificate)
     connection = http.client.HTTPSConnection(
         host, port, timeout=CALL_SECONDS, context=context
     )

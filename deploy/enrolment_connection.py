@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cryptography.hazmat.primitives import hashes, serialization
 
+from cloud_adapters.tls import client_context
 from deploy.addresses import parse_address
 from deploy.certificates import parse_certificate
 from deploy.enrolment import MAX_ANSWER_BYTES, read_refusal
@@ -88,12 +89,9 @@ class Aggregator:
         Raises:
             EnrolmentRefused: The aggregator refuses or cannot be reached, or what
                 answers does not prove that it is the aggregator.
+            JobError: A file holds no certificate.
         """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_verify_locations(cadata=self.root.decode("ascii"))
-        if self.certificate is not None:
-            context.load_cert_chain(self.certificate)
+        context = client_context(self.root, self.certificate)
         status, answer = self._call(context, "POST", body)
         if status == _DONE:
             return answer

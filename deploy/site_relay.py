@@ -24,6 +24,7 @@ from typing import Any
 from cryptography.hazmat.primitives import serialization
 
 from cloud_adapters import flower_bundle
+from cloud_adapters.tls import client_context
 from deploy import site_file, site_folder
 from deploy.addresses import parse_address
 from deploy.certificates import Authority, key_pem, new_key
@@ -92,7 +93,7 @@ class _Way:
 
     host: str
     port: int
-    authority: str
+    authority: bytes
     certificate: Path
 
     @classmethod
@@ -108,7 +109,7 @@ class _Way:
         way = cls(
             host=host,
             port=port,
-            authority=site_folder.authority(config).decode("ascii", "replace"),
+            authority=site_folder.authority(config),
             certificate=config.certificate,
         )
         way.connect().close()  # Files that cannot be used are told now.
@@ -122,17 +123,7 @@ class _Way:
         Raises:
             JobError: A file holds no certificate.
         """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        try:
-            context.load_verify_locations(cadata=self.authority)
-            context.load_cert_chain(self.certificate)
-        except OSError as error:  # An SSLError is one, too.
-            raise JobError(
-                f"{self.certificate} or the authority is no certificate: "
-                f"{error.strerror or error}; enrol the site again",
-                key="certificate",
-            ) from error
+        context = client_context(self.authority, self.certificate)
         return http.client.HTTPSConnection(
             self.host, self.port, timeout=CALL_SECONDS, context=context
         )

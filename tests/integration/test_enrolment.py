@@ -16,7 +16,7 @@ from deploy.certificates import Authority
 from deploy.enrolment_site import SiteEnrolled
 from deploy.enrolment_token import EnrolmentRefused, Token
 from federation.clock import SystemClock
-from federation.errors import SiteError
+from federation.errors import JobError, SiteError
 
 pytestmark = [
     pytest.mark.slow,
@@ -127,7 +127,7 @@ def test_node_of_a_revoked_site_ends(host: Host):
             node.run()
     broken = config.folder / "broken.pem"
     broken.write_bytes(b"none")
-    with pytest.raises(SiteError, match="no certificate with its key"):
+    with pytest.raises(JobError, match="no certificate with its key"):
         replace(node, certificate=broken).run()
 
 

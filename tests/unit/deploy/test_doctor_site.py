@@ -60,6 +60,15 @@ def test_open_and_missing_keys_are_problems(federation: Federation):
     assert "node.pem" in found["node key"].found
 
 
+@pytest.mark.parametrize("name", ["ca.crt", "site.pem"])
+def test_file_without_a_certificate_is_no_outage(federation: Federation, name: str):
+    """It is named, and nobody looks for a firewall."""
+    (federation.folder / "site-a" / name).write_text("nothing")
+    found = examined(federation)["aggregator"]
+    assert (found.status, found.advice) == ("problem", "enrol this site again")
+    assert "holds no certificate" in found.found
+
+
 def test_identity_is_held_against_what_the_agent_takes(federation: Federation):
     """It refuses a key that is open to others, or that needs a passphrase."""
     path = federation.folder / "site-a" / "identity.pem"

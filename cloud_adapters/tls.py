@@ -1,0 +1,39 @@
+"""TLS from a site to its aggregator: 1.3 alone, and one authority that is believed."""
+
+import ssl
+from pathlib import Path
+
+from federation.errors import JobError
+
+
+def client_context(authority: bytes, certificate: Path | None) -> ssl.SSLContext:
+    """Make what a connection needs; files are read now, so that renewed ones count.
+
+    Args:
+        authority: PEM of the only authorities that may speak for the aggregator.
+        certificate: File with the certificate that the aggregator's proxy asks for,
+            and its key; None for none.
+
+    Raises:
+        JobError: One of them holds no certificate; ``key`` is that of ``site.toml``.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_verify_locations(cadata=authority.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise JobError(
+            f"the file holds no certificate: {error}; restore it, or enrol the site "
+            "again",
+            key="aggregator.authority",
+        ) from error
+    if certificate is not None:
+        try:
+            context.load_cert_chain(certificate)
+        except OSError as error:  # An SSLError is one, too.
+            raise JobError(
+                f"{certificate} holds no certificate with its key: "
+                f"{error.strerror or error}; restore it, or enrol the site again",
+                key="certificate",
+            ) from error
+    return context
