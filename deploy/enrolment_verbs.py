@@ -4,23 +4,25 @@ Arguments in and text out; the work is in ``enrolment_site`` and ``enrolment_ope
 """
 
 import argparse
-import contextlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.exit_codes import DONE
+from deploy.terminal import say, tell
+from federation.clock import SystemClock
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from deploy.aggregator_file import AggregatorConfig
     from deploy.enrolment_site import SiteEnrolled
 
-DONE = 0
 _STANDARD_INPUT = "-"
 
 # What the time of a row of ``crossfed aggregator sites`` means.
@@ -77,17 +79,15 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     enroll.set_defaults(verb=_enroll)
 
 
-def add_aggregator_verbs(inner: _Verbs, common: argparse.ArgumentParser) -> None:
-    """Add ``invite``, ``revoke`` and ``sites`` to those of ``crossfed aggregator``."""
-    config = argparse.ArgumentParser(add_help=False)
-    config.add_argument(
-        "--config",
-        type=Path,
-        default=Path("aggregator.toml"),
-        metavar="FILE",
-        help="configuration of the aggregator (aggregator.toml)",
-    )
-    parents = [config, common]
+def add_aggregator_verbs(
+    inner: _Verbs, parents: Sequence[argparse.ArgumentParser]
+) -> None:
+    """Add ``invite``, ``revoke`` and ``sites`` to those of ``crossfed aggregator``.
+
+    Args:
+        inner: The parser's subparsers.
+        parents: Options of every verb, and ``--config``.
+    """
     invite = inner.add_parser(
         "invite",
         parents=parents,
@@ -134,7 +134,6 @@ def _minutes(text: str) -> int:
 def _enroll(options: argparse.Namespace) -> int:
     from deploy import enrolment_site  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.enrolment_token import Token  # noqa: PLC0415
-    from federation.clock import SystemClock  # noqa: PLC0415
 
     if options.accept is not None and not options.roster:
         raise JobError("belongs to --roster", key="--accept")
@@ -159,7 +158,6 @@ def _enroll(options: argparse.Namespace) -> int:
 
 def _roster(options: argparse.Namespace) -> int:
     from deploy import enrolment_roster, enrolment_site  # noqa: PLC0415
-    from federation.clock import SystemClock  # noqa: PLC0415
     from privacy.secagg import roster  # noqa: PLC0415
 
     config = enrolment_site.config_of(options.folder)
@@ -175,15 +173,15 @@ def _roster(options: argparse.Namespace) -> int:
         "accepted": options.accept is not None,
     }
     if options.json:
-        _say(json.dumps(facts, indent=2))
+        say(json.dumps(facts, indent=2))
         return DONE
-    _say(f"roster {newest.serial}, digest {digest}")
+    say(f"roster {newest.serial}, digest {digest}")
     for change in changes or ["changes nothing"]:
-        _say(f"  {change}")
+        say(f"  {change}")
     if options.accept is not None:
-        _say(f"{config.roster} is replaced; start the site's agent again")
+        say(f"{config.roster} is replaced; start the site's agent again")
     elif changes:
-        _say(
+        say(
             "compare the digest with what crossfed aggregator sites shows, and with "
             f"the other sites; then: crossfed enroll --folder {options.folder} "
             f"--roster --accept {digest}"
@@ -202,20 +200,20 @@ def _print_enrolled(found: "SiteEnrolled", options: argparse.Namespace) -> None:
         "newer_roster": None if found.newer is None else found.newer.serial,
     }
     if options.json:
-        _say(json.dumps(facts, indent=2))
+        say(json.dumps(facts, indent=2))
         return
-    _say(f"site {found.site} is enrolled; its certificate expires {facts['expires']}")
-    _say(f"fingerprint of this site: {found.fingerprint}")
-    _say(f"roster {found.roster.serial}, digest {facts['digest']}")
+    say(f"site {found.site} is enrolled; its certificate expires {facts['expires']}")
+    say(f"fingerprint of this site: {found.fingerprint}")
+    say(f"roster {found.roster.serial}, digest {facts['digest']}")
     for entry in found.roster.sites:
-        _say(f"  {entry.site}: {entry.organisation}")
+        say(f"  {entry.site}: {entry.organisation}")
     if found.newer is not None:
-        _say(
+        say(
             f"the aggregator has roster {found.newer.serial}: crossfed enroll --roster "
             "shows what it changes"
         )
     if not options.renew:
-        _say(
+        say(
             "compare fingerprint and digest with the aggregator's operator; then: "
             f"crossfed site up --config {found.folder / 'site.toml'}"
         )
@@ -223,7 +221,6 @@ def _print_enrolled(found: "SiteEnrolled", options: argparse.Namespace) -> None:
 
 def _invite(options: argparse.Namespace) -> int:
     from deploy import aggregator_file, enrolment_operator  # noqa: PLC0415
-    from federation.clock import SystemClock  # noqa: PLC0415
 
     clock = SystemClock()
     token = enrolment_operator.invite(
@@ -237,10 +234,10 @@ def _invite(options: argparse.Namespace) -> int:
     expires = clock.now() + 60.0 * options.minutes
     if options.json:
         facts = {"site": token.site, "token": token.text, "expires": _minute(expires)}
-        _say(json.dumps(facts, indent=2))
+        say(json.dumps(facts, indent=2))
         return DONE
-    _say(token.text)
-    _tell(
+    say(token.text)
+    tell(
         f"for {token.site}, once, until {_minute(expires)}; hand it over where nobody "
         "else reads it. There: crossfed enroll TOKEN --folder DIR"
     )
@@ -249,7 +246,6 @@ def _invite(options: argparse.Namespace) -> int:
 
 def _revoke(options: argparse.Namespace) -> int:
     from deploy import aggregator_file, enrolment_operator  # noqa: PLC0415
-    from federation.clock import SystemClock  # noqa: PLC0415
 
     config = aggregator_file.load(options.config)
     facts = enrolment_operator.revoke(
@@ -259,12 +255,12 @@ def _revoke(options: argparse.Namespace) -> int:
         clock=SystemClock(),
     )
     if options.json:
-        _say(json.dumps(facts, indent=2))
+        say(json.dumps(facts, indent=2))
         return DONE
     proxy = "the proxy refuses it" if facts["proxy"] else "no proxy runs here"
-    _say(f"site {options.site} is revoked: {proxy}, and the roster's serial has risen")
+    say(f"site {options.site} is revoked: {proxy}, and the roster's serial has risen")
     if facts["still_registered"] is not None:
-        _tell(
+        tell(
             f"its node is still registered: {facts['still_registered']}; give the same "
             "command again when it runs"
         )
@@ -279,20 +275,19 @@ def _unregister(config: "AggregatorConfig", node_id: int) -> None:
 
 def _sites(options: argparse.Namespace) -> int:
     from deploy import aggregator_file, enrolment_operator  # noqa: PLC0415
-    from federation.clock import SystemClock  # noqa: PLC0415
 
     config = aggregator_file.load(options.config)
     found = enrolment_operator.overview(config, clock=SystemClock())
     if options.json:
-        _say(json.dumps(asdict(found), indent=2))
+        say(json.dumps(asdict(found), indent=2))
         return DONE
     for row in found.sites:
         about = ", ".join(filter(None, (row.organisation, row.release)))
-        _say(f"{row.state:<9} {row.site}{': ' if about else ''}{about}")
-        _say(f"          {_WHEN[row.state]} {_minute(row.at)}")
+        say(f"{row.state:<9} {row.site}{': ' if about else ''}{about}")
+        say(f"          {_WHEN[row.state]} {_minute(row.at)}")
         if row.fingerprint:
-            _say(f"          fingerprint {row.fingerprint}")
-    _say(f"roster {found.serial}, digest {found.digest or 'none, it has no sites yet'}")
+            say(f"          fingerprint {row.fingerprint}")
+    say(f"roster {found.serial}, digest {found.digest or 'none, it has no sites yet'}")
     return DONE
 
 
@@ -302,12 +297,3 @@ def _day(seconds: float) -> str:
 
 def _minute(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"crossfed: {text}\n")

@@ -61,14 +61,12 @@ def _add_aggregator(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     )
     init.add_argument("--organisation", default="", help="who runs it, in words")
     init.set_defaults(verb=_init)
+    parents = [common, _config_option("aggregator")]
     up = inner.add_parser(
-        "up",
-        parents=[common, _config_option("aggregator")],
-        allow_abbrev=False,
-        help="run the service",
+        "up", parents=parents, allow_abbrev=False, help="run the service"
     )
     up.set_defaults(verb=_aggregator_up)
-    enrolment_verbs.add_aggregator_verbs(inner, common)
+    enrolment_verbs.add_aggregator_verbs(inner, parents)
 
 
 def _add_site(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
