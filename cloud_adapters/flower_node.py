@@ -30,6 +30,7 @@ from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.interceptors.http.utils import add_headers
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 from flwr.supercore.task_identity import TaskIdentity
@@ -158,7 +159,7 @@ class FlowerNode:
 
     def _activate(self, client: FleetHttpClient) -> None:
         self._calls.begin()
-        public_key = _public_bytes(self.key)
+        public_key = public_key_to_bytes(self.key.public_key())
         answer = self._calls.call(
             lambda: client.ActivateNode(
                 ActivateNodeRequest(
@@ -362,11 +363,3 @@ class _Version:
         """Add the headers."""
         add_headers(context.request, self._headers)
         return call_next(context)
-
-
-def _public_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:
-    from flwr.supercore.primitives.asymmetric import (  # noqa: PLC0415
-        public_key_to_bytes,
-    )
-
-    return public_key_to_bytes(key.public_key())

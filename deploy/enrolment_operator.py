@@ -74,6 +74,23 @@ class Overview:
     digest: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revoked:
+    """What a revocation has done.
+
+    Attributes:
+        site: Who was shut out.
+        certificates: How many that still held are on the proxy's list.
+        proxy: Whether a proxy runs, which refuses them now.
+        still_registered: Why the node is still registered; None if it is not.
+    """
+
+    site: str
+    certificates: int
+    proxy: bool
+    still_registered: str | None
+
+
 def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
     """List the sites.
 
@@ -173,7 +190,7 @@ def invite(
 
 def revoke(
     config: AggregatorConfig, site: str, *, unregister: Unregister, clock: Clock
-) -> dict[str, object]:
+) -> Revoked:
     """Shut a site out at once; doing it again finishes what was left undone.
 
     Args:
@@ -181,10 +198,6 @@ def revoke(
         site: Name of the site.
         unregister: Shuts the node out at the SuperLink.
         clock: Tells time.
-
-    Returns:
-        What was done, for people: site, certificates, whether the proxy runs, why the
-        node is still registered (None if it is not).
 
     Raises:
         EnrolmentRefused: No such site is enrolled, invited or was revoked.
@@ -204,12 +217,12 @@ def revoke(
         book_file.write_revocations(book, authority)
         runs = proxy_processes.reload(config.proxy)
         keys.withdraw(config.folder / "roster.toml", site=site)
-    return {
-        "site": site,
-        "certificates": sum(len(one.member.certificates) for one in gone),
-        "proxy": runs,
-        "still_registered": _unregister(gone, unregister),
-    }
+    return Revoked(
+        site=site,
+        certificates=sum(len(one.member.certificates) for one in gone),
+        proxy=runs,
+        still_registered=_unregister(gone, unregister),
+    )
 
 
 def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:

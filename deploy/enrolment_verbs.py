@@ -248,20 +248,20 @@ def _revoke(options: argparse.Namespace) -> int:
     from deploy import aggregator_file, enrolment_operator  # noqa: PLC0415
 
     config = aggregator_file.load(options.config)
-    facts = enrolment_operator.revoke(
+    done = enrolment_operator.revoke(
         config,
         options.site,
         unregister=partial(_unregister, config),
         clock=SystemClock(),
     )
     if options.json:
-        say(json.dumps(facts, indent=2))
+        say(json.dumps(asdict(done), indent=2))
         return DONE
-    proxy = "the proxy refuses it" if facts["proxy"] else "no proxy runs here"
+    proxy = "the proxy refuses it" if done.proxy else "no proxy runs here"
     say(f"site {options.site} is revoked: {proxy}, and the roster's serial has risen")
-    if facts["still_registered"] is not None:
+    if done.still_registered is not None:
         tell(
-            f"its node is still registered: {facts['still_registered']}; give the same "
+            f"its node is still registered: {done.still_registered}; give the same "
             "command again when it runs"
         )
     return DONE

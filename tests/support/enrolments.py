@@ -127,7 +127,7 @@ class Federation:
         self.enroll(self.invite(name))
         return EnrolledSite(federation=self, name=name)
 
-    def revoke(self, site: str) -> dict[str, object]:
+    def revoke(self, site: str) -> enrolment_operator.Revoked:
         return enrolment_operator.revoke(
             self.config, site, unregister=self.nodes.unregister, clock=self.clock
         )

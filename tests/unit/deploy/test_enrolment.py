@@ -448,10 +448,10 @@ def test_revoked_site_is_on_the_list_and_nowhere_else(federation: Federation):
     site.renew()
     before = roster.load(federation.aggregator / "roster.toml")
 
-    facts = federation.revoke("site-a")
+    done = federation.revoke("site-a")
 
-    assert facts["certificates"] == 2
-    assert facts["still_registered"] is None
+    assert done.certificates == 2
+    assert done.still_registered is None
     listed = x509.load_pem_x509_crl((federation.aggregator / "ca.crl").read_bytes())
     assert {row.serial_number for row in listed} == {
         first,
@@ -499,11 +499,11 @@ def test_revocation_is_finished_by_doing_it_again(federation: Federation):
     """The SuperLink was down; the rest was done at once."""
     federation.site("site-a")
     federation.nodes.is_down = True
-    assert "down" in str(federation.revoke("site-a")["still_registered"])
+    assert "down" in str(federation.revoke("site-a").still_registered)
     assert (federation.aggregator / "ca.crl").stat().st_size
 
     federation.nodes.is_down = False
-    assert federation.revoke("site-a")["still_registered"] is None
+    assert federation.revoke("site-a").still_registered is None
     assert not federation.nodes.known
 
 
