@@ -4,14 +4,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from deploy.arguments import Verbs, load_job
 from deploy.exit_codes import DONE, FAILED
-from deploy.terminal import say, tell
+from deploy.terminal import say, say_json, tell
+from deploy.user_code import unable_to_exit
 from federation.errors import RunConflict, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -21,31 +22,16 @@ if TYPE_CHECKING:
 
 ROOT = Path("audits")
 
-# The `verbs.add_parser` of argparse's own type, which is not public.
-_Verbs = Any
-_Load = Callable[[argparse.Namespace], "JobSpec"]
 _Number = TypeVar("_Number", int, float)
-_Guard = Callable[[], AbstractContextManager[None]]
 
 
 def add_verb(
-    verbs: _Verbs,
-    parents: Sequence[argparse.ArgumentParser],
-    *,
-    load: _Load,
-    guard: _Guard,
+    verbs: Verbs, job: argparse.ArgumentParser, common: argparse.ArgumentParser
 ) -> None:
-    """Add the verb to those of the command line.
-
-    Args:
-        verbs: Of the command line.
-        parents: With the arguments of a job.
-        load: Reads the job that the arguments name.
-        guard: Refuses a user's module that ends the program.
-    """
+    """Add the verb to those of the command line."""
     audit = verbs.add_parser(
         "audit",
-        parents=parents,
+        parents=[job, common],
         allow_abbrev=False,
         help="attack a job's training and hold the result against its epsilon",
     )
@@ -74,11 +60,11 @@ def add_verb(
         metavar="DIR",
         help="new folder for audit.json and audit.html (default: audits/NAME/TIME)",
     )
-    audit.set_defaults(verb=partial(_audit, load=load, guard=guard))
+    audit.set_defaults(verb=_audit)
 
 
-def _audit(options: argparse.Namespace, *, load: _Load, guard: _Guard) -> int:
-    job = load(options)
+def _audit(options: argparse.Namespace) -> int:
+    job = load_job(options)
     from deploy import audit, audit_runs  # noqa: PLC0415 -- imports torch
 
     attack = audit_runs.Attack(
@@ -87,7 +73,7 @@ def _audit(options: argparse.Namespace, *, load: _Load, guard: _Guard) -> int:
         confidence=_given(options.confidence, audit_runs.DEFAULT_CONFIDENCE),
     )
     folder = _folder(job, options.out)
-    with guard(), _progress() as listen:
+    with unable_to_exit(), _progress() as listen:
         findings = audit.audit(job, attack, listeners=[listen])
     leave(findings, folder)
     return show(findings, folder, as_json=options.json)
@@ -104,7 +90,7 @@ def show(findings: "Findings", folder: Path, *, as_json: bool) -> int:
     from monitoring.audit_findings import document, lines  # noqa: PLC0415
 
     if as_json:
-        say(json.dumps({**document(findings), "folder": str(folder)}, indent=2))
+        say_json({**document(findings), "folder": str(folder)})
     else:
         for line in lines(findings):
             say(line)

@@ -1,13 +1,12 @@
 """The verb ``data`` of the command line: datasets in object storage."""
 
 import argparse
-import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.arguments import Verbs, add_root
 from deploy.exit_codes import DONE
 from deploy.store_arguments import (
     KEY_WORDS,
@@ -17,19 +16,17 @@ from deploy.store_arguments import (
     key,
     service,
 )
-from deploy.terminal import say
+from deploy.terminal import say, say_json
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from clients.shards.write import Progress
 
-# The `verbs.add_parser` of argparse's own type, which is not public.
-_Verbs = Any
 
 _MIB = 1024 * 1024
 
 
-def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add the verb to those of the command line."""
     data = verbs.add_parser(
         "data", allow_abbrev=False, help="put datasets into object storage"
@@ -105,9 +102,7 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     balance.add_argument(
         "run", metavar="RUN", help="folder, run id or job name; it measured the speeds"
     )
-    balance.add_argument(
-        "--root", type=Path, default=Path("runs"), help="folder of all runs"
-    )
+    add_root(balance)
     balance.set_defaults(verb=_balance)
 
 
@@ -153,7 +148,7 @@ def _balance(options: argparse.Namespace) -> int:
 
     found = balance.of_run(find_run(options.run, options.root))
     if options.json:
-        say(json.dumps(found, indent=2))
+        say_json(found)
         return DONE
     _print_balance("as it was", found["now"])
     if found["proportional"] is not None:
@@ -223,7 +218,7 @@ def _progress() -> Iterator[Callable[["Progress"], None]]:
 
 def _print(found: Mapping[str, Any], options: argparse.Namespace) -> None:
     if options.json:
-        say(json.dumps(found, indent=2))
+        say_json(found)
         return
     for name in ("dataset", "url", "version", "encoding"):
         say(f"{name:<9}  {found[name]}")

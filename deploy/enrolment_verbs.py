@@ -4,7 +4,6 @@ Arguments in and text out; the work is in ``enrolment_site`` and ``enrolment_ope
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,10 +11,11 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from deploy.arguments import Verbs
 from deploy.exit_codes import DONE
-from deploy.terminal import say, tell
+from deploy.terminal import say, say_json, tell
 from federation.clock import SystemClock
 from federation.errors import JobError
 
@@ -32,11 +32,8 @@ _WHEN = {
     "revoked": "since",
 }
 
-# The `verbs.add_parser` of argparse's own type, which is not public.
-_Verbs = Any
 
-
-def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add ``enroll`` to the verbs of the command line."""
     enroll = verbs.add_parser(
         "enroll",
@@ -80,7 +77,7 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
 
 
 def add_aggregator_verbs(
-    inner: _Verbs, parents: Sequence[argparse.ArgumentParser]
+    inner: Verbs, parents: Sequence[argparse.ArgumentParser]
 ) -> None:
     """Add ``invite``, ``revoke`` and ``sites`` to those of ``crossfed aggregator``.
 
@@ -173,7 +170,7 @@ def _roster(options: argparse.Namespace) -> int:
         "accepted": options.accept is not None,
     }
     if options.json:
-        say(json.dumps(facts, indent=2))
+        say_json(facts)
         return DONE
     say(f"roster {newest.serial}, digest {digest}")
     for change in changes or ["changes nothing"]:
@@ -200,7 +197,7 @@ def _print_enrolled(found: "SiteEnrolled", options: argparse.Namespace) -> None:
         "newer_roster": None if found.newer is None else found.newer.serial,
     }
     if options.json:
-        say(json.dumps(facts, indent=2))
+        say_json(facts)
         return
     say(f"site {found.site} is enrolled; its certificate expires {facts['expires']}")
     say(f"fingerprint of this site: {found.fingerprint}")
@@ -234,7 +231,7 @@ def _invite(options: argparse.Namespace) -> int:
     expires = clock.now() + 60.0 * options.minutes
     if options.json:
         facts = {"site": token.site, "token": token.text, "expires": _minute(expires)}
-        say(json.dumps(facts, indent=2))
+        say_json(facts)
         return DONE
     say(token.text)
     tell(
@@ -255,7 +252,7 @@ def _revoke(options: argparse.Namespace) -> int:
         clock=SystemClock(),
     )
     if options.json:
-        say(json.dumps(asdict(done), indent=2))
+        say_json(asdict(done))
         return DONE
     proxy = "the proxy refuses it" if done.proxy else "no proxy runs here"
     say(f"site {options.site} is revoked: {proxy}, and the roster's serial has risen")
@@ -279,7 +276,7 @@ def _sites(options: argparse.Namespace) -> int:
     config = aggregator_file.load(options.config)
     found = enrolment_operator.overview(config, clock=SystemClock())
     if options.json:
-        say(json.dumps(asdict(found), indent=2))
+        say_json(asdict(found))
         return DONE
     for row in found.sites:
         about = ", ".join(filter(None, (row.organisation, row.release)))

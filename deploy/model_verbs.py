@@ -5,13 +5,12 @@ Arguments in and text out; the work is in ``deploy.export`` and ``deploy.checkpo
 
 import argparse
 import contextlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from deploy.arguments import Verbs, add_root
 from deploy.exit_codes import DONE, FAILED
 from deploy.store_arguments import (
     KEY_WORDS,
@@ -21,18 +20,15 @@ from deploy.store_arguments import (
     key,
     service,
 )
-from deploy.terminal import say, tell
+from deploy.terminal import say, say_json, tell
 from federation.errors import JobError
 
 if TYPE_CHECKING:
     from cloud_adapters.urls import StoreOptions
     from federation.protocols import ObjectStore
 
-# The `verbs.add_parser` of argparse's own type, which is not public.
-_Verbs = Any
 
-
-def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add the verbs to those of the command line."""
     export = verbs.add_parser(
         "export",
@@ -53,9 +49,7 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     add_service(export)
     add_cloud_key(export)
     add_key(export, f"encrypt it with {KEY_WORDS} (in clear)")
-    export.add_argument(
-        "--root", type=Path, default=Path("runs"), help="folder of all runs"
-    )
+    add_root(export)
     export.set_defaults(verb=_export)
 
     checkpoints = verbs.add_parser(
@@ -75,9 +69,7 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     )
     add_service(checkpoints)
     add_key(checkpoints, "key of an encrypted run that a URL names")
-    checkpoints.add_argument(
-        "--root", type=Path, default=Path("runs"), help="folder of all runs"
-    )
+    add_root(checkpoints)
     checkpoints.set_defaults(verb=_checkpoints)
 
 
@@ -98,7 +90,7 @@ def _export(options: argparse.Namespace) -> int:
     if not lock:
         tell("the export is in clear: --encryption-key encrypts one")
     if options.json:
-        say(json.dumps({**asdict(done), "encrypted": bool(lock)}, indent=2))
+        say_json({**asdict(done), "encrypted": bool(lock)})
     else:
         say(done.url)
         for name, digest in done.sha256.items():
@@ -133,7 +125,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
         # The URL is not of a job here.
         raise JobError(error.reason, key="RUN") from error
     if options.json:
-        say(json.dumps(checkpoints.facts(findings), indent=2))
+        say_json(checkpoints.facts(findings))
     else:
         for line in checkpoints.lines(findings):
             say(line)

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy import exit_codes
+from deploy.arguments import Verbs, load_job
 from deploy.exit_codes import DONE
-from deploy.terminal import say, tell
+from deploy.run_progress import run_progress
+from deploy.terminal import say, say_json, tell
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, RunNotFound
 
@@ -19,32 +20,14 @@ if TYPE_CHECKING:
     from deploy.aggregator_file import AggregatorConfig
     from deploy.run_folder import RunFolder
     from deploy.run_queue import Handed
-    from federation.events import Emit
-    from federation.job import JobSpec
 
 LOOK_SECONDS = 0.2
 
-Load = Callable[[argparse.Namespace], "JobSpec"]
-Progress = Callable[[], contextlib.AbstractContextManager["Emit"]]
-
 
 def add_verbs(
-    verbs: Any,
-    job: argparse.ArgumentParser,
-    common: argparse.ArgumentParser,
-    *,
-    load: Load,
-    progress: Progress,
+    verbs: Verbs, job: argparse.ArgumentParser, common: argparse.ArgumentParser
 ) -> None:
-    """Add the verbs to the command line.
-
-    Args:
-        verbs: The parser's subparsers.
-        job: Options that name a job.
-        common: Options of every verb.
-        load: Reads the job that the options name.
-        progress: Shows events.
-    """
+    """Add the verbs to those of the command line."""
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument(
         "--aggregator",
@@ -62,7 +45,7 @@ def add_verbs(
     run.add_argument(
         "--detach", action="store_true", help="do not wait for the run to end"
     )
-    run.set_defaults(verb=lambda options: _run(options, load(options), progress))
+    run.set_defaults(verb=_run)
     ps = verbs.add_parser(
         "ps",
         parents=[common, place],
@@ -71,7 +54,7 @@ def add_verbs(
     )
     ps.set_defaults(verb=_ps)
     for name, verb, text in (
-        ("watch", lambda options: _watch(options, progress), "watch a run"),
+        ("watch", _watch, "watch a run"),
         ("stop", _stop, "end a run after the round that it is in"),
         ("logs", _logs, "print a run's events as they come"),
     ):
@@ -82,7 +65,8 @@ def add_verbs(
         parser.set_defaults(verb=verb)
 
 
-def _run(options: argparse.Namespace, job: "JobSpec", progress: Progress) -> int:
+def _run(options: argparse.Namespace) -> int:
+    job = load_job(options)
     from deploy import folder_lock, run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.deployed_run import Parties, check  # noqa: PLC0415
     from deploy.run_folder import RunFolder  # noqa: PLC0415
@@ -100,15 +84,15 @@ def _run(options: argparse.Namespace, job: "JobSpec", progress: Progress) -> int
     if options.detach:
         say(name)
         return DONE
-    return _follow(options, run, progress)
+    return _follow(options, run)
 
 
-def _follow(options: argparse.Namespace, run: "RunFolder", progress: Progress) -> int:
+def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
     """Show a run until it ends; Ctrl-C leaves it alone."""
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
 
     try:
-        with progress() as show:
+        with run_progress() as show:
             for line in _lines(run, lambda: _is_over(run)):
                 event = from_line(line)
                 if event is not None:
@@ -172,7 +156,7 @@ def _ps(options: argparse.Namespace) -> int:
         tell(f"run {one.run.path.name} is left alone: {one.reason}")
     rows = [_row(one) for one in queue.runs]
     if options.json:
-        say(json.dumps(rows, indent=2))
+        say_json(rows)
         return DONE
     _print_table(("run", "job", "status", "rounds"), rows)
     return DONE
@@ -206,8 +190,8 @@ def _print_table(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     Console(highlight=False, width=width).print(table)
 
 
-def _watch(options: argparse.Namespace, progress: Progress) -> int:
-    return _follow(options, _find(options), progress)
+def _watch(options: argparse.Namespace) -> int:
+    return _follow(options, _find(options))
 
 
 def _logs(options: argparse.Namespace) -> int:

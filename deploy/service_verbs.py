@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from deploy import enrolment_verbs
+from deploy.arguments import Verbs
 from deploy.exit_codes import DONE
-from deploy.terminal import say, tell
+from deploy.terminal import say_json, tell
 from federation.clock import SystemClock
 
 _AGGREGATOR_TOML = """\
@@ -22,17 +22,14 @@ hosts = {hosts}
 proxy = {proxy}
 """
 
-# The `verbs.add_parser` of argparse's own type, which is not public.
-_Verbs = Any
 
-
-def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add ``aggregator`` and ``site`` to the verbs of the command line."""
     _add_aggregator(verbs, common)
     _add_site(verbs, common)
 
 
-def _add_aggregator(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def _add_aggregator(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser(
         "aggregator", allow_abbrev=False, help="the service that sites connect to"
     )
@@ -69,7 +66,7 @@ def _add_aggregator(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     enrolment_verbs.add_aggregator_verbs(inner, parents)
 
 
-def _add_site(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def _add_site(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser("site", allow_abbrev=False, help="the agent of one site")
     inner = parser.add_subparsers(required=True, metavar="ACTION")
     parents = [common, _config_option("site")]
@@ -135,7 +132,7 @@ def _init(options: argparse.Namespace) -> int:
     write_new(folder / "aggregator.toml", text.encode(), mode=0o644)
     facts = {"folder": str(folder), "authority": authority.fingerprint}
     if options.json:
-        say(json.dumps({**facts, "identity": made["public_key"]}, indent=2))
+        say_json({**facts, "identity": made["public_key"]})
         return DONE
     tell(f"an aggregator in {folder}; its authority is {authority.fingerprint}")
     tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")

@@ -4,13 +4,13 @@ Arguments in and text out; the work is in ``deploy.rewrap``.
 """
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from deploy.arguments import Verbs, add_root
 from deploy.exit_codes import DONE
 from deploy.store_arguments import KEY_WORDS, add_key, add_service, key, service
-from deploy.terminal import say
+from deploy.terminal import say, say_json
 from federation.errors import JobError
 
 if TYPE_CHECKING:
@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
     from deploy.rewrap import Place
 
-# The `verbs.add_parser` of argparse's own type, which is not public.
-_Verbs = Any
 
-
-def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add the verb to those of the command line."""
     storage = verbs.add_parser(
         "storage", allow_abbrev=False, help="look after what is encrypted in stores"
@@ -36,9 +33,7 @@ def add_verb(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     )
     add_key(place, f"its key, {KEY_WORDS} (the job's, of a run)")
     add_service(place)
-    place.add_argument(
-        "--root", type=Path, default=Path("runs"), help="folder of all runs"
-    )
+    add_root(place)
 
     rewrap = inner.add_parser(
         "rewrap",
@@ -74,7 +69,7 @@ def _rewrap(options: argparse.Namespace) -> int:
     with _opened(options, is_changed=True) as place:
         done = rewrap.rewrap(place, to=to)
     if options.json:
-        say(json.dumps(rewrap.facts(done), indent=2))
+        say_json(rewrap.facts(done))
         return DONE
     say(done.url)
     say(f"{done.rewrapped:>8,}  wrapped anew")
@@ -90,7 +85,7 @@ def _decrypt(options: argparse.Namespace) -> int:
     with _opened(options, is_changed=False) as place:
         written = rewrap.decrypt(place, options.out)
     if options.json:
-        say(json.dumps({"folder": str(options.out), "bytes": written}, indent=2))
+        say_json({"folder": str(options.out), "bytes": written})
     else:
         for name, size in written.items():
             say(f"{size:>12,}  {options.out / name}")

@@ -4,19 +4,16 @@ Arguments in and text out; the work is in the modules of the same names.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from deploy.arguments import Verbs, add_root
 from deploy.exit_codes import DONE, FAILED
-from deploy.terminal import say, tell
-
-# The `verbs.add_parser` of argparse's own type, which is not public.
-_Verbs = Any
+from deploy.terminal import say, say_json, tell
 
 
-def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add the verbs to those of the command line."""
     _add_keys(verbs, common)
     doctor = verbs.add_parser(
@@ -77,13 +74,11 @@ def add_verbs(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
     ledger.add_argument(
         "run", metavar="RUN", help="folder, run id or job name; or a ledger.jsonl"
     )
-    ledger.add_argument(
-        "--root", type=Path, default=Path("runs"), help="folder of all runs"
-    )
+    add_root(ledger)
     ledger.set_defaults(verb=_ledger)
 
 
-def _add_keys(verbs: _Verbs, common: argparse.ArgumentParser) -> None:
+def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     keys = verbs.add_parser(
         "keys", allow_abbrev=False, help="make, show and trust keys"
     )
@@ -233,12 +228,7 @@ def _doctor(options: argparse.Namespace) -> int:
         checks += doctor_aggregator.checks(options.aggregator, SystemClock())
     problems = sum(check.status == "problem" for check in checks)
     if options.json:
-        say(
-            json.dumps(
-                {"checks": [asdict(check) for check in checks], "problems": problems},
-                indent=2,
-            )
-        )
+        say_json({"checks": [asdict(c) for c in checks], "problems": problems})
     else:
         for check in checks:
             advice = f"; {check.advice}" if check.advice else ""
@@ -251,12 +241,14 @@ def _transcript(options: argparse.Namespace) -> int:
 
     if options.message is not None:
         found = transcript.find(options.folder, options.message)
-        text = "\n".join(transcript.lines(found, fields=True))
-        say(json.dumps(found, indent=2) if options.json else text)
+        if options.json:
+            say_json(found)
+        else:
+            say("\n".join(transcript.lines(found, fields=True)))
         return DONE
     messages = transcript.read(options.folder)
     if options.json:
-        say(json.dumps(list(messages), indent=2))
+        say_json(list(messages))
         return DONE
     summary = transcript.Summary()
     for message in messages:
@@ -275,7 +267,7 @@ def _ledger(options: argparse.Namespace) -> int:
     damaged = sum(finding.contents is None for finding in findings)
     if options.json:
         known = [ledger.facts(finding) for finding in findings]
-        say(json.dumps({"ledgers": known, "damaged": damaged}, indent=2))
+        say_json({"ledgers": known, "damaged": damaged})
     else:
         for number, finding in enumerate(findings):
             if number:
@@ -287,7 +279,7 @@ def _ledger(options: argparse.Namespace) -> int:
 
 def _print_facts(facts: dict[str, Any], options: argparse.Namespace) -> None:
     if options.json:
-        say(json.dumps(facts, indent=2))
+        say_json(facts)
         return
     shown = {k: v for k, v in facts.items() if isinstance(v, (str, int))}
     for name, value in shown.items():
