@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients import randomness
-from clients.budget import BudgetedTrainer, Releases
 from clients.canaries import (
     CanariedData,
     CanaryScores,
@@ -50,7 +49,6 @@ from federation.protocols import LocalResult, RunState, Trainer
 from federation.vectors import Vector
 from monitoring.audit_findings import Membership, Promise, SiteFindings
 from privacy.dp import accountant, auditing
-from privacy.dp.held_out import MAX_LOSS
 from privacy.dp.ledger import InMemoryLedger
 from privacy.dp.ledger_format import Terms
 from privacy.dp_sgd.clipping import choose
@@ -354,13 +352,7 @@ def _trainer(
         epsilon_cap=plan.epsilon_cap,
         unit=federation.job.privacy.differential_privacy.unit,
     )
-    return BudgetedTrainer(
-        trainer,
-        InMemoryLedger(terms, clock=SystemClock()),
-        Releases(
-            round_event=plan.round_event, held_out=plan.held_out, max_loss=MAX_LOSS
-        ),
-    )
+    return plan.budgeted(trainer, InMemoryLedger(terms, clock=SystemClock()))
 
 
 def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalResult], None]:

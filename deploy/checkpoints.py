@@ -9,7 +9,6 @@ from typing import Any
 
 from aggregator import checkpoint_survey
 from aggregator.checkpoint_survey import Pruned, Survey, Surveyed
-from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.urls import StoreOptions, open_store
 from deploy import run_store
 from deploy.encryption import (
@@ -150,6 +149,5 @@ def _opened(
 def _store_of(run: RunFolder) -> ObjectStore:
     """The store of a run's checkpoints, decrypted: its folder, or its bucket."""
     job, run_id = job_file.loads(run.read_job()), run.run_id() or ""
-    if run_store.in_bucket(job):
-        return run_store.open_bucket(job, run_id)
-    return encrypted(job, LocalStore(run.path), run_id=run_id)
+    store = run_store.open_kept(job, run, run_id)
+    return encrypted(job, store, run_id=run_id)

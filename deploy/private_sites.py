@@ -19,13 +19,12 @@ from clients.datasets import Dataset
 from clients.private_steps import (
     PrivateTraining,
     event_of,
-    expected_batch,
     num_private_steps,
     sampling_rate,
 )
 from clients.trainer import TorchTrainer
 from deploy import sum_privacy
-from deploy.sum_privacy import SumPrivacy, num_protected
+from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
 from federation import job_file
 from federation.errors import JobError
@@ -34,11 +33,10 @@ from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, Trainer
 from privacy.dp import accountant
-from privacy.dp.budget import check_delta, check_records, default_delta
 from privacy.dp.calibration import noise_multiplier
 from privacy.dp.events import Event
 from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
-from privacy.dp.ledger import FileLedger, InMemoryLedger
+from privacy.dp.ledger import FileLedger, InMemoryLedger, Ledger
 from privacy.dp.ledger_format import Terms
 from privacy.dp.mechanism import SLACK
 
@@ -74,6 +72,13 @@ class SitePlan:
     training: PrivateTraining | None
     round_event: Event
     held_out: HeldOutMechanism | None
+
+    def budgeted(self, trainer: ClippingTrainer, ledger: Ledger) -> BudgetedTrainer:
+        """Have a trainer ask a ledger before each release that is planned here."""
+        releases = Releases(
+            round_event=self.round_event, held_out=self.held_out, max_loss=MAX_LOSS
+        )
+        return BudgetedTrainer(trainer, ledger, releases)
 
 
 class PrivateSites:
@@ -150,13 +155,7 @@ class PrivateSites:
                 held_out=held_out,
                 private=plan.training,
             )
-        return BudgetedTrainer(
-            trainer,
-            self._ledger(name, plan),
-            Releases(
-                round_event=plan.round_event, held_out=plan.held_out, max_loss=MAX_LOSS
-            ),
-        )
+        return plan.budgeted(trainer, self._ledger(name, plan))
 
     def promises(self) -> tuple[SitePrivacy, ...]:
         """What every site promises."""
@@ -237,10 +236,7 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
     num_records, cap = len(train), private.target_epsilon
     if cap is None:
         raise ValueError("a checked job with differential privacy has a target")
-    check_records(num_records, expected_batch(job))
-    protected = num_protected(job, train, held_out)
-    delta = default_delta(protected) if private.delta is None else private.delta
-    check_delta(delta, protected)
+    delta = sum_privacy.delta_of_records(job, train, held_out)
     rounds = job.rounds + private.reserve_rounds
     multiplier = private.noise_multiplier or noise_multiplier(
         cap,

@@ -16,7 +16,6 @@ from cloud_adapters.keys.context import DATA_KEY_BYTES
 from cloud_adapters.keys.key_file import KeyFile
 from cloud_adapters.storage.encrypted import EncryptedStore, context_of
 from cloud_adapters.storage.encrypted_format import HEADER_BYTES, MAGIC, Header
-from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.transfer import download, upload
 from cloud_adapters.urls import StoreOptions, open_store
 from deploy import run_store
@@ -117,11 +116,7 @@ def opened(
             if spec is None:
                 raise JobError(f"the run in {run.path} is not encrypted", key="PLACE")
             key = KeyName(name=spec.key, endpoint=spec.endpoint, argument="PLACE")
-        store = (
-            run_store.open_plain(job, run_id)
-            if run_store.in_bucket(job)
-            else LocalStore(run.path)
-        )
+        store = run_store.open_kept(job, run, run_id)
         stack.callback(store.close)
         yield Place(store=store, bound=place_of(job.name, run_id), key=key, run=run)
 

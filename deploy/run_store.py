@@ -49,6 +49,16 @@ def open_plain(job: JobSpec, run_id: str) -> ObjectStore:
     return open_store(job.storage.url, below=below, options=store_options(job))
 
 
+def open_kept(job: JobSpec, run: RunFolder, run_id: str) -> ObjectStore:
+    """Open where a run keeps its checkpoints, its bucket or folder, not decrypting.
+
+    Raises:
+        JobError: The URL names no store.
+        NotAuthenticated: There are no credentials for it.
+    """
+    return open_plain(job, run_id) if in_bucket(job) else LocalStore(run.path)
+
+
 def store_options(job: JobSpec) -> StoreOptions:
     """What a job says of its store, besides the URL."""
     storage = job.storage
@@ -76,9 +86,7 @@ class RunPlace:
         self._job = job
         self._run_id = run_id
         self._meters = meters
-        self._plain = (
-            open_plain(job, run_id) if in_bucket(job) else LocalStore(run.path)
-        )
+        self._plain = open_kept(job, run, run_id)
         self.store = self._of(store_meters.coordinator(job))
 
     def store_of(self, name: SiteId) -> ObjectStore:

@@ -112,11 +112,10 @@ class _Records:
 
 def _records(federation: Federation) -> Mapping[SiteId, _Records]:
     job = federation.job
-    given, found = job.privacy.differential_privacy.delta, {}
+    found = {}
     for name, (train, held_out) in federation.site_data.items():
         try:
-            check_records(len(train), expected_batch(job))
-            delta = _delta(given, num_protected(job, train, held_out))
+            delta = delta_of_records(job, train, held_out)
         except JobError as error:
             raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
         found[name] = _Records(delta=delta, rate=sampling_rate(job, len(train)))
@@ -167,6 +166,17 @@ def _plan_sites(federation: Federation, wanted: float) -> SumPrivacy:
     )
     _check_signal(found, federation)
     return found
+
+
+def delta_of_records(job: JobSpec, train: Dataset, held_out: Dataset) -> float:
+    """Delta of what a site promises of its records: the job's, or the default.
+
+    Raises:
+        JobError: The site has too few records, or the delta is too large for them.
+    """
+    check_records(len(train), expected_batch(job))
+    given = job.privacy.differential_privacy.delta
+    return _delta(given, num_protected(job, train, held_out))
 
 
 def num_protected(job: JobSpec, train: Dataset, held_out: Dataset) -> int:

@@ -29,7 +29,7 @@ from federation.errors import JobError
 from federation.events import DataDistributed, Emit, SiteShare
 from federation.gather import Gather, PlainGather
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job import DataSpec, JobSpec
 from federation.protocols import Clock, Grid, ObjectStore, RunState, Trainer
 
 SiteData = tuple[Dataset, Dataset]
@@ -121,7 +121,7 @@ def deal_data(
     trained_here = [site for site in job.sites if site.flower_app is None]
     names = [SiteId(site.name) for site in trained_here if site.data is None]
     if job.data is not None and names:
-        own |= _deal(job, names, meters)
+        own |= _deal(job, job.data, names, meters)
     return {SiteId(site.name): own[SiteId(site.name)] for site in trained_here}
 
 
@@ -130,19 +130,17 @@ def _watch(meters: StoreMeters | None, user: User) -> Watch | None:
 
 
 def _deal(
-    job: JobSpec, names: Sequence[SiteId], meters: StoreMeters | None
+    job: JobSpec, data: DataSpec, names: Sequence[SiteId], meters: StoreMeters | None
 ) -> dict[SiteId, SiteData]:
-    if job.data is None:
-        raise JobError("is missing", key="data")
     train, held_out = load_data(
-        job.data.source,
-        job.data.options,
+        data.source,
+        data.options,
         watch=_watch(meters, store_meters.all_sites(job)),
     )
     parts = partition(
         train,
         held_out,
-        job.data.partition,
+        data.partition,
         site_names=names,
         rng=randomness.stream(job.seed, "partition"),
     )
