@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from faults import disks, jobs, store_process
 from faults.cells import Cell, Deed, Victim
-from faults.rig import Rig, pause
+from faults.rig import STORE, Rig, pause
 from support.deployment import command_of, descendants, is_alive, wait_for
 
 # Whoever looks after a machine starts what has died after a moment.
@@ -16,6 +16,13 @@ _PROGRAMS = {
     Victim.COORDINATOR: "flwr-serverapp",
     Victim.SUPERLINK: "flower-superlink",
     Victim.PROXY: "nginx: ",
+}
+
+# Whose cables are pulled to part a victim from everybody.
+_BEHIND: dict[Victim, Sequence[str]] = {
+    Victim.PROXY: jobs.SITES,
+    Victim.SITE: (jobs.STRUCK,),
+    Victim.STORE: (STORE,),
 }
 
 
@@ -77,13 +84,8 @@ def _freeze(victim: Victim, rig: Rig, seconds: float) -> None:
 
 
 def _cut(victim: Victim, rig: Rig, seconds: float) -> None:
-    hosts: Sequence[str] = jobs.SITES if victim is Victim.PROXY else [jobs.STRUCK]
-    if victim is Victim.STORE:
-        pull, plug = rig.pull_store, rig.plug_store
-    else:
-        pull = lambda: [rig.net.pull(host) for host in hosts]  # noqa: E731
-        plug = lambda: [rig.net.plug(host) for host in hosts]  # noqa: E731
-    with _between(pull, plug):
+    hosts = _BEHIND[victim]
+    with _between(lambda: rig.net.pull(hosts), lambda: rig.net.plug(hosts)):
         pause(seconds)
 
 

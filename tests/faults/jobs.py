@@ -101,8 +101,8 @@ def num_rounds(cell: Cell) -> int:
     goes_on = cell.mode in {Mode.P2, Mode.P2_PRIVATE} and cell.victim is Victim.SITE
     if goes_on and cell.deed is not Deed.FULL:
         # Without the struck site, a round takes some tenths of a second.
-        return 40 + round(2 * cell.seconds)
-    return 40
+        return 24 + round(2 * cell.seconds)
+    return 24
 
 
 def load(path: Path, *settings: str) -> JobSpec:

@@ -31,13 +31,15 @@ class Network:
     namespaces: dict[str, str]
     addresses: dict[str, str]
 
-    def pull(self, host: str) -> None:
-        """Pull a host's cable."""
-        _ip("link", "set", self.namespaces[host], "down")
+    def pull(self, hosts: Sequence[str]) -> None:
+        """Pull the cables of some hosts."""
+        for host in hosts:
+            _ip("link", "set", self.namespaces[host], "down")
 
-    def plug(self, host: str) -> None:
-        """Put it back."""
-        _ip("link", "set", self.namespaces[host], "up")
+    def plug(self, hosts: Sequence[str]) -> None:
+        """Put them back."""
+        for host in hosts:
+            _ip("link", "set", self.namespaces[host], "up")
 
 
 @contextmanager

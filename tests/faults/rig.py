@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -21,7 +21,7 @@ from support import s3_server
 from support.deployment import CLOCK, Deployment, deployed, wait_for
 
 TESTS = Path(__file__).resolve().parents[1]
-_STORE = "store"
+STORE = "store"
 _STORE_PORT = 9000
 _RANKS = "\n[compute]\nranks = 2\n"
 
@@ -40,7 +40,7 @@ class Rig:
     deployment: Deployment
     net: Network
     store: subprocess.Popen[bytes] | None = None
-    is_ranked: bool = field(default=False)
+    is_ranked: bool = False
 
     @property
     def folder(self) -> Path:
@@ -52,9 +52,9 @@ class Rig:
 
     def start_store(self) -> None:
         """Start the store, and wait until it answers."""
-        address = self.net.addresses[_STORE]
+        address = self.net.addresses[STORE]
         program = [sys.executable, "-m", "faults.store_process"]
-        where = ["ip", "netns", "exec", self.net.namespaces[_STORE]]
+        where = ["ip", "netns", "exec", self.net.namespaces[STORE]]
         with (self.folder / "store.log").open("ab") as log:
             self.store = subprocess.Popen(
                 [*where, *program, address, str(_STORE_PORT)],
@@ -65,25 +65,16 @@ class Rig:
             )
         wait_for(self._store_answers, "the store")
 
-    def stop_store(self, number: signal.Signals) -> None:
-        """End the store by a signal."""
+    def stop_store(self) -> None:
+        """End the store, whatever has befallen it."""
         if self.store is not None:
-            self.store.send_signal(signal.SIGCONT)
-            self.store.send_signal(number)
-            self.store.wait(30)
+            self.store.kill()
+            self.store.wait()
 
     def signal_store(self, number: signal.Signals) -> None:
         """Send the store a signal."""
         assert self.store is not None
         self.store.send_signal(number)
-
-    def pull_store(self) -> None:
-        """Cut everybody's way to the store."""
-        self.net.pull(_STORE)
-
-    def plug_store(self) -> None:
-        """Open it again."""
-        self.net.plug(_STORE)
 
     def use_ranks(self, *, wanted: bool) -> None:
         """Have the struck site train with two ranks, or with one."""
@@ -144,7 +135,7 @@ def rig(folder: Path) -> Iterator[Rig]:
         "AWS_SECRET_ACCESS_KEY": s3_server.SECRET,
     }
     with ExitStack() as stack:
-        net = stack.enter_context(network([*jobs.SITES, _STORE]))
+        net = stack.enter_context(network([*jobs.SITES, STORE]))
         stack.enter_context(disks.disks([*disk_folders(folder).values()]))
         exchange = _exchange(net)
         deployment = stack.enter_context(
@@ -160,13 +151,13 @@ def rig(folder: Path) -> Iterator[Rig]:
         with Path(deployment.config).open("a") as config:
             config.write(exchange)
         made = Rig(deployment=deployment, net=net)
-        stack.callback(made.stop_store, signal.SIGTERM)
+        stack.callback(made.stop_store)
         made.start_store()
         yield made
 
 
 def _endpoint(net: Network) -> str:
-    return f"http://{net.addresses[_STORE]}:{_STORE_PORT}"
+    return f"http://{net.addresses[STORE]}:{_STORE_PORT}"
 
 
 def _exchange(net: Network) -> str:
