@@ -3,10 +3,34 @@
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from federation.errors import FederationError
+from federation.clock import SystemClock
+from federation.errors import FederationError, StoreUnavailable
+from federation.protocols import Clock
+
+# Whoever looks whether a lock is held (``is_held``) holds it himself for a moment.
+TRIES = 5
+PAUSE_SECONDS = 0.05
+
+_SYSTEM_CLOCK = SystemClock()
+
+
+def acquire(handle: int, clock: Clock = _SYSTEM_CLOCK) -> bool:
+    """Lock an open file, and say whether no other process holds it.
+
+    Raises:
+        OSError: The file cannot be locked.
+    """
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            clock.sleep(PAUSE_SECONDS)
+        else:
+            return True
+    return False
 
 
 @contextmanager
@@ -19,13 +43,20 @@ def hold(path: Path, complaint: str) -> Iterator[None]:
 
     Raises:
         FederationError: Another process holds it.
+        StoreUnavailable: The file cannot be made or locked.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise FederationError(complaint) from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.open("ab"))
+            is_ours = acquire(lock.fileno())
+        except OSError as error:
+            raise StoreUnavailable(
+                f"cannot lock {path}: {error.strerror}; name a folder that this user "
+                "can write to"
+            ) from error
+        if not is_ours:
+            raise FederationError(complaint)
         yield
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -20,7 +19,6 @@ import tomli_w
 from cloud_adapters.urls import parse_url
 from deploy import folder_lock
 from federation import job_file
-from federation.clock import SystemClock
 from federation.errors import (
     RunConflict,
     RunNotFound,
@@ -35,10 +33,6 @@ from federation.protocols import Buffer
 from monitoring.run_fold import fold
 from monitoring.run_result import result
 from monitoring.run_view import COMPLETED, RunView
-
-# Another process may hold the lock for a moment to see whether a run goes on.
-LOCK_TRIES = 5
-LOCK_PAUSE_SECONDS = 0.05
 
 # Of runs whose checkpoints are in a bucket.
 LOCAL_ROOT = Path("runs")
@@ -212,20 +206,15 @@ class RunFolder:
             os.close(handle)
 
     def _take(self, handle: int) -> None:
-        clock = SystemClock()
-        for _ in range(LOCK_TRIES):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                clock.sleep(LOCK_PAUSE_SECONDS)
-            except OSError as error:
-                raise _unavailable(self.lock, error) from error
-            else:
-                return
-        raise RunConflict(
-            f"another process runs in {self.path}; wait for it, or choose another "
-            "folder with --out"
-        )
+        try:
+            is_ours = folder_lock.acquire(handle)
+        except OSError as error:
+            raise _unavailable(self.lock, error) from error
+        if not is_ours:
+            raise RunConflict(
+                f"another process runs in {self.path}; wait for it, or choose another "
+                "folder with --out"
+            )
 
 
 def runs_root(job: JobSpec) -> Path | None:
