@@ -32,7 +32,12 @@ def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
         "data", allow_abbrev=False, help="put datasets into object storage"
     )
     inner = data.add_subparsers(required=True, metavar="VERB")
+    _add_shard(inner, common)
+    _add_info(inner, common)
+    _add_balance(inner, common)
 
+
+def _add_shard(inner: Verbs, common: argparse.ArgumentParser) -> None:
     shard = inner.add_parser(
         "shard",
         parents=[common],
@@ -77,6 +82,8 @@ def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     add_key(shard, f"encrypt it here with {KEY_WORDS}")
     shard.set_defaults(verb=_shard)
 
+
+def _add_info(inner: Verbs, common: argparse.ArgumentParser) -> None:
     info = inner.add_parser(
         "info",
         parents=[common],
@@ -93,6 +100,8 @@ def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     add_key(info, f"of an encrypted dataset: {KEY_WORDS}")
     info.set_defaults(verb=_info)
 
+
+def _add_balance(inner: Verbs, common: argparse.ArgumentParser) -> None:
     balance = inner.add_parser(
         "balance",
         parents=[common],

@@ -16,6 +16,12 @@ from deploy.terminal import say, say_json, tell
 def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add the verbs to those of the command line."""
     _add_keys(verbs, common)
+    _add_doctor(verbs, common)
+    _add_transcript(verbs, common)
+    _add_ledger(verbs, common)
+
+
+def _add_doctor(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     doctor = verbs.add_parser(
         "doctor",
         parents=[common],
@@ -48,6 +54,8 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     )
     doctor.set_defaults(verb=_doctor)
 
+
+def _add_transcript(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     transcript = verbs.add_parser(
         "transcript",
         parents=[common],
@@ -65,6 +73,8 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     )
     transcript.set_defaults(verb=_transcript)
 
+
+def _add_ledger(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     ledger = verbs.add_parser(
         "ledger",
         parents=[common],
