@@ -29,14 +29,11 @@ from deploy.arguments import (
     named_path,
 )
 from deploy.exit_codes import DONE, FAILED, STOPPED
-from deploy.terminal import complain, say, say_json, tell
+from deploy.terminal import complain, console, say, say_json, say_table, tell
 from deploy.user_code import unable_to_exit
 
 if TYPE_CHECKING:
     from federation.events import DataDistributed
-
-# Width of tables that nobody looks at on a terminal.
-_PIPE_COLUMNS = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,8 +138,8 @@ def _check_job(options: argparse.Namespace) -> int:
         document |= {"sites": sites, "parameters": size, "privacy": promises}
         say_json(document)
         return DONE
-    console = _console()
-    console.print(data_table(dealt, columns=console.width))
+    output = console()
+    output.print(data_table(dealt, columns=output.width))
     say(
         f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values: "
         f"{job_check.bytes_down(size):,} bytes down and "
@@ -196,38 +193,21 @@ def _runs(options: argparse.Namespace) -> int:
     if options.json:
         say_json(rows)
     elif rows:
-        _print_runs(rows)
+        names = ("run", "job", "status", "rounds", "loss", "accuracy", "folder")
+        say_table(names, (_cells(row) for row in rows))
     else:
         tell(f"there are no runs in {options.root}")
     return DONE
 
 
-def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.table import Table  # noqa: PLC0415 -- keeps `--help` fast
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "job", "status", "rounds", "loss", "accuracy", "folder"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        loss, accuracy = row.get("loss"), row.get("accuracy")
-        cells = (
-            row["run_id"],
-            row["job"],
-            row["status"],
-            f"{row.get('rounds_completed', '?')}/{row.get('rounds', '?')}",
-            "" if loss is None else f"{loss:.4f}",
-            "" if accuracy is None else f"{accuracy:.1%}",
-            row["folder"],
-        )
-        # As text: a folder's name may look like markup.
-        table.add_row(*(Text(cell) for cell in cells))
-    _console().print(table)
-
-
-def _console() -> Any:
-    """Standard output for tables: wide in a pipe, so that no line is broken."""
-    from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
-
-    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    return Console(highlight=False, width=width)
+def _cells(row: dict[str, Any]) -> Sequence[str]:
+    loss, accuracy = row.get("loss"), row.get("accuracy")
+    return (
+        row["run_id"],
+        row["job"],
+        row["status"],
+        f"{row.get('rounds_completed', '?')}/{row.get('rounds', '?')}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if accuracy is None else f"{accuracy:.1%}",
+        row["folder"],
+    )

@@ -3,8 +3,7 @@
 import argparse
 import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from deploy import exit_codes
 from deploy.arguments import Verbs, load_job
 from deploy.exit_codes import DONE
 from deploy.run_progress import run_progress
-from deploy.terminal import say, say_json, tell
+from deploy.terminal import say, say_json, say_table, tell
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, RunNotFound
 
@@ -158,7 +157,8 @@ def _ps(options: argparse.Namespace) -> int:
     if options.json:
         say_json(rows)
         return DONE
-    _print_table(("run", "job", "status", "rounds"), rows)
+    names = ("run", "job", "status", "rounds")
+    say_table(names, ([str(row[name]) for name in names] for row in rows))
     return DONE
 
 
@@ -174,20 +174,6 @@ def _row(handed: "Handed") -> dict[str, Any]:
         "status": status,
         "rounds": handed.rounds,
     }
-
-
-def _print_table(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(row[name])) for name in names))
-    width = None if sys.stdout.isatty() else 200
-    Console(highlight=False, width=width).print(table)
 
 
 def _watch(options: argparse.Namespace) -> int:

@@ -5,11 +5,15 @@ import contextlib
 import json
 import sys
 import traceback
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from deploy import exit_codes
 from deploy.exit_codes import FAILED
 from federation.errors import FederationError, JobError, SiteError
+
+# Width of tables that nobody looks at on a terminal.
+_PIPE_COLUMNS = 200
 
 
 def say(text: str) -> None:
@@ -26,6 +30,28 @@ def tell(text: str) -> None:
     """Tell a person something, if there is anybody left to read it."""
     with contextlib.suppress(OSError):
         print(f"crossfed: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def console() -> Any:
+    """Standard output for tables: wide in a pipe, so that no line is broken."""
+    from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
+
+    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    return Console(highlight=False, width=width)
+
+
+def say_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Write a table without lines, with a heading."""
+    from rich.table import Table  # noqa: PLC0415 -- keeps `--help` fast
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        # As text: a folder's name may look like markup.
+        table.add_row(*(Text(cell) for cell in row))
+    console().print(table)
 
 
 def complain(error: Exception, options: argparse.Namespace) -> int:
