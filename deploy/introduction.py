@@ -41,7 +41,7 @@ class Proposal:
         run_id: The run.
         job: Text of the job file.
         release: Release of crossfed at the aggregator.
-        code_hash: Of the code that decides what a site does; 64 hexadecimal digits.
+        code_hash: Of the code that computes from a site's data; 64 hexadecimal digits.
         nonce: Fresh for every start of a coordinator; 32 hexadecimal digits.
     """
 

@@ -37,7 +37,8 @@ from privacy.secagg.train import ADAPTIVE_SLOTS, HEADER_SLOTS
 
 _MECHANISMS = {"record": "dp-sgd", "joint": "dp-sgd", "site": "gaussian-sum"}
 
-# What decides what a site does with its data.
+# What a site computes from its data. A site plans its noise in `deploy`, by its own
+# release: if the aggregator's plans otherwise, the site refuses the contract.
 _CODE = ("federation", "privacy", "clients")
 
 
@@ -317,7 +318,7 @@ def check_layout(layout: Layout) -> None:
 
 @cache
 def code_hash() -> bytes:
-    """SHA-256 of the code that decides what a site does with its data."""
+    """SHA-256 of the code that computes from a site's data."""
     digest = hashlib.sha256(b"crossfed/code")
     for package in _CODE:
         spec = find_spec(package)
