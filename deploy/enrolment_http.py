@@ -116,7 +116,11 @@ class _Request(BaseHTTPRequestHandler):
         text = self.headers.get("Content-Length")
         if text is None:
             return 0 if self.command == "GET" else None
-        return int(text) if text.isascii() and text.isdigit() else None
+        if not (text.isascii() and text.isdigit()):
+            return None
+        # Digits are counted first: `int` refuses some thousands of them.
+        is_long = len(text) > len(str(MAX_MESSAGE_BYTES))
+        return MAX_MESSAGE_BYTES + 1 if is_long else int(text)
 
     def _write(self, status: int, body: bytes) -> None:
         self.send_response_only(status)

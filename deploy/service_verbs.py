@@ -3,16 +3,13 @@
 import argparse
 import json
 import os
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from deploy import enrolment_verbs
 from deploy.arguments import Verbs
 from deploy.exit_codes import DONE
-from deploy.terminal import say_json, tell
+from deploy.terminal import interrupts, say_json, tell
 from federation.clock import SystemClock
 
 _AGGREGATOR_TOML = """\
@@ -149,7 +146,7 @@ def _aggregator_up(options: argparse.Namespace) -> int:
         clock=SystemClock(),
         listener=tell,
     )
-    with _ended_by_signals(service.stopped):
+    with interrupts(service.stopped.set):
         service.run()
     return DONE
 
@@ -158,7 +155,7 @@ def _site_up(options: argparse.Namespace) -> int:
     from deploy.site_service import serve  # noqa: PLC0415 -- imports torch and Flower
 
     stopped = threading.Event()
-    with _ended_by_signals(stopped):
+    with interrupts(stopped.set):
         serve(options.config, stopped=stopped, listener=tell)
     return DONE
 
@@ -167,22 +164,6 @@ def _site_relay(options: argparse.Namespace) -> int:
     from deploy.site_relay import serve  # noqa: PLC0415 -- imports Flower
 
     stopped = threading.Event()
-    with _ended_by_signals(stopped):
+    with interrupts(stopped.set):
         serve(options.config, port=options.port, stopped=stopped, listener=tell)
     return DONE
-
-
-@contextmanager
-def _ended_by_signals(stopped: threading.Event) -> Iterator[None]:
-    """Set an event at the first Ctrl-C or SIGTERM."""
-
-    def stop(_number: int, _frame: object) -> None:
-        stopped.set()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, stop) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)

@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from deploy.arguments import Verbs, load_job, named_path
 from deploy.exit_codes import DONE, OUT_OF_BUDGET, STOPPED
 from deploy.run_progress import run_progress
-from deploy.terminal import complain, say, say_json, tell
+from deploy.terminal import complain, interrupts, say, say_json, tell
 from deploy.user_code import unable_to_exit
 from federation.errors import FederationError, StoreUnavailable
 
@@ -121,7 +120,7 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C into a wish to stop, and the second into the end."""
     asked = False
 
-    def ask(_number: int, _frame: object) -> None:
+    def ask() -> None:
         nonlocal asked
         if asked:
             raise KeyboardInterrupt
@@ -131,13 +130,8 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
         with contextlib.suppress(OSError):
             os.write(2, text)
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, ask) for number in signals]
-    try:
+    with interrupts(ask):
         yield lambda: asked
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _print_outcome(outcome: "RunResult") -> None:

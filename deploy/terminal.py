@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from deploy import exit_codes
@@ -52,6 +54,22 @@ def say_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         # As text: a folder's name may look like markup.
         table.add_row(*(Text(cell) for cell in row))
     console().print(table)
+
+
+@contextmanager
+def interrupts(do: Callable[[], None]) -> Iterator[None]:
+    """Have Ctrl-C and SIGTERM do something until the end of the block."""
+
+    def handle(_number: int, _frame: object) -> None:
+        do()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handle) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def complain(error: Exception, options: argparse.Namespace) -> int:

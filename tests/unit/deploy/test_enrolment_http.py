@@ -69,8 +69,9 @@ def test_longest_body_is_read_and_a_longer_one_is_not(port: int):
     """64 KiB, told from the length alone."""
     body = b"x" * (64 << 10)
     assert _ask(port, "POST", "/enroll", body) == (403, body)
-    length = str((64 << 10) + 1)
-    assert _ask(port, "POST", "/enroll", None, **{"Content-Length": length})[0] == 413
+    for length in (str((64 << 10) + 1), "9" * 5000):
+        asked = _ask(port, "POST", "/enroll", None, **{"Content-Length": length})
+        assert asked[0] == 413
 
 
 @pytest.mark.parametrize("length", ["-1", "1e3", "0x10", "²", "", "+1"])
