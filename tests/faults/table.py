@@ -48,8 +48,9 @@ def _summary(rows: Mapping[str, Row]) -> str:
     done = [rows[cell.name] for cell in cells if cell.name in rows]
     good = sum(not row["faults"] for row in done)
     dates = sorted({row["date"] for row in done}) or ["never"]
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     return (
-        f"`make test-faults`, {dates[0]} to {dates[-1]}: of {len(cells)} cells "
+        f"`make test-faults`, {when}: of {len(cells)} cells "
         f"{len(done)} were run, and {good} are as they should be."
     )
 
