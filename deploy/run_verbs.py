@@ -130,7 +130,7 @@ def _is_over(run: "RunFolder") -> bool:
 
 def _lines(run: "RunFolder", is_over: Callable[[], bool]) -> Iterator[bytes]:
     """Yield the lines of a run's events as they are written, until it is over."""
-    clock, torn = SystemClock(), b""
+    clock = SystemClock()
     while not run.events.exists():
         if is_over():
             return
@@ -138,12 +138,14 @@ def _lines(run: "RunFolder", is_over: Callable[[], bool]) -> Iterator[bytes]:
     with run.events.open("rb") as events:
         while True:
             over = is_over()  # Before the read: what it finds is then all.
-            more = events.read()
-            *whole, torn = (torn + more).split(b"\n")
+            begin = events.tell()
+            *whole, torn = events.read().split(b"\n")
             yield from whole
-            if over and not more:
+            if over and not whole:
                 return
-            if not more:
+            # Not kept: it goes when its writer was killed and another goes on.
+            events.seek(-len(torn), os.SEEK_CUR)
+            if events.tell() == begin:
                 clock.sleep(LOOK_SECONDS)
 
 
