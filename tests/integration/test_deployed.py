@@ -103,6 +103,7 @@ def test_a_job_below_the_floor_is_refused(federation: Deployment, tmp_path: Path
     assert "does not accept 'clients.data:text_folder'" in refused.stderr
 
 
+@pytest.mark.long  # One by one they are in the dozen of the fault matrix.
 def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
     """Coordinator, SuperLink, proxy, SuperExec and a site: a round each at most."""
     earlier, num_rounds, kills = federation.num_runs(), 12, 0

@@ -94,6 +94,7 @@ def test_trimmed_mean_holds_where_the_mean_fails() -> None:
     assert failed < 0.6
 
 
+@pytest.mark.long
 def test_gpt_learns_more_than_byte_frequencies() -> None:
     """Half a nat below what no model without context can beat."""
     job = load("text-gpt")

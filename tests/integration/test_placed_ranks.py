@@ -151,10 +151,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("job", "source", "sharding"),
     [
-        (mlp_job(), BLOBS, "none"),
-        (gpt_job(optimizer={"lr": 0.1}), TOKENS, "full"),
+        pytest.param(mlp_job(), BLOBS, "none", id="mlp", marks=pytest.mark.long),
+        pytest.param(gpt_job(optimizer={"lr": 0.1}), TOKENS, "full", id="gpt"),
     ],
-    ids=["mlp", "gpt"],
 )
 def test_compiled_ranks_are_like_one(
     job: JobSpec,
