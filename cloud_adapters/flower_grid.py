@@ -316,6 +316,8 @@ class FlowerGrid:
             if inquiry is not None and message.error.code in flower_errors.LOST:
                 inquiry.note_lost(self._clock.monotonic())
                 return
+            if message.error.code == flower_errors.NODE_GONE:
+                self._presence.note_gone(self._nodes[question.task.site])
             told = flower_errors.failure_of(question.task, message)
             self._settle(exchange, question, told)
             return
@@ -343,8 +345,7 @@ class FlowerGrid:
         return [asked.reply(answer, answered_seconds=now, bytes_up=bytes_up)]
 
     def _expire(self, exchange: Exchange) -> None:
-        seconds = exchange.deadline_seconds
-        allowed = seconds
+        allowed = seconds = exchange.deadline_seconds
         if self._workers is not None:
             # The process keeps the deadline itself; this is for when it is gone.
             allowed = QUEUE * (seconds + GRACE_SECONDS)

@@ -70,6 +70,10 @@ class Presence:
             silent = self.silent(asked)
         self._gone |= silent
 
+    def note_gone(self, node: int) -> None:
+        """Flower has said that a node is gone: so it is until the next look."""
+        self._fresh.discard(node)
+
     def silent(self, asked: set[int]) -> set[int]:
         """Nodes without a fresh heartbeat, as of the last look."""
         if self._get_nodes is None:

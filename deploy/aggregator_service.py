@@ -32,13 +32,12 @@ from deploy.exit_codes import FAILED
 from deploy.ports import LOOPBACK
 from deploy.proxy import ProxySettings
 from deploy.run_folder import RunFolder, replace_file
-from deploy.run_queue import GiveUp, Handed, Outcome, Start
+from deploy.run_queue import DeadCoordinators, GiveUp, Handed, Outcome, Start
 from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secret_files import write_new
 
 LOOK_SECONDS = 1.0
-MISSED_LOOKS = 3
 RENEWAL_LOOK_SECONDS = 3600.0
 SUPERLINK = "superlink"
 _SECRET_BYTES = 64
@@ -87,7 +86,7 @@ class AggregatorService:
     _answers: bool = field(default=False, init=False)
     # Runs whose coordinator was seen at work, since it holds the lock of their
     # folder, and how many looks ago.
-    _missed: dict[Path, int] = field(default_factory=dict, init=False)
+    _dead: DeadCoordinators = field(default_factory=DeadCoordinators, init=False)
     _next_renewal: float = field(default=0.0, init=False)
     _told: set[str] = field(default_factory=set, init=False)
 
@@ -213,18 +212,9 @@ class AggregatorService:
 
         Flower itself would notice after a minute.
         """
-        for one in handed:
-            path = one.run.path
-            if one.outcome is not None or one.coordinator is None:
-                self._missed.pop(path, None)
-            elif one.run.is_locked():
-                self._missed[path] = 0
-            elif path in self._missed:
-                # One that has just done its work leaves its outcome at once.
-                self._missed[path] += 1
-                if self._missed[path] == MISSED_LOOKS:
-                    self.listener(f"the coordinator of run {path.name} has died")
-                    control.stop(int(one.coordinator.flower_run))
+        for run, number in self._dead.look(handed):
+            self.listener(f"the coordinator of run {run.path.name} has died")
+            control.stop(number)
 
     def _start(self, control: FlowerControl, action: Start, run: RunFolder) -> None:
         run_queue.check_room(run)

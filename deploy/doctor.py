@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from deploy.keys import is_encrypted
+from deploy.keys import describe, is_encrypted
 from federation.protocols import Clock
 from privacy.secagg import identity, roster
 from privacy.secagg.errors import KeyFileRefused, RosterRefused
@@ -118,7 +118,7 @@ def check_packages(requirements: Sequence[str] | None) -> Iterator[Check]:
             "install it: python -m pip install crossfed",
         )
         return
-    for text in sorted({*requirements, "cryptography"}):
+    for text in sorted(requirements):
         match = _REQUIREMENT.match(text.replace(" ", ""))
         if match is not None:
             yield _check_package(match[1], match[2])
@@ -217,6 +217,11 @@ def check_identity(key: Path, roster_file: Path, *, lost: str) -> Iterator[Check
 def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
     """A roster file: readable, consistent, and not for others to change."""
     try:
+        serial, digest = describe(path)
+        if serial and not digest:
+            draft = f"{path} is a draft, which pins no site yet"
+            advice = "invite sites, or pin them with `crossfed keys trust`"
+            return [warning("roster", draft, advice)], None
         found = roster.load(path)
         mode = stat.S_IMODE(path.stat().st_mode)
     except (RosterRefused, OSError) as error:

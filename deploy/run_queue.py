@@ -31,6 +31,8 @@ OUTCOME, STOP = "outcome.json", "stop"
 ROOM_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
+MISSED_LOOKS = 3
+
 # Starts of a coordinator without a single round in between.
 MAX_FRUITLESS_STARTS = 5
 
@@ -184,6 +186,37 @@ def check_room(run: RunFolder) -> None:
     probe = run.path / "room"
     replace_file(probe, [bytes(ROOM_BYTES)])
     probe.unlink()
+
+
+class DeadCoordinators:
+    """Finds coordinators that have died, from the locks on their runs' folders.
+
+    One that has not been seen to hold the lock is not counted: it takes seconds to
+    start, and the one before it may have held the lock until just now.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._missed: dict[str, int] = {}  # Looks, by Flower's number.
+
+    def look(self, handed: Iterable[Handed]) -> list[tuple[RunFolder, int]]:
+        """Runs whose coordinator has left the lock for some looks, and its number.
+
+        One that has just done its work leaves its outcome at once.
+        """
+        found, missed = [], {}
+        for one in handed:
+            if one.outcome is not None or one.coordinator is None:
+                continue
+            number = one.coordinator.flower_run
+            if one.run.is_locked():
+                missed[number] = 0
+            elif number in self._missed:
+                missed[number] = self._missed[number] + 1
+                if missed[number] == MISSED_LOOKS:
+                    found.append((one.run, int(number)))
+        self._missed = missed
+        return found
 
 
 def note_start(handed: Handed, flower_run: int, *, fruitless: int) -> None:

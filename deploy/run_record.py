@@ -20,6 +20,9 @@ from monitoring.run_fold import RunFold
 from monitoring.run_result import result
 from monitoring.run_view import COMPLETED, EXHAUSTED
 
+# What ends a coordinator that a person or a supervisor has asked to end.
+_ENDED = (KeyboardInterrupt, SystemExit)
+
 
 class RunRecord:
     """Takes note of a run, in a folder and a bucket or in memory alone.
@@ -159,7 +162,7 @@ class RunRecord:
         with contextlib.suppress(FederationError):
             self._run.write_result(result(self._fold.view()))
             # Drawing takes seconds, and an interrupted person waits.
-            if not isinstance(error, KeyboardInterrupt):
+            if not isinstance(error, _ENDED):
                 leave_report(self._run)
             if self._copies is not None:
                 self._copies.leave()
@@ -167,10 +170,9 @@ class RunRecord:
     def _note_end(self, error: BaseException) -> None:
         """Record an end that the round loop did not foresee."""
         view = self._fold.view()
-        is_stop = isinstance(error, KeyboardInterrupt)
         event = RunFinished(
             at=self._clock.now(),
-            status="stopped" if is_stop else "failed",
+            status="stopped" if isinstance(error, _ENDED) else "failed",
             rounds_completed=view.rounds_completed,
             last_round=view.rounds[-1].index if view.rounds else 0,
             message=f"{type(error).__name__}: {error}",

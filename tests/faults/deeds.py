@@ -1,5 +1,6 @@
 """What is done to a victim. When a deed returns, the world is whole again."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,8 @@ def _end(victim: Victim, rig: Rig, number: signal.Signals) -> None:
     """End a victim; what its supervisor does not start again, start again."""
     struck = _struck(victim, rig)
     for pid in struck:
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):  # Its parent has ended it.
+            os.kill(pid, number)
     if victim is Victim.SITE:
         rig.deployment.processes.pop(jobs.STRUCK).wait(60)
         pause(AGAIN_SECONDS)

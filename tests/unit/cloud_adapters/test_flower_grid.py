@@ -543,6 +543,26 @@ def test_round_waits_for_a_node_that_restarts(beating: Beating, clock: VirtualCl
     assert 25.0 < clock.now() - before < 30.0
 
 
+def test_node_that_leaves_between_two_looks_costs_one_round(
+    beating: Beating, clock: VirtualClock
+):
+    """An agent that is restarted says so, and the next round waits for it."""
+    grid = make_grid(beating, clock, roll_call=NamesRead())
+    exchange(grid)
+    beating.spoilt, beating.last = {20: Error(5, "gone")}, {20: clock.now() - 20.0}
+    assert kinds(exchange(grid, round_index=2))["one"] == FailureKind.DISCONNECTED
+    before, real_sleep = clock.now(), clock.sleep
+
+    def sleep(seconds: float) -> None:
+        real_sleep(seconds)
+        if clock.now() - before > 8.0:
+            beating.spoilt, beating.last = {}, {}
+
+    clock.sleep = sleep
+    found = kinds(exchange(grid, round_index=3))
+    assert set(found.values()) == {"answered"}
+
+
 def test_node_that_does_not_come_back_delays_one_round_only(
     beating: Beating, clock: VirtualClock
 ):

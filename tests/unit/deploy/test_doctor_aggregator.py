@@ -50,6 +50,14 @@ def test_sound_aggregator_has_no_problem(federation: Federation):
     assert "refused" in found["exchange"].found
 
 
+def test_aggregator_without_sites_has_no_problem(federation: Federation):
+    """Its roster is a draft until the first has enrolled."""
+    found = examined(federation)
+    assert not problems(federation)
+    assert found["roster"].status == "warning"
+    assert "pins no site yet" in found["roster"].found
+
+
 def test_port_that_another_has(federation: Federation):
     """Unless it is the service's own."""
     with socket.create_server((LOOPBACK, 0)) as server:

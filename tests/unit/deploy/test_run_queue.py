@@ -53,6 +53,27 @@ def test_the_oldest_is_started_and_alone(tmp_path: Path):
     assert action.handed.run == late
 
 
+def test_a_coordinator_that_left_its_lock_has_died(tmp_path: Path):
+    """Told once, and after some looks: it may be about to leave its outcome."""
+    run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
+    started(tmp_path, 7, fruitless=1)
+    with run.locked():
+        assert not dead.look(run_queue.handed_over(tmp_path).runs)
+    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(5)]
+    assert looks == [[], [], [(run, 7)], [], []]
+
+
+def test_a_coordinator_that_has_just_been_started_has_not_died(tmp_path: Path):
+    """The one before it had the lock; it takes seconds until it has it, too."""
+    run, dead = handed(tmp_path, "a", 1.0), run_queue.DeadCoordinators()
+    started(tmp_path, 7, fruitless=1)
+    with run.locked():
+        dead.look(run_queue.handed_over(tmp_path).runs)
+    started(tmp_path, 8, fruitless=1)
+    looks = [dead.look(run_queue.handed_over(tmp_path).runs) for _ in range(10)]
+    assert not any(looks)
+
+
 @pytest.mark.parametrize("flower", [{7: OVER}, {}])
 def test_a_coordinator_that_died_is_replaced(
     tmp_path: Path, flower: dict[int, FlowerRun]
