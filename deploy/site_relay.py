@@ -11,13 +11,10 @@ Who may speak as the site's node is for the SuperLink to tell, by the node's key
 """
 
 import http.client
-import logging
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from cryptography.hazmat.primitives import serialization
 
 from cloud_adapters import flower_bundle
 from cloud_adapters.tls import client_context
-from deploy import site_file, site_folder
+from deploy import loopback_http, site_file, site_folder
 from deploy.addresses import parse_address
 from deploy.certificates import Authority, key_pem, new_key
 from deploy.ports import LOOPBACK
@@ -39,7 +36,6 @@ from privacy.secret_files import replace_private
 # A SuperNode asks for messages every three seconds, but not while its app works.
 IDLE_SECONDS = 75.0
 CALL_SECONDS = 60.0
-LOOK_SECONDS = 0.2
 # As long as half of what a certificate of a server holds for.
 CERTIFY_SECONDS = 45 * 86_400.0
 
@@ -51,8 +47,6 @@ _HOP = frozenset(
     | {"host", "content-length", "expect", "proxy-connection"}
     | {"date", "server"}
 )
-
-_LOG = logging.getLogger(__name__)
 
 Listener = Callable[[str], None]
 
@@ -80,7 +74,7 @@ def serve(
         paths = _Paths(config.folder.resolve() / "relay")
         context = paths.prepare(config, clock)
         site_folder.keep_fresh(config, clock, stopped, listener)
-        with _listening(way, context, port, listener) as found:
+        with _Server(way, context, port, listener).listening() as found:
             listener(f"passes the calls of a SuperNode on to {way.host}:{way.port}")
             listener(f"start it with: {paths.command(found)}")
             while not stopped.wait(CERTIFY_SECONDS):
@@ -178,46 +172,22 @@ class _Paths:
         )
 
 
-@contextmanager
-def _listening(
-    way: _Way, context: ssl.SSLContext, port: int, listener: Listener
-) -> Iterator[int]:
-    try:
-        server = _Server((LOOPBACK, port), _Call)
-    except (OSError, OverflowError) as error:  # OverflowError: no port is so large.
-        raise FederationError(
-            f"cannot listen on {LOOPBACK}:{port}: {error}; stop what listens there, or "
-            "choose another --port"
-        ) from error
-    server.way, server.context, server.listener = way, context, listener
-    thread = threading.Thread(target=server.serve_forever, args=(LOOK_SECONDS,))
-    thread.start()
-    try:
-        yield int(server.server_address[1])
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    way: _Way
-    context: ssl.SSLContext
-    listener: Listener
+class _Server(loopback_http.Server):
+    def __init__(
+        self, way: _Way, context: ssl.SSLContext, port: int, listener: Listener
+    ) -> None:
+        self.way, self.listener, self._context = way, listener, context
+        advice = "stop what listens there, or choose another --port"
+        super().__init__(port, _Call, advice=advice)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Speak TLS in the thread of the connection: nobody else waits for it."""
         request.settimeout(CALL_SECONDS)
-        with self.context.wrap_socket(request, server_side=True) as secured:
+        with self._context.wrap_socket(request, server_side=True) as secured:
             super().finish_request(secured, client_address)
 
-    def handle_error(self, *_: object) -> None:
-        """A node that hangs up is nothing to write a traceback about."""
-        _LOG.info("a connection was broken off", exc_info=True)
 
-
-class _Call(BaseHTTPRequestHandler):
+class _Call(loopback_http.Request):
     """Calls of one connection, each passed on over one of its own."""
 
     server: _Server
@@ -225,9 +195,9 @@ class _Call(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
     _upstream: http.client.HTTPSConnection | None = None
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 -- the library's name
         """Pass a call on, or answer it."""
-        body = self._body()
+        body = self.read_body(MAX_FLEET_BYTES)
         if body is None:
             return
         if self.path == _BUNDLE:
@@ -235,26 +205,12 @@ class _Call(BaseHTTPRequestHandler):
         elif self.path in _PATHS:
             self._pass_on(body)
         else:
-            self._write(404, {}, b"")
+            self.answer(404)
 
     def finish(self) -> None:
         """Hang up on both sides."""
         self._hang_up()
         super().finish()
-
-    def _body(self) -> bytes | None:
-        """Read the call's body; None if it was refused or broken off."""
-        text = self.headers.get("Content-Length", "")
-        self.close_connection = True
-        if not (text.isascii() and text.isdigit()):
-            self._write(411, {}, b"")
-            return None
-        if len(text) > len(str(MAX_FLEET_BYTES)) or int(text) > MAX_FLEET_BYTES:
-            self._write(413, {}, b"")
-            return None
-        body = self.rfile.read(int(text))
-        self.close_connection = len(body) < int(text)
-        return None if self.close_connection else body
 
     def _bundle(self, body: bytes) -> None:
         try:
@@ -262,9 +218,9 @@ class _Call(BaseHTTPRequestHandler):
         except ProtocolError as error:
             self.server.listener(f"a bundle was refused: {error}")
             # A SuperNode takes it for a run that has ended, and leaves that alone.
-            self._write(403, {}, b"")
+            self.answer(403)
         else:
-            self._write(200, {"Content-Type": "application/protobuf"}, content)
+            self.answer(200, content, {"Content-Type": "application/protobuf"})
 
     def _pass_on(self, body: bytes) -> None:
         kept = {n: v for n, v in self.headers.items() if n.lower() not in _HOP}
@@ -277,27 +233,14 @@ class _Call(BaseHTTPRequestHandler):
         except (OSError, http.client.HTTPException, FederationError) as error:
             self._hang_up()
             self.server.listener(f"the aggregator cannot be reached: {error!r}")
-            self._write(503, {}, b"")  # A SuperNode tries again.
+            self.answer(503)  # A SuperNode tries again.
             return
         if answer.will_close:
             self._hang_up()
         headers = {n: v for n, v in answer.getheaders() if n.lower() not in _HOP}
-        self._write(answer.status, headers, content)
+        self.answer(answer.status, content, headers)
 
     def _hang_up(self) -> None:
         if self._upstream is not None:
             self._upstream.close()
             self._upstream = None
-
-    def _write(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        self.send_response_only(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing: what fails is told the listener."""
