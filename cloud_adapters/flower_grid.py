@@ -7,7 +7,8 @@ is among them.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid as FlowerApi
@@ -16,7 +17,7 @@ from cloud_adapters import flower_errors, flower_site
 from cloud_adapters.flower_answers import Answers
 from cloud_adapters.flower_presence import SILENT_SECONDS, Presence
 from cloud_adapters.flower_questions import Asked, Exchange, Out, Question
-from cloud_adapters.flower_roll_call import NOBODY, RollCall, greet, meet
+from cloud_adapters.flower_roll_call import ANYBODY, Attendance
 from cloud_adapters.frame_references import Packed
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.redelivery import Inquiry
@@ -37,7 +38,6 @@ from federation.messages import (
 )
 from federation.protocols import Clock
 
-CONNECT_SECONDS = 60.0
 POLL_SECONDS = 0.02
 # Over a SuperLink, which works for 10 ms on every look, while sites wait for it.
 SUPERLINK_POLL_SECONDS = 0.1
@@ -56,6 +56,34 @@ MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """How tasks travel, and their answers.
+
+    Attributes:
+        job_text: Handed to every site with its tasks; empty where sites know it.
+        frames: How large messages travel; all in one piece by default.
+        ordered: Yield replies in the order of the tasks, so that sums of floating-point
+            updates are the same in every run; otherwise, and where memory does not
+            allow to hold all of them back, as they arrive.
+        workers: Processes that the nodes share, as in a simulation: a task's deadline
+            then counts from when a process takes it up. None if every node has a
+            process of its own: it counts from when the task goes out.
+        poll_seconds: Pause between two looks for replies.
+    """
+
+    job_text: str = ""
+    frames: Frames = INLINE
+    ordered: bool = False
+    workers: int | None = None
+    poll_seconds: float = POLL_SECONDS
+
+    @property
+    def max_in_flight(self) -> float:
+        """Tasks that are out at the same time."""
+        return math.inf if self.workers is None else QUEUE * self.workers
+
+
 class FlowerGrid:
     """The sites as nodes of a Flower run."""
 
@@ -65,16 +93,8 @@ class FlowerGrid:
         sites: Sequence[SiteId],
         *,
         clock: Clock,
-        job_text: str = "",
-        roll_call: RollCall | None = None,
-        known: Mapping[SiteId, int] = NOBODY,
-        frames: Frames = INLINE,
-        required: int | None = None,
-        quorum: int = 0,
-        ordered: bool = False,
-        workers: int | None = None,
-        connect_seconds: float = CONNECT_SECONDS,
-        poll_seconds: float = POLL_SECONDS,
+        attendance: Attendance = ANYBODY,
+        delivery: Delivery = Delivery(),
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Find a node for each site, and have it ready for work.
@@ -83,74 +103,33 @@ class FlowerGrid:
             api: Flower's own grid.
             sites: In the order of the job.
             clock: Measures deadlines and durations.
-            job_text: Handed to every site with its tasks; empty where sites know it.
-            roll_call: Tells which node is which site. Without it nodes are as good
-                as each other: they are dealt out in ascending order of their ids.
-            known: Nodes that the roll call leaves out: of its own sites those that
-                run an app of Flower, which get every task in one piece.
-            frames: How large messages travel; all in one piece by default.
-            required: Sites that must be there after ``connect_seconds``; all of them
-                by default.
-            quorum: Sites without which an exchange is of no use.
-            ordered: Yield replies in the order of the tasks, so that sums of
-                floating-point updates are the same in every run; otherwise, and
-                where memory does not allow to hold all of them back, as they arrive.
-            workers: Processes that the nodes share, as in a simulation: a task's
-                deadline then counts from when a process takes it up. None if every
-                node has a process of its own: it counts from when the task goes out.
-            connect_seconds: How long to wait for the nodes.
-            poll_seconds: Pause between two looks for replies.
+            attendance: Which nodes they are, and how many of them must be there.
+            delivery: How tasks travel.
             stopped: Tells that Flower has ended and nothing more will come.
 
         Raises:
-            SiteError: There are too few nodes after ``connect_seconds``, or one
-                cannot run a site.
+            SiteError: There are too few nodes in time, or one cannot run a site.
         """
         self._api = api
-        self._job_text = job_text
-        self._frames = frames
-        self._answers = Answers(frames)
-        self._known = known
-        self._tidied: tuple[RunId, int] | None = None
+        self._sites = tuple(sites)
         self._clock = clock
-        self._ordered = ordered
-        self._workers = workers
-        self._max_in_flight = math.inf if workers is None else QUEUE * workers
-        self._poll_seconds = poll_seconds
+        self._delivery = delivery
         self._stopped = stopped
+        self._known = attendance.known
+        self._answers = Answers(delivery.frames)
+        self._tidied: tuple[RunId, int] | None = None
         # Messages for which nobody waits and whose replies are still to be taken in.
         self._late: dict[str, Asked] = {}
-        deadline = clock.monotonic() + connect_seconds
-        self._sites = tuple(sites)
-        self._nodes: dict[SiteId, int]
         self._presence = Presence(
             api,
-            quorum=quorum,
+            quorum=attendance.quorum,
             clock=clock,
             pause=self._pause,
-            is_told=workers is None,
+            is_told=delivery.workers is None,
         )
-        if roll_call is None:
-            nodes = greet(
-                api,
-                len(sites),
-                at_once=workers,
-                deadline=deadline,
-                clock=clock,
-                pause=self._pause,
-            )
-            self._nodes = dict(zip(sites, nodes, strict=True))
-        else:
-            self._nodes = meet(
-                api,
-                roll_call,
-                self._sites,
-                deadline=deadline,
-                required=len(sites) if required is None else required,
-                clock=clock,
-                pause=self._pause,
-                known=known,
-            )
+        self._nodes = attendance.find_nodes(
+            api, sites, workers=delivery.workers, clock=clock, pause=self._pause
+        )
 
     def sites(self) -> Sequence[SiteId]:
         """Every site, in the order of the job."""
@@ -174,11 +153,13 @@ class FlowerGrid:
         exchange = Exchange(
             deadline_seconds=deadline_seconds,
             waiting=deque(enumerate(tasks)),
-            ahead=self._max_in_flight + _ahead(tasks) if self._ordered else math.inf,
+            ahead=self._delivery.max_in_flight + _ahead(tasks)
+            if self._delivery.ordered
+            else math.inf,
             # Without shared processes all tasks go out at once, and all answers may
             # have to wait for the first.
-            ordered=self._ordered
-            and (self._workers is not None or len(tasks) <= _ahead(tasks)),
+            ordered=self._delivery.ordered
+            and (self._delivery.workers is not None or len(tasks) <= _ahead(tasks)),
         )
         return self._run(exchange)
 
@@ -201,7 +182,7 @@ class FlowerGrid:
             self._late |= {name: o.question.asked for name, o in exchange.out.items()}
 
     def _push(self, exchange: Exchange) -> None:
-        while exchange.waiting and len(exchange.open) < self._max_in_flight:
+        while exchange.waiting and len(exchange.open) < self._delivery.max_in_flight:
             index, task = exchange.waiting[0]
             if index >= exchange.next_index + exchange.ahead:
                 return
@@ -209,7 +190,7 @@ class FlowerGrid:
             packed = self._pack(task)
             now = self._clock.monotonic()
             # A simulation's messages do not leave this machine.
-            inquiry = Inquiry(now) if self._workers is None else None
+            inquiry = Inquiry(now) if self._delivery.workers is None else None
             question = Question.of(task, index, now, inquiry)
             exchange.open[index] = question
             self._send(exchange, question, packed)
@@ -225,7 +206,7 @@ class FlowerGrid:
         content = flower_site.pack(
             packed.frame,
             site=question.task.site,
-            job_text=self._job_text,
+            job_text=self._delivery.job_text,
             deadline_seconds=self._seconds_left(exchange, question),
             references=packed.references,
         )
@@ -270,7 +251,7 @@ class FlowerGrid:
         if task.site not in self._nodes:
             return failure(task, FailureKind.UNREACHABLE, "was never there")
         try:
-            frames = INLINE if task.site in self._known else self._frames
+            frames = INLINE if task.site in self._known else self._delivery.frames
             return frames.send(task)
         except StoreError as error:
             text = f"the model does not get into the store: {error}"
@@ -282,7 +263,7 @@ class FlowerGrid:
             now = task.run_id, task.round_index
             if self._tidied != now:
                 self._tidied = now
-                self._frames.end_rounds(now[0], self._sites, before=now[1])
+                self._delivery.frames.end_rounds(now[0], self._sites, before=now[1])
 
     def _pull_all(self, exchange: Exchange) -> list[Reply]:
         """Take in what has arrived, also while vectors were being fetched.
@@ -346,7 +327,7 @@ class FlowerGrid:
 
     def _expire(self, exchange: Exchange) -> None:
         allowed = seconds = exchange.deadline_seconds
-        if self._workers is not None:
+        if self._delivery.workers is not None:
             # The process keeps the deadline itself; this is for when it is gone.
             allowed = QUEUE * (seconds + GRACE_SECONDS)
         now = self._clock.monotonic()
@@ -385,7 +366,7 @@ class FlowerGrid:
     def _pause(self, seconds: float | None = None) -> None:
         if self._stopped():
             raise FederationError("Flower has ended; no site will answer any more")
-        self._clock.sleep(self._poll_seconds if seconds is None else seconds)
+        self._clock.sleep(self._delivery.poll_seconds if seconds is None else seconds)
 
 
 def _ahead(tasks: Sequence[Task]) -> int:

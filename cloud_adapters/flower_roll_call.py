@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Protocol
 
 from flwr.app import Message, RecordDict
@@ -17,10 +16,10 @@ from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.protocols import Clock
 
+CONNECT_SECONDS = 60.0
 # How long sites that are missing may still come, once a node has answered something
 # that cannot be believed.
 DOUBT_SECONDS = 15.0
-NOBODY: Mapping[SiteId, int] = MappingProxyType({})
 
 
 class RollCall(Protocol):
@@ -45,90 +44,103 @@ class RollCall(Protocol):
         ...
 
 
-def meet(
-    api: FlowerApi,
-    roll_call: RollCall,
-    sites: Sequence[SiteId],
-    *,
-    deadline: float,
-    required: int,
-    clock: Clock,
-    pause: Callable[[], None],
-    known: Mapping[SiteId, int] = NOBODY,
-) -> dict[SiteId, int]:
-    """Ask every node who it is, until all sites are there or time is up.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attendance:
+    """Who must be there before work begins, and how nodes are told apart.
 
-    Args:
-        api: Flower's own grid.
-        roll_call: What to ask.
-        sites: Who is waited for; other nodes are left in peace.
-        deadline: On the clock's monotonic time, of the first question; each one after
-            it has as long as that one had.
-        required: Sites that must be there by then.
-        clock: Tells time.
-        pause: Waits between two looks.
-        known: Nodes that need not or cannot say who they are. They are not asked;
-            they are there when they are connected.
-
-    Returns:
-        The node of each site that is there.
-
-    Raises:
-        SiteError: A site refuses the run, two nodes claim one site, or too few sites
-            are there.
+    Attributes:
+        roll_call: Tells which node is which site. Without it nodes are as good as each
+            other: they are dealt out in ascending order of their ids.
+        known: Nodes that need not or cannot say who they are: of the roll call's sites
+            those that run an app of Flower. They are not asked; they are there when
+            they are connected.
+        required: Sites that must be there; all of them by default.
+        quorum: Sites without which an exchange is of no use.
+        connect_seconds: How long to wait for the nodes, and for the answers to each
+            further question of the roll call.
     """
-    allowed = deadline - clock.monotonic()
-    wait = _Wait(deadline=deadline, clock=clock, pause=pause)
-    call = _Call(api=api, roll_call=roll_call, sites=sites, known=known)
-    _ask(call, api.get_node_ids, wait)
-    call.check(required)
-    while roll_call.move_on():
-        nodes = call.nodes
-        call = _Call(
-            api=api,
-            roll_call=roll_call,
-            sites=list(nodes),
-            known=known,
-            lack="answer again",
-        )
-        # A site that came late has used up the time for the question before.
-        wait = replace(wait, deadline=clock.monotonic() + allowed)
-        _ask(call, nodes.values, wait)
-        call.check(len(nodes))
-    return call.nodes
+
+    roll_call: RollCall | None = None
+    known: Mapping[SiteId, int] = field(default_factory=dict)
+    required: int | None = None
+    quorum: int = 0
+    connect_seconds: float = CONNECT_SECONDS
+
+    def find_nodes(
+        self,
+        api: FlowerApi,
+        sites: Sequence[SiteId],
+        *,
+        workers: int | None = None,
+        clock: Clock,
+        pause: Callable[[], None],
+    ) -> dict[SiteId, int]:
+        """Find the node of each site, until all are there or time is up.
+
+        Args:
+            api: Flower's own grid.
+            sites: Who is waited for; other nodes are left in peace.
+            workers: Processes that the nodes share; None if each has its own.
+            clock: Tells time.
+            pause: Waits between two looks.
+
+        Returns:
+            The node of each site that is there.
+
+        Raises:
+            SiteError: Too few sites are there, one refuses the run or cannot run, or
+                two nodes claim one site.
+        """
+        deadline = clock.monotonic() + self.connect_seconds
+        wait = _Wait(deadline=deadline, clock=clock, pause=pause)
+        if self.roll_call is None:
+            nodes = _greet(api, len(sites), at_once=workers, wait=wait)
+            return dict(zip(sites, nodes, strict=True))
+        call = _Call(api=api, roll_call=self.roll_call, sites=sites, known=self.known)
+        _ask(call, api.get_node_ids, wait)
+        call.check(len(sites) if self.required is None else self.required)
+        while self.roll_call.move_on():
+            nodes_before = call.nodes
+            call = _Call(
+                api=api,
+                roll_call=self.roll_call,
+                sites=list(nodes_before),
+                known=self.known,
+                lack="answer again",
+            )
+            # A site that came late has used up the time for the question before.
+            deadline = clock.monotonic() + self.connect_seconds
+            _ask(call, nodes_before.values, replace(wait, deadline=deadline))
+            call.check(len(nodes_before))
+        return call.nodes
 
 
-def greet(
-    api: FlowerApi,
-    count: int,
-    *,
-    at_once: int | None,
-    deadline: float,
-    clock: Clock,
-    pause: Callable[[], None],
+ANYBODY = Attendance()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wait:
+    deadline: float  # on the clock's monotonic time
+    clock: Clock
+    pause: Callable[[], None]
+
+
+def _greet(
+    api: FlowerApi, count: int, *, at_once: int | None, wait: _Wait
 ) -> list[int]:
     """Find nodes that are as good as each other, in ascending order.
 
-    Args:
-        api: Flower's own grid.
-        count: How many are needed.
-        at_once: Processes that they share: so many nodes are greeted, to have the
-            processes started before a round's time counts. All by default.
-        deadline: On the clock's monotonic time.
-        clock: Tells time.
-        pause: Waits between two looks.
-
-    Raises:
-        SiteError: There are too few by then, or one cannot run a site.
+    ``at_once`` of them are greeted, all by default, to have the processes that they
+    share started before a round's time counts.
     """
 
-    def wait(complaint: str) -> None:
-        if clock.monotonic() >= deadline:
+    def pause(complaint: str) -> None:
+        if wait.clock.monotonic() >= wait.deadline:
             raise SiteError(f"{complaint}; start them, or allow them more time")
-        pause()
+        wait.pause()
 
     while len(nodes := sorted(api.get_node_ids())) < count:
-        wait(f"only {len(nodes)} of {count} Flower nodes are connected")
+        pause(f"only {len(nodes)} of {count} Flower nodes are connected")
     first = nodes[:count][:at_once]
     messages = [Message(RecordDict(), node, "query") for node in first]
     silent = set(api.push_messages(messages))
@@ -139,15 +151,8 @@ def greet(
                 reason = wire.one_line(gist(reply.error.reason))
                 raise SiteError(f"a Flower node cannot run a site: {reason}")
         if silent:
-            wait(f"{len(silent)} Flower nodes are silent")
+            pause(f"{len(silent)} Flower nodes are silent")
     return nodes[:count]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wait:
-    deadline: float
-    clock: Clock
-    pause: Callable[[], None]
 
 
 def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait) -> None:
@@ -210,7 +215,7 @@ class _Call:
         """Say why the run cannot begin, if it cannot.
 
         Raises:
-            SiteError: See ``meet``.
+            SiteError: See ``Attendance.find_nodes``.
         """
         missing = [site for site in self.sites if site not in self.nodes]
         if self.complaints or len(self.nodes) < required:

@@ -137,17 +137,17 @@ class _Server(Generic[T]):
 
     def main(self, api: "FlowerApi", context: "Context") -> None:  # noqa: ARG002
         """Run the server; Flower calls this."""
-        from cloud_adapters.flower_grid import FlowerGrid  # noqa: PLC0415
+        from cloud_adapters.flower_grid import Delivery, FlowerGrid  # noqa: PLC0415
 
         self.idle.clear()
         try:
             grid = FlowerGrid(
                 api,
                 self.sites,
-                job_text=self.job_text,
                 clock=self.clock,
-                ordered=True,
-                workers=self.workers,
+                delivery=Delivery(
+                    job_text=self.job_text, ordered=True, workers=self.workers
+                ),
                 stopped=self.flower_ended.is_set,
             )
             self.results.append(self.server(grid))

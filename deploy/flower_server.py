@@ -10,7 +10,8 @@ from flwr.serverapp import ServerApp
 
 from cloud_adapters import flower_runtime
 from cloud_adapters.flower_apps import FlowerApps
-from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
+from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
+from cloud_adapters.flower_roll_call import Attendance
 from cloud_adapters.frames import Frames
 from deploy import aggregator_file, exchange, exit_codes
 from deploy.aggregator_file import AggregatorConfig
@@ -109,14 +110,16 @@ def _connector(
             FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
             sites,
             clock=SystemClock(),
-            roll_call=roll_call,
-            known=known,
-            frames=frames,
-            required=required,
-            quorum=quorum,
-            ordered=True,
-            connect_seconds=config.file.connect_seconds,
-            poll_seconds=SUPERLINK_POLL_SECONDS,
+            attendance=Attendance(
+                roll_call=roll_call,
+                known=known,
+                required=required,
+                quorum=quorum,
+                connect_seconds=config.file.connect_seconds,
+            ),
+            delivery=Delivery(
+                frames=frames, ordered=True, poll_seconds=SUPERLINK_POLL_SECONDS
+            ),
         )
 
     return connect

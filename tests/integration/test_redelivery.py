@@ -34,6 +34,7 @@ from support.lossy_flower import LossyFlower, is_task  # noqa: E402
 
 from cloud_adapters import flower_site  # noqa: E402
 from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
@@ -80,10 +81,12 @@ class Federation:
             self.flower,
             sites,
             clock=self.flower.clock,
-            roll_call=roll_call,
-            required=required,
-            quorum=quorum,
-            connect_seconds=600.0,
+            attendance=Attendance(
+                roll_call=roll_call,
+                required=required,
+                quorum=quorum,
+                connect_seconds=600.0,
+            ),
         )
 
     def ledger(self, site: str) -> list[str]:

@@ -264,14 +264,9 @@ def test_nodes_that_answer_the_roll_call_with_anything(says: Any):
     )
 
     def meet(sites: list[SiteId]) -> dict[SiteId, int]:
-        return flower_roll_call.meet(
-            flower,
-            call,
-            sites,
-            deadline=clock.monotonic() + 60.0,
-            required=len(sites),
-            clock=clock,
-            pause=lambda: clock.sleep(1.0),
+        attendance = flower_roll_call.Attendance(roll_call=call, connect_seconds=60.0)
+        return attendance.find_nodes(
+            flower, sites, clock=clock, pause=lambda: clock.sleep(1.0)
         )
 
     assert meet([HONEST]) == {HONEST: 1}

@@ -12,7 +12,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from cloud_adapters import flower_runtime
-from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
+from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
+from cloud_adapters.flower_roll_call import Attendance
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.storage.local import LocalStore
 from federation.clock import SystemClock
@@ -61,9 +62,8 @@ def rounds(
         flower_runtime.over(api),
         names,
         clock=SystemClock(),
-        roll_call=NamesCall(),
-        frames=frames,
-        poll_seconds=SUPERLINK_POLL_SECONDS,
+        attendance=Attendance(roll_call=NamesCall()),
+        delivery=Delivery(frames=frames, poll_seconds=SUPERLINK_POLL_SECONDS),
     )
     weights_d = np.arange(num_floats, dtype=np.float32)
     seconds: list[float] = []
@@ -118,8 +118,8 @@ def detect(api: Grid, *, sites: list[str], deaf: str) -> float:
         flower_runtime.over(api),
         names,
         clock=clock,
-        roll_call=NamesCall(),
-        poll_seconds=SUPERLINK_POLL_SECONDS,
+        attendance=Attendance(roll_call=NamesCall()),
+        delivery=Delivery(poll_seconds=SUPERLINK_POLL_SECONDS),
     )
     tasks = [_task(name, 1, np.zeros(1, dtype=np.float32)) for name in names]
     for reply in grid.exchange(tasks, deadline_seconds=600.0):

@@ -10,7 +10,8 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from support.superlink_app import SITE
 
-from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, FlowerGrid
+from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
+from cloud_adapters.flower_roll_call import Attendance
 from federation.clock import SystemClock
 from federation.ids import RunId, SiteId
 from federation.messages import RoundTask, SiteUpdate, TaskKind
@@ -67,8 +68,8 @@ def exchange(api: Grid, *, num_lost: int, num_floats: int) -> dict[str, Any]:
         LosingGrid(api, num_lost),
         [SITE],
         clock=SystemClock(),
-        roll_call=OneSite(),
-        poll_seconds=SUPERLINK_POLL_SECONDS,
+        attendance=Attendance(roll_call=OneSite()),
+        delivery=Delivery(poll_seconds=SUPERLINK_POLL_SECONDS),
     )
     weights_d = np.arange(num_floats, dtype=np.float32)
     task = RoundTask(

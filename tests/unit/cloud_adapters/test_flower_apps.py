@@ -47,8 +47,9 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters import flower_site  # noqa: E402
 from cloud_adapters.flower_apps import FlowerApps  # noqa: E402
-from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
-from cloud_adapters.frames import Frames  # noqa: E402
+from cloud_adapters.flower_grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
+from cloud_adapters.frames import INLINE, Frames  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -172,11 +173,23 @@ def nodes() -> Nodes:
     return Nodes()
 
 
-def grid(nodes: Nodes, spec: JobSpec | None = None, **changes: Any) -> FlowerGrid:
+def grid(
+    nodes: Nodes,
+    spec: JobSpec | None = None,
+    *,
+    clock: VirtualClock | None = None,
+    frames: Frames = INLINE,
+    **changes: Any,
+) -> FlowerGrid:
     """The grid that a coordinator makes; nobody is asked who it is."""
     apps = FlowerApps(nodes, spec or job(), LAYOUT, NODES)
-    settings = {"clock": VirtualClock(), "roll_call": Silence(), "known": NODES}
-    return FlowerGrid(apps, [OURS, LAB], job_text="job", **{**settings, **changes})
+    return FlowerGrid(
+        apps,
+        [OURS, LAB],
+        clock=clock or VirtualClock(),
+        attendance=Attendance(roll_call=Silence(), known=NODES, **changes),
+        delivery=Delivery(job_text="job", frames=frames),
+    )
 
 
 class Silence:

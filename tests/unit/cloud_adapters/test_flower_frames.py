@@ -36,7 +36,7 @@ from flwr.app import Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters import flower_site  # noqa: E402
-from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower_grid import Delivery, FlowerGrid  # noqa: E402
 from cloud_adapters.redelivery import Inbox  # noqa: E402
 
 pytestmark = pytest.mark.flower
@@ -104,7 +104,8 @@ class Nodes:
     def grid(self, **changes: Any) -> FlowerGrid:
         """The aggregator's side."""
         frames = self.frames("scratch-aggregator", **changes)
-        return FlowerGrid(self, SITES, clock=self.clock, frames=frames)
+        delivery = Delivery(frames=frames)
+        return FlowerGrid(self, SITES, clock=self.clock, delivery=delivery)
 
     def get_node_ids(self) -> list[int]:
         return list(self.agents)
@@ -167,7 +168,8 @@ def said(reply: Reply) -> str:
 def test_large_models_travel_through_the_store(nodes: Nodes):
     """There and back; the next round removes what is left, and its end the rest."""
     frames = nodes.frames("scratch-aggregator")
-    grid = FlowerGrid(nodes, SITES, clock=nodes.clock, frames=frames)
+    delivery = Delivery(frames=frames)
+    grid = FlowerGrid(nodes, SITES, clock=nodes.clock, delivery=delivery)
     for index in (1, 2):
         for reply in exchange(grid, round_index=index).values():
             assert isinstance(reply.message, SiteUpdate)

@@ -3,7 +3,7 @@
 import importlib.util
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,8 @@ from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters import flower_grid, flower_presence, flower_site  # noqa: E402
-from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower_grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
 from cloud_adapters.frame_references import Packed  # noqa: E402
 from cloud_adapters.redelivery import Inbox  # noqa: E402
 
@@ -135,9 +136,24 @@ def clock() -> VirtualClock:
     return VirtualClock()
 
 
-def make_grid(flower: FakeFlower, clock: VirtualClock, **changes: Any) -> FlowerGrid:
+def make_grid(
+    flower: FakeFlower,
+    clock: VirtualClock,
+    *,
+    ordered: bool = False,
+    workers: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+    **attendance: Any,
+) -> FlowerGrid:
     """Make a grid of three sites."""
-    return FlowerGrid(flower, SITES, job_text="job", clock=clock, **changes)
+    return FlowerGrid(
+        flower,
+        SITES,
+        clock=clock,
+        attendance=Attendance(**attendance),
+        delivery=Delivery(job_text="job", ordered=ordered, workers=workers),
+        stopped=stopped,
+    )
 
 
 def exchange(grid: FlowerGrid, seconds: float = 5.0, **fields: Any) -> list[Reply]:

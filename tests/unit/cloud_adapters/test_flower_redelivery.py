@@ -38,6 +38,7 @@ from support.lossy_flower import (  # noqa: E402
 
 from cloud_adapters import flower_site  # noqa: E402
 from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -95,7 +96,8 @@ def flower() -> LossyFlower:
 
 def make_grid(flower: LossyFlower) -> FlowerGrid:
     """A grid whose sites have introduced themselves."""
-    return FlowerGrid(flower, SITES, clock=flower.clock, roll_call=Names())
+    attendance = Attendance(roll_call=Names())
+    return FlowerGrid(flower, SITES, clock=flower.clock, attendance=attendance)
 
 
 def exchange(grid: FlowerGrid, task: Any = ROUND, **changes: Any) -> list[Reply]:
@@ -169,13 +171,8 @@ def test_sites_are_found_whatever_is_lost(flower: LossyFlower, seed: int):
     """A third of all messages; nobody is asked to introduce itself twice."""
     draws = random.Random(seed)  # noqa: S311 -- not for keys
     flower.loses = lambda _: draws.random() < 1 / 3
-    grid = FlowerGrid(
-        flower,
-        SITES,
-        clock=flower.clock,
-        roll_call=Names(),
-        connect_seconds=DEADLINE_SECONDS,
-    )
+    attendance = Attendance(roll_call=Names(), connect_seconds=DEADLINE_SECONDS)
+    grid = FlowerGrid(flower, SITES, clock=flower.clock, attendance=attendance)
     assert dict(grid._nodes) == {site: 10 + i for i, site in enumerate(SITES)}
     assert set(flower.introduced.values()) == {1}
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -113,9 +113,8 @@ def _in_a_run() -> None:
 def meet(
     nodes: Nodes,
     *more: bytes,
-    required: int = 2,
     meanwhile: Callable[[float], None] = lambda _: None,
-    known: Mapping[SiteId, int] = flower_roll_call.NOBODY,
+    **changes: Any,
 ) -> tuple[dict[SiteId, int], float]:
     """Call the roll for at most a minute; who is there, and how long it took."""
     clock = VirtualClock()
@@ -124,16 +123,8 @@ def meet(
         clock.sleep(1.0)
         meanwhile(clock.monotonic())
 
-    found = flower_roll_call.meet(
-        nodes,
-        SpokenCall(*more),
-        SITES,
-        deadline=60.0,
-        required=required,
-        clock=clock,
-        pause=pause,
-        known=known,
-    )
+    attendance = flower_roll_call.Attendance(roll_call=SpokenCall(*more), **changes)
+    found = attendance.find_nodes(nodes, SITES, clock=clock, pause=pause)
     return found, clock.monotonic()
 
 
