@@ -6,7 +6,8 @@ from pathlib import Path
 
 from monitoring import audit_plots
 from monitoring.audit_findings import FALSE_POSITIVES, Findings, SiteFindings
-from monitoring.report import Panel, environment, write_page
+from monitoring.panels import Panel
+from monitoring.report import environment, write_page
 from monitoring.units import format_delta, format_epsilon
 from privacy.dp.auditing import Roc
 

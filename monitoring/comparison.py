@@ -13,7 +13,8 @@ from typing import Any
 
 from federation.events import PrivacyPlanned
 from monitoring import comparison_plots, privacy_words, units
-from monitoring.report import Panel, environment, write_page
+from monitoring.panels import Panel
+from monitoring.report import environment, write_page
 from monitoring.round_view import accuracy_of, loss_of, perplexity
 from monitoring.run_view import RunView
 

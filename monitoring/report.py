@@ -1,6 +1,6 @@
 """The report of a run: one HTML file that opens anywhere, without a network.
 
-Figures come from ``monitoring.plots``, the page from ``report.html.j2``, every
+Figures come from ``monitoring.panels``, the page from ``report.html.j2``, every
 number from a ``RunView``. Text of the run (names, messages, the job file) is
 escaped by the template. Nothing here reads a log or decides what a number means.
 """
@@ -17,16 +17,21 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
-from monitoring import plots, privacy_words, report_privacy, storage_use, units
+from monitoring import (
+    panels,
+    plots,
+    privacy_words,
+    report_privacy,
+    storage_use,
+    units,
+)
 from monitoring.round_view import RUNNING, accuracy_of, loss_of, perplexity
 from monitoring.run_view import COMPLETED, RunView
 from monitoring.site_view import SiteView
-from monitoring.timeline_plot import MAX_ROUNDS_IN_TIMELINE
 
 MAX_SITE_ROWS = 100
 MAX_ROUND_ROWS = 200
 MAX_NOTICE_ROWS = 100
-_TOGETHER = "known of all sites together only"
 
 FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.CRASHED: "the site raised an error",
@@ -51,19 +56,6 @@ class Tile:
     label: str
     value: str
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """A figure with its title and what it shows."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
-    key: Mapping[str, str] | None = None  # sites that it has a line of, and colours
-    is_wide: bool = False
-    has_pooled: bool = True  # a thick line for all sites
 
 
 def write_report(
@@ -111,7 +103,7 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
             view=view,
             status_word="not finished" if view.status == RUNNING else view.status,
             tiles=_tiles(view),
-            panels=_panels(view),
+            panels=panels.of_run(view),
             colours=plots.site_colours(view),
             sites=sites,
             rounds=view.rounds[-MAX_ROUND_ROWS:],
@@ -240,104 +232,6 @@ def _tiles(view: RunView) -> Sequence[Tile]:
             note=resumes if view.coordinators > 1 else "without interruption",
         ),
     )
-
-
-def _panels(view: RunView) -> Sequence[Panel]:
-    """Every figure that there is, in reading order."""
-    drawn = plots.draw_all(view)
-    kind = view.data.label_kind if view.data else ""
-    key = _key(view)
-    keys: dict[str, Mapping[str, str] | None] = dict.fromkeys(
-        ("loss", "accuracy", "perplexity"), key
-    )
-    keys["epsilon"] = None
-    if not privacy_words.is_of_sites(view.privacy):
-        keys["epsilon"] = plots.site_colours(view)
-    whose = "all sites together (thick), each site's own data (thin)"
-    alone = ""
-    if view.is_secret:
-        whose, alone = _TOGETHER, f", {_TOGETHER}"
-    has_noise = privacy_words.has_noise(view.privacy)
-    shade = " Shaded: two standard deviations of the noise." if has_noise else ""
-    num_timed = units.format_count(
-        min(len(view.rounds), MAX_ROUNDS_IN_TIMELINE), "round"
-    )
-    captions = {
-        "loss": (
-            "Loss",
-            (
-                "Held-out loss of the global model after each round: "
-                f"{whose}. Lower is better.{shade}"
-            ),
-        ),
-        "accuracy": (
-            "Accuracy",
-            (
-                f"Share of right predictions on the same held-out data{alone}. "
-                f"Higher is better.{shade}"
-            ),
-        ),
-        "perplexity": (
-            "Perplexity",
-            (
-                f"Exponential of the loss on the same held-out data{alone}: among how "
-                "many tokens the model hesitates. Lower is better."
-            ),
-        ),
-        "epsilon": (
-            "Epsilon",
-            (
-                f"{report_privacy.spender(view)} by the end of each round, and its cap "
-                f"({report_privacy.terms(view)}). Lower is more private."
-            ),
-        ),
-        "data": (
-            "Who holds what",
-            f"Training examples by site and {kind}." if kind else "Training examples.",
-        ),
-        "bytes": (
-            "Traffic by site",
-            "Bytes that crossed between the aggregator and each site.",
-        ),
-        "answers": (
-            "Who answered",
-            "Sites of each round whose update counted, and tasks that failed.",
-        ),
-        "update-norm": (
-            "Size of the steps",
-            (
-                "Norm of the combined update. It shrinks as training settles; a "
-                f"jump is worth a look.{report_privacy.adaptive_clip(view)}"
-            ),
-        ),
-        "timeline": (
-            "Where the time went",
-            (
-                f"The last {num_timed}. Pale stretches are waiting; a site's work is "
-                "placed from the moment it was asked."
-            ),
-        ),
-    }
-    return tuple(
-        Panel(
-            name=name,
-            title=title,
-            caption=caption,
-            svg=drawn[name],
-            key=keys.get(name),
-            has_pooled=name != "epsilon",
-            is_wide=name == "timeline",
-        )
-        for name, (title, caption) in captions.items()
-        if name in drawn
-    )
-
-
-def _key(view: RunView) -> Mapping[str, str]:
-    """Colours of the sites that have a line: those whose own metrics are known."""
-    colours = plots.site_colours(view)
-    known = {site.site for site in view.sites if site.loss}
-    return {site: colour for site, colour in colours.items() if site in known}
 
 
 def _listed_sites(view: RunView) -> Sequence[SiteView]:
