@@ -79,7 +79,7 @@ class ModelPool:
         self._factory = import_factory(job.model.factory, key="model.factory")
         self._options = job.model.options
         self._seed = torch_seed(job.seed, "initial weights")
-        self._unit = job.privacy.differential_privacy.unit
+        self._privacy = job.privacy.differential_privacy
         self._lock = threading.Lock()
         self._memory: WeakKeyDictionary[torch.nn.Module, set[int]]
         self._memory = WeakKeyDictionary()
@@ -149,9 +149,10 @@ class ModelPool:
                     f"returned a {type(module).__name__}, not a torch.nn.Module",
                     key="model.factory",
                 )
-            if self._unit != "none":
+            if self._privacy.enabled:
                 # Before any layout is taken. What takes a layer's place may draw.
-                fit = without_batch_norm if self._unit == "site" else fit_for_privacy
+                is_site = self._privacy.unit == "site"
+                fit = without_batch_norm if is_site else fit_for_privacy
                 module, replaced = fit(module)
                 self.replaced = tuple(replaced)
         return module

@@ -121,7 +121,7 @@ def num_private_steps(job: JobSpec, num_records: int) -> int:
     if job.training.local_steps is not None:
         return job.training.local_steps
     per_epoch = round(1 / sampling_rate(job, num_records))
-    return (job.training.local_epochs or 1) * per_epoch
+    return job.training.num_epochs * per_epoch
 
 
 def event_of(job: JobSpec, num_records: int, mechanism: GaussianMechanism) -> Event:

@@ -91,7 +91,7 @@ class TorchTrainer:
             sampling_rate(job, len(train))
         check_shares(job, site, train, peers.count)
         self._private = private
-        self._is_protected = job.privacy.differential_privacy.unit != "none"
+        self._is_protected = job.privacy.differential_privacy.enabled
         self._job = job
         self._site = site
         self._pool = pool
@@ -321,7 +321,7 @@ class TorchTrainer:
         if training.local_steps is not None:
             return training.local_steps
         batches_per_epoch = -(-len(self._train_data) // training.batch_size)
-        num_batches = (training.local_epochs or 1) * batches_per_epoch
+        num_batches = training.num_epochs * batches_per_epoch
         return -(-num_batches // training.accumulate)
 
     def _indices(self, round_index: int) -> Iterator[Indices]:
@@ -353,7 +353,7 @@ class TorchTrainer:
                 rank=rank,
             )
             return telling_ahead(data, walk, num_batches)
-        num_epochs = training.local_epochs or 1
+        num_epochs = training.num_epochs
         walk = batches.epochwise(
             len(data),
             batch_size=batch_size,

@@ -38,7 +38,7 @@ def plan_sites(federation: Federation) -> PrivateSites | None:
     Raises:
         JobError: The promise cannot be kept.
     """
-    if federation.job.privacy.differential_privacy.unit == "none":
+    if not federation.job.privacy.differential_privacy.enabled:
         return None
     return PrivateSites(
         federation, run_id=throwaway_id(), folder=None, clock=SystemClock()

@@ -87,7 +87,7 @@ def with_canaried_model(federation: Federation, num_canaries: int) -> JobSpec:
             "factory": job.model.factory,
             "options": job.model.options,
             "num_canaries": num_canaries,
-            "gradient_norm": _UNCLIPPED_NORM if private.unit == "none" else norm,
+            "gradient_norm": norm if private.enabled else _UNCLIPPED_NORM,
             "shape": list(*shapes),
             "task": job.training.task,
         },
@@ -122,7 +122,7 @@ def with_more_records(
     training = job.training
     expected = training.batch_size * training.accumulate
     least = -(-expected * (num_records + num_canaries) // num_records)
-    is_private = job.privacy.differential_privacy.unit != "none"
+    is_private = job.privacy.differential_privacy.enabled
     if is_private and least > MAX_DRAWN:
         raise JobError(
             f"with {num_canaries} canaries beside {num_records} records a step draws "

@@ -199,7 +199,7 @@ class DeployedRun:
         job = self._job
         names = [SiteId(site.name) for site in job.sites]
         # Promises of all sites are part of what the run claims.
-        private = job.privacy.differential_privacy.unit != "none"
+        private = job.privacy.differential_privacy.enabled
         required = len(names) if private else job.minimum_sites
         with ExitStack() as stack:
             stack.enter_context(wiring.torch_threads(job))

@@ -71,7 +71,7 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
             "with --set privacy.secure_aggregation.enabled=false",
             key="privacy.secure_aggregation.enabled",
         )
-    if job.privacy.differential_privacy.unit != "none":
+    if job.privacy.differential_privacy.enabled:
         raise JobError(
             "a site keeps its ledger open in one process, and Flower's simulation "
             "gives its rounds to any; rehearse this with --engine inproc",

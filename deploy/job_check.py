@@ -33,7 +33,7 @@ def promises(federation: Federation) -> Sequence[str]:
     """
     job, clock = federation.job, SystemClock()
     run_id, private = RunId("check"), None
-    if job.privacy.differential_privacy.unit != "none":
+    if job.privacy.differential_privacy.enabled:
         private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
     if job.privacy.secure_aggregation.enabled:
         rehearse(federation, run_id, private)

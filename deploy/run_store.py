@@ -219,7 +219,7 @@ def _runs(store: ObjectStore) -> Iterator[RunId]:
 
 
 def _check_resumable(job: JobSpec, run: RunFolder) -> None:
-    if job.privacy.differential_privacy.unit != "none":
+    if job.privacy.differential_privacy.enabled:
         raise RunNotFound(
             f"{run.path} is not the folder in which the run spent its privacy budget: "
             "resume it on the machine where it began, or copy that folder here"

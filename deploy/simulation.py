@@ -179,7 +179,7 @@ class _Simulation:
         else:
             self._run_id = run.run_id() or run.new_run_id(now)
         self._private: PrivateSites | None = None
-        if self._job.privacy.differential_privacy.unit != "none":
+        if self._job.privacy.differential_privacy.enabled:
             self._private = PrivateSites(
                 federation,
                 run_id=self._run_id,

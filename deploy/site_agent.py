@@ -9,7 +9,7 @@ model, data and keys of the run are in memory.
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -281,9 +281,8 @@ class SiteAgent:
                 stack=stack,
             )
             self._keep(met.run_id, keep)
-            run.stack = stack.pop_all()
-        self._run = run
-        return run
+            self._run = replace(run, stack=stack.pop_all())
+        return self._run
 
     def _keep(self, run_id: RunId, files: Mapping[str, bytes]) -> None:
         folder = self._folder(run_id)

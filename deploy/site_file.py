@@ -141,6 +141,11 @@ class FloorSpec:
         ),
     )
 
+    @property
+    def demands_privacy(self) -> bool:
+        """Whether jobs without differential privacy are refused."""
+        return self.privacy != "none"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFile:

@@ -65,7 +65,6 @@ def contract_floor(
         noise_share: What the site counts on of the noise inside the sum; None if
             there is none.
     """
-    private = floor.privacy != "none"
     return LocalFloor(
         roster=roster,
         code_hashes=frozenset({code_hash()}),
@@ -75,8 +74,8 @@ def contract_floor(
         colluding=floor.colluding_sites,
         max_clip_norm=floor.max_clip_norm,
         privacy_profiles=frozenset(accepted_units(floor)),
-        max_epsilon=floor.max_epsilon if private else math.inf,
-        max_delta=floor.max_delta if private else 1.0,
+        max_epsilon=floor.max_epsilon if floor.demands_privacy else math.inf,
+        max_delta=floor.max_delta if floor.demands_privacy else 1.0,
         max_rounds=floor.max_rounds + 1,
         header_slots=header_slots(job),
         noise_share=noise_share,
@@ -95,7 +94,7 @@ def _privacy_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
     if private.unit not in accepted_units(floor):
         demand = f"demands {floor.privacy!r} (floor.privacy)"
         yield _UNIT, f"{demand}, and the job says {private.unit!r}"
-    if floor.privacy == "none":
+    if not floor.demands_privacy:
         return
     if private.held_out == "public" and not floor.public_held_out:
         demand = "does not call its held-out data public (floor.public_held_out)"

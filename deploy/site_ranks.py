@@ -104,9 +104,9 @@ def agents_job(job: JobSpec, file: SiteFile) -> JobSpec:
 def trainer_of(
     federation: Federation, file: SiteFile, stack: ExitStack
 ) -> Callable[[], Trainer]:
-    """Choose what trains at a site: its agent, or ranks that begin to start now.
+    """Choose what trains a job without differential privacy at a site.
 
-    For jobs with differential privacy see ``private_maker``.
+    That is its agent, or ranks that begin to start now.
 
     Args:
         federation: Model and data of the run, as the agent has them.
@@ -117,10 +117,8 @@ def trainer_of(
         JobError: The site's ranks cannot train this job.
         SiteError: There are fewer examples than ranks, or they cannot be started.
     """
-    name = SiteId(file.name)
-    unit = federation.job.privacy.differential_privacy.unit
-    if unit != "none" or not uses_ranks(federation.job, file):
-        return partial(federation.trainer, name)
+    if not uses_ranks(federation.job, file):
+        return partial(federation.trainer, SiteId(file.name))
     layout = _checked_layout(federation, file)
     trainer = stack.enter_context(ranked_trainer(federation.job, file, layout))
     return lambda: trainer
@@ -129,7 +127,7 @@ def trainer_of(
 def private_maker(
     federation: Federation, file: SiteFile, stack: ExitStack
 ) -> MakePrivate | None:
-    """Choose what takes a site's private steps; see ``trainer_of``.
+    """Choose what takes a site's private steps: as ``trainer_of``, for other jobs.
 
     Returns:
         What makes it of the site's plan; None where the agent does it.

@@ -12,7 +12,7 @@ from cloud_adapters.storage.local import LocalStore
 from deploy import site_ranks
 from deploy.private_sites import PrivateSites
 from deploy.protection import check_layout
-from deploy.site_file import FloorSpec, SiteConfig
+from deploy.site_file import FloorSpec, SiteConfig, SiteFile
 from deploy.site_floor import contract_floor
 from deploy.sum_privacy import UNITS, SumPrivacy
 from deploy.wiring import Federation
@@ -48,7 +48,7 @@ class MetRun:
         return self.federation.job
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenRun:
     """A run that a site takes part in.
 
@@ -107,19 +107,15 @@ def open_run(
     Raises:
         FederationError: The site does not or cannot take part.
     """
-    federation, job = met.federation, met.job
-    name, file = SiteId(config.file.name), config.file
+    job, name = met.job, SiteId(config.file.name)
     private: PrivateSites | None = None
-    make_trainer = site_ranks.trainer_of(federation, file, stack)
-    if job.privacy.differential_privacy.unit != "none":
+    if job.privacy.differential_privacy.enabled:
         private = PrivateSites(
-            federation, run_id=met.run_id, folder=folder, clock=clock, stated=stated
+            met.federation, run_id=met.run_id, folder=folder, clock=clock, stated=stated
         )
         stack.enter_context(private)
-        _check_promise(private.promises()[0], file.floor)
-        make = site_ranks.private_maker(federation, file, stack)
-        trainer = private.trainer(name, make)
-        make_trainer = lambda: trainer  # noqa: E731
+    promise = None if private is None else _promise(private, config.file.floor)
+    make_trainer = _trainer_maker(met.federation, private, config.file, stack)
     handler: SiteHandler
     if job.privacy.secure_aggregation.enabled:
         in_sum = None if private is None else private.in_sum
@@ -132,7 +128,7 @@ def open_run(
             in_sum=in_sum,
         )
     else:
-        handler = federation.site(
+        handler = met.federation.site(
             name,
             make_trainer=make_trainer,
             store=LocalStore(folder),
@@ -140,12 +136,32 @@ def open_run(
             tells_all=False,
         )
     stack.callback(handler.close)
-    return OpenRun(
-        met=met,
-        handler=handler,
-        promise=None if private is None else private.promises()[0],
-        stack=stack,
-    )
+    return OpenRun(met=met, handler=handler, promise=promise, stack=stack)
+
+
+def _promise(private: PrivateSites, floor: FloorSpec) -> SitePrivacy:
+    """What the site promises, held against the floor: some of it only a plan tells."""
+    (promise,) = private.promises()
+    if floor.demands_privacy and promise.delta > floor.max_delta:
+        raise JobError(
+            f"comes to {promise.delta:.1e} at site {promise.site!r}, "
+            f"which allows {floor.max_delta:g} (floor.max_delta)",
+            key="privacy.differential_privacy.delta",
+        )
+    return promise
+
+
+def _trainer_maker(
+    federation: Federation,
+    private: PrivateSites | None,
+    file: SiteFile,
+    stack: ExitStack,
+) -> Callable[[], Trainer]:
+    if private is None:
+        return site_ranks.trainer_of(federation, file, stack)
+    make = site_ranks.private_maker(federation, file, stack)
+    trainer = private.trainer(SiteId(file.name), make)
+    return lambda: trainer
 
 
 def _secure_site(
@@ -182,13 +198,3 @@ def _secure_site(
             threads=met.job.training.threads,
         ),
     )
-
-
-def _check_promise(promise: SitePrivacy, floor: FloorSpec) -> None:
-    """Hold against the floor what only the plan could tell."""
-    if floor.privacy != "none" and promise.delta > floor.max_delta:
-        raise JobError(
-            f"comes to {promise.delta:.1e} at site {promise.site!r}, "
-            f"which allows {floor.max_delta:g} (floor.max_delta)",
-            key="privacy.differential_privacy.delta",
-        )

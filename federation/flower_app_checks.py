@@ -80,7 +80,7 @@ def _check_job(job: JobSpec, name: str) -> None:
             "privacy.secure_aggregation.enabled",
         ),
         (
-            private.differential_privacy.unit != "none",
+            private.differential_privacy.enabled,
             "nothing clips its gradients, adds noise or keeps a ledger there",
             "privacy.differential_privacy.unit",
         ),

@@ -189,6 +189,13 @@ class TrainingSpec:
         low=1,
     )
 
+    @property
+    def num_epochs(self) -> int:
+        """``local_epochs``, in a job that has no ``local_steps``."""
+        if self.local_epochs is None:
+            raise ValueError("a checked job has steps or epochs")
+        return self.local_epochs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:

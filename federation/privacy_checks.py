@@ -100,7 +100,7 @@ def check_differential_privacy(job: JobSpec) -> None:
         JobError: The first such thing.
     """
     private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
-    if private.unit == "none":
+    if not private.enabled:
         given = [
             name
             for name in ("target_epsilon", "delta", "noise_multiplier")

@@ -157,6 +157,11 @@ class DifferentialPrivacySpec:
         choices=("noise", "public"),
     )
 
+    @property
+    def enabled(self) -> bool:
+        """Whether the job has a unit of privacy."""
+        return self.unit != "none"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacySpec:
