@@ -18,7 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from deploy.keys import describe, is_encrypted
+from deploy.keys import is_encrypted
+from deploy.roster_file import describe
 from federation.protocols import Clock
 from privacy.secagg import identity, roster
 from privacy.secagg.errors import KeyFileRefused, RosterRefused

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy import keys, proxy_processes
+from deploy import proxy_processes, roster_file
 from deploy.addresses import bracketed, parse_address
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import (
@@ -108,12 +108,8 @@ def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
         for one in book.members
     ]
     revoked = [_row(one.member, "revoked", one.at) for one in book.withdrawn]
-    facts = keys.describe(config.folder / "roster.toml")
-    return Overview(
-        sites=(*invited, *enrolled, *revoked),
-        serial=facts[0],
-        digest=facts[1],
-    )
+    serial, digest = roster_file.describe(config.folder / "roster.toml")
+    return Overview(sites=(*invited, *enrolled, *revoked), serial=serial, digest=digest)
 
 
 def _row(member: Member, state: str, at: float) -> SiteRow:
@@ -216,7 +212,7 @@ def revoke(
         # From here on it is refused; everything after this only tidies up.
         book_file.write_revocations(book, authority)
         runs = proxy_processes.reload(config.proxy)
-        keys.withdraw(config.folder / "roster.toml", site=site)
+        roster_file.withdraw(config.folder / "roster.toml", site=site)
     return Revoked(
         site=site,
         certificates=sum(len(one.member.certificates) for one in gone),
@@ -249,7 +245,7 @@ def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
             book_file.write(book)
         book_file.write_revocations(book, authority)
         for site in forgotten:
-            keys.withdraw(config.folder / "roster.toml", site=site)
+            roster_file.withdraw(config.folder / "roster.toml", site=site)
     renew_server(config, clock=clock)
     return forgotten
 
@@ -289,7 +285,7 @@ def _unregister(gone: list[Withdrawn], unregister: Unregister) -> str | None:
 
 def _check_pinned(path: Path) -> None:
     """The roster may be a draft that has no site yet, but must have an aggregator."""
-    if keys.pinned(path, site=None) is None:
+    if roster_file.pinned(path, site=None) is None:
         raise RosterRefused(
             f"{path} does not pin the aggregator's own key yet: crossfed keys trust "
             f"{path} --aggregator --organisation ORG --key PUBLICKEY"

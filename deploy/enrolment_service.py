@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deploy import enrolment, keys
+from deploy import enrolment, roster_file
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import Authority, parse_certificate
 from deploy.enrolment import Enrolment, Renewal
@@ -107,7 +107,7 @@ class EnrolmentService:
             )
             book_file.write(book)
             node_id = self.register(asked.node_key.encode())
-            keys.trust(
+            roster_file.trust(
                 self._roster,
                 site=asked.site,
                 organisation=asked.organisation,
@@ -148,16 +148,16 @@ class EnrolmentService:
         return found
 
     def _check_roster(self, asked: Enrolment) -> None:
-        before = keys.pinned(self._roster, site=asked.site)
-        if before is not None and before["public_key"] != asked.identity:
+        before = roster_file.pinned(self._roster, site=asked.site)
+        if before is not None and before.public_key != asked.identity:
             raise EnrolmentRefused(
                 f"the roster pins another key for site {asked.site!r}: the "
                 "aggregator's operator must revoke it first"
             )
-        if before is not None and before["organisation"] != asked.organisation:
+        if before is not None and before.organisation != asked.organisation:
             raise EnrolmentRefused(
                 f"the roster has site {asked.site!r} under the organisation "
-                f"{before['organisation']!r}: name that one"
+                f"{before.organisation!r}: name that one"
             )
         size = len(asked.organisation.encode())
         if not 1 <= size <= roster.MAX_ORGANISATION_BYTES:

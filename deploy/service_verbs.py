@@ -100,7 +100,7 @@ def _config_option(whose: str) -> argparse.ArgumentParser:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from deploy import aggregator_file, keys  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import aggregator_file, keys, roster_file  # noqa: PLC0415 -- --help
     from deploy.aggregator_service import initialise  # noqa: PLC0415
     from privacy.secret_files import write_new  # noqa: PLC0415
 
@@ -115,11 +115,11 @@ def _init(options: argparse.Namespace) -> int:
     made = keys.new(
         "aggregator", random_bytes=os.urandom, out=folder / "aggregator.pem"
     )
-    keys.trust(
+    roster_file.trust(
         folder / "roster.toml",
         site=None,
         organisation=options.organisation or hosts[0],
-        key=str(made["public_key"]),
+        key=made.public_key,
     )
     text = _AGGREGATOR_TOML.format(
         listen=options.listen,
@@ -129,7 +129,7 @@ def _init(options: argparse.Namespace) -> int:
     write_new(folder / "aggregator.toml", text.encode(), mode=0o644)
     facts = {"folder": str(folder), "authority": authority.fingerprint}
     if options.json:
-        say_json({**facts, "identity": made["public_key"]})
+        say_json({**facts, "identity": made.public_key})
         return DONE
     tell(f"an aggregator in {folder}; its authority is {authority.fingerprint}")
     tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")

@@ -5,6 +5,7 @@ Arguments in and text out; the work is in the modules of the same names.
 
 import argparse
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -156,23 +157,23 @@ def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
 def _new_key(options: argparse.Namespace) -> int:
     from deploy import keys  # noqa: PLC0415 -- keeps `--help` fast
 
-    facts = keys.new(
+    made = keys.new(
         options.name,
         random_bytes=os.urandom,
         out=options.out,
         passphrase_file=options.passphrase_file,
     )
-    _print_facts(facts, options)
-    if not facts["encrypted"]:
-        tell(f"{facts['file']} is not encrypted; --passphrase-file encrypts a new key")
+    _print_facts({"name": options.name, **asdict(made)}, options)
+    if not made.encrypted:
+        tell(f"{made.file} is not encrypted; --passphrase-file encrypts a new key")
     return DONE
 
 
 def _show_key(options: argparse.Namespace) -> int:
     from deploy import keys  # noqa: PLC0415 -- keeps `--help` fast
 
-    facts = keys.show(options.file, passphrase_file=options.passphrase_file)
-    _print_facts(facts, options)
+    found = keys.show(options.file, passphrase_file=options.passphrase_file)
+    _print_facts(asdict(found), options)
     return DONE
 
 
@@ -188,30 +189,28 @@ def _storage_key(options: argparse.Namespace) -> int:
 
 
 def _trust_key(options: argparse.Namespace) -> int:
-    from deploy import keys  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import roster_file  # noqa: PLC0415 -- keeps `--help` fast
 
-    facts = keys.trust(
+    trusted = roster_file.trust(
         options.roster,
         site=None if options.aggregator else options.site,
         organisation=options.organisation,
         key=options.key,
         replace=options.replace,
     )
-    _print_facts(facts, options)
-    if not facts["changed"]:
-        tell(f"{facts['roster']} pinned this already: nothing has changed")
-    for part in facts["missing"]:
+    _print_facts(asdict(trusted), options)
+    if not trusted.changed:
+        tell(f"{trusted.roster} pinned this already: nothing has changed")
+    for part in trusted.missing:
         way = "--aggregator" if part == "aggregator" else "--site"
         tell(
-            f"{facts['roster']} is a draft without {part}: add what is missing with "
+            f"{trusted.roster} is a draft without {part}: add what is missing with "
             f"`crossfed keys trust ... {way}`"
         )
     return DONE
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from dataclasses import asdict  # noqa: PLC0415 -- keeps `--help` fast
-
     from deploy import doctor, identities  # noqa: PLC0415 -- imports torch
     from federation import job_file  # noqa: PLC0415
     from federation.clock import SystemClock  # noqa: PLC0415

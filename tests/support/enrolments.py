@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy import enrolment_operator, enrolment_site, keys, site_file
+from deploy import (
+    enrolment_operator,
+    enrolment_site,
+    keys,
+    roster_file,
+    site_file,
+)
 from deploy.aggregator_file import AggregatorConfig, AggregatorFile
 from deploy.certificates import Authority, key_pem, new_key, server_names
 from deploy.enrolment import read_refusal
@@ -80,7 +86,7 @@ class Federation:
             random_bytes=os.urandom,
             out=self.aggregator / "aggregator.pem",
         )
-        self.pin(None, made["public_key"])
+        self.pin(None, made.public_key)
         self.way = Direct(service=self.service())
 
     @property
@@ -101,7 +107,7 @@ class Federation:
         )
 
     def pin(self, site: str | None, key: str) -> None:
-        keys.trust(
+        roster_file.trust(
             self.aggregator / "roster.toml",
             site=site,
             organisation="Test" if site is None else site,

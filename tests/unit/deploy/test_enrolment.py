@@ -21,7 +21,7 @@ from deploy import (
     enrolment_operator,
     enrolment_roster,
     enrolment_site,
-    keys,
+    roster_file,
 )
 from deploy.certificates import Authority, new_key, signing_request
 from deploy.enrolment_book import Book, BookDamaged, BookFile, Invitation
@@ -405,7 +405,7 @@ def test_roster_that_pins_another_key_is_not_overwritten(federation: Federation)
     with pytest.raises(EnrolmentRefused, match="pins another key"):
         federation.enroll(token)
     assert not federation.nodes.known
-    assert keys.withdraw(federation.aggregator / "roster.toml", site="site-a")
+    assert roster_file.withdraw(federation.aggregator / "roster.toml", site="site-a")
     federation.enroll(token)
 
 
@@ -480,7 +480,7 @@ def test_last_site_is_revoked(federation: Federation):
     """The roster is a draft again, which the next enrolment completes."""
     federation.site("site-a")
     federation.revoke("site-a")
-    assert keys.describe(federation.aggregator / "roster.toml") == (3, "")
+    assert roster_file.describe(federation.aggregator / "roster.toml") == (3, "")
     federation.site("site-b")
 
 
@@ -551,7 +551,7 @@ def test_older_book_forgets_no_revocation(federation: Federation):
     assert again == ("site-a",)
     assert set(_listed(federation).revoked) == {serial}
     assert _listed(federation).number > number
-    assert keys.pinned(paths[1], site="site-a") is None
+    assert roster_file.pinned(paths[1], site="site-a") is None
     with pytest.raises(EnrolmentRefused, match="revoked"):
         site.renew()
     other.renew()

@@ -1,7 +1,6 @@
-"""Key files and rosters as a person works with them."""
+"""Key files as a person works with them."""
 
 import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +8,12 @@ import pytest
 from support.secagg_parties import entropy
 
 from deploy import keys
-from privacy.secagg import identity, roster
-from privacy.secagg.errors import KeyFileRefused, RosterRefused
-
-KEYS = [identity.generate(entropy(f"key {at}")).public.key.hex() for at in range(4)]
+from privacy.secagg import identity
+from privacy.secagg.errors import KeyFileRefused
 
 
-def new(path: Path, **fields: Any) -> dict[str, Any]:
+def new(path: Path, **fields: Any) -> keys.KeyFacts:
     return keys.new("left", random_bytes=entropy("left"), out=path, **fields)
-
-
-def trust(path: Path, site: str | None, key: str = KEYS[0], **fields: Any):
-    usual = {"organisation": "Hospital A"}
-    return keys.trust(path, site=site, key=key, **(usual | fields))
-
-
-@pytest.fixture
-def whole(tmp_path: Path) -> Path:
-    """A roster with an aggregator and one site, at serial 2."""
-    path = tmp_path / "roster.toml"
-    trust(path, None, KEYS[0])
-    trust(path, "left", KEYS[1])
-    return path
 
 
 def test_new_key_is_the_one_that_is_shown(tmp_path: Path):
@@ -38,8 +21,8 @@ def test_new_key_is_the_one_that_is_shown(tmp_path: Path):
     path = tmp_path / "left.pem"
     facts = new(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert keys.show(path) == {k: v for k, v in facts.items() if k != "name"}
-    assert facts["public_key"] == identity.load(path).public.key.hex()
+    assert keys.show(path) == facts
+    assert facts.public_key == identity.load(path).public.key.hex()
     secret = entropy("left")(32).hex()
     assert secret not in str(facts)
 
@@ -48,7 +31,7 @@ def test_key_is_named_after_its_site(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """In the working folder, unless another file is named."""
     monkeypatch.chdir(tmp_path)
     facts = keys.new("left", random_bytes=os.urandom)
-    assert facts["file"] == "left.pem"
+    assert facts.file == "left.pem"
     assert Path("left.pem").is_file()
 
 
@@ -57,9 +40,9 @@ def test_passphrase_is_the_first_line(tmp_path: Path, ending: bytes):
     """However the line ends."""
     path, words = tmp_path / "left.pem", tmp_path / "words"
     words.write_bytes(b"correct horse" + ending)
-    assert new(path, passphrase_file=words)["encrypted"] is True
+    assert new(path, passphrase_file=words).encrypted is True
     assert keys.is_encrypted(path.read_bytes())
-    assert keys.show(path, passphrase_file=words)["encrypted"] is True
+    assert keys.show(path, passphrase_file=words).encrypted is True
     assert identity.load(path, passphrase=b"correct horse").public
 
 
@@ -109,105 +92,3 @@ def test_name_that_is_none_is_refused(tmp_path: Path):
     with pytest.raises(KeyFileRefused, match=r"'\.\./x' is not a name"):
         keys.new("../x", random_bytes=os.urandom, out=tmp_path / "left.pem")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("order", [(None, "left"), ("left", None)])
-def test_roster_grows_from_nothing(tmp_path: Path, order: tuple[str | None, ...]):
-    """In any order; a draft is not a roster yet."""
-    path = tmp_path / "roster.toml"
-    first = trust(path, order[0], KEYS[0])
-    assert (first["serial"], first["digest"], len(first["missing"])) == (1, None, 1)
-    with pytest.raises(RosterRefused):
-        roster.load(path)
-    second = trust(path, order[1], KEYS[1])
-    found = roster.load(path)
-    assert (second["serial"], second["missing"]) == (2, [])
-    assert (found.serial, found.digest.hex()) == (2, second["digest"])
-
-
-def test_pinning_adds_and_raises_the_serial(whole: Path):
-    """Others stay as they are, in the order of names; the mode is kept."""
-    whole.chmod(0o600)
-    facts = trust(whole, "a-site", KEYS[2], organisation='Büro "A"')
-    found = roster.load(whole)
-    assert [entry.site for entry in found.sites] == ["a-site", "left"]
-    assert found.sites[0].organisation == 'Büro "A"'
-    assert (found.serial, facts["sites"], facts["changed"]) == (3, 2, True)
-    assert whole.stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in whole.parent.iterdir()] == ["roster.toml"]
-
-
-def test_pinning_the_same_again_changes_nothing(whole: Path):
-    """No new serial, so no site has to fetch it; spaces and case do not matter."""
-    before = whole.read_bytes()
-    assert trust(whole, "left", KEYS[1].upper())["changed"] is False
-    assert trust(whole, None, f" {KEYS[0]}\n")["changed"] is False
-    assert whole.read_bytes() == before
-
-
-@pytest.mark.parametrize("site", [None, "left"])
-def test_pinned_key_is_replaced_only_on_request(whole: Path, site: str | None):
-    """By another key or another organisation."""
-    before, pinned = whole.read_bytes(), KEYS[0 if site is None else 1]
-    with pytest.raises(RosterRefused, match=r"roster\.toml already pins.*--replace"):
-        trust(whole, site, KEYS[3])
-    with pytest.raises(RosterRefused, match=r"'Hospital A'.*--replace"):
-        trust(whole, site, pinned, organisation="Thieves")
-    assert whole.read_bytes() == before
-    assert trust(whole, site, KEYS[3], replace=True)["serial"] == 3
-    found = roster.load(whole)
-    keys_now = [found.aggregator_key, found.sites[0].public_key]
-    assert keys_now[0 if site is None else 1].hex() == KEYS[3]
-
-
-def test_impossible_entries_leave_the_roster_alone(whole: Path):
-    """A key of somebody else, a bad name, a bad organisation, no key."""
-    before = whole.read_bytes()
-    for arguments in (
-        {"site": "right", "key": KEYS[1]},
-        {"site": "Right", "key": KEYS[2]},
-        {"site": "right", "key": KEYS[2], "organisation": "a\nb"},
-    ):
-        with pytest.raises(RosterRefused, match="nothing was written"):
-            trust(whole, **arguments)
-    for text in ("", "12", "zz" * 32, KEYS[0] + "00"):
-        with pytest.raises(RosterRefused, match="is not a public key"):
-            trust(whole, "right", text)
-    assert whole.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"serial = = 1", "is not TOML"),
-        (b"\xff", "is not TOML"),
-        (b"serial = 1\ncolour = 2", "unknown key 'colour'"),
-        (b"", "roster.serial must be"),
-        (b"serial = 1\nsites = []", "1 to 1024 sites"),
-        (b"#" * ((1 << 20) + 1), "is larger"),
-    ],
-)
-def test_bad_roster_is_not_written_over(tmp_path: Path, content: bytes, words: str):
-    """The error names the file."""
-    path = tmp_path / "roster.toml"
-    path.write_bytes(content)
-    with pytest.raises(RosterRefused, match=words) as caught:
-        trust(path, "left")
-    assert "roster.toml" in str(caught.value)
-    assert path.read_bytes() == content
-
-
-def test_unreachable_rosters_are_named(tmp_path: Path):
-    """A folder in its place, or no folder to write in."""
-    with pytest.raises(RosterRefused, match="Is a directory; name a roster"):
-        trust(tmp_path, "left")
-    with pytest.raises(RosterRefused, match=r"cannot write.*none.*writable"):
-        trust(tmp_path / "none" / "roster.toml", "left")
-
-
-def test_a_draft_is_plain_toml(tmp_path: Path):
-    """Without the stand-ins that its check needs."""
-    path = tmp_path / "roster.toml"
-    trust(path, None, KEYS[0])
-    expected = {"organisation": "Hospital A", "public_key": KEYS[0]}
-    assert tomllib.loads(path.read_text()) == {"serial": 1, "aggregator": expected}
