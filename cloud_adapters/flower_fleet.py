@@ -115,6 +115,8 @@ class FleetCalls:
                 problem = self._refused(error.response)
             else:
                 self.hear()
+                if attempt:
+                    self.listener(f"{self.address} answers again")
                 return answer
             attempt += 1
             age = self.clock.monotonic() - self._heard

@@ -6,7 +6,6 @@ changes matplotlib's global settings or uses its global figures.
 """
 
 import io
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -33,6 +32,10 @@ POOLED_COLOUR = "#1b2430"
 INK, FAINT = "#4a5563", "#8a94a3"
 
 WIDTH = 6.2  # inches, at 72 points; the page scales them
+
+# Sites say what they like. Axes whose ends are as far apart as floats can be have no
+# ticks, and drawing them fails.
+LARGEST_DRAWN = 1e100
 
 _GRID = "#e6e9ee"
 _HEIGHT = 3.0
@@ -99,9 +102,14 @@ def add_legend(axes: Axes, colours: Mapping[str, str]) -> None:
     )
 
 
+def is_drawable(value: float) -> bool:
+    """Whether a value has a place in a figure; NaN has none."""
+    return abs(value) <= LARGEST_DRAWN
+
+
 def finite_points(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
     """Points that can be drawn."""
-    return [(index, value) for index, value in series if math.isfinite(value)]
+    return [(index, value) for index, value in series if is_drawable(value)]
 
 
 def columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:

@@ -18,6 +18,7 @@ from monitoring.figures import (
     cut_names,
     draw,
     finite_points,
+    is_drawable,
     label_axes,
     new_figure,
 )
@@ -126,10 +127,12 @@ def _shade_noise(axes: Axes, view: RunView, *, by_loss: bool) -> None:
     rounds, low, high = [], [], []
     for event in (view.initial, *(row.evaluated for row in view.rounds)):
         noise = (loss_noise if by_loss else accuracy_noise)(view.privacy, event)
-        if event is None or noise is None or not math.isfinite(noise):
+        if event is None or noise is None:
             continue
         sums, unit = event.pooled, 1 if by_loss else 100
         value = sums.loss if by_loss else sums.accuracy
+        if not (is_drawable(noise) and is_drawable(value)):
+            continue
         rounds.append(event.round_index)
         low.append(unit * max(0.0, value - 2 * noise))
         high.append(

@@ -94,9 +94,13 @@ def _draw_phases(
     bar: Callable[[float, float, str], None],
     colours: dict[str, str],
 ) -> None:
+    """Draw what a site says that it did, as far as it can have been then."""
     for phase in report.phases:
         start = report.asked_seconds + phase.start_seconds
-        bar(start, phase.seconds, _phase_colour(phase.name, colours))
+        seconds = min(phase.seconds, report.answered_seconds - start)
+        if seconds >= 0:
+            name = phase.name if phase.name in _PHASE_COLOURS else "other"
+            bar(start, seconds, _phase_colour(name, colours))
 
 
 def _phase_colour(name: str, colours: dict[str, str]) -> str:

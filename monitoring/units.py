@@ -13,6 +13,7 @@ _SHORT_SECONDS = 9.95
 _SHOWN_IN_MILLISECONDS = 0.0995
 _SMALL = 0.001
 _LARGE = 10_000
+_FEWEST, _MOST = -12, 6  # powers of ten of an epsilon that is written out
 
 
 def format_bytes(size: float) -> str:
@@ -70,6 +71,9 @@ def format_epsilon(epsilon: float | None) -> str:
         return str(epsilon)
     # The decimal that a person would write, not the binary one just above it.
     exact = Decimal(repr(epsilon))
+    if epsilon and not _FEWEST <= exact.adjusted() <= _MOST:  # A site may claim it.
+        place = Decimal(1).scaleb(exact.adjusted() - 1)
+        return f"{exact.quantize(place, ROUND_CEILING):.1e}"
     digit = min(-2, exact.adjusted() - 1) if exact else -2
     return f"{exact.quantize(Decimal(1).scaleb(digit), ROUND_CEILING):f}"
 

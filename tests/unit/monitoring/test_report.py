@@ -1,6 +1,9 @@
 """The report stands alone, says everything, and trusts no text."""
 
+import io
+import math
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,8 +22,9 @@ from federation.events import (
     SiteAnswered,
     StoreUsed,
 )
-from federation.messages import FailureKind
+from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent
 from monitoring.plots import MAX_SITES_SHOWN, draw_all, shown_sites, site_colours
+from monitoring.progress import PlainProgress
 from monitoring.report import FAILURE_MEANINGS, render, write_report
 from monitoring.run_fold import fold
 
@@ -344,6 +348,34 @@ def test_text_of_the_run_is_escaped():
     assert "script" not in _read(page).tags
     assert "<script" not in page
     assert "&lt;script&gt;alert(" in page
+
+
+LARGEST = sys.float_info.max
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extreme", [LARGEST, -LARGEST, math.nan])
+@pytest.mark.filterwarnings("error::RuntimeWarning", "error::UserWarning")
+def test_no_number_of_a_site_spoils_the_report(extreme: float):
+    """What the wire lets through is shown or left out: a run has its end."""
+    sums = MetricSums(count=1, loss_sum=extreme, correct=1)
+    phases = tuple(
+        Phase(name=f"phase {number}", start_seconds=start, seconds=LARGEST)
+        for number, start in enumerate((0.0, LARGEST) * 32)
+    )
+    spent = PrivacySpent(epsilon=LARGEST, delta=0.5, held_out_epsilon=LARGEST)
+    told = {"training": sums, "evaluation": sums, "phases": phases, "spent": spent}
+    events = event_samples.private(2)
+    for kind, lie in (
+        (SiteAnswered, told),
+        (ModelEvaluated, {"pooled": sums, "by_site": (sums, sums)}),
+    ):
+        index = next(i for i, event in enumerate(events) if isinstance(event, kind))
+        events[index] = replace(events[index], **lie)
+    assert "phase 1" not in render(fold(events), JOB, VERSIONS)
+    with PlainProgress(io.StringIO()) as progress:
+        for event in events:
+            progress(event)
 
 
 @pytest.mark.slow
