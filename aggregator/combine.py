@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from federation.job import AggregationSpec
+from federation.mapped import give_back
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.vectors import Vector, chunks
 
+# 16 MiB: work enough for all of torch's threads, and little to hold of a mapped file.
+_MEAN_CHUNK_VALUES = 1 << 22
 # Sixteen sites' chunks of this length, 1 MiB, lie in a core's second-level cache.
 _ROBUST_CHUNK_VALUES = 1 << 14
 
@@ -61,24 +64,31 @@ def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
             update of another length.
     """
     total_weight = 0.0
-    # What comes off the wire is read-only, which DLPack takes and from_numpy does not.
-    tensor_d = from_dlpack(out_d)
     for update in updates:
         _check(update, out_d)
         if update.weight > 0:
             total_weight += update.weight
             share = update.weight / total_weight
-            # Torch takes one pass over memory on all its threads, NumPy two on
-            # one: benchmarks/combine.py.
-            if share == 1.0:
-                tensor_d.copy_(from_dlpack(update.delta_d))
-            else:
-                tensor_d.lerp_(from_dlpack(update.delta_d), share)
+            _fold(update.delta_d, out_d, share)
         # The loop's variable would keep this one alive while the next is awaited.
         del update
     if not 0 < total_weight < math.inf:
         raise ValueError(f"the updates' weights sum to {total_weight}: nothing to mean")
     return out_d
+
+
+def _fold(delta_d: Vector, out_d: Vector, share: float) -> None:
+    """Move a mean towards an update: ``out += (delta - out) * share``."""
+    # Torch takes one pass over memory on all its threads, NumPy two on one:
+    # benchmarks/combine.py. What comes off the wire is read-only, which DLPack takes
+    # and from_numpy does not.
+    for piece in chunks(out_d.size, _MEAN_CHUNK_VALUES):
+        delta_c, out_c = from_dlpack(delta_d[piece]), from_dlpack(out_d[piece])
+        if share == 1.0:
+            out_c.copy_(delta_c)
+        else:
+            out_c.lerp_(delta_c, share)
+        give_back(delta_d[piece])
 
 
 def trimmed_mean(*, byzantine_sites: int) -> CombineRule:
@@ -135,7 +145,9 @@ def krum(*, byzantine_sites: int) -> CombineRule:
     def rule(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
         held_n = _by_site(updates, out_d, at_least=2 * byzantine_sites + 3)
         best = _krum_order(held_n, byzantine_sites)[0]
-        np.copyto(out_d, held_n[best])
+        for piece in chunks(out_d.size):
+            np.copyto(out_d[piece], held_n[best][piece])
+            give_back(held_n[best][piece])
         return out_d
 
     return rule
@@ -161,7 +173,10 @@ def multi_krum(*, byzantine_sites: int) -> CombineRule:
         # In the order of sites again, so that equal sets give equal bits.
         chosen = sorted(order[: len(held_n) - byzantine_sites])
         for piece in chunks(out_d.size, _ROBUST_CHUNK_VALUES):
-            _mean_of_rows([held_n[i][piece] for i in chosen], out_d[piece])
+            rows = [held_n[i][piece] for i in chosen]
+            _mean_of_rows(rows, out_d[piece])
+            for row_c in rows:
+                give_back(row_c)
         return out_d
 
     return rule
@@ -199,6 +214,7 @@ def _mean_of_middle(held_n: Sequence[Vector], out_d: Vector, *, cut: int) -> Vec
         *rows, spare_c = buffer[:, : piece.stop - piece.start]
         for row_c, delta_d in zip(rows, held_n, strict=True):
             np.copyto(row_c, delta_d[piece])
+            give_back(delta_d[piece])
         for low, high in network:
             np.minimum(rows[low], rows[high], out=spare_c)
             np.maximum(rows[low], rows[high], out=rows[high])
@@ -252,6 +268,7 @@ def _squared_distances(held_n: Sequence[Vector]) -> _Matrix:
         part_nc = buffer[:, : piece.stop - piece.start]
         for row_c, delta_d in zip(part_nc, held_n, strict=True):
             np.copyto(row_c, delta_d[piece])
+            give_back(delta_d[piece])
         gram_nn += part_nc @ part_nc.T
     squares_n = np.diag(gram_nn)
     distances_nn = squares_n[:, None] + squares_n[None, :] - 2 * gram_nn

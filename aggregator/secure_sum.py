@@ -28,6 +28,7 @@ from federation.failures import failure
 from federation.gather import round_tasks
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
+from federation.mapped import sha256
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
@@ -209,7 +210,7 @@ class SecureGather:
                 self._check_signer(update)
                 current.on_masked(
                     update.body,
-                    vector_digest=hashlib.sha256(update.words.data).digest(),
+                    vector_digest=sha256(update.words),
                     header_digest=hashlib.sha256(update.header_h.data).digest(),
                 )
             except ProtocolError as error:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from federation.errors import LayoutMismatch
+from federation.mapped import give_back
 
 Vector = NDArray[np.float32]
 IntegerVector = NDArray[np.int64]
@@ -211,4 +212,5 @@ def is_finite(vector_d: Vector) -> bool:
             total = np.add.reduce(part)
             if not math.isfinite(total) and not np.isfinite(part).all():
                 return False
+            give_back(part)
     return True

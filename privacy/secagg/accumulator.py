@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from federation.mapped import give_back
 from federation.vectors import Vector
 from privacy.secagg.prg import (
     CHUNK_WORDS,
@@ -124,8 +125,11 @@ class MaskedSum:
 
     def _fold_range(self, words_w: Words, start: int, stop: int) -> None:
         if words_w.dtype == self._sum_d.dtype:
-            mine = self._sum_d[start:stop]
-            np.add(mine, words_w[start:stop], out=mine)
+            for begin in range(start, stop, CHUNK_WORDS):
+                mine_c = self._sum_d[begin : min(begin + CHUNK_WORDS, stop)]
+                words_c = words_w[begin : begin + mine_c.size]
+                np.add(mine_c, words_c, out=mine_c)
+                give_back(words_c)
             return
         wide_c = np.empty(CHUNK_WORDS, np.uint32)
         for begin in range(start, stop, CHUNK_WORDS):
@@ -133,6 +137,7 @@ class MaskedSum:
             packed = words_w[3 * begin : 3 * end]
             chunk_c = self._sum_d[begin:end]
             np.add(chunk_c, unpack_24(packed, wide_c[: end - begin]), out=chunk_c)
+            give_back(packed)
 
     def _mask_range(self, masks: Sequence[Mask], start: int, stop: int) -> None:
         streams = MaskStreams(

@@ -18,6 +18,7 @@ from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.storage.local import LocalStore
 from federation.clock import SystemClock
 from federation.ids import RunId, SiteId
+from federation.mapped import give_back
 from federation.messages import (
     FailureKind,
     RoundTask,
@@ -25,6 +26,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.vectors import chunks
 
 RUN = RunId("run-1")
 MB = 1 << 20
@@ -150,11 +152,14 @@ def _task(site: SiteId, index: int, weights_d: Any) -> RoundTask:
 
 
 def _is_right(answer: object, weights_d: Any) -> bool:
-    """Look at every value, a part at a time."""
+    """Look at every value, a part at a time, as an aggregator does."""
     if not isinstance(answer, SiteUpdate) or answer.delta_d.size != weights_d.size:
         return False
-    parts = [slice(at, at + MB) for at in range(0, weights_d.size, MB)]
-    return all(np.array_equal(answer.delta_d[p], weights_d[p]) for p in parts)
+    for piece in chunks(weights_d.size, MB):
+        if not np.array_equal(answer.delta_d[piece], weights_d[piece]):
+            return False
+        give_back(answer.delta_d[piece])
+    return True
 
 
 def memory(process: str = "self") -> dict[str, float]:

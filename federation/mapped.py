@@ -1,0 +1,59 @@
+"""Vectors that lie in a file, and pass through memory piece by piece.
+
+What came through an object store is a read-only view of a mapped file (see
+``cloud_adapters.frames``). The kernel reads a page of it when somebody looks there, and
+counts it as this process's memory until the whole file is let go. Whoever reads such a
+vector from its begin to its end gives back each piece when it has been read: a model of
+any size then takes a piece's memory. To look there again is allowed, and costs what
+reading from the kernel's cache does.
+"""
+
+import hashlib
+import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PIECE_BYTES = 4 << 20
+
+
+def sha256(vector: NDArray[Any]) -> bytes:
+    """Digest of the bytes of a contiguous vector, 32 bytes."""
+    content = vector.view(np.uint8)
+    digest = hashlib.sha256()
+    for start in range(0, content.size, _PIECE_BYTES):
+        piece = content[start : start + _PIECE_BYTES]
+        digest.update(piece.data)
+        give_back(piece)
+    return digest.digest()
+
+
+def give_back(part: NDArray[Any]) -> None:
+    """Give back the memory of a part that only shows what a file holds.
+
+    Nothing happens to arrays in memory, nor where the operating system cannot do it.
+
+    Args:
+        part: Contiguous, of any type and shape.
+    """
+    file = _file_of(part)
+    if file is None or part.size == 0:
+        return
+    first = part.ctypes.data - np.frombuffer(file, np.uint8).ctypes.data
+    begin = first - first % mmap.PAGESIZE
+    file.madvise(mmap.MADV_DONTNEED, begin, first + part.nbytes - begin)
+
+
+def _file_of(part: NDArray[Any]) -> mmap.mmap | None:
+    """The mapped file that an array is a view of, if nobody can write to it."""
+    # A page that was written to may be nowhere else: only a map that was never open
+    # for writing shows what the file holds.
+    if part.flags.writeable or not hasattr(mmap, "MADV_DONTNEED"):
+        return None
+    owner: Any = part
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, memoryview) and owner.readonly:
+        owner = owner.obj
+    return owner if isinstance(owner, mmap.mmap) else None
