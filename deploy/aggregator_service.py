@@ -27,11 +27,12 @@ from deploy import (
 from deploy.addresses import parse_address
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import Authority, key_pem, new_key, server_names
+from deploy.durable_files import replace_file
 from deploy.enrolment_service import EnrolmentService
 from deploy.exit_codes import FAILED
 from deploy.ports import LOOPBACK
 from deploy.proxy import ProxySettings
-from deploy.run_folder import RunFolder, replace_file
+from deploy.run_folder import RunFolder
 from deploy.run_queue import DeadCoordinators, GiveUp, Handed, Outcome, Start
 from federation.errors import FederationError
 from federation.protocols import Clock

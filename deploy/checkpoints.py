@@ -18,7 +18,8 @@ from deploy.encryption import (
     encrypted_with,
     place_of_url,
 )
-from deploy.run_folder import RunFolder, find_run
+from deploy.run_folder import RunFolder
+from deploy.runs import find_run
 from federation import job_file
 from federation.errors import RunNotFound
 from federation.protocols import Clock, ObjectStore

@@ -121,12 +121,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_job(options: argparse.Namespace) -> int:
     job = load_job(options)
-    from deploy import job_check, run_folder, wiring  # noqa: PLC0415 -- imports torch
+    from deploy import job_check, runs, wiring  # noqa: PLC0415 -- imports torch
     from federation import job_file  # noqa: PLC0415
     from federation.clock import SystemClock  # noqa: PLC0415
     from monitoring.data_table import data_table  # noqa: PLC0415
 
-    run_folder.runs_root(job)
+    runs.runs_root(job)
     with unable_to_exit():
         federation = wiring.build_federation(job)
         promises = job_check.promises(federation)
@@ -168,7 +168,8 @@ def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:
 
 def _report(options: argparse.Namespace) -> int:
     from deploy.comparison import leave_comparison  # noqa: PLC0415
-    from deploy.run_folder import find_run, leave_report  # noqa: PLC0415
+    from deploy.run_folder import leave_report  # noqa: PLC0415
+    from deploy.runs import find_run  # noqa: PLC0415
 
     runs = [find_run(name, options.root) for name in options.run]
     # The same run by two names is one run.
@@ -185,7 +186,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _runs(options: argparse.Namespace) -> int:
-    from deploy.run_folder import find_runs, summary  # noqa: PLC0415
+    from deploy.runs import find_runs, summary  # noqa: PLC0415
 
     rows = [summary(run) for run in find_runs(options.root)]
     # By time, however the folders are called.

@@ -153,7 +153,7 @@ def _info(options: argparse.Namespace) -> int:
 
 def _balance(options: argparse.Namespace) -> int:
     from deploy import balance  # noqa: PLC0415 -- imports torch
-    from deploy.run_folder import find_run  # noqa: PLC0415
+    from deploy.runs import find_run  # noqa: PLC0415
 
     found = balance.of_run(find_run(options.run, options.root))
     if options.json:

@@ -13,9 +13,10 @@ from pathlib import Path
 from aggregator.secure_sum import SecureGather
 from clients.model_pool import ModelPool
 from deploy import private_sites, store_meters, sum_privacy, wiring
+from deploy.durable_files import replace_file
 from deploy.protection import check_layout, contract_of
 from deploy.roll_call import SignedRollCall
-from deploy.run_folder import RunFolder, replace_file
+from deploy.run_folder import RunFolder
 from deploy.run_record import RunRecord
 from deploy.run_result import RunResult
 from deploy.store_meters import StoreMeters

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy.certificates import CERTIFICATE_DAYS, Authority, Revocations
-from deploy.run_folder import replace_file
+from deploy.durable_files import replace_file
 from federation.errors import FederationError
 from federation.protocols import Clock
 from federation.typed_json import decode, encode, refuse_constant

@@ -18,6 +18,7 @@ from deploy.certificates import (
     read_certificate,
     server_names,
 )
+from deploy.durable_files import replace_file
 from deploy.enrolment_book import (
     BookFile,
     Invitation,
@@ -26,7 +27,6 @@ from deploy.enrolment_book import (
     open_authority,
 )
 from deploy.enrolment_token import TOKEN_SECONDS, EnrolmentRefused, Token
-from deploy.run_folder import replace_file
 from federation.errors import FederationError
 from federation.ids import check_name
 from federation.protocols import Clock

@@ -17,9 +17,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TypeVar
 
-from deploy.run_folder import versions
 from federation.errors import ProtocolError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -98,7 +98,7 @@ class Introduction:
 
 def release() -> str:
     """The release that is installed here."""
-    return versions()["crossfed"]
+    return metadata.version("crossfed")
 
 
 def seal_proposal(proposal: Proposal, aggregator: Identity) -> bytes:

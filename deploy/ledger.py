@@ -10,7 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from deploy import run_folder
+from deploy.run_folder import RunFolder
+from deploy.runs import find_run
 from federation.errors import FederationError, RunNotFound
 from privacy.dp import accountant, cross_check
 from privacy.dp.errors import LedgerDamaged
@@ -58,7 +59,7 @@ def find(name: str, root: Path) -> list[Path]:
         return [direct / LEDGER_NAME]
     if direct.name == LEDGER_NAME:
         raise RunNotFound(f"there is no ledger {name}: name one, or a run")
-    run = run_folder.find_run(name, root)
+    run = find_run(name, root)
     # Where only one of a ledger's two files is left, that is to be told.
     folders = {
         path.parent
@@ -96,7 +97,7 @@ def _check_place(contents: Contents, path: Path) -> None:
             f"{path} is the ledger of site {terms.site!r}: bring that of site "
             f"{folder.name!r} back; what it has spent is not known"
         )
-    run_id = run_folder.RunFolder(folder.parents[1]).run_id()
+    run_id = RunFolder(folder.parents[1]).run_id()
     if run_id is not None and terms.run_id != run_id:
         raise LedgerDamaged(
             f"{path} is the ledger of run {terms.run_id}, and this is run {run_id}: "

@@ -79,7 +79,7 @@ def _export(options: argparse.Namespace) -> int:
         encrypted_with,
     )
     from deploy.export import export  # noqa: PLC0415
-    from deploy.run_folder import find_run  # noqa: PLC0415
+    from deploy.runs import find_run  # noqa: PLC0415
 
     run = find_run(options.run, options.root)
     lock = key(options)

@@ -21,7 +21,8 @@ from cloud_adapters.urls import StoreOptions, open_store
 from deploy import run_store
 from deploy.encryption import DATASET, EXPORT, KeyName, place_of, place_of_url
 from deploy.export import CARD
-from deploy.run_folder import RunFolder, find_run
+from deploy.run_folder import RunFolder
+from deploy.runs import find_run
 from federation import job_file
 from federation.errors import (
     CorruptObject,

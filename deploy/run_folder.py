@@ -1,13 +1,11 @@
 """The folder that a run leaves: job, events, result, model, checkpoints, report."""
 
-import contextlib
-import errno
 import json
 import os
 import platform
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,38 +14,21 @@ from typing import Any
 
 import tomli_w
 
-from cloud_adapters.urls import parse_url
 from deploy import folder_lock
+from deploy.durable_files import flush, replace_file, unavailable
 from federation import job_file
 from federation.errors import (
     RunConflict,
     RunNotFound,
-    StoreError,
-    StoreUnavailable,
 )
 from federation.event_log import read_events
 from federation.events import Event, RunStarted
 from federation.ids import RunId, new_run_id
 from federation.job import JobSpec
-from federation.protocols import Buffer
 from monitoring.run_fold import fold
-from monitoring.run_result import result
 from monitoring.run_view import COMPLETED, RunView
 
-# Of runs whose checkpoints are in a bucket.
-LOCAL_ROOT = Path("runs")
-
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
-
-_ADVICE: Mapping[int, str] = {
-    errno.ENOSPC: "free some space and resume the run",
-    errno.EDQUOT: "free some space and resume the run",
-    errno.ENOTDIR: "a file is where a folder must be: move it away, or choose "
-    "another folder with --out",
-    errno.EEXIST: "a file is where a folder must be: move it away, or choose "
-    "another folder with --out",
-}
-_OTHER_ADVICE = "make it writable for this user, or choose another folder with --out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +159,9 @@ class RunFolder:
         """
         try:
             for path in (self.events, self.path):
-                _flush(path)
+                flush(path)
         except OSError as error:
-            raise _unavailable(self.events, error) from error
+            raise unavailable(self.events, error) from error
 
     def is_locked(self) -> bool:
         """Whether a process works on the run."""
@@ -198,7 +179,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise _unavailable(self.path, error) from error
+            raise unavailable(self.path, error) from error
         try:
             self._take(handle)
             yield
@@ -209,119 +190,12 @@ class RunFolder:
         try:
             is_ours = folder_lock.acquire(handle)
         except OSError as error:
-            raise _unavailable(self.lock, error) from error
+            raise unavailable(self.lock, error) from error
         if not is_ours:
             raise RunConflict(
                 f"another process runs in {self.path}; wait for it, or choose another "
                 "folder with --out"
             )
-
-
-def runs_root(job: JobSpec) -> Path | None:
-    """Folder of all runs on this machine; None if the job keeps nothing.
-
-    Raises:
-        JobError: The job's ``storage.url`` is malformed or unknown.
-    """
-    url = parse_url(job.storage.url)
-    if url.is_remote:
-        return LOCAL_ROOT
-    return Path(url.place) if url.scheme == "file" else None
-
-
-def find_runs(root: Path) -> list[RunFolder]:
-    """Every run in a folder or one below; those named by time are oldest first."""
-    # With --out a run may be anywhere, and is likely to be right there.
-    levels = ("*/events.jsonl", "*/*/events.jsonl")
-    found = [RunFolder(path.parent) for level in levels for path in root.glob(level)]
-    return sorted(found, key=lambda run: (run.path.name, str(run.path)))
-
-
-def newest_run(job_name: str, root: Path) -> RunFolder:
-    """Find the newest run of a job.
-
-    Raises:
-        RunNotFound: There is none.
-    """
-    runs = [run for run in find_runs(root) if run.path.parent == root / job_name]
-    if not runs:
-        raise RunNotFound(
-            f"there is no run of the job {job_name!r} in {root} to resume: leave "
-            "--resume out to start one, or name the run's folder with --out"
-        )
-    return runs[-1]
-
-
-def find_run(name: str, root: Path) -> RunFolder:
-    """Find the run that a person means.
-
-    Args:
-        name: A folder, a run id, or a job's name for its newest run.
-        root: Folder of all runs.
-
-    Raises:
-        RunNotFound: There is none.
-    """
-    direct = RunFolder(Path(name))
-    if direct.exists():
-        return direct
-    runs = find_runs(root)
-    job = root / name
-    matches = [run for run in runs if run.path.name == name or run.path.parent == job]
-    if not matches:
-        raise RunNotFound(
-            f"there is no run {name!r}: give a run folder, a run id or a job's name "
-            f"(`crossfed runs` lists those in {root})"
-        )
-    return matches[-1]
-
-
-def replace_file(path: Path, pieces: Iterable[Buffer]) -> None:
-    """Write a file whole or not at all, durably.
-
-    Raises:
-        StoreUnavailable: The folder is full or cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _flush(path.parent)
-    except OSError as error:
-        raise _unavailable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):  # Gone, if all went well.
-            temporary.unlink()
-
-
-def summary(run: RunFolder) -> dict[str, Any]:
-    """One row of the list of runs; numbers that are not finite become None."""
-    try:
-        view = run.view()
-    except (RunNotFound, StoreError) as error:
-        return {
-            "run_id": run.path.name,
-            "job": run.path.parent.name,
-            "status": "unreadable",
-            "error": str(error),
-            "folder": str(run.path),
-        }
-    final = result(view)["final"]
-    return {
-        "run_id": view.started.run_id,
-        "job": view.started.job_name,
-        "status": _status(view, run),
-        "rounds_completed": view.rounds_completed,
-        "rounds": view.started.rounds,
-        "loss": final["loss"],
-        "accuracy": final["accuracy"],
-        "seconds": view.seconds,
-        "folder": str(run.path),
-    }
 
 
 def leave_report(run: RunFolder, path: Path | None = None) -> Path:
@@ -335,33 +209,12 @@ def leave_report(run: RunFolder, path: Path | None = None) -> Path:
 
     path = path or run.report
     view = run.view()
-    write_report(view, run.read_job(), versions(), path)
+    write_report(view, run.read_job(), _versions(), path)
     return path
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     packages = ("crossfed", "numpy", "torch", "scikit-learn", "safetensors")
     found = {name: metadata.version(name) for name in packages}
     return {"python": platform.python_version(), **found}
-
-
-def _status(view: RunView, run: RunFolder) -> str:
-    """``interrupted`` for a run that no process works on and that never ended."""
-    if view.finished is not None or run.is_locked():
-        return view.status
-    return "interrupted"
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _unavailable(path: Path, error: OSError) -> StoreUnavailable:
-    advice = _ADVICE.get(error.errno or 0, _OTHER_ADVICE)
-    return StoreUnavailable(f"cannot write {path}: {error.strerror}; {advice}")

@@ -18,7 +18,8 @@ from typing import Any
 import tomli_w
 
 from cloud_adapters.flower_facts import FlowerRun
-from deploy.run_folder import RunFolder, replace_file
+from deploy.durable_files import replace_file
+from deploy.run_folder import RunFolder
 from federation import job_file
 from federation.errors import CorruptObject, RunConflict
 from federation.job import JobSpec

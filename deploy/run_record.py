@@ -6,7 +6,8 @@ from contextlib import ExitStack, contextmanager
 
 from cloud_adapters.storage.memory import MemoryStore
 from deploy import model_export, run_store
-from deploy.run_folder import RunFolder, leave_report, replace_file
+from deploy.durable_files import replace_file
+from deploy.run_folder import RunFolder, leave_report
 from deploy.run_result import RunResult, result_of
 from deploy.store_meters import StoreMeters
 from federation.errors import FederationError

@@ -18,7 +18,8 @@ from cloud_adapters.storage.transfer import download, upload
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
 from deploy import store_meters
 from deploy.encryption import encrypted
-from deploy.run_folder import RunFolder, newest_run
+from deploy.run_folder import RunFolder
+from deploy.runs import newest_run
 from deploy.store_meters import StoreMeters, User
 from federation.errors import ObjectNotFound, RunNotFound
 from federation.events import Event, RoundFinished

@@ -101,11 +101,11 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _folder(job: "JobSpec", out: Path | None, *, resume: bool) -> Path | None:
     """Choose the folder of a run."""
-    from deploy import run_folder, run_store  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy import run_store, runs  # noqa: PLC0415 -- keeps `--help` fast
     from federation.clock import SystemClock  # noqa: PLC0415
     from federation.ids import new_run_id  # noqa: PLC0415
 
-    root = run_folder.runs_root(job)
+    root = runs.runs_root(job)
     if out is not None:
         return out
     if root is None:

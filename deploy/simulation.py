@@ -12,9 +12,10 @@ from cloud_adapters.transcript import check_fresh, recorded
 from deploy import model_export, run_store, wiring
 from deploy.private_sites import PrivateSites
 from deploy.protection import Rehearsal, rehearse
-from deploy.run_folder import RunFolder, runs_root
+from deploy.run_folder import RunFolder
 from deploy.run_record import RunRecord
 from deploy.run_result import RunResult, result_of
+from deploy.runs import runs_root
 from deploy.store_meters import StoreMeters
 from federation import job_file
 from federation.clock import SystemClock

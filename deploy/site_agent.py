@@ -23,9 +23,9 @@ from deploy import (
     sum_privacy,
     wiring,
 )
+from deploy.durable_files import replace_file
 from deploy.introduction import Introduction, Proposal, Statements
 from deploy.protection import code_hash
-from deploy.run_folder import replace_file
 from deploy.site_file import SiteConfig
 from deploy.site_floor import check_job
 from deploy.site_run import MetRun, OpenRun, SiteKeys, is_in_sum, open_run
