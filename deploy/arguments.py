@@ -11,6 +11,14 @@ if TYPE_CHECKING:
 Verbs = Any
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations of options, nor do its verbs: they are of its class."""
+
+    def __init__(self, **settings: Any) -> None:
+        """See argparse."""
+        super().__init__(allow_abbrev=False, **settings)
+
+
 def common_arguments() -> argparse.ArgumentParser:
     """Arguments of every verb."""
     parser = argparse.ArgumentParser(add_help=False)

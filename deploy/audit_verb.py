@@ -32,7 +32,6 @@ def add_verb(
     audit = verbs.add_parser(
         "audit",
         parents=[job, common],
-        allow_abbrev=False,
         help="attack a job's training and hold the result against its epsilon",
     )
     audit.add_argument(

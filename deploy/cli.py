@@ -22,6 +22,8 @@ from deploy import (
     tool_verbs,
 )
 from deploy.arguments import (
+    Parser,
+    Verbs,
     add_root,
     common_arguments,
     job_arguments,
@@ -65,19 +67,17 @@ def _forget_output() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="crossfed",
         description="Train one model across clouds without moving data.",
-        allow_abbrev=False,
     )
     common, job = common_arguments(), job_arguments()
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verbs: Verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     simulate_verb.add_verb(verbs, job, common)
     check = verbs.add_parser(
         "check-job",
         parents=[job, common],
-        allow_abbrev=False,
         help="check a job and show who gets what",
     )
     check.set_defaults(verb=_check_job)
@@ -85,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser(
         "report",
         parents=[common],
-        allow_abbrev=False,
         help="write a run's report.html again, or hold runs against each other",
     )
     report.add_argument(
@@ -102,9 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(verb=_report)
 
-    runs = verbs.add_parser(
-        "runs", parents=[common], allow_abbrev=False, help="list the runs"
-    )
+    runs = verbs.add_parser("runs", parents=[common], help="list the runs")
     runs.set_defaults(verb=_runs)
     for verb in (report, runs):
         add_root(verb)

@@ -28,9 +28,7 @@ _MIB = 1024 * 1024
 
 def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add the verb to those of the command line."""
-    data = verbs.add_parser(
-        "data", allow_abbrev=False, help="put datasets into object storage"
-    )
+    data = verbs.add_parser("data", help="put datasets into object storage")
     inner = data.add_subparsers(required=True, metavar="VERB")
     _add_shard(inner, common)
     _add_info(inner, common)
@@ -41,7 +39,6 @@ def _add_shard(inner: Verbs, common: argparse.ArgumentParser) -> None:
     shard = inner.add_parser(
         "shard",
         parents=[common],
-        allow_abbrev=False,
         help="write a dataset as shards; again after a kill, it goes on",
     )
     shard.add_argument(
@@ -87,7 +84,6 @@ def _add_info(inner: Verbs, common: argparse.ArgumentParser) -> None:
     info = inner.add_parser(
         "info",
         parents=[common],
-        allow_abbrev=False,
         help="show size, classes and shards of a dataset",
     )
     info.add_argument("url", metavar="URL", help="what data shard wrote to")
@@ -105,7 +101,6 @@ def _add_balance(inner: Verbs, common: argparse.ArgumentParser) -> None:
     balance = inner.add_parser(
         "balance",
         parents=[common],
-        allow_abbrev=False,
         help="show how evenly a run's sites were loaded, and the shares that are even",
     )
     balance.add_argument(

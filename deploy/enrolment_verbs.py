@@ -38,7 +38,6 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     enroll = verbs.add_parser(
         "enroll",
         parents=[common],
-        allow_abbrev=False,
         help="make this machine a site of a federation, or renew its certificate",
     )
     what = enroll.add_mutually_exclusive_group(required=True)
@@ -88,7 +87,6 @@ def add_aggregator_verbs(
     invite = inner.add_parser(
         "invite",
         parents=parents,
-        allow_abbrev=False,
         help="make a token with which one site can enrol, once",
     )
     invite.add_argument("site", metavar="SITE", help="name of the site")
@@ -106,16 +104,13 @@ def add_aggregator_verbs(
     )
     invite.set_defaults(verb=_invite)
 
-    revoke = inner.add_parser(
-        "revoke", parents=parents, allow_abbrev=False, help="shut a site out at once"
-    )
+    revoke = inner.add_parser("revoke", parents=parents, help="shut a site out at once")
     revoke.add_argument("site", metavar="SITE", help="name of the site")
     revoke.set_defaults(verb=_revoke)
 
     sites = inner.add_parser(
         "sites",
         parents=parents,
-        allow_abbrev=False,
         help="list sites that are invited, enrolled or revoked",
     )
     sites.set_defaults(verb=_sites)

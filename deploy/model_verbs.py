@@ -33,7 +33,6 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     export = verbs.add_parser(
         "export",
         parents=[common],
-        allow_abbrev=False,
         help="write a run's model, its card and its job into a store",
     )
     export.add_argument("run", metavar="RUN", help="folder, run id or job name")
@@ -55,7 +54,6 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     checkpoints = verbs.add_parser(
         "checkpoints",
         parents=[common],
-        allow_abbrev=False,
         help="list the checkpoints of a run, verify them, or remove old ones",
     )
     checkpoints.add_argument(

@@ -38,7 +38,6 @@ def add_verbs(
     run = verbs.add_parser(
         "run",
         parents=[job, common, place],
-        allow_abbrev=False,
         help="hand a job to the aggregator of this host, and watch it",
     )
     run.add_argument(
@@ -48,7 +47,6 @@ def add_verbs(
     ps = verbs.add_parser(
         "ps",
         parents=[common, place],
-        allow_abbrev=False,
         help="list the runs that the aggregator was handed",
     )
     ps.set_defaults(verb=_ps)
@@ -57,9 +55,7 @@ def add_verbs(
         ("stop", _stop, "end a run after the round that it is in"),
         ("logs", _logs, "print a run's events as they come"),
     ):
-        parser = verbs.add_parser(
-            name, parents=[common, place], allow_abbrev=False, help=text
-        )
+        parser = verbs.add_parser(name, parents=[common, place], help=text)
         parser.add_argument("run", metavar="RUN", help="run id or job name")
         parser.set_defaults(verb=verb)
 

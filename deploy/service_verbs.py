@@ -27,14 +27,11 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
 
 
 def _add_aggregator(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser(
-        "aggregator", allow_abbrev=False, help="the service that sites connect to"
-    )
+    parser = verbs.add_parser("aggregator", help="the service that sites connect to")
     inner = parser.add_subparsers(required=True, metavar="ACTION")
     init = inner.add_parser(
         "init",
         parents=[common],
-        allow_abbrev=False,
         help="make certificates, identity and configuration",
     )
     init.add_argument("folder", type=Path, metavar="DIR", help="a folder of its own")
@@ -56,25 +53,20 @@ def _add_aggregator(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     init.add_argument("--organisation", default="", help="who runs it, in words")
     init.set_defaults(verb=_init)
     parents = [common, _config_option("aggregator")]
-    up = inner.add_parser(
-        "up", parents=parents, allow_abbrev=False, help="run the service"
-    )
+    up = inner.add_parser("up", parents=parents, help="run the service")
     up.set_defaults(verb=_aggregator_up)
     enrolment_verbs.add_aggregator_verbs(inner, parents)
 
 
 def _add_site(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("site", allow_abbrev=False, help="the agent of one site")
+    parser = verbs.add_parser("site", help="the agent of one site")
     inner = parser.add_subparsers(required=True, metavar="ACTION")
     parents = [common, _config_option("site")]
-    up = inner.add_parser(
-        "up", parents=parents, allow_abbrev=False, help="run the agent"
-    )
+    up = inner.add_parser("up", parents=parents, help="run the agent")
     up.set_defaults(verb=_site_up)
     relay = inner.add_parser(
         "relay",
         parents=parents,
-        allow_abbrev=False,
         help="let a stock SuperNode take part with an existing app of Flower",
     )
     relay.add_argument(

@@ -32,7 +32,6 @@ def add_verb(
     simulate = verbs.add_parser(
         "simulate",
         parents=[job, common],
-        allow_abbrev=False,
         help="run a job with every site on this machine",
     )
     simulate.add_argument(

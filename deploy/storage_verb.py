@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     """Add the verb to those of the command line."""
-    storage = verbs.add_parser(
-        "storage", allow_abbrev=False, help="look after what is encrypted in stores"
-    )
+    storage = verbs.add_parser("storage", help="look after what is encrypted in stores")
     inner = storage.add_subparsers(required=True, metavar="VERB")
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument(
@@ -38,7 +36,6 @@ def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     rewrap = inner.add_parser(
         "rewrap",
         parents=[place, common],
-        allow_abbrev=False,
         help="wrap all data keys with the newest key, or with another one",
     )
     rewrap.add_argument(
@@ -52,7 +49,6 @@ def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     decrypt = inner.add_parser(
         "decrypt",
         parents=[place, common],
-        allow_abbrev=False,
         help="write the contents into a folder, in clear",
     )
     decrypt.add_argument(

@@ -26,7 +26,6 @@ def _add_doctor(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     doctor = verbs.add_parser(
         "doctor",
         parents=[common],
-        allow_abbrev=False,
         help="check this machine, a key file and a roster",
     )
     doctor.add_argument("--key", type=Path, metavar="FILE", help="a key file")
@@ -60,7 +59,6 @@ def _add_transcript(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     transcript = verbs.add_parser(
         "transcript",
         parents=[common],
-        allow_abbrev=False,
         help="show what the messages of a transcript say in clear",
     )
     transcript.add_argument(
@@ -79,7 +77,6 @@ def _add_ledger(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     ledger = verbs.add_parser(
         "ledger",
         parents=[common],
-        allow_abbrev=False,
         help="check the privacy ledgers of a run and show what was spent",
     )
     ledger.add_argument(
@@ -90,9 +87,7 @@ def _add_ledger(verbs: Verbs, common: argparse.ArgumentParser) -> None:
 
 
 def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    keys = verbs.add_parser(
-        "keys", allow_abbrev=False, help="make, show and trust keys"
-    )
+    keys = verbs.add_parser("keys", help="make, show and trust keys")
     inner = keys.add_subparsers(required=True, metavar="VERB")
     secret = argparse.ArgumentParser(add_help=False)
     secret.add_argument(
@@ -105,7 +100,6 @@ def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     new = inner.add_parser(
         "new",
         parents=[secret, common],
-        allow_abbrev=False,
         help="make a key file that only its owner can read",
     )
     new.add_argument("name", metavar="NAME", help="name of the site")
@@ -115,7 +109,6 @@ def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     show = inner.add_parser(
         "show",
         parents=[secret, common],
-        allow_abbrev=False,
         help="print the public half of a key file",
     )
     show.add_argument("file", type=Path, metavar="FILE", help="a key file")
@@ -124,7 +117,6 @@ def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     storage = inner.add_parser(
         "storage",
         parents=[common],
-        allow_abbrev=False,
         help="add a key that encrypts objects to a key file, or make one",
     )
     storage.add_argument("file", type=Path, metavar="FILE", help="a storage key file")
@@ -133,7 +125,6 @@ def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     trust = inner.add_parser(
         "trust",
         parents=[common],
-        allow_abbrev=False,
         help="pin a public key in a roster file",
     )
     trust.add_argument("roster", type=Path, metavar="ROSTER", help="a roster (TOML)")
