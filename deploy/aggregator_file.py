@@ -1,5 +1,7 @@
 """``aggregator.toml``: where the aggregator listens and keeps what is its own."""
 
+import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,8 @@ from deploy.exchange import ExchangeSpec
 from federation import job_file
 from federation.errors import FederationError, JobError
 from federation.job_keys import key
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,4 +139,16 @@ def check(file: AggregatorFile) -> None:
         raise JobError("without a proxy it must be a loopback", key="listen")
     if not file.hosts:
         raise JobError("name at least one", key="hosts")
+    for name in file.hosts:
+        if not _is_host(name):
+            raise JobError(f"{name!r:.200} is no name or address", key="hosts")
     exchange.check(file.exchange)
+
+
+def _is_host(text: str) -> bool:
+    """Whether a certificate can be made for it: no port, no URL."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _NAME.fullmatch(text) is not None
+    return True

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cloud_adapters.child_process import Child, installed_program
 from cloud_adapters.flower_control import FlowerControl
+from cloud_adapters.storage.part_file import file_errors
 from deploy import (
     enrolment_http,
     enrolment_nodes,
@@ -53,8 +54,10 @@ def initialise(folder: Path, hosts: Sequence[str], *, clock: Clock) -> Authority
 
     Raises:
         KeyFileRefused: There are some.
+        StoreUnavailable: The folder cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with file_errors("make", folder):
+        folder.mkdir(parents=True, exist_ok=True)
     authority = Authority.create("crossfed aggregator", clock=clock)
     authority.save(folder)
     key = new_key()
@@ -100,7 +103,8 @@ class AggregatorService:
         """
         config = self.config
         for folder in (config.flower, config.logs, config.runs):
-            folder.mkdir(parents=True, exist_ok=True)
+            with file_errors("make", folder):
+                folder.mkdir(parents=True, exist_ok=True)
         for site in enrolment_operator.prepare(config, clock=self.clock):
             self.listener(
                 f"sites.json is older than ca.crl and had forgotten that site {site!r} "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aggregator.secure_sum import SecureGather
 from clients.model_pool import ModelPool
-from deploy import private_sites, store_meters, sum_privacy, wiring
+from deploy import private_sites, roster_file, store_meters, sum_privacy, wiring
 from deploy.durable_files import replace_file
 from deploy.protection import check_layout, contract_of
 from deploy.roll_call import SignedRollCall
@@ -21,6 +21,7 @@ from deploy.run_record import RunRecord
 from deploy.run_result import RunResult
 from deploy.store_meters import StoreMeters
 from deploy.sum_privacy import SumPrivacy
+from deploy.user_code import unable_to_exit
 from federation import job_file
 from federation.coordinator import run_federation
 from federation.errors import JobError
@@ -78,17 +79,21 @@ class Parties:
             JobError: The roster has no sites yet, is malformed or cannot be read, or
                 pins another aggregator.
         """
+        pinned = folder / "roster.toml"
         try:
-            members = roster.load(folder / "roster.toml")
+            serial, digest = roster_file.describe(pinned)
+            if serial and not digest:
+                raise JobError(
+                    "no site is enrolled yet: invite one with crossfed aggregator "
+                    f"invite SITE --config {folder / 'aggregator.toml'}"
+                )
+            members = roster.load(pinned)
         except RosterRefused as error:
-            raise JobError(
-                f"{folder / 'roster.toml'}: {error}; has a site enrolled? See "
-                "crossfed aggregator sites"
-            ) from error
+            raise JobError(f"{pinned}: {error}; restore it from its copy") from error
         found = cls(identity=identity.load(folder / "aggregator.pem"), roster=members)
         if found.identity.public.key != found.roster.aggregator_key:
             raise JobError(
-                f"{folder / 'roster.toml'} pins another aggregator than "
+                f"{pinned} pins another aggregator than "
                 f"{folder / 'aggregator.pem'}: pin this one with crossfed keys trust"
             )
         return found
@@ -151,9 +156,9 @@ class DeployedRun:
         self._stop_requested = stop_requested
         self._job = job_file.loads(run.read_job())
         check(self._job, parties.roster)
-        self._federation = wiring.Federation(
-            job=self._job, pool=ModelPool(self._job), site_data={}
-        )
+        with unable_to_exit():
+            pool = ModelPool(self._job)
+        self._federation = wiring.Federation(job=self._job, pool=pool, site_data={})
         if self._job.privacy.secure_aggregation.enabled:
             check_layout(self._federation.pool.layout)
         self._run_id = run.run_id() or run.named_id() or run.new_run_id(clock.now())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from deploy.keys import is_encrypted
+from deploy.releases import numbers
 from deploy.roster_file import describe
 from federation.protocols import Clock
 from privacy.secagg import identity, roster
@@ -319,22 +320,13 @@ def _check_package(name: str, lowest: str | None) -> Check:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return problem(name, "it is not installed", f"python -m pip install {name}")
-    if lowest is not None and _numbers(version) < _numbers(lowest):
+    if lowest is not None and numbers(version) < numbers(lowest):
         return problem(
             name,
             f"{version} is older than {lowest}",
             f"python -m pip install --upgrade {name}",
         )
     return ok(name, version)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version; 2.13.0+cpu is 2.13, and so is 2.13rc1."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    found = [int(part) for part in match[0].split(".")] if match else []
-    while found and not found[-1]:
-        found.pop()
-    return tuple(found)
 
 
 def _look(path: Path) -> tuple[os.stat_result, bytes | None]:

@@ -22,6 +22,7 @@ from deploy.data import load_data
 from deploy.doctor import Check, ok, problem, warning
 from deploy.doctor_exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
 from deploy.site_file import SiteConfig
+from deploy.user_code import unable_to_exit
 from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secret_files import read_private
@@ -103,7 +104,8 @@ def _data(config: SiteConfig) -> Iterator[Check]:
         yield warning("data", found)
         return
     try:
-        train, held_out = load_data(own.source, own.options)
+        with unable_to_exit():
+            train, held_out = load_data(own.source, own.options)
     except FederationError as error:
         yield problem("data", str(error), "correct [data] in site.toml")
     else:

@@ -27,7 +27,7 @@ from deploy.enrolment_book import (
     open_authority,
 )
 from deploy.enrolment_token import TOKEN_SECONDS, EnrolmentRefused, Token
-from federation.errors import FederationError
+from federation.errors import FederationError, JobError
 from federation.ids import check_name
 from federation.protocols import Clock
 from privacy.secagg.errors import RosterRefused
@@ -153,7 +153,7 @@ def invite(
     try:
         check_name(site)
     except ValueError as error:
-        raise EnrolmentRefused(str(error)) from None
+        raise JobError(str(error), key="site") from None
     if address is None:
         _, port = parse_address(config.file.listen, key="listen")
         address = f"{bracketed(config.file.hosts[0])}:{port}"

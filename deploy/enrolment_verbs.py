@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from deploy.enrolment_site import SiteEnrolled
 
 _STANDARD_INPUT = "-"
+_MOST_MINUTES = 7 * 24 * 60
+_MINUTES_DIGITS = 5
 
 # What the time of a row of ``crossfed aggregator sites`` means.
 _WHEN = {
@@ -117,9 +119,12 @@ def add_aggregator_verbs(
 
 
 def _minutes(text: str) -> int:
-    minutes = int(text)
-    if not 1 <= minutes <= 7 * 24 * 60:
-        raise argparse.ArgumentTypeError("a token holds 1 minute to 7 days")
+    # The length first: Python refuses to read a number of thousands of digits.
+    minutes = int(text) if text.isdecimal() and len(text) <= _MINUTES_DIGITS else 0
+    if not 1 <= minutes <= _MOST_MINUTES:
+        raise argparse.ArgumentTypeError(
+            f"a token holds 1 to {_MOST_MINUTES} minutes (7 days)"
+        )
     return minutes
 
 

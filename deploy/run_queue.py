@@ -18,6 +18,7 @@ from typing import Any
 import tomli_w
 
 from cloud_adapters.flower_facts import FlowerRun
+from cloud_adapters.storage.part_file import file_errors
 from deploy.durable_files import replace_file
 from deploy.run_folder import RunFolder
 from federation import job_file
@@ -151,7 +152,8 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
     """
     if run.exists() or (run.path / REQUEST).exists():
         raise RunConflict(f"{run.path} holds a run: choose another folder")
-    run.path.mkdir(parents=True, exist_ok=True)
+    with file_errors("make", run.path):
+        run.path.mkdir(parents=True, exist_ok=True)
     replace_file(run.job, [tomli_w.dumps(job_file.document(job)).encode()])
     _write(run.path / REQUEST, Request(at=at))
 

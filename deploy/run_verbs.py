@@ -14,13 +14,15 @@ from deploy.run_progress import run_progress
 from deploy.terminal import say, say_json, say_table, tell
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, RunNotFound
+from federation.protocols import Clock
 
 if TYPE_CHECKING:
     from deploy.aggregator_file import AggregatorConfig
     from deploy.run_folder import RunFolder
-    from deploy.run_queue import Handed
+    from deploy.run_queue import Handed, Queue
 
 LOOK_SECONDS = 0.2
+START_LOOK_SECONDS = 0.5  # Of all runs that were handed over.
 
 
 def add_verbs(
@@ -87,6 +89,7 @@ def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
 
     try:
+        _await_start(run, SystemClock())
         with run_progress() as show:
             for line in _lines(run, lambda: _is_over(run)):
                 event = from_line(line)
@@ -96,6 +99,32 @@ def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
         tell(f"the run goes on; see it with: crossfed watch {run.path.name}")
         return DONE
     return _tell_outcome(options, run)
+
+
+def _await_start(run: "RunFolder", clock: Clock) -> None:
+    """Say what a run waits for, until it begins or is over."""
+    from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    told = ""
+    while not run.exists() and not _is_over(run):
+        queue = run_queue.handed_over(run.path.parents[1])
+        text = _waits_for(run, queue)
+        if text != told:
+            tell(text)
+        told = text
+        clock.sleep(START_LOOK_SECONDS)
+
+
+def _waits_for(run: "RunFolder", queue: "Queue") -> str:
+    for each in queue.damaged:
+        if each.run.path == run.path:
+            return f"run {run.path.name} is left alone: {each.reason}"
+    for one in queue.runs:
+        if one.run.path == run.path:
+            break
+        if one.outcome is None:
+            return f"run {run.path.name} waits for run {one.run.path.name} to end"
+    return f"run {run.path.name} waits for its coordinator, and then for its sites"
 
 
 def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:

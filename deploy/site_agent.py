@@ -7,7 +7,7 @@ model, data and keys of the run are in memory.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from clients.model_pool import ModelPool
 from cloud_adapters.storage.part_file import file_errors
 from deploy import (
     introduction,
+    releases,
     site_data,
     site_ranks,
     store_meters,
@@ -30,7 +31,8 @@ from deploy.site_file import SiteConfig
 from deploy.site_floor import check_job
 from deploy.site_run import MetRun, OpenRun, SiteKeys, is_in_sum, open_run
 from deploy.store_meters import StoreMeters, User, Watch
-from federation import job_file
+from deploy.user_code import unable_to_exit
+from federation import job_file, wire
 from federation.errors import (
     FederationError,
     JobError,
@@ -61,12 +63,14 @@ class SiteAgent:
         identity: The site's own key.
         roster: Whom it trusts.
         clock: Tells time.
+        listener: Called with a word about every run that is proposed.
     """
 
     config: SiteConfig
     identity: Identity
     roster: Roster
     clock: Clock
+    listener: Callable[[str], None] = _LOG.info
     _meters: StoreMeters = field(init=False)
     _met: MetRun | None = field(default=None, init=False)
     _run: OpenRun | None = field(default=None, init=False)
@@ -96,13 +100,17 @@ class SiteAgent:
         """
         if introduction.are_statements(sealed):
             statements = introduction.open_statements(sealed, self.roster)
+            run_id = statements.run_id
             answer = partial(self._answer_statements, statements)
         else:
             proposal = introduction.open_proposal(sealed, self.roster)
+            run_id = proposal.run_id
             answer = partial(self._answer_proposal, proposal)
         try:
-            found = answer(sealed)
+            with unable_to_exit():
+                found = answer(sealed)
         except FederationError as error:
+            self.listener(f"run {wire.one_line(run_id)} is refused: {error}")
             found = self._introduction(sealed, refused=str(error))
         return introduction.seal_introduction(found, self.identity)
 
@@ -331,15 +339,11 @@ class SiteAgent:
     def _check_code(self, proposal: Proposal) -> None:
         if proposal.code_hash == code_hash().hex():
             return
-        here, there = introduction.release(), proposal.release
-        advice = (
-            "the code differs though the release is the same: install the released "
-            "package on both sides, unchanged"
-            if here == there
-            else f"the aggregator runs release {there[:20]} and this site {here}: "
-            "upgrade the older one"
+        raise ProtocolError(
+            releases.advice(
+                site=self.name, here=introduction.release(), there=proposal.release
+            )
         )
-        raise ProtocolError(advice)
 
 
 def _promised(folder: Path) -> float:

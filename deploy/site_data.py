@@ -6,6 +6,7 @@ from deploy import wiring
 from deploy.data import load_data
 from deploy.site_file import SiteFile
 from deploy.store_meters import Watch
+from deploy.user_code import unable_to_exit
 from federation.errors import FederationError, JobError, SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec
@@ -40,7 +41,8 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> wiring.SiteData:
 
 def _own(file: SiteFile, watch: Watch) -> wiring.SiteData:
     try:
-        return load_data(file.data.source, file.data.options, watch=watch)
+        with unable_to_exit():
+            return load_data(file.data.source, file.data.options, watch=watch)
     except FederationError as error:
         _LOG.error("data of site %s cannot be loaded: %s", file.name, error)
         raise SiteError(

@@ -12,6 +12,7 @@ from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.ids import SiteId
 from privacy.secagg import identity, roster
+from privacy.secret_files import read_private
 
 
 def serve(
@@ -42,8 +43,12 @@ def serve(
             key="roster",
         )
     authority = site_folder.authority(config)
+    if config.certificate is not None:
+        read_private(config.certificate)  # TLS would take a key that is open to others.
     clock = SystemClock()
-    agent = SiteAgent(config=config, identity=me, roster=members, clock=clock)
+    agent = SiteAgent(
+        config=config, identity=me, roster=members, clock=clock, listener=listener
+    )
     scratch = config.folder / "scratch"
     with (
         site_folder.only_one(config.folder),

@@ -13,6 +13,7 @@ from typing import Any
 from deploy import exit_codes
 from deploy.exit_codes import FAILED
 from federation.errors import FederationError, JobError, SiteError
+from federation.typed_json import encode
 
 # Width of tables that nobody looks at on a terminal.
 _PIPE_COLUMNS = 200
@@ -24,8 +25,16 @@ def say(text: str) -> None:
 
 
 def say_json(value: Any) -> None:
-    """Write plain values as JSON."""
-    say(json.dumps(value, indent=2))
+    """Write plain values as JSON, which knows no NaN: it becomes a string."""
+    say(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return encode(value)
 
 
 def tell(text: str) -> None:

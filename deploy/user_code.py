@@ -1,4 +1,4 @@
-"""What a job names is code of its user, and runs in this process."""
+"""What a job or a ``site.toml`` names is code of a user, and runs in this process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from federation.errors import JobError
 def unable_to_exit() -> Iterator[None]:
     """Refuse a module of the user's that ends the program.
 
-    With code 0 it would pass for a run that is done.
+    With code 0 it would pass for a run that is done, or an agent that was stopped.
 
     Raises:
         JobError: It did.
@@ -19,5 +19,6 @@ def unable_to_exit() -> Iterator[None]:
         yield
     except SystemExit as error:
         raise JobError(
-            f"code that the job names ended the program: {error!r}"
+            f"code of a user, which the job or site.toml names, ended the program: "
+            f"{error!r}"
         ) from error

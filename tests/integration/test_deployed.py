@@ -8,7 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 from support import proxy_server
 from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
+from support.releases import another_release
 
+from deploy.introduction import release
 from deploy.simulation import simulate
 from federation import events, job_file
 from federation.typed_json import encode
@@ -42,6 +44,42 @@ def finish(process: "object") -> dict[str, object]:
     out, err = process.communicate(timeout=400)  # type: ignore[attr-defined]
     assert process.returncode == 0, err  # type: ignore[attr-defined]
     return dict(json.loads(out))
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.0.1", "runs crossfed 0.0.1 and the aggregator {0}: upgrade the site "),
+        # A run each: they take seconds, and the words are tested with releases.
+        pytest.param(
+            "99.0",
+            "runs crossfed 99.0 and the aggregator {0}: upgrade the aggregator ",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            release(),
+            "and the aggregator both run crossfed {0}, but not the same code: ",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_site_of_another_release_takes_no_part(
+    federation: Deployment, tmp_path: Path, version: str, expected: str
+):
+    """Both ends are told who is to upgrade; that ends the run and nothing else."""
+    site, other = SITES[1], another_release(tmp_path, version)
+    federation.end(site)
+    federation.start_site(site, **other)
+    job = str(JOBS / "quickstart.toml")
+    refused = crossfed("run", job, "--aggregator", federation.config, code=2).stderr
+    federation.end(site)
+    log = (federation.folder / f"{site}.log").read_text()
+    federation.start_site(site)  # Now it is upgraded, and has a part in what follows.
+    told = expected.format(release())
+    assert f"the run cannot begin: site {site!r} does not take part: site " in refused
+    assert told in refused
+    assert f" is refused: site {site!r} {told}" in log
+    assert "Traceback" not in refused + log
 
 
 def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Path):

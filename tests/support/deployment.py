@@ -56,14 +56,14 @@ class Deployment:
     def config(self) -> str:
         return str(self.folder / "aggregator" / "aggregator.toml")
 
-    def start(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str, **environment: str) -> None:
         """Start a process that stays, in its network namespace if it has one."""
         namespace = self.namespaces.get(name)
         where = ["ip", "netns", "exec", namespace] if namespace else []
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*where, *CROSSFED, *arguments],
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -72,9 +72,16 @@ class Deployment:
     def start_aggregator(self) -> None:
         self.start("aggregator", "aggregator", "up", "--config", self.config)
 
-    def start_site(self, name: str) -> None:
+    def start_site(self, name: str, **environment: str) -> None:
         config = self.folder / name / "site.toml"
-        self.start(name, "site", "up", "--config", str(config))
+        self.start(name, "site", "up", "--config", str(config), **environment)
+
+    def end(self, name: str) -> None:
+        """End a process of ours as a supervisor does."""
+        process = self.processes.pop(name)
+        process.terminate()
+        # Before it has begun to serve, the signal itself ends it.
+        assert process.wait(30) in {0, -signal.SIGTERM}
 
     def kill(self, name: str) -> None:
         """End a process of ours as the kernel would."""

@@ -138,3 +138,8 @@ class _LateDropout(nn.Module):
 def late_dropout(quiet: int = 1) -> nn.Module:
     """A module that begins to draw in a later round."""
     return _LateDropout(quiet)
+
+
+def leaves() -> None:
+    """Ends the program."""
+    raise SystemExit(0)

@@ -25,6 +25,13 @@ def test_empty_file_is_enough(tmp_path: Path):
     assert config.logs == tmp_path / "logs"
 
 
+@pytest.mark.parametrize("host", ["a", "fed.example.org", "10.0.0.1", "::1"])
+def test_host_is_a_name_or_an_address(tmp_path: Path, host: str):
+    """What a certificate can be made for."""
+    found = aggregator_file.load(write(tmp_path, f'hosts = ["{host}"]'))
+    assert found.file.hosts == (host,)
+
+
 @pytest.mark.parametrize("listen", ["127.0.0.1:9", "[::1]:9", "localhost:9"])
 def test_loopback_needs_no_proxy(tmp_path: Path, listen: str):
     """To try it out on one machine."""
@@ -36,6 +43,9 @@ def test_loopback_needs_no_proxy(tmp_path: Path, listen: str):
     ("text", "key"),
     [
         ("proxy = false", "listen"),
+        ('hosts = ["bad host"]', "hosts"),
+        ('hosts = ["https://fed.example.org"]', "hosts"),
+        ('hosts = ["fed.example.org:8443"]', "hosts"),
         ('proxy = false\nlisten = "10.0.0.1:9"', "listen"),
         ('proxy = false\nlisten = "127.0.0.1.example.org:9"', "listen"),
         ('listen = "8443"', "listen"),

@@ -66,15 +66,6 @@ def test_source_without_installation_is_a_warning():
     assert states(list(doctor.check_packages(None))) == ["ok", "warning"]
 
 
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [("2.13.0+cpu", (2, 13)), ("2.13rc1", (2, 13)), ("50", (50,)), ("x", ())],
-)
-def test_versions_are_numbers(version: str, expected: tuple[int, ...]):
-    """2.10 is newer than 2.9."""
-    assert doctor._numbers(version) == expected
-
-
 def fake_torch(monkeypatch: pytest.MonkeyPatch, count: int, warning: str = ""):
     def device_count() -> int:
         if warning:

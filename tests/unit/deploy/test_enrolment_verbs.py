@@ -45,7 +45,7 @@ def test_invitation_for_another_address(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["aggregator", "invite", "Site A"], 1, "not a name"),
+        (["aggregator", "invite", "Site A"], 2, "not a name"),
         (["aggregator", "invite", "a", "--address", "nowhere"], 2, "HOST:PORT"),
         (["aggregator", "invite", "a", "--config", "none.toml"], 2, "none.toml"),
         (["aggregator", "revoke", "site-z"], 1, "enrolled: none"),
@@ -69,7 +69,7 @@ def test_mistake_is_explained(
     assert "Traceback" not in out + err
 
 
-@pytest.mark.parametrize("minutes", ["0", "-1", "10081", "an hour"])
+@pytest.mark.parametrize("minutes", ["0", "-1", "10081", "an hour", "9" * 9999])
 def test_token_holds_for_a_sensible_time(
     federation: Federation, capsys: pytest.CaptureFixture[str], minutes: str
 ):
@@ -77,7 +77,8 @@ def test_token_holds_for_a_sensible_time(
     with pytest.raises(SystemExit) as end:
         cli.main(["aggregator", "invite", "a", "--minutes", minutes])
     assert end.value.code == 2
-    assert "--minutes" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--minutes: a token holds 1 to 10080 minutes (7 days)" in told
 
 
 def test_token_or_renewal_and_not_both(federation: Federation):

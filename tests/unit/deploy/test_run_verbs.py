@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
-from deploy import run_verbs
+import pytest
+from support.small_jobs import small_job
+
+from deploy import run_queue, run_verbs
 from deploy.run_folder import RunFolder
+from federation.clock import VirtualClock
 
 
 def test_line_of_a_killed_writer_is_not_taken_for_the_next(tmp_path: Path):
@@ -17,3 +21,39 @@ def test_line_of_a_killed_writer_is_not_taken_for_the_next(tmp_path: Path):
     assert next(lines) == b"second"
     over = True
     assert list(lines) == [b"third"]
+
+
+def test_run_that_has_not_begun_says_what_it_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Once for each reason."""
+    job = small_job()
+    first, second = (RunFolder(tmp_path / job.name / name) for name in ("one", "two"))
+    for at, run in enumerate((first, second)):
+        run_queue.submit(job, run, at=float(at))
+
+    class Acts(VirtualClock):
+        """Ends the first run, and later the second."""
+
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            looks = round(self.monotonic() / run_verbs.START_LOOK_SECONDS)
+            if looks in {2, 4}:
+                ended = {2: first, 4: second}[looks]
+                run_queue.leave_outcome(ended, run_queue.Outcome(code=0, message=""))
+
+    run_verbs._await_start(second, Acts(0.0))
+    assert capsys.readouterr().err.splitlines() == [
+        "crossfed: run two waits for run one to end",
+        "crossfed: run two waits for its coordinator, and then for its sites",
+    ]
+
+
+def test_run_that_is_damaged_is_said_to_be_left_alone(tmp_path: Path):
+    """Nobody works on it, whatever is before it."""
+    run = RunFolder(tmp_path / "small" / "one")
+    run_queue.submit(small_job(), run, at=0.0)
+    (run.path / run_queue.COORDINATOR).write_text("{")
+    found = run_verbs._waits_for(run, run_queue.handed_over(tmp_path))
+    assert found.startswith("run one is left alone: ")
+    assert "coordinator.json is damaged" in found

@@ -37,6 +37,8 @@ from federation.messages import (
 from privacy.secagg.identity import generate
 
 NAME = SiteId("site-0")
+LEAVES = "support.users_module:leaves"
+BLOBS = "support.small_jobs:blobs"
 
 
 @pytest.fixture(scope="module")
@@ -142,17 +144,39 @@ def test_job_that_is_none_is_refused(agent: SiteAgent, members: Consortium):
 @pytest.mark.parametrize(
     ("release", "advice"),
     [
-        ("99.0", "the aggregator runs release 99.0 and this site "),
+        ("99.0", "and the aggregator 99.0: upgrade the site "),
         (introduction.release(), "install the released package on both sides"),
     ],
 )
 def test_other_code_says_what_to_upgrade(
     agent: SiteAgent, members: Consortium, release: str, advice: str
 ):
-    """The hash decides; the release is for the message."""
+    """The hash decides; the release is for the message, which the site's log has."""
+    said: list[str] = []
+    agent.listener = said.append
     made = agents.proposal(small_job(num_sites=2), code_hash="00" * 32, release=release)
     found = agents.propose(agent, members, made)
     assert advice in found.refused
+    assert said == [f"run {made.run_id} is refused: {found.refused}"]
+    assert left(agent) == []
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({"floor": {**OPEN_FLOOR, "functions": [LEAVES, BLOBS]}}, "SystemExit(0)"),
+        # What code that reads data says may quote a record: it does not leave.
+        ({"data": {"source": LEAVES}}, "cannot load its data; its log says why"),
+    ],
+)
+def test_code_of_a_user_cannot_end_the_agent(
+    tmp_path: Path, members: Consortium, tables: dict[str, Any], expected: str
+):
+    """With code 0 it would look as if its operator had stopped it."""
+    model = {"factory": LEAVES} if "floor" in tables else None
+    agent = agents.agent(tmp_path, NAME, members, **tables)
+    made = agents.proposal(small_job(num_sites=2, model=model))
+    assert expected in agents.propose(agent, members, made).refused
     assert left(agent) == []
 
 

@@ -1,0 +1,24 @@
+"""Another release of crossfed, for a process that finds it first."""
+
+import shutil
+from pathlib import Path
+
+import federation
+
+
+def another_release(folder: Path, version: str) -> dict[str, str]:
+    """Make one: other code of one package, under a version of its own.
+
+    Returns:
+        The environment of a process that is to run it.
+    """
+    package = Path(federation.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    copy = shutil.copytree(package, folder / package.name, ignore=ignored)
+    with (copy / "__init__.py").open("a") as code:
+        code.write("# Of another release.\n")
+    about = folder / f"crossfed-{version}.dist-info"
+    about.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: crossfed\nVersion: {version}\n"
+    (about / "METADATA").write_text(metadata)
+    return {"PYTHONPATH": str(folder)}

@@ -1,0 +1,31 @@
+"""Which of two releases is the older one."""
+
+import pytest
+
+from deploy import releases
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.13.0+cpu", (2, 13)), ("2.13rc1", (2, 13)), ("50", (50,)), ("x", ())],
+)
+def test_versions_are_numbers(version: str, expected: tuple[int, ...]):
+    """2.10 is newer than 2.9."""
+    assert releases.numbers(version) == expected
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "expected"),
+    [
+        ("0.9", "0.10.1", "upgrade the site (pip install 'crossfed[flower]==0.10.1')"),
+        ("0.10", "0.9", "upgrade the aggregator (pip install 'crossfed[flower]==0.10"),
+        ("0.10", "0.10", "not the same code: install the released package on both"),
+        ("0.10", "0.10rc1", "install the same one on both sides"),
+        ("0.10", "x" * 99, f"the aggregator {'x' * 20}: upgrade the aggregator"),
+    ],
+)
+def test_older_side_is_upgraded(here: str, there: str, expected: str):
+    """A release that came from elsewhere is cut short."""
+    told = releases.advice(site="left", here=here, there=there)
+    assert "site 'left'" in told
+    assert expected in told

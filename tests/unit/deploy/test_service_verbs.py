@@ -1,0 +1,62 @@
+"""Mistakes at the start of an aggregator or a site."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from support.enrolments import Federation
+
+from cloud_adapters import flower_simulation
+from deploy import cli, folder_lock
+
+if importlib.util.find_spec("flwr") is None:
+    pytest.skip("the flower extra is not installed", allow_module_level=True)
+flower_simulation.import_flower()
+
+pytestmark = pytest.mark.flower
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    return line
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A file is in its place; nothing is written."""
+    file = tmp_path / "fed"
+    file.touch()
+    assert cli.main(["aggregator", "init", str(file)]) == 1
+    assert f"cannot make '{file}': " in told(capsys)
+    assert file.read_bytes() == b""
+
+
+def test_host_with_a_port_makes_no_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Keys are never overwritten, so they would be in the way of the next attempt."""
+    folder = tmp_path / "fed"
+    code = cli.main(["aggregator", "init", str(folder), "--host", "a.example.org:1"])
+    assert code == 2
+    assert "hosts: 'a.example.org:1' is no name or address" in told(capsys)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["identity.pem", "node.pem", "site.pem"])
+def test_key_that_is_open_to_others_is_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+):
+    """Neither of the three, and before anybody is called."""
+    folder = Federation(folder=tmp_path).site("site-a").folder
+    (folder / name).chmod(0o644)
+    assert cli.main(["site", "up", "--config", str(folder / "site.toml")]) == 1
+    assert f"{folder / name} has mode 0644: others may reach" in told(capsys)
+
+
+def test_second_agent_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It would contradict the first."""
+    folder = Federation(folder=tmp_path).site("site-a").folder
+    with folder_lock.hold(folder / "agent.lock", "the first"):
+        assert cli.main(["site", "up", "--config", str(folder / "site.toml")]) == 1
+    assert f"another agent or relay works in {folder}: stop it" in told(capsys)
