@@ -64,7 +64,8 @@ source = ""
 [floor]
 # What every job must promise, or this site does not take part.
 privacy = "record"              # "none" for jobs without differential privacy
-max_epsilon = 8.0
+max_epsilon = 8.0               # of one run
+# total_epsilon = 16.0          # of all runs together, which nothing else limits
 max_delta = 1e-4
 secure_aggregation = true
 min_sites = 2                   # fewest updates in a sum

@@ -22,7 +22,12 @@ from cloud_adapters.storage.part_file import file_errors
 from deploy.durable_files import replace_file
 from deploy.run_folder import RunFolder
 from federation import job_file
-from federation.errors import CorruptObject, RunConflict
+from federation.errors import (
+    CheckpointMismatch,
+    CorruptObject,
+    RunConflict,
+    RunNotFound,
+)
 from federation.job import JobSpec
 from federation.typed_json import decode, encode, refuse_constant
 
@@ -156,6 +161,44 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
     replace_file(run.job, [tomli_w.dumps(job_file.document(job)).encode()])
     _write(run.path / REQUEST, Request(at=at))
+
+
+def take_up(job: JobSpec, root: Path, *, at: float) -> RunFolder:
+    """Hand over anew the newest run of a job, which ended before its last round.
+
+    Args:
+        job: The job that it was begun with.
+        root: Folder of all runs.
+        at: When; seconds since 1970.
+
+    Raises:
+        RunNotFound: None was handed over.
+        RunConflict: It has not ended, or has come to its end.
+        CheckpointMismatch: It was begun with another job.
+        CorruptObject: A file of it is damaged.
+        StoreUnavailable: Its folder cannot be written.
+    """
+    runs = sorted(path.parent for path in root.glob(f"{job.name}/*/{REQUEST}"))
+    found = read(RunFolder(runs[-1])) if runs else None
+    if found is None:
+        raise RunNotFound(
+            f"there is no run of the job {job.name!r} to resume in {root}"
+        )
+    run, name = found.run, found.run.path.name
+    if found.outcome is None:
+        raise RunConflict(f"run {name} has not ended: crossfed watch {name} shows it")
+    if found.outcome.code == 0:
+        raise RunConflict(f"run {name} is completed: leave --resume out to start anew")
+    kept = job_file.document(job_file.loads(run.read_job()))
+    changes = job_file.differences(kept, job_file.document(job))
+    if changes:
+        raise CheckpointMismatch(f"run {name} was begun with another job: {changes[0]}")
+    # The outcome goes last: until then it is not wanted.
+    (run.path / COORDINATOR).unlink(missing_ok=True)
+    (run.path / STOP).unlink(missing_ok=True)
+    _write(run.path / REQUEST, Request(at=at))
+    (run.path / OUTCOME).unlink()
+    return run
 
 
 def ask_to_stop(run: RunFolder) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.2
 START_LOOK_SECONDS = 0.5  # Of all runs that were handed over.
+PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
 
 
 def add_verbs(
@@ -44,6 +45,11 @@ def add_verbs(
     )
     run.add_argument(
         "--detach", action="store_true", help="do not wait for the run to end"
+    )
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the job's newest run, which ended before its last round",
     )
     run.set_defaults(verb=_run)
     ps = verbs.add_parser(
@@ -72,9 +78,12 @@ def _run(options: argparse.Namespace) -> int:
     config = _config(options)
     check(job, Parties.load(config.folder).roster)
     now = SystemClock().now()
-    name = new_run_id(now, os.urandom(3))
-    run = RunFolder(config.runs / job.name / name)
-    run_queue.submit(job, run, at=now)
+    if options.resume:
+        run = run_queue.take_up(job, config.runs, at=now)
+    else:
+        run = RunFolder(config.runs / job.name / new_run_id(now, os.urandom(3)))
+        run_queue.submit(job, run, at=now)
+    name = run.path.name
     tell(f"run {name} is handed over")
     if not folder_lock.is_held(config.lock):
         tell("no aggregator works here: it begins with crossfed aggregator up")
@@ -91,7 +100,8 @@ def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
     try:
         _await_start(run, SystemClock())
         with run_progress() as show:
-            for line in _lines(run, lambda: _is_over(run)):
+            pauses = _Pauses(run, SystemClock())
+            for line in _lines(run, lambda: _is_over(run), idle=pauses.look):
                 event = from_line(line)
                 if event is not None:
                     show(event)
@@ -135,13 +145,17 @@ def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
     handed = run_queue.read(run)
     if handed is None or handed.outcome is None:
         raise RunNotFound(f"the run in {run.path} has gone")
+    status = exit_codes.status_of(handed.outcome.code)
     if options.json and run.result.is_file():
         say(run.result.read_text())
+    elif options.json:
+        say_json({"status": status, "run_id": run.path.name, "folder": str(run.path)})
     elif run.exists():
-        for text in lines(run.view()):
+        for text in lines(run.view(), status=status):
             say(text)
         say(f"run         {run.path}")
-        say(f"report      {run.report}")
+        if run.report.is_file():
+            say(f"report      {run.report}")
     if handed.outcome.code != DONE:
         tell(handed.outcome.message)
     return handed.outcome.code
@@ -153,7 +167,34 @@ def _is_over(run: "RunFolder") -> bool:
     return (run.path / OUTCOME).exists()
 
 
-def _lines(run: "RunFolder", is_over: Callable[[], bool]) -> Iterator[bytes]:
+class _Pauses:
+    """Says what a run waits for that has begun, and that nobody works on."""
+
+    def __init__(self, run: "RunFolder", clock: Clock) -> None:
+        self._run, self._clock = run, clock
+        self._since, self._told = clock.monotonic(), ""
+
+    def look(self) -> None:
+        """Say it once, and again when it is another thing."""
+        from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+        now = self._clock.monotonic()
+        if self._run.is_locked():
+            self._since, self._told = now, ""
+        elif now - self._since > PAUSE_SECONDS and not _is_over(self._run):
+            queue = run_queue.handed_over(self._run.path.parents[1])
+            text = _waits_for(self._run, queue)
+            if text != self._told:
+                tell(text)
+            self._told = text
+
+
+def _lines(
+    run: "RunFolder",
+    is_over: Callable[[], bool],
+    *,
+    idle: Callable[[], None] = lambda: None,
+) -> Iterator[bytes]:
     """Yield the lines of a run's events as they are written, until it is over."""
     clock = SystemClock()
     while not run.events.exists():
@@ -171,6 +212,7 @@ def _lines(run: "RunFolder", is_over: Callable[[], bool]) -> Iterator[bytes]:
             # Not kept: it goes when its writer was killed and another goes on.
             events.seek(-len(torn), os.SEEK_CUR)
             if events.tell() == begin:
+                idle()
                 clock.sleep(LOOK_SECONDS)
 
 

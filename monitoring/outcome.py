@@ -7,9 +7,15 @@ from monitoring.round_view import accuracy_of, loss_of, perplexity
 from monitoring.run_view import RunView
 
 
-def lines(view: RunView) -> Iterator[str]:
-    """Say status, rounds, quality of the model, and what was used up for it."""
-    yield f"status      {view.status}"
+def lines(view: RunView, *, status: str = "") -> Iterator[str]:
+    """Say status, rounds, quality of the model, and what was used up for it.
+
+    Args:
+        view: The run.
+        status: Of a run whose last coordinator ended before its first event; by
+            default what the events say.
+    """
+    yield f"status      {status or view.status}"
     yield f"rounds      {view.rounds_completed}"
     yield from (f"{name:<11} {text}" for name, text in quality(view))
     if view.privacy is not None:

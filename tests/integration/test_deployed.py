@@ -1,6 +1,7 @@
 """A federation of real processes, as the how-to describes it."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,12 +83,18 @@ def test_site_of_another_release_takes_no_part(
     assert "Traceback" not in refused + log
 
 
-def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Path):
-    """In the clear, where it is the same bit for bit."""
-    job = tmp_path / "job.toml"
+def plain_job(folder: Path) -> Path:
+    """The quickstart without secure aggregation, whose model has known bits."""
     text = (JOBS / "quickstart.toml").read_text()
     head, _, tail = text.partition("[privacy.secure_aggregation]")
+    job = folder / "job.toml"
     job.write_text(head + tail[tail.index("[[sites]]") :])
+    return job
+
+
+def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Path):
+    """In the clear, where it is the same bit for bit."""
+    job = plain_job(tmp_path)
     result = finish(federation.run(job, "rounds=3"))
     assert result["status"] == "completed"
     run = max((federation.folder / "aggregator" / "runs" / "quickstart").iterdir())
@@ -103,6 +110,47 @@ def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Pat
         "outcome.json",
     }
     assert "quickstart" in crossfed("ps", "--aggregator", federation.config).stdout
+
+
+def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
+    federation: Deployment, tmp_path: Path
+):
+    """And ends with the model of a run that nobody has touched."""
+    job, at = plain_job(tmp_path), ("--aggregator", federation.config)
+    settings = ["rounds=12", "name=resumed"]
+    earlier = federation.num_runs()
+    follower = federation.run(job, *settings)
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    wait_for(lambda: federation.rounds() > 0, "a round is finished")
+    follower.send_signal(signal.SIGHUP)
+    follower.wait(30)
+    crossfed("stop", "resumed", *at)
+    watched = crossfed("watch", "resumed", *at, code=130)
+    assert "status      stopped" in watched.stdout
+    stopped = federation.rounds()
+    assert 0 < stopped < 12
+    (row,) = [
+        r
+        for r in json.loads(crossfed("ps", *at, "--json").stdout)
+        if r["job"] == "resumed"
+    ]
+    assert (row["status"], row["rounds"]) == ("stopped", stopped)
+    result = finish(federation.run(job, *settings, resume=True))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 12)
+    logged = [
+        json.loads(line)
+        for line in crossfed("logs", "resumed", *at).stdout.splitlines()
+    ]
+    assert logged == federation.events()
+    assert [e["first_round"] for e in logged if e["event"] == "RunStarted"] == [
+        1,
+        stopped + 1,
+    ]
+    run = max((federation.folder / "aggregator" / "runs" / "resumed").iterdir())
+    expected = simulate(job_file.load(job, settings), folder=None)
+    found = load_file(run / "model.safetensors")
+    for name, values in expected.weights.items():
+        assert found[name].tobytes() == values.tobytes(), name
 
 
 def test_sites_plan_the_noise_of_a_simulation(federation: Deployment, tmp_path: Path):

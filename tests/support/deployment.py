@@ -107,9 +107,12 @@ class Deployment:
         for pid in found:
             os.kill(pid, signal.SIGKILL)
 
-    def run(self, job: Path, *settings: str) -> subprocess.Popen[str]:
-        """Hand a job over, and follow it."""
+    def run(
+        self, job: Path, *settings: str, resume: bool = False
+    ) -> subprocess.Popen[str]:
+        """Hand a job over, or its newest run anew, and follow it."""
         words = [w for setting in settings for w in ("--set", setting)]
+        words += ["--resume"] * resume
         follower = subprocess.Popen(
             [*CROSSFED, "run", str(job), *words, "--aggregator", self.config, "--json"],
             stdin=subprocess.DEVNULL,

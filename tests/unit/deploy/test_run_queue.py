@@ -1,6 +1,7 @@
 """Which run is worked on next, from files and from what Flower says."""
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from deploy import folder_lock, run_queue
 from deploy.run_folder import RunFolder
 from deploy.run_queue import GiveUp, Handed, Outcome, Start
 from federation.errors import (
+    CheckpointMismatch,
     CorruptObject,
     FederationError,
     RunConflict,
+    RunNotFound,
     StoreUnavailable,
 )
 
@@ -22,7 +25,7 @@ OVER = FlowerRun(is_over=True, status="finished failed")
 
 
 def handed(root: Path, name: str, at: float) -> RunFolder:
-    run = RunFolder(root / "job" / name)
+    run = RunFolder(root / "small" / name)
     run_queue.submit(small_job(num_sites=2), run, at=at)
     return run
 
@@ -51,6 +54,35 @@ def test_the_oldest_is_started_and_alone(tmp_path: Path):
     (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: OVER})
     assert isinstance(action, Start)
     assert action.handed.run == late
+
+
+def test_a_run_that_ended_early_is_taken_up(tmp_path: Path):
+    """Under its name, behind those that wait already, with all its attempts."""
+    run, job = handed(tmp_path, "a", 1.0), small_job(num_sites=2)
+    run_queue.ask_to_stop(run)
+    started(tmp_path, 7, fruitless=run_queue.MAX_FRUITLESS_STARTS)
+    with pytest.raises(RunConflict, match="has not ended"):
+        run_queue.take_up(job, tmp_path, at=9.0)
+    run_queue.leave_outcome(run, Outcome(code=130, message="stopped"))
+    other = handed(tmp_path, "0", 2.0)
+    with pytest.raises(CheckpointMismatch, match="rounds"):
+        run_queue.take_up(replace(job, rounds=9), tmp_path, at=9.0)
+    assert run_queue.take_up(job, tmp_path, at=9.0) == run
+    assert not (run.path / run_queue.STOP).exists()
+    queue = run_queue.handed_over(tmp_path).runs
+    assert [one.run for one in queue] == [other, run]
+    assert queue[1].coordinator is None
+
+
+def test_only_what_ended_early_is_taken_up(tmp_path: Path):
+    """Nothing is done twice, and no other run in its place."""
+    job = small_job(num_sites=2)
+    with pytest.raises(RunNotFound):
+        run_queue.take_up(job, tmp_path, at=9.0)
+    run = handed(tmp_path, "a", 1.0)
+    run_queue.leave_outcome(run, Outcome(code=0, message="completed"))
+    with pytest.raises(RunConflict, match="is completed"):
+        run_queue.take_up(job, tmp_path, at=9.0)
 
 
 def test_a_coordinator_that_left_its_lock_has_died(tmp_path: Path):

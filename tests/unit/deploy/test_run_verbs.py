@@ -49,6 +49,27 @@ def test_run_that_has_not_begun_says_what_it_waits_for(
     ]
 
 
+def test_run_that_lost_its_coordinator_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Once, and not while one is about to leave its outcome."""
+    run, clock = RunFolder(tmp_path / "small" / "one"), VirtualClock(0.0)
+    run_queue.submit(small_job(), run, at=0.0)
+    pauses = run_verbs._Pauses(run, clock)
+    with run.locked():
+        for _ in range(50):
+            clock.sleep(1.0)
+            pauses.look()
+    assert not capsys.readouterr().err
+    for _ in range(2):
+        clock.sleep(run_verbs.PAUSE_SECONDS - 1.0)
+        pauses.look()
+        said = capsys.readouterr().err
+    pauses.look()
+    assert "run one waits for its coordinator" in said
+    assert not capsys.readouterr().err
+
+
 def test_run_that_is_damaged_is_said_to_be_left_alone(tmp_path: Path):
     """Nobody works on it, whatever is before it."""
     run = RunFolder(tmp_path / "small" / "one")
