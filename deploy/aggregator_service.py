@@ -30,7 +30,6 @@ from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import Authority, key_pem, new_key, server_names
 from deploy.durable_files import replace_file
 from deploy.enrolment_service import EnrolmentService
-from deploy.exit_codes import FAILED
 from deploy.ports import LOOPBACK
 from deploy.proxy import ProxySettings
 from deploy.run_folder import RunFolder
@@ -198,14 +197,10 @@ class AggregatorService:
             return
         self._end_dead(control, queue.runs)
         for action in run_queue.decide(queue.runs, control.runs()):
-            run = action.handed.run
             if isinstance(action, GiveUp):
-                self.listener(f"run {run.path.name} is given up: {action.reason}")
-                run_queue.leave_outcome(
-                    run, Outcome(code=FAILED, message=action.reason)
-                )
-                continue
-            self._start(control, action, run)
+                self._give_up(control, action)
+            else:
+                self._start(control, action, action.handed.run)
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
@@ -220,6 +215,14 @@ class AggregatorService:
         for run, number in self._dead.look(handed):
             self.listener(f"the coordinator of run {run.path.name} has died")
             control.stop(number)
+
+    def _give_up(self, control: FlowerControl, action: GiveUp) -> None:
+        run, reason = action.handed.run, action.reason
+        self.listener(f"run {run.path.name} is given up: {reason}")
+        # First: its coordinator, if one works, does not say otherwise when it ends.
+        run_queue.leave_outcome(run, Outcome(code=action.code, message=reason))
+        if action.at_work is not None:
+            control.stop(action.at_work)
 
     def _start(self, control: FlowerControl, action: Start, run: RunFolder) -> None:
         run_queue.check_room(run)

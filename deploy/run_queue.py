@@ -20,6 +20,7 @@ import tomli_w
 from cloud_adapters.flower_facts import FlowerRun
 from cloud_adapters.storage.part_file import file_errors
 from deploy.durable_files import replace_file
+from deploy.exit_codes import FAILED, STOPPED
 from deploy.run_folder import RunFolder
 from federation import job_file
 from federation.errors import (
@@ -93,12 +94,14 @@ class Handed:
         request: That it is wanted.
         coordinator: Who works on it; None if nobody has begun.
         outcome: How it ended; None if it has not.
+        stop: Whether it was asked to end after its round.
     """
 
     run: RunFolder
     request: Request
     coordinator: Coordinator | None
     outcome: Outcome | None
+    stop: bool = False
 
     @property
     def rounds(self) -> int:
@@ -142,10 +145,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """Leave an outcome for a run whose coordinators die."""
+    """Leave an outcome for a run that no coordinator will bring to its end."""
 
     handed: Handed
+    code: int
     reason: str
+    at_work: int | None = None  # Flower's number of a coordinator that is to end.
 
 
 def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
@@ -207,8 +212,9 @@ def ask_to_stop(run: RunFolder) -> None:
 
 
 def leave_outcome(run: RunFolder, outcome: Outcome) -> None:
-    """Say that there is nothing more to do."""
-    _write(run.path / OUTCOME, outcome)
+    """Say that there is nothing more to do; what was said first counts."""
+    if not (run.path / OUTCOME).exists():
+        _write(run.path / OUTCOME, outcome)
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -289,6 +295,7 @@ def read(run: RunFolder) -> Handed | None:
         request=request,
         coordinator=_read(run.path / COORDINATOR, Coordinator),
         outcome=_read(run.path / OUTCOME, Outcome),
+        stop=(run.path / STOP).exists(),
     )
 
 
@@ -319,6 +326,10 @@ def decide(
     for one in handed:
         if one.outcome is not None:
             continue
+        if one.stop and not one.run.exists():
+            # It waits for its turn or for sites, and looks after its rounds alone.
+            yield _withdraw(one, flower)
+            continue
         before = one.coordinator
         if before is None:
             yield Start(handed=one, fruitless=1)
@@ -333,11 +344,22 @@ def decide(
         said = "it is gone" if now is None else now.status
         yield GiveUp(
             handed=one,
+            code=FAILED,
             reason=(
                 f"{MAX_FRUITLESS_STARTS} coordinators in a row ended without a round; "
                 f"of the last one Flower says: {said}; see logs/superexec.log"
             ),
         )
+
+
+def _withdraw(one: Handed, flower: Mapping[int, FlowerRun]) -> GiveUp:
+    at_work = None
+    if one.coordinator is not None:
+        number = int(one.coordinator.flower_run)
+        now = flower.get(number)
+        at_work = None if now is None or now.is_over else number
+    reason = "stopped before it began"
+    return GiveUp(handed=one, code=STOPPED, reason=reason, at_work=at_work)
 
 
 def _finished_rounds(run: RunFolder) -> int:

@@ -264,7 +264,8 @@ def _stop(options: argparse.Namespace) -> int:
     if _is_over(run):
         raise FederationError(f"run {run.path.name} has ended already")
     run_queue.ask_to_stop(run)
-    tell(f"run {run.path.name} ends after the round that it is in")
+    how = "ends after the round that it is in" if run.exists() else "will not begin"
+    tell(f"run {run.path.name} {how}")
     return DONE
 
 

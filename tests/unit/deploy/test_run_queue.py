@@ -135,6 +135,36 @@ def test_a_run_that_gets_nowhere_is_given_up(tmp_path: Path):
     assert begun.handed.run == other
 
 
+@pytest.mark.parametrize("coordinator", [None, 7])
+def test_run_that_is_stopped_before_it_begins_is_over(
+    tmp_path: Path, coordinator: int | None
+):
+    """It may wait for sites that never come; the next one has its turn at once."""
+    run = handed(tmp_path, "a", 1.0)
+    if coordinator is not None:
+        started(tmp_path, coordinator, fruitless=1)
+    other = handed(tmp_path, "b", 2.0)
+    run_queue.ask_to_stop(run)
+    ended, begun = run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: RUNNING})
+    assert isinstance(ended, GiveUp)
+    assert (ended.code, ended.reason) == (130, "stopped before it began")
+    assert ended.at_work == coordinator
+    assert isinstance(begun, Start)
+    assert begun.handed.run == other
+    run_queue.leave_outcome(run, Outcome(code=ended.code, message=ended.reason))
+    run_queue.leave_outcome(run, Outcome(code=1, message="Flower has ended"))
+    assert run_queue.read(run).outcome.code == 130
+
+
+def test_run_that_is_stopped_later_ends_itself(tmp_path: Path):
+    """After the round that it is in: nobody else ends it."""
+    run = handed(tmp_path, "a", 1.0)
+    started(tmp_path, 7, fruitless=1)
+    finish_rounds(run, 1)
+    run_queue.ask_to_stop(run)
+    assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: RUNNING})]
+
+
 def test_ended_runs_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The service looks every second: events of old runs are left alone."""
     run = handed(tmp_path, "a", 1.0)
