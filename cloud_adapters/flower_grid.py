@@ -79,6 +79,11 @@ class Delivery:
     poll_seconds: float = POLL_SECONDS
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether nodes share processes, on the machine of the coordinator."""
+        return self.workers is not None
+
+    @property
     def max_in_flight(self) -> float:
         """Tasks that are out at the same time."""
         return math.inf if self.workers is None else QUEUE * self.workers
@@ -125,7 +130,7 @@ class FlowerGrid:
             quorum=attendance.quorum,
             clock=clock,
             pause=self._pause,
-            is_told=delivery.workers is None,
+            is_told=not delivery.is_simulated,
         )
         self._nodes = attendance.find_nodes(
             api, sites, workers=delivery.workers, clock=clock, pause=self._pause
@@ -150,16 +155,18 @@ class FlowerGrid:
         if unknown:
             raise ValueError(f"the grid has no sites {unknown}")
         self._tidy(tasks)
+        ordered, ahead = self._delivery.ordered, math.inf
+        if ordered:
+            num_held = _num_held(tasks)
+            ahead = self._delivery.max_in_flight + num_held
+            # Without shared processes all tasks go out at once, and all answers may
+            # have to wait for the first.
+            ordered = self._delivery.is_simulated or len(tasks) <= num_held
         exchange = Exchange(
             deadline_seconds=deadline_seconds,
             waiting=deque(enumerate(tasks)),
-            ahead=self._delivery.max_in_flight + _ahead(tasks)
-            if self._delivery.ordered
-            else math.inf,
-            # Without shared processes all tasks go out at once, and all answers may
-            # have to wait for the first.
-            ordered=self._delivery.ordered
-            and (self._delivery.workers is not None or len(tasks) <= _ahead(tasks)),
+            ahead=ahead,
+            ordered=ordered,
         )
         return self._run(exchange)
 
@@ -190,7 +197,7 @@ class FlowerGrid:
             packed = self._pack(task)
             now = self._clock.monotonic()
             # A simulation's messages do not leave this machine.
-            inquiry = Inquiry(now) if self._delivery.workers is None else None
+            inquiry = None if self._delivery.is_simulated else Inquiry(now)
             question = Question.of(task, index, now, inquiry)
             exchange.open[index] = question
             self._send(exchange, question, packed)
@@ -327,7 +334,7 @@ class FlowerGrid:
 
     def _expire(self, exchange: Exchange) -> None:
         allowed = seconds = exchange.deadline_seconds
-        if self._delivery.workers is not None:
+        if self._delivery.is_simulated:
             # The process keeps the deadline itself; this is for when it is gone.
             allowed = QUEUE * (seconds + GRACE_SECONDS)
         now = self._clock.monotonic()
@@ -370,7 +377,7 @@ class FlowerGrid:
         self._clock.sleep(self._delivery.poll_seconds if seconds is None else seconds)
 
 
-def _ahead(tasks: Sequence[Task]) -> int:
+def _num_held(tasks: Sequence[Task]) -> int:
     """Answers that memory allows to hold back."""
     models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
     largest = max(models, default=0)

@@ -159,7 +159,7 @@ class AggregatorService:
                     control.nodes()
                     self._answers = True
                 self._renew()
-                self._move(control)
+                self._schedule(control)
             except FederationError as error:
                 if str(error) != trouble and self._answers:
                     self.listener(str(error))
@@ -186,8 +186,8 @@ class AggregatorService:
                 if child.name == SUPERLINK:
                     child.stop()
 
-    def _move(self, control: FlowerControl) -> None:
-        """Start what is to be started."""
+    def _schedule(self, control: FlowerControl) -> None:
+        """Start the run whose turn it is; give up those that do not go on."""
         queue = run_queue.handed_over(self.config.runs)
         for one in queue.damaged:
             self._tell_once(f"run {one.run.path.name} is left alone: {one.reason}")

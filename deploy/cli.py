@@ -123,7 +123,7 @@ def _check_job(options: argparse.Namespace) -> int:
     from federation.clock import SystemClock  # noqa: PLC0415
     from monitoring.data_table import data_table  # noqa: PLC0415
 
-    runs.runs_root(job)
+    runs.runs_root(job)  # It refuses a storage.url that names no place.
     with unable_to_exit():
         federation = wiring.build_federation(job)
         promises = job_check.promises(federation)

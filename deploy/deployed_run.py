@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from aggregator.secure_sum import SecureGather
 from clients.model_pool import ModelPool
@@ -37,9 +38,27 @@ from privacy.secagg.errors import RosterRefused
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
 
-# Makes a grid whose sites have answered a roll call; the numbers say how many must, and
-# how many a round is of no use without.
-Connect = Callable[[SignedRollCall, Sequence[SiteId], int, int], Grid]
+
+class Connect(Protocol):
+    """Makes a grid whose sites have answered a roll call."""
+
+    def __call__(
+        self,
+        roll_call: SignedRollCall,
+        sites: Sequence[SiteId],
+        *,
+        required: int,
+        quorum: int,
+    ) -> Grid:
+        """Call the roll.
+
+        Args:
+            roll_call: Tells which node is which site.
+            sites: In the order of the job.
+            required: How many must answer.
+            quorum: Without how many a round is of no use.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +180,7 @@ class DeployedRun:
         self._federation = wiring.Federation(job=self._job, pool=pool, site_data={})
         if self._job.privacy.secure_aggregation.enabled:
             check_layout(self._federation.pool.layout)
-        self._run_id = run.run_id() or run.named_id() or run.new_run_id(clock.now())
+        self._run_id = run.run_id() or run.new_run_id(clock.now())
         self._roll_call = SignedRollCall.of(
             self._job,
             self._run_id,
@@ -210,7 +229,9 @@ class DeployedRun:
         with ExitStack() as stack:
             stack.enter_context(wiring.torch_threads(job))
             stack.enter_context(self._run.locked())
-            grid = connect(self._roll_call, names, required, job.minimum_sites)
+            grid = connect(
+                self._roll_call, names, required=required, quorum=job.minimum_sites
+            )
             if self._roll_call.needs is not None:
                 self._in_sum = sum_privacy.plan(self._federation, self._roll_call.needs)
             return self._record.keep(partial(self._coordinate, grid))

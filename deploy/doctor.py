@@ -378,7 +378,7 @@ def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
-        return 0.0
+        return 0.0  # Older than any: it is not the one that is looked for.
 
 
 def _date(seconds: float) -> str:

@@ -103,7 +103,11 @@ def _connector(
     api: FlowerApi, config: AggregatorConfig, frames: Frames, deployed: DeployedRun
 ) -> Connect:
     def connect(
-        roll_call: SignedRollCall, sites: Sequence[SiteId], required: int, quorum: int
+        roll_call: SignedRollCall,
+        sites: Sequence[SiteId],
+        *,
+        required: int,
+        quorum: int,
     ) -> Grid:
         known = known_nodes(config.folder, deployed.job)
         return FlowerGrid(

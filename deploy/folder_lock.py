@@ -65,13 +65,13 @@ def is_held(path: Path) -> bool:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return False
+        return False  # Whoever holds it has made the file.
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        return False  # Nothing here can be locked.
     else:
         return False
     finally:

@@ -46,7 +46,7 @@ def reload(work: Path) -> bool:
     try:
         os.kill(master, signal.SIGHUP)
     except OSError:
-        return False
+        return False  # It has ended just now.
     if not _wait(lambda: not any(_is_at_work(number) for number in before)):
         raise ProxyFailed(
             f"nginx (process {master}) does not take up what has changed: see "

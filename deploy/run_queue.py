@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from cloud_adapters.flower_facts import FlowerRun
 from cloud_adapters.storage.part_file import file_errors
 from deploy.durable_files import replace_file
@@ -76,8 +74,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        code: Exit code, as in the architecture: 0 done, 1 failed, 2 the job is wrong,
-            3 the privacy budget is spent, 130 stopped on request.
+        code: One of ``deploy.exit_codes``.
         message: What happened, and what to do.
     """
 
@@ -164,7 +161,7 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
         raise RunConflict(f"{run.path} holds a run: choose another folder")
     with file_errors("make", run.path):
         run.path.mkdir(parents=True, exist_ok=True)
-    replace_file(run.job, [tomli_w.dumps(job_file.document(job)).encode()])
+    run.write_job(job)
     _write(run.path / REQUEST, Request(at=at))
 
 

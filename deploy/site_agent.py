@@ -213,9 +213,8 @@ class SiteAgent:
 
     def _answer_statements(self, statements: Statements, sealed: bytes) -> Introduction:
         """Plan the noise that all sites make together, and promise what follows."""
-        run_id, met, run = RunId(statements.run_id), self._met, self._run
-        if met is None and run is not None:
-            met = run.met
+        run_id = RunId(statements.run_id)
+        met = self._met if self._run is None else self._run.met
         if met is None or met.run_id != run_id:
             met = self._meet_again(run_id)
         stated = self._stated(statements, met)

@@ -44,7 +44,6 @@ class Role(StrEnum):
 
 
 AVERAGED = frozenset({Role.PARAMETER, Role.BUFFER})
-TRAVELLING = frozenset({Role.MAX, Role.FROM_SERVER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

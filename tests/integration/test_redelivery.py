@@ -73,6 +73,7 @@ class Federation:
         self,
         roll_call: SignedRollCall,
         sites: Sequence[SiteId],
+        *,
         required: int,
         quorum: int,
     ) -> Grid:

@@ -169,20 +169,21 @@ class AgentGrid:
     def connect(
         self,
         roll_call: SignedRollCall,
-        names: Sequence[SiteId],
+        sites: Sequence[SiteId],
+        *,
         required: int,
         quorum: int,
     ) -> InProcessGrid:
         """Call the roll, as ``deploy.deployed_run.Connect``."""
-        assert quorum <= required <= len(names)
+        assert quorum <= required <= len(sites)
         while True:
             question = roll_call.question
             self.questions.append(question)
-            for name in names:
+            for name in sites:
                 assert roll_call.site_of(self.agents[name].introduce(question)) == name
             if not roll_call.move_on():
                 break
-        handlers = {name: _Far(self, name) for name in names}
+        handlers = {name: _Far(self, name) for name in sites}
         return InProcessGrid(handlers, clock=SystemClock())
 
 
