@@ -12,6 +12,7 @@ from federation.errors import (
     FederationError,
     JobError,
     RunNotFound,
+    RunStopped,
     SiteError,
 )
 
@@ -33,6 +34,8 @@ def of_error(error: FederationError) -> int:
     """What a command or a run ends with that an error has ended."""
     if isinstance(error, BudgetExceeded):
         return OUT_OF_BUDGET
+    if isinstance(error, RunStopped):
+        return STOPPED
     return BAD_JOB if isinstance(error, BAD_JOB_ERRORS) else FAILED
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import Context
@@ -27,6 +28,7 @@ from federation.errors import (
     FederationError,
     JobError,
     RunConflict,
+    RunStopped,
 )
 from federation.ids import SiteId
 from federation.job import JobSpec
@@ -64,7 +66,8 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
         with exchange.opened(
             config.file.exchange, run.path / "scratch", watch=deployed.watch
         ) as frames:
-            connect = _connector(api, config, frames, deployed)
+            wait = SiteWait(stop=run.path / STOP)
+            connect = _connector(api, config, frames, deployed, wait)
             result = _run(deployed, run, connect, frames)
     except RunConflict:
         raise
@@ -99,8 +102,37 @@ def _tidy(run: RunFolder, frames: Frames) -> None:
         frames.end_run(run_id, [SiteId(site.name) for site in sites])
 
 
+@dataclass(kw_only=True)
+class SiteWait:
+    """Ends a coordinator that waits for sites, when a person has stopped the run.
+
+    A coordinator at work looks for that itself, after each round.
+
+    Attributes:
+        stop: A file that is there once the run is to end.
+        is_over: Whether the sites are there.
+    """
+
+    stop: Path
+    is_over: bool = False
+
+    def look(self) -> bool:
+        """Look while the grid waits; that Flower has ended is not told by this.
+
+        Raises:
+            RunStopped: The run is to end.
+        """
+        if not self.is_over and self.stop.exists():
+            raise RunStopped("the run was stopped while it waited for its sites")
+        return False
+
+
 def _connector(
-    api: FlowerApi, config: AggregatorConfig, frames: Frames, deployed: DeployedRun
+    api: FlowerApi,
+    config: AggregatorConfig,
+    frames: Frames,
+    deployed: DeployedRun,
+    wait: SiteWait,
 ) -> Connect:
     def connect(
         roll_call: SignedRollCall,
@@ -110,7 +142,7 @@ def _connector(
         quorum: int,
     ) -> Grid:
         known = known_nodes(config.folder, deployed.job)
-        return FlowerGrid(
+        grid = FlowerGrid(
             FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
             sites,
             clock=SystemClock(),
@@ -124,7 +156,10 @@ def _connector(
             delivery=Delivery(
                 frames=frames, ordered=True, poll_seconds=SUPERLINK_POLL_SECONDS
             ),
+            stopped=wait.look,
         )
+        wait.is_over = True
+        return grid
 
     return connect
 

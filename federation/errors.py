@@ -11,6 +11,7 @@ FederationError
 |-- RunConflict               another coordinator works on the same run
 |-- CheckpointMismatch        a run that was started from another job
 |-- RunNotFound               no run where one was expected
+|-- RunStopped                a person has stopped the run before a round began
 |-- PrivacyError              a guarantee that cannot be given: nothing is released
 |   `-- BudgetExceeded        a release that would go beyond a site's epsilon
 `-- StoreError                an object store did not do what it was asked
@@ -83,6 +84,10 @@ class CheckpointMismatch(FederationError):
 
 class RunNotFound(FederationError):
     """There is no run where one was expected."""
+
+
+class RunStopped(FederationError):
+    """A person has stopped the run while it waited for its sites."""
 
 
 class PrivacyError(FederationError):

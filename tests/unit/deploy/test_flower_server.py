@@ -7,15 +7,16 @@ import pytest
 from support import toy
 
 from cloud_adapters import flower_simulation
+from deploy import exit_codes
 from deploy.enrolment_book import Book, BookFile, Member
-from federation.errors import JobError
+from federation.errors import JobError, RunStopped
 from federation.job import JobSpec
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
 flower_simulation.import_flower()
 
-from deploy.flower_server import known_nodes  # noqa: E402
+from deploy.flower_server import SiteWait, known_nodes  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -62,3 +63,15 @@ def test_app_that_is_not_enrolled(tmp_path: Path):
 def test_without_a_book_agents_are_asked(tmp_path: Path):
     """As where rosters are made by hand."""
     assert known_nodes(tmp_path, toy.job()) == {}
+
+
+def test_a_run_that_waits_for_sites_can_be_stopped(tmp_path: Path):
+    """At once, with the code of a stopped run; later it ends after its round."""
+    wait = SiteWait(stop=tmp_path / "stop")
+    assert not wait.look()
+    wait.stop.touch()
+    with pytest.raises(RunStopped) as stopped:
+        wait.look()
+    assert exit_codes.of_error(stopped.value) == exit_codes.STOPPED
+    wait.is_over = True
+    assert not wait.look()
