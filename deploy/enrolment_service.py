@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deploy import enrolment, roster_file
+from deploy import enrolment, enrolment_token, roster_file
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import Authority, parse_certificate
 from deploy.enrolment import Enrolment, Renewal
@@ -23,7 +23,7 @@ from deploy.enrolment_book import (
     Member,
     open_authority,
 )
-from deploy.enrolment_token import EnrolmentRefused, Token
+from deploy.enrolment_token import EnrolmentRefused
 from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy.secagg import roster
@@ -122,13 +122,8 @@ class EnrolmentService:
         return self._answer(issued)
 
     def _invitation(self, book: Book, asked: Enrolment) -> Invitation:
-        digest = Token(
-            address="",
-            authority="",
-            site="",
-            secret=enrolment.unhex(asked.secret, "secret"),
-        ).digest
-        found = book.invitation(digest)
+        secret = enrolment.unhex(asked.secret, "secret")
+        found = book.invitation(enrolment_token.digest_of(secret))
         again = "ask the aggregator's operator for a new one"
         if found is None:
             raise EnrolmentRefused(f"this token is unknown or withdrawn: {again}")

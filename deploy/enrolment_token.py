@@ -37,6 +37,11 @@ class EnrolmentRefused(FederationError):
         self.status = status
 
 
+def digest_of(secret: bytes) -> str:
+    """What the aggregator keeps: SHA-256 of a token's secret, which has 256 bits."""
+    return hashlib.sha256(secret).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
     """An invitation, as it is handed to a site's operator.
@@ -95,5 +100,5 @@ class Token:
 
     @property
     def digest(self) -> str:
-        """What the aggregator keeps: SHA-256 of the secret, which has 256 bits."""
-        return hashlib.sha256(self.secret).hexdigest()
+        """See ``digest_of``."""
+        return digest_of(self.secret)

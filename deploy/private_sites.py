@@ -114,13 +114,13 @@ class PrivateSites:
         self._ledgers: dict[SiteId, FileLedger | InMemoryLedger] = {}
         self.in_sum: SumPrivacy | None = None
         self.plans: Mapping[SiteId, SitePlan]
-        if federation.job.privacy.differential_privacy.unit == "record":
+        if federation.job.privacy.differential_privacy.in_sum:
+            self.in_sum = sum_privacy.plan(federation, stated)
+            self.plans = _plans_in_sum(federation, self.in_sum)
+        else:
             self.plans = {
                 name: _named(name, federation) for name in federation.site_data
             }
-        else:
-            self.in_sum = sum_privacy.plan(federation, stated)
-            self.plans = _plans_in_sum(federation, self.in_sum)
 
     def __enter__(self) -> Self:
         """Return itself; ledgers are opened one by one, by ``trainer``."""
@@ -288,7 +288,7 @@ def _plans_in_sum(federation: Federation, shared: SumPrivacy) -> dict[SiteId, Si
 
 def _holds_against(job: JobSpec) -> str:
     private = job.privacy.differential_privacy
-    if private.unit == "record":
+    if not private.in_sum:
         return "the aggregator, all other sites and the public, whatever they do"
     colluding = private.colluding_sites
     sites = "one of the sites" if colluding == 1 else f"{colluding} of the sites"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import tomli_w
 
-from deploy import introduction, sum_privacy
+from deploy import introduction
 from deploy.introduction import Introduction, Proposal
 from deploy.protection import code_hash
 from federation import job_file, wire
@@ -71,7 +71,7 @@ class SignedRollCall:
             aggregator=aggregator,
             roster=roster,
             sites=sites,
-            in_sum=job.privacy.differential_privacy.unit in sum_privacy.UNITS,
+            in_sum=job.privacy.differential_privacy.in_sum,
         )
 
     def site_of(self, answer: bytes) -> SiteId:

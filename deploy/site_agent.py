@@ -29,7 +29,7 @@ from deploy.introduction import Introduction, Proposal, Statements
 from deploy.protection import code_hash
 from deploy.site_file import SiteConfig
 from deploy.site_floor import check_job
-from deploy.site_run import MetRun, OpenRun, SiteKeys, is_in_sum, open_run
+from deploy.site_run import MetRun, OpenRun, SiteKeys, open_run
 from deploy.store_meters import StoreMeters, User, Watch
 from deploy.user_code import unable_to_exit
 from federation import job_file, wire
@@ -175,7 +175,7 @@ class SiteAgent:
     def _open_again(self, run_id: RunId) -> OpenRun:
         """Take up a run after a restart of this process."""
         met = self._meet_again(run_id)
-        if not is_in_sum(met.job):
+        if not met.job.privacy.differential_privacy.in_sum:
             return self._open(met, keep={})
         try:
             sealed = (self._folder(run_id) / _STATEMENTS).read_bytes()
@@ -198,7 +198,7 @@ class SiteAgent:
 
     def _answer_proposal(self, proposal: Proposal, sealed: bytes) -> Introduction:
         met = self._meet(proposal, sealed)
-        if is_in_sum(met.job):
+        if met.job.privacy.differential_privacy.in_sum:
             needs = sum_privacy.needs(met.federation)[self.name]
             self._keep(met.run_id, {_PROPOSAL: sealed})
             self._met = met
@@ -349,9 +349,10 @@ def _promised(folder: Path) -> float:
     """Epsilon that was promised to a run; 0 before all sites' needs were known."""
     sealed = (folder / _PROPOSAL).read_bytes()
     job = job_file.loads(introduction.kept_proposal(sealed).job)
-    if is_in_sum(job) and not (folder / _STATEMENTS).exists():
+    private = job.privacy.differential_privacy
+    if private.in_sum and not (folder / _STATEMENTS).exists():
         return 0.0
-    return job.privacy.differential_privacy.target_epsilon or 0.0
+    return private.target_epsilon or 0.0
 
 
 def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:

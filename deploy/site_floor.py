@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from clients.factories import import_factory
 from deploy.protection import code_hash, header_slots
 from deploy.site_file import UNITS, FloorSpec
-from deploy.sum_privacy import UNITS as IN_SUM
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import JobSpec
@@ -140,7 +139,7 @@ def _sum_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
 def _noise_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
     """Against how many sites the noise holds that adds up inside the sum."""
     private = job.privacy.differential_privacy
-    if private.unit in IN_SUM and private.colluding_sites < floor.colluding_sites:
+    if private.in_sum and private.colluding_sites < floor.colluding_sites:
         demand = f"demands noise that {floor.colluding_sites} colluding sites cannot "
         counted = f"take off (floor.colluding_sites), not {private.colluding_sites}"
         yield _COLLUDING, demand + counted

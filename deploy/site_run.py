@@ -14,7 +14,7 @@ from deploy.private_sites import PrivateSites
 from deploy.protection import check_layout
 from deploy.site_file import FloorSpec, SiteConfig, SiteFile
 from deploy.site_floor import contract_floor
-from deploy.sum_privacy import UNITS, SumPrivacy
+from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
 from federation.errors import JobError
 from federation.events import SitePrivacy
@@ -78,11 +78,6 @@ class SiteKeys:
     roster: Roster
 
 
-def is_in_sum(job: JobSpec) -> bool:
-    """Whether a site must know what all others need before it can promise anything."""
-    return job.privacy.differential_privacy.unit in UNITS
-
-
 def open_run(
     met: MetRun,
     *,
@@ -101,7 +96,8 @@ def open_run(
         keys: Under secure aggregation.
         folder: What the site keeps of this run.
         clock: Of the ledger.
-        stated: What all sites have stated that they need; None unless ``is_in_sum``.
+        stated: What all sites have stated that they need; None unless noise is in the
+            sum.
         stack: Closes what was opened.
 
     Raises:

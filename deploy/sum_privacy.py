@@ -34,8 +34,6 @@ from privacy.dp.mechanism import SLACK
 from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.ring import RingSpec
 
-UNITS = frozenset({"joint", "site"})  # whose noise adds up inside the sum
-
 _TABLE = "privacy.differential_privacy"
 
 

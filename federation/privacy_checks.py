@@ -114,7 +114,7 @@ def check_differential_privacy(job: JobSpec) -> None:
             )
         return
     _check_unused(private, table)
-    if private.unit != "record":
+    if private.in_sum:
         _check_noise_in_sum(job)
     if private.unit == "joint":
         _check_joint(job)
@@ -153,7 +153,7 @@ def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
     """Refuse keys that are of no account here: nobody shall believe in them."""
     default, unit = DifferentialPrivacySpec(), private.unit
     used = {
-        "colluding_sites": unit != "record",
+        "colluding_sites": private.in_sum,
         "adaptive_clip": unit == "site",
         "accept_low_signal": unit == "site",
         "clip_quantile": private.adaptive_clip,

@@ -162,6 +162,14 @@ class DifferentialPrivacySpec:
         """Whether the job has a unit of privacy."""
         return self.unit != "none"
 
+    @property
+    def in_sum(self) -> bool:
+        """Whether the noise of all sites adds up inside the secure sum.
+
+        A site must then know what all others need before it can promise anything.
+        """
+        return self.unit in {"joint", "site"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacySpec:
