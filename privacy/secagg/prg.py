@@ -262,19 +262,6 @@ def apply_masks_(
         in_ranges(apply_range, size, threads=threads)
 
 
-def add_keystream_(
-    words_w: Words,
-    key: bytes,
-    *,
-    sign: Literal[1, -1] = 1,
-    first_word: int = 0,
-    threads: int = 1,
-) -> None:
-    """Add one keystream to words, or subtract it: see ``apply_masks_``."""
-    mask = Mask(key=key, sign=sign)
-    apply_masks_(words_w, [mask], first_word=first_word, threads=threads)
-
-
 def unpack_24(packed: Words, out_c: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Spread words of three bytes over ``uint32``; the top bytes become zero."""
     wide = out_c.view(np.uint8).reshape(-1, 4)

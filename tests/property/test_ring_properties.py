@@ -89,12 +89,12 @@ def test_stream_does_not_depend_on_where_it_is_cut(
     size: int, first_word: int, cut: int, bits: int, key: bytes
 ):
     """Nor on where it is entered."""
-    whole = np.zeros(size, f"<u{bits // 8}")
+    whole, added = np.zeros(size, f"<u{bits // 8}"), Mask(key=key, sign=1)
     parts = whole.copy()
-    prg.add_keystream_(whole, key, first_word=first_word)
+    prg.apply_masks_(whole, [added], first_word=first_word)
     cut = min(cut, size)
-    prg.add_keystream_(parts[:cut], key, first_word=first_word)
-    prg.add_keystream_(parts[cut:], key, first_word=first_word + cut)
+    prg.apply_masks_(parts[:cut], [added], first_word=first_word)
+    prg.apply_masks_(parts[cut:], [added], first_word=first_word + cut)
     np.testing.assert_array_equal(whole, parts)
 
 
@@ -137,5 +137,5 @@ def test_mask_and_its_opposite_are_nothing(bits: int):
     encoded = encode_(update_d, spec, weight=1.0, rounding_key=bytes(32)).words_w
     before = encoded.copy()
     for sign in (1, -1):
-        prg.add_keystream_(encoded, bytes([5]) * 32, sign=sign)
+        prg.apply_masks_(encoded, [Mask(key=bytes([5]) * 32, sign=sign)])
     np.testing.assert_array_equal(before, encoded)

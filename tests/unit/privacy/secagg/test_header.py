@@ -33,7 +33,7 @@ def test_sums_are_those_of_the_values():
         prg.apply_masks_(words_s, [mask])
         total += words_s
     for site in range(3):
-        prg.add_keystream_(total, bytes([site]) * 32, sign=-1)
+        prg.apply_masks_(total, [Mask(key=bytes([site]) * 32, sign=-1)])
     sums = header.decode_header(SPEC, total)
     for name in ("weight", "loss"):
         plain = math.fsum(_values(site)[name] for site in range(3))

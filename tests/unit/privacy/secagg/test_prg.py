@@ -15,6 +15,7 @@ from privacy.secagg.prg import (
 )
 
 KEY = bytes(range(32))
+ADDED = Mask(key=KEY, sign=1)
 DTYPES = {16: np.uint16, 24: np.uint8, 32: np.uint32, 64: np.uint64}
 ALL_BITS = pytest.mark.parametrize("bits", DTYPES)
 BOTH_WAYS = pytest.mark.parametrize("way", [Keystream, FrontKeystream])
@@ -128,7 +129,7 @@ def test_stream_may_be_entered_anywhere(first_byte: int):
 def test_words_are_little_endian_pieces_of_the_stream(bits: int):
     """As the slow implementation has them."""
     words = _zeros(bits, 21)
-    prg.add_keystream_(words, KEY)
+    prg.apply_masks_(words, [ADDED])
     expected = ring_oracles.stream_words(KEY, 21, bits)
     assert expected == ring_oracles.as_integers(words, bits)
 
@@ -139,9 +140,9 @@ def test_words_may_be_entered_anywhere(bits: int, first_word: int):
     """A vector masked in two parts is the vector masked at once."""
     width = 3 if bits == 24 else 1
     whole = _zeros(bits, first_word + CHUNK_WORDS + 3)
-    prg.add_keystream_(whole, KEY)
+    prg.apply_masks_(whole, [ADDED])
     tail = _zeros(bits, CHUNK_WORDS + 3)
-    prg.add_keystream_(tail, KEY, first_word=first_word)
+    prg.apply_masks_(tail, [ADDED], first_word=first_word)
     np.testing.assert_array_equal(whole[width * first_word :], tail)
 
 
@@ -181,7 +182,7 @@ def test_no_masks_change_nothing():
 
 
 def test_empty_vector_is_masked():
-    prg.add_keystream_(np.zeros(0, np.uint32), KEY)
+    prg.apply_masks_(np.zeros(0, np.uint32), [ADDED])
 
 
 def test_packing_keeps_the_lower_24_bits():
@@ -222,12 +223,12 @@ def test_sign_is_one_or_minus_one():
 )
 def test_arrays_that_are_not_words_are_refused(words: prg.Words):
     with pytest.raises(ValueError, match="words"):
-        prg.add_keystream_(words, KEY)
+        prg.apply_masks_(words, [ADDED])
 
 
 def test_threads_are_at_least_one():
     with pytest.raises(ValueError, match="threads"):
-        prg.add_keystream_(np.zeros(4, np.uint32), KEY, threads=0)
+        prg.apply_masks_(np.zeros(4, np.uint32), [ADDED], threads=0)
 
 
 def test_error_in_a_range_is_raised():

@@ -108,7 +108,7 @@ def test_ed25519(row: Row):
 def product_stream(key: bytes, num_bytes: int, counter: int) -> bytes:
     """The keystream as masks have it."""
     words = np.zeros(-(-num_bytes // 8), np.uint64)
-    prg.add_keystream_(words, key, first_word=2 * counter)
+    prg.apply_masks_(words, [prg.Mask(key=key, sign=1)], first_word=2 * counter)
     return words.astype("<u8").tobytes()[:num_bytes]
 
 
