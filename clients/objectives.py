@@ -52,7 +52,11 @@ def classification(
     *,
     max_loss: float | None = None,
 ) -> BatchLoss:
-    """Cross-entropy of one label per example: ``model(inputs)`` gives ``(B, K)``."""
+    """Cross-entropy of one label per example: ``model(inputs)`` gives ``(B, K)``.
+
+    Raises:
+        SiteError: Labels or logits have another shape or type.
+    """
     if labels is None:
         raise SiteError("classification needs targets, and the data has none")
     if labels.ndim != 1 or labels.is_floating_point():
@@ -79,7 +83,11 @@ def causal_lm(
     *,
     max_loss: float | None = None,
 ) -> BatchLoss:
-    """Cross-entropy of each next token: windows ``(B, T+1)``, logits ``(B, T, V)``."""
+    """Cross-entropy of each next token: windows ``(B, T+1)``, logits ``(B, T, V)``.
+
+    Raises:
+        SiteError: Tokens or logits have another shape or type.
+    """
     if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():  # noqa: PLR2004
         raise SiteError(
             "causal_lm needs windows of at least two integer tokens; the inputs are "

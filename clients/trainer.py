@@ -16,12 +16,7 @@ import torch
 from clients import batches, weights
 from clients.batches import ALONE, Rank
 from clients.datasets import Batch, Dataset, Indices
-from clients.local_steps import (
-    add_proximal,
-    groups,
-    make_optimizer,
-    set_learning_rate,
-)
+from clients.local_steps import add_proximal, groups, make_optimizer, set_learning_rate
 from clients.model_pool import ModelPool
 from clients.objectives import OBJECTIVES
 from clients.private_steps import (

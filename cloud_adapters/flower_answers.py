@@ -13,21 +13,10 @@ from cloud_adapters.flower_questions import Asked
 from cloud_adapters.frame_references import Packed, Reference, Sizes
 from cloud_adapters.frames import Frames
 from federation import wire
-from federation.errors import (
-    CorruptObject,
-    ObjectNotFound,
-    ProtocolError,
-    StoreError,
-)
+from federation.errors import CorruptObject, ObjectNotFound, ProtocolError, StoreError
 from federation.failures import failure
 from federation.ids import SiteId
-from federation.messages import (
-    FailureKind,
-    RoundTask,
-    SecureTask,
-    SiteMessage,
-    Task,
-)
+from federation.messages import FailureKind, RoundTask, SecureTask, SiteMessage, Task
 
 
 class Answers:

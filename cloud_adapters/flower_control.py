@@ -22,11 +22,7 @@ from flwr.proto.run_pb2 import RunStatus
 from flwr.supercore.control.control_http_client import ControlHttpClient
 
 from cloud_adapters.flower_bundle import bundle
-from cloud_adapters.flower_facts import (
-    FlowerNodeInfo,
-    FlowerRun,
-    SuperLinkUnavailable,
-)
+from cloud_adapters.flower_facts import FlowerNodeInfo, FlowerRun, SuperLinkUnavailable
 
 
 class FlowerControl:

@@ -21,10 +21,7 @@ from cloud_adapters.flower_roll_call import ANYBODY, Attendance
 from cloud_adapters.frame_references import Packed
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.redelivery import Inquiry
-from federation.errors import (
-    FederationError,
-    StoreError,
-)
+from federation.errors import FederationError, StoreError
 from federation.failures import failure
 from federation.ids import RunId, SiteId
 from federation.messages import (

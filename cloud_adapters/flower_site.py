@@ -31,13 +31,7 @@ from federation import wire
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.failures import failure
 from federation.ids import RunId, SiteId
-from federation.messages import (
-    FailureKind,
-    RoundTask,
-    SecureTask,
-    SiteMessage,
-    Task,
-)
+from federation.messages import FailureKind, RoundTask, SecureTask, SiteMessage, Task
 from federation.protocols import SiteHandler
 from federation.vectors import Layout
 

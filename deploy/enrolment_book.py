@@ -229,7 +229,11 @@ class BookFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes and threads from writing the book meanwhile."""
+        """Keep other processes and threads from writing the book meanwhile.
+
+        Raises:
+            BookDamaged: The file of the lock cannot be opened.
+        """
         try:
             lock = os.open(
                 self.folder / "sites.lock",

@@ -145,9 +145,9 @@ def invite(
         seconds: How long it holds.
 
     Raises:
-        EnrolmentRefused: The name is none, or the site is enrolled.
+        EnrolmentRefused: The site is enrolled.
         KeyFileRefused: The folder is not an aggregator's.
-        JobError: The address is none.
+        JobError: The site's name is none, or the address.
         RosterRefused: The aggregator's own key is not pinned yet.
     """
     try:

@@ -88,7 +88,13 @@ class RunFolder:
         return read_events(self.events)
 
     def view(self) -> RunView:
-        """What the events add up to."""
+        """What the events add up to.
+
+        Raises:
+            RunNotFound: There is none, or it ended before its first event.
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
         found = self.read_events()
         if not any(isinstance(event, RunStarted) for event in found):
             raise RunNotFound(f"the run in {self.path} ended before its first event")

@@ -102,7 +102,11 @@ def load_table(
 
 
 def loads(text: str) -> JobSpec:
-    """Check the job that a TOML text describes; see ``load``."""
+    """Check the job that a TOML text describes; see ``load``.
+
+    Raises:
+        JobError: It is not TOML, or see ``parse``.
+    """
     try:
         document = tomllib.loads(text)
     except _NOT_TOML as error:

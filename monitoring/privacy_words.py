@@ -9,12 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from federation.events import ModelEvaluated, PrivacyPlanned, SitePrivacy
 from federation.messages import PrivacySpent
-from monitoring.units import (
-    format_cap,
-    format_count,
-    format_delta,
-    format_epsilon,
-)
+from monitoring.units import format_cap, format_count, format_delta, format_epsilon
 from privacy.dp.budget import MIN_SIGNAL_TO_NOISE
 from privacy.dp.held_out import MAX_LOSS
 

@@ -17,14 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from federation.errors import StoreUnavailable
 from federation.messages import FailureKind
-from monitoring import (
-    panels,
-    plots,
-    privacy_words,
-    report_privacy,
-    storage_use,
-    units,
-)
+from monitoring import panels, plots, privacy_words, report_privacy, storage_use, units
 from monitoring.round_view import RUNNING, accuracy_of, loss_of, perplexity
 from monitoring.run_view import COMPLETED, RunView
 from monitoring.site_view import SiteView

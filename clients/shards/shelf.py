@@ -18,12 +18,7 @@ from clients.shards.index import (
 from clients.shards.rows import RowLayout, Rows
 from cloud_adapters.storage.cached import ObjectCache
 from cloud_adapters.storage.retry import Retry
-from federation.errors import (
-    CorruptObject,
-    FederationError,
-    ObjectNotFound,
-    SiteError,
-)
+from federation.errors import CorruptObject, FederationError, ObjectNotFound, SiteError
 from federation.protocols import ObjectStore
 
 MEMORY_BYTES = 512 * 1024 * 1024

@@ -18,12 +18,7 @@ from google.auth.credentials import Credentials
 from cloud_adapters.storage import gcs_errors
 from cloud_adapters.storage.checksums import Checksums, Crc32c, checksums_of
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
-from cloud_adapters.storage.gcs_lookup import (
-    Resource,
-    lookup,
-    object_path,
-    told_apart,
-)
+from cloud_adapters.storage.gcs_lookup import Resource, lookup, object_path, told_apart
 from cloud_adapters.storage.gcs_read import Reading
 from cloud_adapters.storage.gcs_upload import (
     BLOCK_BYTES,

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of, quoted
 from cloud_adapters.storage.gcs_lookup import Resource, lookup, object_path
-from cloud_adapters.storage.gcs_upload import (
-    PUT_ID,
-    Chunk,
-    NewObject,
-    UploadSession,
-)
+from cloud_adapters.storage.gcs_upload import PUT_ID, Chunk, NewObject, UploadSession
 from cloud_adapters.storage.retry import Retry
 from federation.errors import (
     ObjectChanged,

@@ -21,11 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.dp.gaussian_weights import (
-    WEIGHT_BITS,
-    half_weights,
-    truncation_distance,
-)
+from privacy.dp.gaussian_weights import WEIGHT_BITS, half_weights, truncation_distance
 from privacy.secagg.prg import SPARE_BYTES, Keystream, aligned
 
 MIN_SIGMA = 0.5

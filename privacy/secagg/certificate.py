@@ -16,12 +16,7 @@ from typing import ClassVar
 from privacy.secagg.canonical import Reader, fields, lp, numbers, u64
 from privacy.secagg.contract import DIGEST_BYTES, MAX_MEMBERS, Contract
 from privacy.secagg.errors import CertificateRefused
-from privacy.secagg.identity import (
-    SIGNATURE_BYTES,
-    Identity,
-    Label,
-    PublicIdentity,
-)
+from privacy.secagg.identity import SIGNATURE_BYTES, Identity, Label, PublicIdentity
 
 MAX_CERTIFICATE_BYTES = 2048
 

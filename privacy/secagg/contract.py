@@ -24,14 +24,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from federation.ids import RunId, SiteId, check_name
-from privacy.secagg.canonical import (
-    MAX_U64,
-    Reader,
-    fields,
-    float64,
-    lp,
-    u64,
-)
+from privacy.secagg.canonical import MAX_U64, Reader, fields, float64, lp, u64
 from privacy.secagg.errors import ContractRefused, UnknownSite
 from privacy.secagg.identity import KEY_BYTES
 from privacy.secagg.ring import RING_BITS, RingSpec

@@ -30,12 +30,7 @@ from privacy.secagg.canonical import (
     u64,
 )
 from privacy.secagg.contract import DIGEST_BYTES, MAX_MEMBERS, Member
-from privacy.secagg.identity import (
-    SIGNATURE_BYTES,
-    Identity,
-    Label,
-    PublicIdentity,
-)
+from privacy.secagg.identity import SIGNATURE_BYTES, Identity, Label, PublicIdentity
 from privacy.secagg.keys import (
     KEM_CIPHERTEXT_BYTES,
     KEM_PUBLIC_BYTES,

@@ -49,12 +49,7 @@ from privacy.secagg.messages import (
     verify,
 )
 from privacy.secagg.setup import SetupRecord
-from privacy.secagg.shamir import (
-    SHARE_BYTES,
-    check_consistent,
-    check_share,
-    combine,
-)
+from privacy.secagg.shamir import SHARE_BYTES, check_consistent, check_share, combine
 
 
 class _Phase(Enum):
