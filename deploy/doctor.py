@@ -227,10 +227,8 @@ def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
         found = roster.load(path)
         mode = stat.S_IMODE(path.stat().st_mode)
     except (RosterRefused, OSError) as error:
-        text = str(error)
-        where = "" if str(path) in text else f"{path}: "
         advice = "ask for the newest roster, or make one with `crossfed keys trust`"
-        bad = problem("roster", f"{where}{text}", advice)
+        bad = problem("roster", str(error), advice)
         return [bad], None
     checks = [
         ok(

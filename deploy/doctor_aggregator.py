@@ -11,6 +11,7 @@ from deploy import (
     aggregator_file,
     doctor,
     doctor_exchange,
+    doctor_flower,
     enrolment_book,
     folder_lock,
     ports,
@@ -43,6 +44,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         yield problem("aggregator", str(error), "correct the file: see its how-to")
         return
     yield ok("aggregator", f"{path} is sound")
+    yield doctor_flower.check_flower()
     folder = config.folder
     yield from doctor.check_identity(
         folder / "aggregator.pem", folder / "roster.toml", lost=_RESTORE

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cloud_adapters.flower_facts import MOST_SKEW_SECONDS
 from cloud_adapters.tls import client_context
-from deploy import doctor, doctor_exchange, site_file, site_folder
+from deploy import doctor, doctor_exchange, doctor_flower, site_file, site_folder
 from deploy.addresses import parse_address
 from deploy.certificates import parse_certificate
 from deploy.data import load_data
@@ -47,6 +47,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         yield problem("site", str(error), "correct the file: see its how-to")
         return
     yield ok("site", f"{config.file.name!r} by {path}")
+    yield doctor_flower.check_flower()
     yield from doctor.check_identity(config.identity, config.roster, lost=_ENROL)
     yield from _node_key(config)
     yield from _certificate(config, clock)

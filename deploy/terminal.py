@@ -86,6 +86,9 @@ def complain(error: Exception, options: argparse.Namespace) -> int:
     if options.verbose:
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
+    if isinstance(error, ModuleNotFoundError) and _is_of_flower(error):
+        tell("Flower is not installed here: pip install 'crossfed[flower]'")
+        return FAILED
     if not isinstance(error, FederationError):
         tell(f"{type(error).__name__}: {error}")
         if not options.verbose:
@@ -97,3 +100,7 @@ def complain(error: Exception, options: argparse.Namespace) -> int:
         text = f"{job}: {text}"
     tell(text)
     return exit_codes.of_error(error)
+
+
+def _is_of_flower(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").partition(".")[0] == "flwr"

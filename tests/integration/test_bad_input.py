@@ -72,13 +72,19 @@ def test_wrong_authority(place: Place):
     assert "does not prove" in found.found
 
 
-def test_wrong_address(place: Place):
-    """Nobody is there; an agent would try again for ever, so doctor says it."""
+def test_doctor_tells_all_that_is_wrong_at_once(place: Place):
+    """Before a run would: an agent tries to connect for ever, and loads data late."""
     address = f"127.0.0.1:{free_port()}"
     place.connect_to(address)
+    text = place.path.read_text()
+    place.path.write_text(text.replace('source = ""', 'source = "file:///nowhere"'))
+    (place.path.parent / "node.pem").chmod(0o644)
     told = crossfed("doctor", "--site", str(place.path), code=1).stdout
     assert f"problem  aggregator: {address} cannot be reached" in told
     assert "is its port open" in told
+    assert "problem  data: there is no index.json in file:///nowhere" in told
+    assert "problem  node key: " in told
+    assert told.count("problem  ") == 3
 
 
 def test_address_that_is_none(place: Place):

@@ -179,14 +179,47 @@ def test_doctor_finds_a_site_ready(federation: Deployment):
     assert checks["clock skew"]["status"] == checks["certificate"]["status"] == "ok"
 
 
-def test_a_job_below_the_floor_is_refused(federation: Deployment, tmp_path: Path):
-    """Nothing is trained, and the message names site and key."""
-    job = tmp_path / "job.toml"
-    text = (JOBS / "quickstart.toml").read_text()
-    job.write_text(text.replace("clients.data:digits", "clients.data:text_folder"))
-    refused = crossfed("run", str(job), "--aggregator", federation.config, code=2)
-    assert "does not take part: data.source: site " in refused.stderr
-    assert "does not accept 'clients.data:text_folder'" in refused.stderr
+@pytest.mark.parametrize(
+    ("line", "other", "told", "noted"),
+    [
+        (
+            'privacy = "none"',
+            'privacy = "record"',
+            "site {0!r} demands 'record' (floor.privacy), and the job says 'none'",
+            "",
+        ),
+        pytest.param(
+            'source = ""',
+            'source = "no_such_module:load"',
+            "site {0!r} cannot load its data; its log says why",
+            "there is no module 'no_such_module'",
+            marks=pytest.mark.long,  # The way of a refusal is the same.
+        ),
+    ],
+)
+def test_site_that_refuses_names_the_key(
+    federation: Deployment, line: str, other: str, told: str, noted: str
+):
+    """Nothing is trained, and both ends are told; of its data, its log alone."""
+    site = SITES[0]
+    path = federation.folder / site / "site.toml"
+    text = path.read_text()
+    assert line in text
+    federation.end(site)
+    path.write_text(text.replace(line, other))
+    federation.start_site(site)
+    job = str(JOBS / "quickstart.toml")
+    refused = crossfed("run", job, "--aggregator", federation.config, code=2).stderr
+    federation.end(site)
+    path.write_text(text)
+    federation.start_site(site)
+    log = (federation.folder / f"{site}.log").read_text()
+    assert f"the run cannot begin: site {site!r} does not take part: " in refused
+    assert told.format(site) in refused
+    assert " is refused: " in log
+    assert told.format(site) in log
+    assert noted in log
+    assert "Traceback" not in refused + log
 
 
 @pytest.mark.long  # One by one they are in the dozen of the fault matrix.

@@ -1,5 +1,6 @@
 """What commands say."""
 
+import argparse
 import json
 import math
 
@@ -14,3 +15,12 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
     terminal.say_json({"rows": [{"loss": math.nan}, (math.inf, 1.0)]})
     found = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
     assert found == {"rows": [{"loss": "NaN"}, ["Infinity", 1.0]]}
+
+
+@pytest.mark.parametrize("name", ["flwr", "flwr.app"])
+def test_flower_that_is_not_installed(capsys: pytest.CaptureFixture[str], name: str):
+    """It is an extra: whoever simulates does without."""
+    error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+    assert terminal.complain(error, argparse.Namespace(verbose=False)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Flower is not installed here: pip install 'crossfed[flower]'" in line
