@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support import toy_sites, wire_messages
 from support.agents import RUN_ID, consortium
@@ -138,7 +138,11 @@ contents = st.dictionaries(st.just("about") | texts, configs, max_size=3).map(
 failures = st.builds(Error, st.integers(0, 1000), st.none() | st.text(max_size=3000))
 
 
+FRAMELESS = ConfigRecord({"type": flower_site._STYPE, "bytes": "no bytes"})
+
+
 @given(says=contents | failures)
+@example(says=RecordDict({"about": FRAMELESS}))
 @often
 def test_answers_of_any_make(says: Any):
     """Records of Flower with whatever names, types and values, and its errors."""
@@ -216,6 +220,11 @@ changes = st.dictionaries(
 )
 
 
+def call_digest(call: SignedRollCall) -> str:
+    """What an answer to this call names."""
+    return introduction.digest(call.question)
+
+
 def believed(call: SignedRollCall, answer: bytes) -> SiteId | None:
     """The site that an answer is believed to be of; every refusal fits a line."""
     said = ""
@@ -228,12 +237,18 @@ def believed(call: SignedRollCall, answer: bytes) -> SiteId | None:
 
 
 @given(changes=changes | st.fixed_dictionaries({"refused": st.text(max_size=9000)}))
+@example(changes={"site": HONEST})
+@example(changes={"proposal": "00" * 32})
+@example(changes={"num_examples": -1})
 @often
 def test_introductions_that_a_site_has_signed(changes: dict[str, Any]):
     """With whatever in them, none passes for another site's."""
     call = called()
     found = believed(call, introduced(call, HOSTILE, changes))
     assert found in {None, HOSTILE}
+    if found is not None:
+        assert changes.get("proposal", call_digest(call)) == call_digest(call)
+        assert call.introductions[HOSTILE].num_examples >= 0
     assert call.introductions.keys() <= {HOSTILE}
     assert call.site_of(introduced(call, HONEST)) == HONEST
 
