@@ -81,7 +81,8 @@ http {{
     map $request $crossfed_way {{
         default "";
         "~^POST /v1/fleet/({calls}) HTTP/1\\.1$" fleet;
-        "~^GET /health HTTP/1\\.1$" health;
+        # Load balancers ask in HTTP/1.0, some of them.
+        "~^GET /health HTTP/1\\.[01]$" health;
         "~^(GET|POST) /enroll HTTP/1\\.1$" enroll;
     }}
     limit_req_zone $binary_remote_addr zone=health:1m rate=10r/s;

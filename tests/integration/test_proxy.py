@@ -66,6 +66,13 @@ def test_health_and_enrolment_need_no_certificate(proxy: RunningProxy, way: str)
     assert proxy.service[-1] == f"{way} HTTP/1.1"
 
 
+def test_load_balancer_asks_for_health_in_http_1_0(proxy: RunningProxy):
+    """Some do by default, and name no host."""
+    with proxy.connect() as tls:
+        tls.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert proxy_server.read_status(tls) == "200"
+
+
 def test_fleet_without_a_certificate_is_refused(proxy: RunningProxy):
     """Anonymous clients do not reach Flower at all."""
     before = list(proxy.fleet)
@@ -108,6 +115,10 @@ REFUSED = [
     "POST https://localhost/v1/fleet/pull-messages HTTP/1.1",
     "POST http://127.0.0.1/v1/control/start-run HTTP/1.1",
     "POST /v1/fleet/pull-messages HTTP/1.0",
+    "POST /health HTTP/1.0",
+    "GET /health?x HTTP/1.0",
+    "GET /health",
+    "GET /enroll HTTP/1.0",
     "POST /v1/fleet/pull-messages",
     "POST /v1/fleet/pull-messages HTTP/2.0",
     "POST  /v1/fleet/pull-messages HTTP/1.1",
