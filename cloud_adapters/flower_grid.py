@@ -16,22 +16,20 @@ from flwr.serverapp import Grid as FlowerApi
 from cloud_adapters import flower_errors, flower_site
 from cloud_adapters.flower_answers import Answers
 from cloud_adapters.flower_presence import Presence
-from cloud_adapters.flower_questions import Asked, Exchange, Out, Question
+from cloud_adapters.flower_questions import Asked, Exchange, Out, Question, num_ahead
 from cloud_adapters.flower_roll_call import ANYBODY, Attendance
 from cloud_adapters.frame_references import Packed
 from cloud_adapters.frames import INLINE, Frames
-from cloud_adapters.redelivery import Inquiry
+from cloud_adapters.redelivery import Inquiry, Word
 from federation.errors import FederationError, StoreError
 from federation.failures import failure
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
     Reply,
-    RoundTask,
     SiteFailure,
     SiteMessage,
     Task,
-    TaskKind,
 )
 from federation.protocols import Clock
 
@@ -48,9 +46,6 @@ QUEUE = 2
 GRACE_SECONDS = 2.0
 # A look for answers that took so long has fetched vectors.
 LONG_SECONDS = 1.0
-# Answers that may be held back for one that is due before them.
-MAX_AHEAD = 64
-MAX_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +149,7 @@ class FlowerGrid:
         self._tidy(tasks)
         ordered, ahead = self._delivery.ordered, math.inf
         if ordered:
-            num_held = _num_held(tasks)
+            num_held = num_ahead(tasks)
             ahead = self._delivery.max_in_flight + num_held
             # Without shared processes all tasks go out at once, and all answers may
             # have to wait for the first.
@@ -214,8 +209,8 @@ class FlowerGrid:
             deadline_seconds=self._seconds_left(exchange, question),
             references=packed.references,
         )
-        kind = _kind(question.task).value
-        if not self._post(exchange, Out(question=question), content, kind):
+        out = Out(question=question)
+        if not self._post(exchange, out, content, question.kind.value):
             text = "Flower did not take the message for its node"
             self._fail(exchange, question, FailureKind.UNREACHABLE, text)
         elif question.inquiry is not None:
@@ -248,8 +243,11 @@ class FlowerGrid:
         for question in [*exchange.open.values()]:
             now = self._clock.monotonic()
             if question.inquiry is not None and question.inquiry.is_due(now):
-                out = Out(question=question, probed_seconds=now)
-                self._post(exchange, out, RecordDict(), flower_site.PROBE)
+                self._probe(exchange, question, flower_site.PROBE)
+
+    def _probe(self, exchange: Exchange, question: Question, kind: str) -> None:
+        out = Out(question=question, probed_seconds=self._clock.monotonic())
+        self._post(exchange, out, RecordDict(), kind)
 
     def _pack(self, task: Task) -> Packed | SiteFailure:
         if task.site not in self._nodes:
@@ -285,7 +283,9 @@ class FlowerGrid:
     def _pull(self, exchange: Exchange) -> list[Reply]:
         """Take in what has arrived; return the late answers among it."""
         late = []
-        for message in self._api.pull_messages([*exchange.out, *self._late]):
+        found = self._api.pull_messages([*exchange.out, *self._late])
+        # Words last: one that tells of an answer may have come with it.
+        for message in sorted(found, key=_is_word):
             message_id = message.metadata.reply_to_message_id
             if message_id in exchange.out:
                 self._take_in(exchange, exchange.out.pop(message_id), message)
@@ -307,16 +307,23 @@ class FlowerGrid:
             self._settle(exchange, question, told)
             return
         word = flower_site.read_word(message.content)
-        if word is None:
-            answer, bytes_up = self._answers.read(question.task, message)
-            question.asked.is_answered = True
-            self._settle(exchange, question, answer, bytes_up=bytes_up)
-        elif (
-            inquiry is not None
-            and out.probed_seconds is not None
-            and inquiry.is_missing(word, out.probed_seconds)
-        ):
+        if word is not None:
+            self._take_word(exchange, out, word, is_again=not _is_word(message))
+            return
+        answer, bytes_up = self._answers.read(question.task, message)
+        question.asked.is_answered = True
+        self._settle(exchange, question, answer, bytes_up=bytes_up)
+
+    def _take_word(
+        self, exchange: Exchange, out: Out, word: Word, *, is_again: bool
+    ) -> None:
+        question, inquiry = out.question, out.question.inquiry
+        if inquiry is None or out.probed_seconds is None:
+            return  # A copy came there, of which nothing follows.
+        if inquiry.is_missing(word, out.probed_seconds):
             self._send(exchange, question, self._pack(question.task))
+        elif word is Word.ANSWERED and not is_again:
+            self._probe(exchange, question, flower_site.AGAIN)
 
     def _take_in_late(self, asked: Asked, message: Message) -> list[Reply]:
         """The answer to a question for which nobody waits, if it is the first one."""
@@ -374,13 +381,5 @@ class FlowerGrid:
         self._clock.sleep(self._delivery.poll_seconds if seconds is None else seconds)
 
 
-def _num_held(tasks: Sequence[Task]) -> int:
-    """Answers that memory allows to hold back."""
-    models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
-    largest = max(models, default=0)
-    return min(MAX_AHEAD, MAX_AHEAD_BYTES // max(largest, 1))
-
-
-def _kind(task: Task) -> TaskKind:
-    # Flower knows no kind for steps of secure aggregation; they belong to training.
-    return task.kind if isinstance(task, RoundTask) else TaskKind.TRAIN
+def _is_word(message: Message) -> bool:
+    return message.metadata.message_type == flower_site.PROBE

@@ -37,6 +37,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+from cloud_adapters import flower_site
 from cloud_adapters.flower_connection import Connection
 from cloud_adapters.flower_envelope import Envelope
 from cloud_adapters.flower_fleet import (
@@ -49,7 +50,6 @@ from cloud_adapters.flower_fleet import (
     Taken,
     Uniform,
 )
-from cloud_adapters.flower_site import reply_at_once
 from cloud_adapters.redelivery import Inbox
 from cloud_adapters.tls import client_context
 from federation.errors import FederationError, ProtocolError, SiteError
@@ -69,6 +69,9 @@ STOP_POLL_SECONDS = 0.2
 MAX_WAITING = 16
 AFTER_DROP_SECONDS = 1.0
 CALL_SECONDS = 30.0
+# How long a connection is kept for the next request: less than our proxy keeps it
+# (75 s), and less than firewalls remember one.
+KEPT_SECONDS = 60.0
 
 _LOG = logging.getLogger(__name__)
 
@@ -147,7 +150,7 @@ class FlowerNode:
         tls = None
         if self.root_certificates is not None:
             tls = client_context(self.root_certificates, self.certificate)
-        return FleetHttpClient(
+        client = FleetHttpClient(
             f"{'http' if tls is None else 'https'}://{self.address}",
             interceptors=[
                 _Version(),
@@ -156,6 +159,14 @@ class FlowerNode:
             verify=tls or False,
             timeout=CALL_SECONDS,
         )
+        # Its own forgets connections after 5 s, and to make one with TLS takes two
+        # round trips more than to ask.
+        client._client = httpx.Client(  # noqa: SLF001 -- there is no other way in
+            verify=tls or False,
+            timeout=CALL_SECONDS,
+            limits=httpx.Limits(keepalive_expiry=KEPT_SECONDS),
+        )
+        return client
 
     def _activate(self, client: FleetHttpClient) -> None:
         self._calls.begin()
@@ -271,12 +282,15 @@ class FlowerNode:
         envelope = connection.next()
         if envelope is None:
             return False
-        reply = reply_at_once(envelope.about, self._inbox)
+        reply = flower_site.reply_at_once(envelope.about, self._inbox)
         if reply is None:
             self._free.clear()  # Nothing is looked for while the site begins.
             letters.put(envelope)
         else:
-            connection.send(reply, 0.0)
+            # Who asks after questions reads what is whole, and a word in pieces would
+            # keep the next task waiting for three round trips.
+            is_word = flower_site.read_word(reply.content) is not None
+            connection.send(reply, 0.0, whole=is_word)
         return True
 
     def _forget(self, letters: queue.Queue[Envelope | Exception]) -> None:
@@ -297,13 +311,16 @@ class FlowerNode:
         """Answer one message; whatever Flower makes of it, the node lives on."""
         self._free.clear()
         try:
-            self._take(connection, envelope)
+            try:
+                self._take(connection, envelope)
+            finally:
+                self._free.set()
+            # The next is looked for meanwhile: the way there and back may be long.
+            connection.confirm(envelope)
         except (Lost, SiteError):
             raise
         except Exception as error:  # noqa: BLE001 -- errors of many kinds, none ours
             self._drop(error)
-        finally:
-            self._free.set()
 
     def _take(self, connection: Connection, envelope: Envelope) -> None:
         """Answer one message, and keep the answer, which may be lost on its way."""
@@ -322,7 +339,6 @@ class FlowerNode:
         finally:
             if envelope.name and reply.has_content():
                 self._inbox.keep(envelope.name, reply.content)
-        connection.confirm(envelope)  # For which the answer need not wait.
 
     def _answer(self, message: Message) -> Message:
         """Have the app answer; an error becomes the answer of a failed node."""

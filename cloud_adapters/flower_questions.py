@@ -5,11 +5,16 @@ after. The first answer to any of them counts.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cloud_adapters.redelivery import Inquiry, new_name
 from federation.ids import RunId, SiteId
-from federation.messages import Reply, SiteMessage, Task
+from federation.messages import Reply, RoundTask, SiteMessage, Task, TaskKind
+
+# Answers that may be held back for one that is due before them.
+MAX_AHEAD = 64
+MAX_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +67,11 @@ class Question:
     task: Task
     asked: Asked
     inquiry: Inquiry | None
+
+    @property
+    def kind(self) -> TaskKind:
+        """What Flower calls it: steps of secure aggregation belong to training."""
+        return self.task.kind if isinstance(self.task, RoundTask) else TaskKind.TRAIN
 
     @classmethod
     def of(
@@ -143,3 +153,10 @@ class Exchange:
             found.append(self.landed.pop(self.next_index))
             self.next_index += 1
         return found
+
+
+def num_ahead(tasks: Sequence[Task]) -> int:
+    """Answers that memory allows to hold back."""
+    models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
+    largest = max(models, default=0)
+    return min(MAX_AHEAD, MAX_AHEAD_BYTES // max(largest, 1))

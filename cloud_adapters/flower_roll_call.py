@@ -10,7 +10,7 @@ from flwr.serverapp import Grid as FlowerApi
 
 from cloud_adapters import flower_site
 from cloud_adapters.flower_errors import LOST, NODE_GONE, gist
-from cloud_adapters.redelivery import Inquiry, new_name
+from cloud_adapters.redelivery import Inquiry, Word, new_name
 from federation import wire
 from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
@@ -248,9 +248,13 @@ class _Call:
         if word is None:
             del self.open[asked.node]
             self._identify(asked.node, reply, now)
-        elif probed is not None and asked.inquiry.is_missing(word, probed):
+        elif probed is None:
+            return  # A copy came there, of which nothing follows.
+        elif asked.inquiry.is_missing(word, probed):
             self._post(asked, None)
             asked.inquiry.note_sent(now)
+        elif reply.metadata.message_type == flower_site.PROBE and word is Word.ANSWERED:
+            self._post(asked, now, flower_site.AGAIN)
 
     def _is_passing(
         self, asked: _Asked, code: int, probed: float | None, now: float
@@ -264,8 +268,10 @@ class _Call:
             asked.inquiry.note_lost(now)
         return code in LOST or probed is not None
 
-    def _post(self, asked: _Asked, probed: float | None) -> bool:
-        content, kind = RecordDict(), flower_site.PROBE
+    def _post(
+        self, asked: _Asked, probed: float | None, kind: str = flower_site.PROBE
+    ) -> bool:
+        content = RecordDict()
         if probed is None:
             content, kind = flower_site.pack_bytes(self.roll_call.question), "query"
         message = Message(content, asked.node, kind, group_id=asked.name)

@@ -47,8 +47,10 @@ _Record = Mapping[str, Any]
 _NOTHING: _Record = {}
 _STYPE = f"crossfed.wire.v{wire.VERSION}"
 _BYTES_STYPE = "crossfed.bytes.v1"
-# A message that asks after the question that it names; and the word that answers it.
+# A message that asks after the question that it names; one that asks for the answer
+# once more; and the word that answers the former.
 PROBE = "query.question"
+AGAIN = "query.answer"
 _WORD = "word"
 
 MAX_SECONDS = 1e9
@@ -189,14 +191,14 @@ def reply_at_once(about: Message, inbox: Inbox[RecordDict]) -> Message | None:
         inbox: What the site knows of questions.
 
     Returns:
-        The answer that was given before, or a word; None if the message brings a new
+        A word, or the answer that was given before; None if the message brings a new
         question, or is about none.
     """
-    name = about.metadata.group_id
-    if about.metadata.message_type != PROBE and (not name or inbox.admit(name)):
+    name, kind = about.metadata.group_id, about.metadata.message_type
+    if kind not in {PROBE, AGAIN} and (not name or inbox.admit(name)):
         return None
-    found = inbox.look(name)
-    content = pack_word(found) if isinstance(found, Word) else found
+    answer = inbox.answer(name) if kind == AGAIN else None
+    content = pack_word(inbox.look(name)) if answer is None else answer
     return Message(content, reply_to=about)
 
 

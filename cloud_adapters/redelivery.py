@@ -4,8 +4,10 @@ Flower delivers at most once: what a SuperLink, a proxy or a connection holds wh
 dies is gone, and nobody is told. So the aggregator gives every question a name that
 stays the same however often the question is sent, and asks after one that has been out
 for some seconds, by a message that is its name and nothing else. The site answers with
-what it answered before, or with a word: that it does not know the name, upon which the
-question is sent again, or that it does, upon which there is nothing to do but wait.
+a word: that it does not know the name, upon which the question is sent again; that it
+works on it, upon which there is nothing to do but wait; or that it has answered, and
+then an aggregator that has no answer by now asks for it once more. A large answer is
+not sent twice because a message overtook it.
 
 A site works once for each name. What it knows of names is in memory, and is lost with
 the process: beyond that ledgers and the memory of rounds hold, as they do against an
@@ -38,6 +40,7 @@ class Word(StrEnum):
 
     UNKNOWN = "unknown"  # it never came here
     KNOWN = "known"  # the site works on it, or has answered long ago
+    ANSWERED = "answered"  # and can send the answer again
 
 
 def new_name(round_index: int) -> str:
@@ -118,9 +121,16 @@ class Inbox(Generic[Answer]):
         with self._lock:
             self._names.pop(name, None)
 
-    def look(self, name: str) -> Answer | Word:
+    def look(self, name: str) -> Word:
         """What can be said of a question now."""
         with self._lock:
             if self._last is not None and self._last[0] == name:
-                return self._last[1]
+                return Word.ANSWERED
             return Word.KNOWN if name in self._names else Word.UNKNOWN
+
+    def answer(self, name: str) -> Answer | None:
+        """The answer to a question, if it is kept."""
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                return None
+            return self._last[1]

@@ -4,25 +4,19 @@ The aggregator is on this host; each site and the object store have one of their
 What processes write lies on small disks.
 """
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from botocore.exceptions import BotoCoreError, ClientError
 from faults import disks, jobs, store_process
 from faults.cells import Victim
-from faults.network import Network, network
-from support import s3_server
-from support.deployment import CLOCK, Deployment, deployed, wait_for
+from support.deployment import CLOCK, Deployment, deployed
+from support.network import Network, network
 
-TESTS = Path(__file__).resolve().parents[1]
 STORE = "store"
-_STORE_PORT = 9000
 _RANKS = "\n[compute]\nranks = 2\n"
 
 
@@ -52,18 +46,11 @@ class Rig:
 
     def start_store(self) -> None:
         """Start the store, and wait until it answers."""
-        address = self.net.addresses[STORE]
-        program = [sys.executable, "-m", "faults.store_process"]
-        where = ["ip", "netns", "exec", self.net.namespaces[STORE]]
-        with (self.folder / "store.log").open("ab") as log:
-            self.store = subprocess.Popen(
-                [*where, *program, address, str(_STORE_PORT)],
-                env={**os.environ, "PYTHONPATH": str(TESTS)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        wait_for(self._store_answers, "the store")
+        self.store = store_process.start(
+            self.net.addresses[STORE],
+            where=self.net.inside(STORE),
+            log=self.folder / "store.log",
+        )
 
     def stop_store(self) -> None:
         """End the store, whatever has befallen it."""
@@ -108,14 +95,6 @@ class Rig:
         if self.store is None or self.store.poll() is not None:
             self.start_store()
 
-    def _store_answers(self) -> bool:
-        client = s3_server.client(_endpoint(self.net))
-        try:
-            client.head_bucket(Bucket=store_process.BUCKET)
-        except (BotoCoreError, ClientError):
-            return False
-        return True
-
 
 def disk_folders(folder: Path) -> dict[Victim, Path]:
     """Where each victim that writes files does so."""
@@ -130,21 +109,17 @@ def disk_folders(folder: Path) -> dict[Victim, Path]:
 @contextmanager
 def rig(folder: Path) -> Iterator[Rig]:
     """Build one, and take it down."""
-    credentials = {
-        "AWS_ACCESS_KEY_ID": "test-key",
-        "AWS_SECRET_ACCESS_KEY": s3_server.SECRET,
-    }
     with ExitStack() as stack:
         net = stack.enter_context(network([*jobs.SITES, STORE]))
         stack.enter_context(disks.disks([*disk_folders(folder).values()]))
-        exchange = _exchange(net)
+        exchange = store_process.table(net.addresses[STORE], threshold_mb=1)
         deployment = stack.enter_context(
             deployed(
                 folder,
                 jobs.FLOOR + exchange,
                 host=net.address,
                 namespaces=net.namespaces,
-                environment=credentials,
+                environment=store_process.CREDENTIALS,
                 sites=jobs.SITES,
             )
         )
@@ -154,20 +129,6 @@ def rig(folder: Path) -> Iterator[Rig]:
         stack.callback(made.stop_store)
         made.start_store()
         yield made
-
-
-def _endpoint(net: Network) -> str:
-    return f"http://{net.addresses[STORE]}:{_STORE_PORT}"
-
-
-def _exchange(net: Network) -> str:
-    return f"""
-[exchange]
-url = "s3://{store_process.BUCKET}/fed"
-endpoint = "{_endpoint(net)}"
-region = "us-east-1"
-threshold_mb = 1
-"""
 
 
 def pause(seconds: float) -> None:

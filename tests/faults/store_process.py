@@ -4,21 +4,75 @@ It keeps everything in memory, so that its death loses all objects: more than a 
 does. After SIGUSR1 its disk is full, after SIGUSR2 no longer.
 """
 
+import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from botocore.exceptions import BotoCoreError, ClientError
 from support import s3_server
+from support.deployment import wait_for
 
 BUCKET = "exchange"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test-key",
+    "AWS_SECRET_ACCESS_KEY": s3_server.SECRET,
+}
 FULL, ROOM = signal.SIGUSR1, signal.SIGUSR2
+_PORT = 9000
+_TESTS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(slots=True)
 class _Disk:
     is_full: bool = False
+
+
+def table(address: str, *, threshold_mb: int) -> str:
+    """The configuration of who uses it."""
+    return f"""
+[exchange]
+url = "s3://{BUCKET}/fed"
+endpoint = "{_endpoint(address)}"
+region = "us-east-1"
+threshold_mb = {threshold_mb}
+"""
+
+
+def start(address: str, *, where: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start one, and wait until it answers.
+
+    Args:
+        address: Where it listens.
+        where: What its command is preceded by.
+        log: File for what it says.
+    """
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [*where, sys.executable, "-m", __spec__.name, address, str(_PORT)],
+            env={**os.environ, "PYTHONPATH": str(_TESTS)},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
+    wait_for(lambda: _answers(address), "the store")
+    return process
+
+
+def _answers(address: str) -> bool:
+    try:
+        s3_server.client(_endpoint(address)).head_bucket(Bucket=BUCKET)
+    except (BotoCoreError, ClientError):
+        return False
+    return True
+
+
+def _endpoint(address: str) -> str:
+    return f"http://{address}:{_PORT}"
 
 
 def main(host: str, port: int) -> None:

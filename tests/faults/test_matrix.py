@@ -7,11 +7,10 @@
 from collections.abc import Iterator
 
 import pytest
-from faults import network
 from faults.cells import CELLS, DOZEN, Cell
 from faults.rig import Rig, rig
 from faults.trial import run_cell
-from support import proxy_server
+from support import network, proxy_server
 
 # Longer than a silent site counts as there (12 s) and Flower holds its place (20 s).
 SHORT_SECONDS = 22.0

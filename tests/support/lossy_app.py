@@ -10,6 +10,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from support.superlink_app import SITE
 
+from cloud_adapters import flower_runtime
 from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
 from cloud_adapters.flower_roll_call import Attendance
 from federation.clock import SystemClock
@@ -65,7 +66,7 @@ class LosingGrid:
 def exchange(api: Grid, *, num_lost: int, num_floats: int) -> dict[str, Any]:
     """Do a round; how long it took, and whether its answer was right."""
     grid = FlowerGrid(
-        LosingGrid(api, num_lost),
+        LosingGrid(flower_runtime.over(api), num_lost),
         [SITE],
         clock=SystemClock(),
         attendance=Attendance(roll_call=OneSite()),

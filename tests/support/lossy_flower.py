@@ -45,6 +45,7 @@ class LossyFlower:
         delay: Seconds that one takes on its way to a node.
         work: Seconds that a node works on a message.
         sent: All that was sent to nodes.
+        replied: What nodes replied at once, beside their work.
         worked: How often an app was given each task, by site, round and step.
         introduced: How often a node was asked to introduce itself.
     """
@@ -55,6 +56,7 @@ class LossyFlower:
     delay: Callable[[Message], float] = lambda _: 0.01
     work: float = 1.0
     sent: list[Message] = field(default_factory=list)
+    replied: list[Message] = field(default_factory=list)
     worked: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     introduced: Counter[int] = field(default_factory=Counter)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -109,6 +111,7 @@ class LossyFlower:
         node = message.metadata.dst_node_id
         reply = flower_site.reply_at_once(message, self._inboxes[node])
         if reply is not None:
+            self.replied.append(reply)
             self._replies[message.metadata.message_id] = reply
             return
         now = self.clock.monotonic()

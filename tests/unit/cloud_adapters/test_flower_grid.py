@@ -40,7 +40,11 @@ from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
 )
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_grid, flower_presence, flower_site  # noqa: E402
+from cloud_adapters import (  # noqa: E402
+    flower_presence,
+    flower_questions,
+    flower_site,
+)
 from cloud_adapters.flower_grid import Delivery, FlowerGrid  # noqa: E402
 from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
 from cloud_adapters.frame_references import Packed  # noqa: E402
@@ -284,7 +288,7 @@ def test_order_is_given_up_for_memory(
     flower: FakeFlower, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ):
     """All answers are out at once, and large ones are not held back."""
-    monkeypatch.setattr(flower_grid, "MAX_AHEAD_BYTES", 2 * TASK.weights_d.nbytes)
+    monkeypatch.setattr(flower_questions, "MAX_AHEAD_BYTES", 2 * TASK.weights_d.nbytes)
     grid = make_grid(flower, clock, ordered=True)
     flower.silent = {10}
     assert [r.message.site for r in exchange(grid)] == ["two", "three", "one"]
@@ -305,7 +309,7 @@ def test_few_answers_are_held_back(
     flower: FakeFlower, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ):
     """Where one holds up many, memory bounds how many tasks go out behind it."""
-    monkeypatch.setattr(flower_grid, "MAX_AHEAD_BYTES", 0)
+    monkeypatch.setattr(flower_questions, "MAX_AHEAD_BYTES", 0)
     grid = make_grid(flower, clock, ordered=True, workers=1)
     flower.silent = {10}
     before = len(flower.sent)

@@ -39,6 +39,7 @@ from support.lossy_flower import (  # noqa: E402
 from cloud_adapters import flower_site  # noqa: E402
 from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
 from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
+from cloud_adapters.redelivery import Inbox, Word  # noqa: E402
 
 pytestmark = pytest.mark.flower
 
@@ -255,6 +256,36 @@ def test_kept_answer_is_the_one_that_was_lost(flower: LossyFlower):
     assert len(said) == 2
     assert said[0] == said[1]
     assert reply.bytes_up == len(said[0])
+
+
+def test_probe_that_an_answer_overtakes_brings_no_second_one(flower: LossyFlower):
+    """It waits for the site while that sends, and is met by a word and no model."""
+    grid = make_grid(flower)
+    flower.work = 6.0
+    flower.delay = lambda message: 3.0 if is_probe(message) else 0.01
+    exchange(grid)
+    flower.clock.sleep(5.0)
+    flower.delay = lambda _: 0.01
+    exchange(grid, round_index=2)
+    kinds = {message.metadata.message_type for message in flower.sent}
+    assert flower_site.AGAIN not in kinds
+    words = [flower_site.read_word(message.content) for message in flower.replied]
+    assert Word.ANSWERED in words, "or this could not fail"
+    assert None not in words
+
+
+def test_site_that_says_that_it_has_answered_is_asked_now_and_then(
+    flower: LossyFlower, monkeypatch: pytest.MonkeyPatch
+):
+    """And not as fast as it can say so without ever doing it."""
+    grid = make_grid(flower)
+    flower.loses = is_answer
+    monkeypatch.setattr(Inbox, "answer", lambda *_: None)
+    replies = exchange(grid)
+    assert {r.message.kind for r in replies} == {FailureKind.DEADLINE}
+    again = [m for m in flower.sent if m.metadata.message_type == flower_site.AGAIN]
+    probes = sum(map(is_probe, flower.sent))
+    assert 0 < len(again) <= probes < 3 * DEADLINE_SECONDS / 10
 
 
 def test_answer_that_comes_twice_is_handed_on_once(flower: LossyFlower):

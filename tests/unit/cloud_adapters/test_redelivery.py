@@ -38,9 +38,10 @@ def test_unknown_question_is_sent_again_once():
     assert inquiry.is_missing(Word.UNKNOWN, asked=15.0)
 
 
-def test_known_question_is_not_sent_again():
-    """The site works on it."""
-    assert not Inquiry(0.0).is_missing(Word.KNOWN, asked=5.0)
+@pytest.mark.parametrize("word", [Word.KNOWN, Word.ANSWERED])
+def test_known_question_is_not_sent_again(word: Word):
+    """The site works on it, or has answered it."""
+    assert not Inquiry(0.0).is_missing(word, asked=5.0)
 
 
 def test_site_that_lies_is_sent_a_model_now_and_then():
@@ -63,7 +64,8 @@ def test_question_is_admitted_once():
     assert inbox.look("a") is Word.KNOWN
     inbox.keep("a", b"answer")
     assert not inbox.admit("a")
-    assert inbox.look("a") == b"answer"
+    assert inbox.look("a") is Word.ANSWERED
+    assert inbox.answer("a") == b"answer"
 
 
 def test_one_answer_is_kept():
@@ -73,6 +75,7 @@ def test_one_answer_is_kept():
     inbox.keep("a", b"answer")
     inbox.admit("b")
     assert inbox.look("a") is Word.KNOWN
+    assert inbox.answer("a") is None
     assert not inbox.admit("a")
 
 
