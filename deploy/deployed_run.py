@@ -126,12 +126,6 @@ def check(job: JobSpec, members: Roster) -> None:
     """
     names = {site.name for site in job.sites}
     known = {entry.site for entry in members.sites}
-    if job.privacy.secure_aggregation.enabled and names != known:
-        raise JobError(
-            "under secure aggregation they must be exactly those of the roster: "
-            f"{', '.join(sorted(known))}",
-            key="sites",
-        )
     if not names <= known:
         raise JobError(
             f"{', '.join(sorted(names - known))} are not in the roster: enrol them",

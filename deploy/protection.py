@@ -219,7 +219,7 @@ def contract_of(
         num_values=layout.size,
         roster_serial=roster.serial,
         roster_digest=roster.digest,
-        members=members_of(roster),
+        members=members_of(roster, {SiteId(site.name) for site in job.sites}),
         aggregator_key=roster.aggregator_key,
         threshold=job.minimum_sites,
         min_sites=job.minimum_sites,  # All that are in a sum: t, or N.

@@ -18,7 +18,7 @@ privacy in ``terms``.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -70,8 +70,17 @@ class Member:
     public_key: bytes
 
 
-def members_of(roster: Roster) -> tuple[Member, ...]:
-    """Number all sites of a roster from 1, in the order of their names."""
+def members_of(
+    roster: Roster, sites: Collection[SiteId] | None = None
+) -> tuple[Member, ...]:
+    """Number sites of a roster from 1, in the order of their names.
+
+    Args:
+        roster: Pins the sites.
+        sites: Those of the run; all of the roster's by default. Others than the
+            roster's are left out.
+    """
+    entries = [e for e in roster.sites if sites is None or e.site in sites]
     return tuple(
         Member(
             number=number,
@@ -79,7 +88,7 @@ def members_of(roster: Roster) -> tuple[Member, ...]:
             organisation=entry.organisation,
             public_key=entry.public_key,
         )
-        for number, entry in enumerate(roster.sites, start=1)
+        for number, entry in enumerate(entries, start=1)
     )
 
 

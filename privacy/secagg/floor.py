@@ -121,8 +121,10 @@ def _pin_faults(q: Contract, floor: LocalFloor) -> _Faults:
         )
     if q.roster_digest != floor.roster.digest:
         yield "roster_digest", "this site holds another roster with the same serial"
-    if q.members != members_of(floor.roster):
-        yield "members", "they are not exactly the sites of the roster"
+    # Which sites of the roster take part is the job's: what a sum of few reveals is
+    # bounded by `colluding`, `min_sites` and the rule for two.
+    if q.members != members_of(floor.roster, {member.site for member in q.members}):
+        yield "members", "they are not sites of the roster with its keys, in its order"
     if q.aggregator_key != floor.roster.aggregator_key:
         yield "aggregator_key", "it is not the aggregator of the roster"
 

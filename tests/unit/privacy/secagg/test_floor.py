@@ -102,23 +102,51 @@ def test_older_roster_is_refused_as_stale():
         check_against_floor(PARTIES.contract(roster_serial=2), PARTIES.floor())
 
 
-def test_members_are_the_roster():
-    """Neither a sybil, nor a missing site, nor another key."""
-    extra = dataclasses.replace(
-        CONTRACT.members[0], number=6, site=SiteId("zz"), public_key=OTHER
+@pytest.mark.parametrize(
+    ("number", "changes"),
+    [
+        (6, {"site": SiteId("zz"), "public_key": OTHER}),
+        (5, {"public_key": OTHER}),
+        (5, {"organisation": "another"}),
+        (5, {"site": SiteId("zz")}),
+    ],
+    ids=["sybil", "key", "organisation", "name"],
+)
+def test_members_are_in_the_roster(number: int, changes: dict[str, Any]):
+    """As it pins them, and nobody else."""
+    last = CONTRACT.members[min(number, 5) - 1]
+    stranger = dataclasses.replace(last, number=number, **changes)
+    contract = PARTIES.contract(
+        members=(*CONTRACT.members[: number - 1], stranger), threshold=number
     )
-    renamed = dataclasses.replace(CONTRACT.members[4], public_key=OTHER)
-    for members in (
-        (*CONTRACT.members, extra),
-        CONTRACT.members[:4],
-        (*CONTRACT.members[:4], renamed),
-    ):
-        contract = PARTIES.contract(
-            members=members, threshold=len(members), min_sites=3
-        )
-        with pytest.raises(ContractRefused) as caught:
-            check_against_floor(contract, PARTIES.floor())
-        assert caught.value.key == "members"
+    with pytest.raises(ContractRefused) as caught:
+        check_against_floor(contract, PARTIES.floor())
+    assert caught.value.key == "members"
+
+
+def test_members_stand_in_the_order_of_the_roster():
+    """One list of sites has one numbering: a number is a point of the sharing."""
+    first, second, *others = CONTRACT.members
+    swapped = (
+        dataclasses.replace(second, number=1),
+        dataclasses.replace(first, number=2),
+        *others,
+    )
+    with pytest.raises(ContractRefused) as caught:
+        check_against_floor(PARTIES.contract(members=swapped), PARTIES.floor())
+    assert caught.value.key == "members"
+
+
+def test_a_run_may_be_of_some_sites_of_the_roster():
+    """As long as a sum of them hides what the floor wants hidden."""
+    sites = {member.site for member in CONTRACT.members[1:4]}
+    members = members_of(PARTIES.roster, sites)
+    assert [(m.number, m.site) for m in members] == list(enumerate(sorted(sites), 1))
+    contract = PARTIES.contract(members=members, threshold=3, min_sites=3)
+    check_against_floor(contract, PARTIES.floor())
+    with pytest.raises(ContractRefused) as caught:
+        check_against_floor(contract, PARTIES.floor(min_sites=4))
+    assert caught.value.key == "min_sites"
 
 
 def test_two_sites_need_both_waivers():
