@@ -1,13 +1,16 @@
 """How much a site's update counts. What a site claims is bounded here.
 
-Counts and losses are a site's own word: bounds keep nonsense out, not lies. Where
-a site may lie, use ``uniform`` weights and a robust rule of ``aggregator.combine``.
+Counts and losses are a site's own word: bounds keep nonsense out, not lies, and what
+a site has introduced itself with keeps it to one word. Where a site may lie, use
+``uniform`` weights and a robust rule of ``aggregator.combine``.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from federation.errors import InvalidUpdate
+from federation.ids import SiteId
 from federation.messages import MetricSums, SiteUpdate
 
 # Training examples that one site may claim to hold.
@@ -19,15 +22,36 @@ MAX_IMPROVEMENT = 1.0
 
 Weighting = Callable[[SiteUpdate], float]
 
+_NOBODY: Mapping[SiteId, int] = MappingProxyType({})
 
-def weight_of(rule: str) -> Weighting:
-    """Return the weighting that a job names: ``examples``, ``uniform``, ``dynamic``."""
+
+def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weighting:
+    """Return the weighting that a job names.
+
+    Args:
+        rule: ``examples``, ``uniform`` or ``dynamic``.
+        introduced: Training examples that sites have said they hold, before the first
+            round. Updates of these sites that claim more are refused, whatever the
+            rule; those of other sites are held to ``MAX_EXAMPLES`` alone.
+    """
     rules: dict[str, Weighting] = {
         "examples": by_examples,
         "uniform": uniformly,
         "dynamic": by_improvement,
     }
-    return rules[rule]
+    weigh = rules[rule]
+
+    def weigh_held(update: SiteUpdate) -> float:
+        most = introduced.get(update.site)
+        if most is not None and update.num_examples > most:
+            raise InvalidUpdate(
+                f"site {update.site!r} claims {update.num_examples} training examples "
+                f"and introduced itself with {most}: if its data has grown, stop the "
+                "run and resume it"
+            )
+        return weigh(update)
+
+    return weigh_held
 
 
 def by_examples(update: SiteUpdate) -> float:

@@ -26,7 +26,7 @@ from deploy.user_code import unable_to_exit
 from federation import job_file
 from federation.coordinator import run_federation
 from federation.errors import JobError
-from federation.events import Emit, Event
+from federation.events import Emit, Event, SitesIntroduced
 from federation.gather import Gather
 from federation.ids import SiteId
 from federation.job import JobSpec
@@ -231,6 +231,13 @@ class DeployedRun:
             return self._record.keep(partial(self._coordinate, grid))
 
     def _facts(self) -> Iterator[Event]:
+        told = {name: n for name, n in self._roll_call.examples().items() if n}
+        if told:
+            yield SitesIntroduced(
+                at=self._clock.now(),
+                sites=tuple(told),
+                num_examples=tuple(told.values()),
+            )
         promises = self._roll_call.promises()
         if promises:
             in_sum = self._in_sum
@@ -246,7 +253,12 @@ class DeployedRun:
         job, layout = self._job, self._federation.pool.layout
         in_sum = self._in_sum
         if not job.privacy.secure_aggregation.enabled:
-            return wiring.plain_gather(self._federation, self._run_id, grid)
+            return wiring.plain_gather(
+                self._federation,
+                self._run_id,
+                grid,
+                introduced=self._roll_call.examples(),
+            )
         return SecureGather(
             job,
             layout=layout,

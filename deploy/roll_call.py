@@ -100,6 +100,11 @@ class SignedRollCall:
         self.introductions.clear()
         return True
 
+    def examples(self) -> Mapping[SiteId, int]:
+        """Training examples that each site says it holds; 0 if it does not tell."""
+        found = sorted(self.introductions.items())
+        return {name: each.num_examples for name, each in found}
+
     def promises(self) -> tuple[SitePrivacy, ...]:
         """What the sites promise, in the order of their names."""
         found = sorted(self.introductions.items())

@@ -170,15 +170,29 @@ def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
     )
 
 
-def plain_gather(federation: Federation, run_id: RunId, grid: Grid) -> Gather:
-    """Gather in the clear, by the job's rule and weights."""
+def plain_gather(
+    federation: Federation,
+    run_id: RunId,
+    grid: Grid,
+    *,
+    introduced: Mapping[SiteId, int] | None = None,
+) -> Gather:
+    """Gather in the clear, by the job's rule and weights.
+
+    Args:
+        federation: Job and model.
+        run_id: The run.
+        grid: The way to the sites.
+        introduced: Training examples that sites have said they hold, and that their
+            updates are held to; none in a simulation.
+    """
     job = federation.job
     return PlainGather(
         job,
         run_id=run_id,
         layout=federation.pool.layout,
         grid=grid,
-        weight_of=weight_of(job.aggregation.weights),
+        weight_of=weight_of(job.aggregation.weights, introduced=introduced or {}),
         combine=combine_rule(job.aggregation),
     )
 

@@ -81,6 +81,23 @@ class DataDistributed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SitesIntroduced:
+    """Sites that are machines of their own have told how much they hold.
+
+    It is their word, signed: no update of theirs may claim more.
+
+    Attributes:
+        at: When.
+        sites: Those who have told it.
+        num_examples: Training examples of each of them.
+    """
+
+    at: float
+    sites: tuple[str, ...]
+    num_examples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SitePrivacy:
     """What one site promises, and how it keeps it.
 
@@ -451,6 +468,7 @@ class RunFinished:
 Event = (
     RunStarted
     | DataDistributed
+    | SitesIntroduced
     | PrivacyPlanned
     | RoundStarted
     | SiteAnswered

@@ -22,12 +22,13 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitesIntroduced,
     Warned,
 )
 from federation.messages import FailureKind
 from federation.protocols import Clock
 from monitoring import privacy_words
-from monitoring.progress import printable, training_loss
+from monitoring.progress import introduced, printable, training_loss
 from monitoring.round_view import RoundView, loss_of, perplexity
 from monitoring.run_fold import RunFold
 from monitoring.run_view import COMPLETED, EXHAUSTED, RunView
@@ -147,15 +148,22 @@ def _notices(event: Event, rounds: int) -> Iterator[Text]:
         case PrivacyPlanned():
             for line in privacy_words.lines(event, MAX_SITE_ROWS):
                 yield Text(printable(f"privacy: {line}", limit=500), style="cyan")
+        case SitesIntroduced():
+            yield Text(printable(f"examples: {introduced(event)}", limit=500))
         case Warned(message=message):
             yield Text(printable(f"warning: {message}"), style="yellow")
         case CheckpointSkipped(key=key, reason=reason):
             yield Text(printable(f"skipped checkpoint {key}: {reason}"), "yellow")
-        case RunFinished(status=status, message=message) if status == EXHAUSTED:
-            line = f"the privacy budget is spent: {message or 'as planned'}"
-            yield Text(printable(line), style="bold cyan")
-        case RunFinished(message=message) if message:
-            yield Text(printable(message), style="bold red")
+        case RunFinished():
+            yield from _end_notice(event)
+
+
+def _end_notice(event: RunFinished) -> Iterator[Text]:
+    if event.status == EXHAUSTED:
+        line = f"the privacy budget is spent: {event.message or 'as planned'}"
+        yield Text(printable(line), style="bold cyan")
+    elif event.message:
+        yield Text(printable(event.message), style="bold red")
 
 
 def _header(view: RunView, now: float) -> Text:

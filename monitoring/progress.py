@@ -18,6 +18,7 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitesIntroduced,
     Warned,
 )
 from federation.messages import FailureKind
@@ -41,6 +42,15 @@ def printable(text: str, limit: int = 200) -> str:
     """One line without control characters, cut at ``limit`` characters."""
     line = "".join(sign if sign.isprintable() else "?" for sign in text)
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def introduced(event: SitesIntroduced) -> str:
+    """Who says to hold how many examples, the largest first: a wrong one stands out."""
+    pairs = zip(event.sites, event.num_examples, strict=True)
+    order = sorted(pairs, key=lambda pair: -pair[1])
+    named = [f"{n:,} at {site}" for site, n in order[:MAX_SITES_WITH_LINES]]
+    more = len(order) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 class PlainProgress:
@@ -139,6 +149,8 @@ class PlainProgress:
 
     def _write_notice(self, event: Event) -> None:
         match event:
+            case SitesIntroduced():
+                self._write(f"examples  {introduced(event)}")
             case Warned(message=message):
                 self._write(f"warning  {message}")
             case CheckpointSkipped(key=key, reason=reason):

@@ -4,7 +4,7 @@ Flower is not in it: see ``tests/contract/test_flower_node.py``.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,20 @@ from deploy.deployed_run import DeployedRun
 from deploy.run_folder import RunFolder
 from deploy.run_result import RunResult
 from deploy.simulation import simulate
+from deploy.site_agent import SiteAgent
+from deploy.wiring import deal_data
 from federation import events, job_file
 from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec
-from federation.messages import SecureTask, Task
+from federation.messages import (
+    FailureKind,
+    SecureTask,
+    SiteMessage,
+    SiteUpdate,
+    Task,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -231,6 +239,41 @@ def test_plain_run_goes_on_when_agents_restart(place: Place):
                 place.restart(name)
 
     assert same(place.run(listen=restart), simulate(plain))
+
+
+class Boaster(SiteAgent):
+    """The agent of a site that would rather count for all."""
+
+    def answer(self, task: Task) -> SiteMessage:
+        """Train, and claim more than the site has."""
+        answer = super().answer(task)
+        assert isinstance(answer, SiteUpdate)
+        return replace(answer, num_examples=10**9)
+
+
+def test_site_counts_with_no_more_than_it_introduced_itself_with(place: Place):
+    """Its update is refused with both numbers; the one of an honest site is used."""
+    short = ("rounds=1", "evaluation.every=0", "schedule.minimum_sites=1")
+    plain = job("quickstart", IN_THE_CLEAR, *short)
+    place.submit(plain)
+    honest = place.grid.agents[SITES[1]]
+    boaster = Boaster(
+        config=honest.config,
+        identity=honest.identity,
+        roster=honest.roster,
+        clock=honest.clock,
+    )
+    place.grid.agents[SITES[1]] = boaster
+    assert place.run().status == "completed"
+    (told,) = [e for e in place.seen if isinstance(e, events.SitesIntroduced)]
+    held = [len(train) for train, _ in deal_data(plain).values()]
+    assert (told.sites, list(told.num_examples)) == (SITES, held)
+    (failed,) = [e for e in place.seen if isinstance(e, events.SiteFailed)]
+    expected = f"claims {10**9} training examples and introduced itself with {held[1]}"
+    assert (failed.site, failed.kind) == (SITES[1], FailureKind.INVALID)
+    assert expected in failed.message
+    (counted,) = [e for e in place.seen if isinstance(e, events.SiteAnswered)]
+    assert (counted.site, counted.num_examples) == (SITES[0], held[0])
 
 
 def test_site_that_refuses_ends_the_run_before_it_begins(place: Place):

@@ -87,6 +87,16 @@ def test_promises_are_in_the_order_of_names(call: SignedRollCall, members: Conso
     assert [promise.site for promise in call.promises()] == ["site-0"]
 
 
+def test_examples_are_those_that_sites_have_signed(
+    call: SignedRollCall, members: Consortium
+):
+    """Also none: an update of such a site may claim none."""
+    for site, number in (("site-1", 25), ("site-0", 0)):
+        found = replace(answer(call, site), num_examples=number)
+        call.site_of(introduction.seal_introduction(found, members.sites[site]))
+    assert list(call.examples().items()) == [("site-0", 0), ("site-1", 25)]
+
+
 def test_refusal_is_told_with_its_reason(call: SignedRollCall, members: Consortium):
     """And promises nothing."""
     found = answer(call, "site-0", refused="rounds: site 'site-0' allows 5")

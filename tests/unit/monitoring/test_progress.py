@@ -20,6 +20,7 @@ from federation.events import (
     RoundFinished,
     RunFinished,
     SiteFailed,
+    SitesIntroduced,
     Warned,
 )
 from federation.messages import FailureKind
@@ -448,3 +449,21 @@ def test_start_up_is_quick():
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_examples_that_sites_claim_are_said_when_a_run_starts():
+    """The largest first, so that one that cannot be is seen, however many sites."""
+    sites = (*(f"site-{n}" for n in range(9)), f"odd{HOSTILE}")
+    event = SitesIntroduced(
+        at=event_samples.START,
+        sites=sites,
+        num_examples=(*range(10, 19), 10**9),
+    )
+    events = event_samples.two_sites(1)
+    events.insert(1, event)
+    expected = "1,000,000,000 at odd?[31m??boom [bold]?, 18 at site-8, 17 at site-7"
+    (line,) = [line for line in _lines(events) if line.startswith("examples  ")]
+    assert line.startswith(f"examples  {expected}, ")
+    assert line.endswith("12 at site-2 and 2 more")
+    shown = " ".join(_live(events, color_system=None, height=40).split())
+    assert f"examples: {expected}" in shown
