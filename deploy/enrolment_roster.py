@@ -49,6 +49,27 @@ def accept_roster(config: SiteConfig, newest: Roster, digest: str) -> None:
     roster.save(newest, config.roster)
 
 
+def newest(config: SiteConfig, held: Roster, own: Identity) -> Roster:
+    """Read a site's roster again: its operator may have accepted a newer one.
+
+    Args:
+        config: The site.
+        held: What its agent goes by until now.
+        own: The site's key.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        RosterRefused: It cannot be read, is no roster, or does not pin the site's key.
+        StaleRoster: It is older than ``held``.
+    """
+    found = roster.load(config.roster)
+    held.check_successor(found)
+    check_own_entry(found, SiteId(config.file.name), own)
+    return found
+
+
 def differences(before: Roster, after: Roster) -> list[str]:
     """Say for people what a newer roster changes."""
     old = {entry.site: entry for entry in before.sites}

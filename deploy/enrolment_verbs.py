@@ -176,7 +176,7 @@ def _roster(options: argparse.Namespace) -> int:
     for change in changes or ["changes nothing"]:
         say(f"  {change}")
     if options.accept is not None:
-        say(f"{config.roster} is replaced; start the site's agent again")
+        say(f"{config.roster} is replaced; an agent that runs takes it with a new run")
     elif changes:
         say(
             "compare the digest with what crossfed aggregator sites shows, and with "

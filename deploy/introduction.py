@@ -117,7 +117,7 @@ def open_proposal(sealed: bytes, roster: Roster) -> Proposal:
 
 
 def kept_proposal(sealed: bytes) -> Proposal:
-    """Read a proposal that was checked before it was kept.
+    """Read a proposal without a look at who signed it, as where that is known.
 
     Raises:
         ProtocolError: It is damaged.

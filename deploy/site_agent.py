@@ -16,6 +16,7 @@ from pathlib import Path
 from clients.model_pool import ModelPool
 from cloud_adapters.storage.part_file import file_errors
 from deploy import (
+    enrolment_roster,
     introduction,
     releases,
     site_data,
@@ -61,7 +62,7 @@ class SiteAgent:
     Attributes:
         config: The operator's ``site.toml``.
         identity: The site's own key.
-        roster: Whom it trusts.
+        roster: Whom it trusts; read again for every run, and kept until the next.
         clock: Tells time.
         listener: Called with a word about every run that is proposed.
     """
@@ -103,9 +104,10 @@ class SiteAgent:
             run_id = statements.run_id
             answer = partial(self._answer_statements, statements)
         else:
-            proposal = introduction.open_proposal(sealed, self.roster)
+            roster = self._roster_for(sealed)
+            proposal = introduction.open_proposal(sealed, roster)
             run_id = proposal.run_id
-            answer = partial(self._answer_proposal, proposal)
+            answer = partial(self._answer_proposal, proposal, roster)
         try:
             with unable_to_exit():
                 found = answer(sealed)
@@ -142,6 +144,24 @@ class SiteAgent:
         if run is not None:
             self._tell_use(run)
             run.stack.close()
+
+    def _roster_for(self, sealed: bytes) -> Roster:
+        """What a proposal is checked by: the newest roster, unless its run is open.
+
+        Contracts are between holders of the same roster: a run keeps that which it
+        has begun with here.
+        """
+        try:
+            newest = enrolment_roster.newest(self.config, self.roster, self.identity)
+        except FederationError as error:
+            path, serial = self.config.roster, self.roster.serial
+            self.listener(f"roster {serial} stays in use, {path} is refused: {error}")
+            return self.roster
+        met = self._met if self._run is None else self._run.met
+        # Whose proposal it is has not been checked yet; nothing else is read of it.
+        if met is None or introduction.kept_proposal(sealed).run_id != met.run_id:
+            return newest
+        return self.roster
 
     def _tell_use(self, run: OpenRun) -> None:
         """Note in the site's own folder what stores were used for since the last time.
@@ -194,10 +214,13 @@ class SiteAgent:
             raise ProtocolError(
                 f"run {run_id!r} has not been proposed to site {self.name!r}"
             ) from None
-        return self._meet(introduction.open_proposal(sealed, self.roster), sealed)
+        proposal = introduction.open_proposal(sealed, self.roster)
+        return self._meet(proposal, self.roster, sealed)
 
-    def _answer_proposal(self, proposal: Proposal, sealed: bytes) -> Introduction:
-        met = self._meet(proposal, sealed)
+    def _answer_proposal(
+        self, proposal: Proposal, roster: Roster, sealed: bytes
+    ) -> Introduction:
+        met = self._meet(proposal, roster, sealed)
         if met.job.privacy.differential_privacy.in_sum:
             needs = sum_privacy.needs(met.federation)[self.name]
             self._keep(met.run_id, {_PROPOSAL: sealed})
@@ -241,8 +264,8 @@ class SiteAgent:
             )
         return stated
 
-    def _meet(self, proposal: Proposal, sealed: bytes) -> MetRun:
-        """Check a proposal, and load model and data of its run.
+    def _meet(self, proposal: Proposal, roster: Roster, sealed: bytes) -> MetRun:
+        """Check a proposal, load model and data of its run, and go by its roster.
 
         Raises:
             FederationError: The site does not or cannot take part.
@@ -252,9 +275,12 @@ class SiteAgent:
         self._check_code(proposal)
         job = job_file.loads(proposal.job)
         check_job(job, self.config.file.floor, self.name)
-        _check_same_job(job, folder, self.roster)
+        _check_same_job(job, folder, roster)
         self._check_total(run_id, job)
         self.close()
+        if roster != self.roster:
+            self.listener(f"roster {roster.serial} is in use from run {run_id} on")
+            self.roster = roster
         (spec,) = [each for each in job.sites if each.name == self.name]
         watch = self._meters.watch(store_meters.site(spec))
         federation = wiring.Federation(

@@ -31,6 +31,7 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import Clock
+from privacy.secagg import roster
 from privacy.secagg.identity import Identity, generate
 from privacy.secagg.roster import Roster, RosterEntry
 
@@ -114,8 +115,10 @@ def agent(
     **tables: Any,
 ) -> SiteAgent:
     """A site's agent, as it is after a start of its process."""
+    config = site_config(folder / name, name, **tables)
+    roster.save(members.roster, config.roster)
     return SiteAgent(
-        config=site_config(folder / name, name, **tables),
+        config=config,
         identity=members.sites[name],
         roster=members.roster,
         clock=clock or SystemClock(),

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from privacy.secagg import roster
 from privacy.secagg.identity import generate
+from privacy.secagg.roster import Roster
 
 NAME = SiteId("site-0")
 LEAVES = "support.users_module:leaves"
@@ -280,6 +283,85 @@ def test_two_runs_in_turns(agent: SiteAgent, members: Consortium):
         assert answer.run_id == run_id
     assert left(agent) == sorted([RUN_ID, other])
     agent.close()
+
+
+def successor(members: Consortium) -> Consortium:
+    """The same sites in a newer roster, with another key of the aggregator."""
+    aggregator = generate(os.urandom)
+    newer = replace(
+        members.roster,
+        serial=members.roster.serial + 1,
+        aggregator_key=aggregator.public.key,
+    )
+    return replace(members, aggregator=aggregator, roster=newer)
+
+
+def test_newer_roster_is_taken_with_a_new_run(agent: SiteAgent, members: Consortium):
+    """Without a restart, and not by the run that goes on, which keeps its own."""
+    job, newer = small_job(num_sites=2), successor(members)
+    accepted(agent, members, job)
+    roster.save(newer.roster, agent.config.roster)
+    accepted(agent, members, job)  # Its coordinator was started again.
+    assert agent.roster == members.roster
+    with pytest.raises(ProtocolError, match="the aggregator"):
+        agents.propose(agent, newer, agents.proposal(job))
+    second = agents.proposal(job, run_id="20260102-030405-000002")
+    with pytest.raises(ProtocolError, match="the aggregator"):
+        agents.propose(agent, members, second)
+    assert agent.roster == members.roster
+    assert isinstance(agent.answer(train_task(job)), SiteUpdate)
+    assert agents.propose(agent, newer, second).refused == ""
+    assert agent.roster == newer.roster
+    agent.close()
+
+
+def test_run_that_is_refused_brings_no_roster(agent: SiteAgent, members: Consortium):
+    """The one before it goes on."""
+    job, newer = small_job(num_sites=2), successor(members)
+    accepted(agent, members, job)
+    roster.save(newer.roster, agent.config.roster)
+    other = agents.proposal(
+        small_job(num_sites=2, rounds=10_001), run_id="20260102-030405-000002"
+    )
+    assert "floor.max_rounds" in agents.propose(agent, newer, other).refused
+    assert agent.roster == members.roster
+    assert isinstance(agent.answer(train_task(job)), SiteUpdate)
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda path, old: roster.save(replace(old, serial=1), path), "roster 1 was"),
+        (lambda path, _: path.write_text("serial = 'x"), "is not TOML"),
+        (lambda path, _: path.unlink(), "cannot read"),
+        (
+            lambda path, old: roster.save(
+                replace(old, serial=3, sites=old.sites[1:]), path
+            ),
+            "this site was withdrawn",
+        ),
+    ],
+    ids=["older", "damaged", "missing", "without the site"],
+)
+def test_roster_that_cannot_be_taken_is_told_and_left(
+    tmp_path: Path,
+    members: Consortium,
+    change: Callable[[Path, Roster], object],
+    reason: str,
+):
+    """The one in use stays, and runs go on to be taken part in."""
+    said: list[str] = []
+    held = replace(members, roster=replace(members.roster, serial=2))
+    agent = agents.agent(tmp_path, NAME, held)
+    agent.listener = said.append
+    change(agent.config.roster, held.roster)
+    accepted(agent, held, small_job(num_sites=2))
+    agent.close()
+    assert agent.roster == held.roster
+    (line,) = said
+    assert line.startswith(f"roster 2 stays in use, {agent.config.roster} is refused: ")
+    assert reason in line
 
 
 @pytest.mark.slow
