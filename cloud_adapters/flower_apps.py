@@ -77,7 +77,7 @@ class FlowerApps(FlowerApi):
             api: Flower's own grid.
             job: Says what each app calls things.
             layout: Of the run's model.
-            nodes: The node of each site that runs an app.
+            nodes: The node of each site that runs an app and takes part.
         """
         self._api = api
         self._layout = layout
@@ -87,7 +87,7 @@ class FlowerApps(FlowerApi):
                 settings=flower_records.settings_of(site.flower_app, job.training),
             )
             for site in job.sites
-            if site.flower_app is not None
+            if site.flower_app is not None and site.name in nodes
         }
         self._questions: dict[str, _Question] = {}
         self._newest: dict[int, str] = {}

@@ -30,12 +30,18 @@ class RollCall(Protocol):
         """What every node is asked now."""
         ...
 
+    @property
+    def absent(self) -> Mapping[SiteId, str]:
+        """Sites that nobody waits for, and why; answers may add to them."""
+        ...
+
     def site_of(self, answer: bytes) -> SiteId:
         """Tell a site by its node's answer.
 
         Raises:
             ProtocolError: The answer is not to be believed.
-            SiteError: The site does not take part; the message says why.
+            SiteError: The site does not take part, and the run does not do without
+                it; the message says why.
         """
         ...
 
@@ -96,9 +102,15 @@ class Attendance:
         if self.roll_call is None:
             nodes = _greet(api, len(sites), at_once=workers, wait=wait)
             return dict(zip(sites, nodes, strict=True))
-        call = _Call(api=api, roll_call=self.roll_call, sites=sites, known=self.known)
+        call = _Call(
+            api=api,
+            roll_call=self.roll_call,
+            sites=sites,
+            known=self.known,
+            required=len(sites) if self.required is None else self.required,
+        )
         _ask(call, api.get_node_ids, wait)
-        call.check(len(sites) if self.required is None else self.required)
+        call.check()
         while self.roll_call.move_on():
             nodes_before = call.nodes
             call = _Call(
@@ -106,12 +118,13 @@ class Attendance:
                 roll_call=self.roll_call,
                 sites=list(nodes_before),
                 known=self.known,
+                required=len(nodes_before),
                 lack="answer again",
             )
             # A site that came late has used up the time for the question before.
             deadline = clock.monotonic() + self.connect_seconds
             _ask(call, nodes_before.values, replace(wait, deadline=deadline))
-            call.check(len(nodes_before))
+            call.check()
         return call.nodes
 
 
@@ -162,7 +175,7 @@ def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait) -> None
         online = set(nodes())
         call.nodes |= {
             site: call.known[site]
-            for site in call.sites
+            for site in call.expected
             if call.known.get(site) in online
         }
         for node in online - call.met - set(call.known.values()):
@@ -188,6 +201,7 @@ class _Call:
     """Who has been asked, and what came of it.
 
     Attributes:
+        required: Sites that must answer.
         lack: What those who are missing did not do.
         out: Messages to which a reply may come, by their ids; with the time of those
             that ask after the question.
@@ -197,6 +211,7 @@ class _Call:
     roll_call: RollCall
     sites: Sequence[SiteId]
     known: Mapping[SiteId, int]
+    required: int
     lack: str = "connect"
     out: dict[str, tuple[_Asked, float | None]] = field(default_factory=dict)
     open: dict[int, _Asked] = field(default_factory=dict)
@@ -206,23 +221,35 @@ class _Call:
     doubts: list[str] = field(default_factory=list)
     doubted: float = math.inf
 
+    @property
+    def expected(self) -> list[SiteId]:
+        """Sites that may be there."""
+        return [site for site in self.sites if site not in self.roll_call.absent]
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether too many are absent, whoever else comes."""
+        return len(self.expected) < self.required
+
     def is_over(self, now: float) -> bool:
         """Whether there is nothing to wait for."""
-        complete = len(self.nodes) == len(self.sites)
-        return complete or bool(self.complaints) or now - self.doubted > DOUBT_SECONDS
+        complete = len(self.nodes) == len(self.expected)
+        ended = complete or self.is_hopeless or bool(self.complaints)
+        return ended or now - self.doubted > DOUBT_SECONDS
 
-    def check(self, required: int) -> None:
+    def check(self) -> None:
         """Say why the run cannot begin, if it cannot.
 
         Raises:
             SiteError: See ``Attendance.find_nodes``.
         """
-        missing = [site for site in self.sites if site not in self.nodes]
-        if self.complaints or len(self.nodes) < required:
-            texts = self.complaints or [f"{', '.join(missing)} did not {self.lack}"]
-            raise SiteError(
-                f"the run cannot begin: {'; '.join([*texts, *self.doubts])}"
-            )
+        if not self.complaints and len(self.nodes) >= self.required:
+            return
+        missing = [site for site in self.expected if site not in self.nodes]
+        texts = [*self.complaints, *self.roll_call.absent.values()]
+        if missing and not self.complaints and not self.is_hopeless:
+            texts.append(f"{', '.join(missing)} did not {self.lack}")
+        raise SiteError(f"the run cannot begin: {'; '.join([*texts, *self.doubts])}")
 
     def ask(self, node: int, now: float) -> None:
         """Ask a node for the first time."""
@@ -291,7 +318,7 @@ class _Call:
             self.doubts.append(f"Flower node {node}: {error}")
             self.doubted = min(self.doubted, now)
         else:
-            if site in self.sites:
+            if site in self.expected:
                 self.nodes[site] = node
 
     def _site_of(self, reply: Message) -> SiteId:

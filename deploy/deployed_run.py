@@ -15,6 +15,7 @@ from aggregator.secure_sum import SecureGather
 from clients.model_pool import ModelPool
 from deploy import private_sites, roster_file, store_meters, sum_privacy, wiring
 from deploy.durable_files import replace_file
+from deploy.enrolment_book import BookFile
 from deploy.protection import check_layout, contract_of
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder
@@ -26,7 +27,7 @@ from deploy.user_code import unable_to_exit
 from federation import job_file
 from federation.coordinator import run_federation
 from federation.errors import JobError
-from federation.events import Emit, Event, SitesIntroduced
+from federation.events import Emit, Event, SitePrivacy, SitesIntroduced, Warned
 from federation.gather import Gather
 from federation.ids import SiteId
 from federation.job import JobSpec
@@ -68,10 +69,12 @@ class Parties:
     Attributes:
         identity: The aggregator's own key.
         roster: Pins the sites' keys and its own.
+        revoked: Sites whose key is not believed any more, whatever the roster says.
     """
 
     identity: Identity
     roster: Roster
+    revoked: frozenset[SiteId] = frozenset()
 
     @classmethod
     def of_run(cls, folder: Path, run: RunFolder) -> "Parties":
@@ -85,16 +88,19 @@ class Parties:
         """
         found = cls.load(folder)
         kept = run.path / "roster.toml"
-        if not kept.exists():
+        if run.run_id() is None or not kept.exists():
             replace_file(kept, [roster.dumps(found.roster).encode()])
-        return replace(found, roster=roster.load(kept))
+        members = roster.load(kept)
+        book = BookFile(folder=folder).read()
+        return replace(found, roster=members, revoked=book.revoked_sites(members))
 
     @classmethod
     def load(cls, folder: Path) -> "Parties":
-        """Read ``aggregator.pem`` and ``roster.toml`` of a folder.
+        """Read ``aggregator.pem``, ``roster.toml`` and ``sites.json`` of a folder.
 
         Raises:
             KeyFileRefused: The key is missing or open to others.
+            BookDamaged: The record of sites cannot be read.
             JobError: The roster has no sites yet, is malformed or cannot be read, or
                 pins another aggregator.
         """
@@ -109,7 +115,12 @@ class Parties:
             members = roster.load(pinned)
         except RosterRefused as error:
             raise JobError(f"{pinned}: {error}; restore it from its copy") from error
-        found = cls(identity=identity.load(folder / "aggregator.pem"), roster=members)
+        book = BookFile(folder=folder).read()
+        found = cls(
+            identity=identity.load(folder / "aggregator.pem"),
+            roster=members,
+            revoked=book.revoked_sites(members),
+        )
         if found.identity.public.key != found.roster.aggregator_key:
             raise JobError(
                 f"{pinned} pins another aggregator than "
@@ -118,14 +129,20 @@ class Parties:
         return found
 
 
-def check(job: JobSpec, members: Roster) -> None:
+def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
     """Refuse what a deployed run cannot do.
+
+    Args:
+        job: The job.
+        parties: Whom the aggregator believes.
+        resumed: Whether the run has begun, so that it may do without a site.
 
     Raises:
         JobError: The job asks for it; ``key`` says where.
     """
+    _check_revoked(job, parties.revoked, resumed=resumed)
     names = {site.name for site in job.sites}
-    known = {entry.site for entry in members.sites}
+    known = {entry.site for entry in parties.roster.sites}
     if not names <= known:
         raise JobError(
             f"{', '.join(sorted(names - known))} are not in the roster: enrol them",
@@ -133,6 +150,35 @@ def check(job: JobSpec, members: Roster) -> None:
         )
     if job.simulation.faults:
         raise JobError("are for simulations alone", key="simulation.faults")
+
+
+def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -> None:
+    gone = [site.name for site in job.sites if site.name in revoked]
+    names = ", ".join(gone)
+    if gone and not resumed:
+        raise JobError(
+            f"revoked: {names}; invite again with crossfed aggregator invite "
+            f"{gone[0]}, or take out of the job",
+            key="sites",
+        )
+    if len(job.sites) - len(gone) < _fewest(job):
+        # A site that comes back has new keys, and the run's roster pins the old ones.
+        raise JobError(
+            f"revoked: {names}; this run needs {_fewest(job)} of its {len(job.sites)} "
+            "sites to go on: start a new one, without what was revoked or after "
+            "crossfed aggregator invite SITE",
+            key="sites",
+        )
+
+
+def _fewest(job: JobSpec) -> int:
+    """How many sites a run that has begun needs when its coordinator starts.
+
+    Under secure aggregation all: they make new keys together, and where noise is in
+    the sum they state together what they need.
+    """
+    secure = job.privacy.secure_aggregation.enabled
+    return len(job.sites) if secure else job.minimum_sites
 
 
 class DeployedRun:
@@ -168,18 +214,25 @@ class DeployedRun:
         self._clock = clock
         self._stop_requested = stop_requested
         self._job = job_file.loads(run.read_job())
-        check(self._job, parties.roster)
+        begun = run.run_id()
+        check(self._job, parties, resumed=begun is not None)
         with unable_to_exit():
             pool = ModelPool(self._job)
         self._federation = wiring.Federation(job=self._job, pool=pool, site_data={})
         if self._job.privacy.secure_aggregation.enabled:
             check_layout(self._federation.pool.layout)
-        self._run_id = run.run_id() or run.new_run_id(clock.now())
+        self._run_id = begun or run.new_run_id(clock.now())
+        # What the sites have promised to this run, as an earlier coordinator noted it.
+        planned = None if begun is None else run.view().privacy
+        self._promised = {p.site: p for p in planned.sites} if planned else {}
+        spares = begun is not None and self._can_spare_sites()
         self._roll_call = SignedRollCall.of(
             self._job,
             self._run_id,
             aggregator=parties.identity,
             roster=parties.roster,
+            revoked=parties.revoked,
+            spares=spares,
         )
         self._in_sum: SumPrivacy | None = None
         meters = StoreMeters(clock)
@@ -205,6 +258,16 @@ class DeployedRun:
         """Layout of the model."""
         return self._federation.pool.layout
 
+    def _can_spare_sites(self) -> bool:
+        """Whether a run that has begun can go on without some of its sites.
+
+        What it claims of privacy rests on promises of all of them.
+        """
+        job = self._job
+        known = self._promised.keys() >= {site.name for site in job.sites}
+        private = job.privacy.differential_privacy.enabled
+        return _fewest(job) < len(job.sites) and (known or not private)
+
     def run(self, connect: Connect) -> RunResult:
         """Begin the run, or go on with it from its newest checkpoint.
 
@@ -219,7 +282,8 @@ class DeployedRun:
         names = [SiteId(site.name) for site in job.sites]
         # Promises of all sites are part of what the run claims.
         private = job.privacy.differential_privacy.enabled
-        required = len(names) if private else job.minimum_sites
+        needs_all = private and not self._roll_call.spares
+        required = len(names) if needs_all else job.minimum_sites
         with ExitStack() as stack:
             stack.enter_context(wiring.torch_threads(job))
             stack.enter_context(self._run.locked())
@@ -231,6 +295,9 @@ class DeployedRun:
             return self._record.keep(partial(self._coordinate, grid))
 
     def _facts(self) -> Iterator[Event]:
+        for reason in self._roll_call.absent.values():
+            text = f"{reason}; the run goes on without it"
+            yield Warned(at=self._clock.now(), message=text)
         told = {name: n for name, n in self._roll_call.examples().items() if n}
         if told:
             yield SitesIntroduced(
@@ -238,7 +305,7 @@ class DeployedRun:
                 sites=tuple(told),
                 num_examples=tuple(told.values()),
             )
-        promises = self._roll_call.promises()
+        promises = self._promises()
         if promises:
             in_sum = self._in_sum
             yield private_sites.planned(
@@ -248,6 +315,11 @@ class DeployedRun:
                 signal_to_noise=None if in_sum is None else in_sum.signal_to_noise,
                 at=self._clock.now(),
             )
+
+    def _promises(self) -> tuple[SitePrivacy, ...]:
+        """What the sites promise; of those that are absent, what they have promised."""
+        new = {promise.site: promise for promise in self._roll_call.promises()}
+        return tuple(each for _, each in sorted((self._promised | new).items()))
 
     def _gather(self, grid: Grid) -> Gather:
         job, layout = self._job, self._federation.pool.layout
@@ -269,7 +341,7 @@ class DeployedRun:
                 layout,
                 run_id=self._run_id,
                 roster=self._parties.roster,
-                promises=self._roll_call.promises(),
+                promises=self._promises(),
                 ring_noise_std=0.0 if in_sum is None else in_sum.ring.noise_std,
             ),
         )

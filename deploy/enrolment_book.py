@@ -16,9 +16,11 @@ from pathlib import Path
 from deploy.certificates import CERTIFICATE_DAYS, Authority, Revocations
 from deploy.durable_files import replace_file
 from federation.errors import FederationError
+from federation.ids import SiteId
 from federation.protocols import Clock
 from federation.typed_json import decode, encode, refuse_constant
 from privacy.secagg.errors import KeyFileRefused
+from privacy.secagg.roster import Roster
 from privacy.secret_files import replace_private
 
 VERSION = 1
@@ -158,6 +160,16 @@ class Book:
             one.site
             for one in self.members
             if any(int(c.serial, 16) in revoked for c in one.certificates)
+        )
+
+    def revoked_sites(self, members: Roster) -> frozenset[SiteId]:
+        """Sites that were revoked, but for those that a roster pins with a new key."""
+        pinned = {entry.site: entry.public_key.hex() for entry in members.sites}
+        gone = (one.member for one in self.withdrawn)
+        return frozenset(
+            SiteId(one.site)
+            for one in gone
+            if pinned.get(SiteId(one.site), one.identity) == one.identity
         )
 
     def at(self, now: float) -> "Book":

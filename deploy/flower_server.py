@@ -1,7 +1,7 @@
 """The coordinator as Flower's ServerApp: started by the aggregator's SuperExec."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def _connector(
         required: int,
         quorum: int,
     ) -> Grid:
-        known = known_nodes(config.folder, deployed.job)
+        known = known_nodes(config.folder, deployed.job, absent=roll_call.absent)
         grid = FlowerGrid(
             FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
             sites,
@@ -159,16 +159,25 @@ def _connector(
             stopped=wait.look,
         )
         wait.is_over = True
+        for reason in roll_call.absent.values():
+            _LOG.warning("%s; the run goes on without it", reason)
         return grid
 
     return connect
 
 
-def known_nodes(folder: Path, job: JobSpec) -> dict[SiteId, int]:
+def known_nodes(
+    folder: Path, job: JobSpec, *, absent: Collection[SiteId] = ()
+) -> dict[SiteId, int]:
     """Nodes of enrolled sites that a roll call must leave out.
 
     An app of Flower cannot answer one: its site is known by the key of its node, which
     enrolment has bound to its name. And sites of other jobs are left in peace.
+
+    Args:
+        folder: The aggregator's.
+        job: Says who runs an app.
+        absent: Sites that the run does without.
 
     Raises:
         JobError: A site of the job runs an app and is not enrolled.
@@ -178,7 +187,7 @@ def known_nodes(folder: Path, job: JobSpec) -> dict[SiteId, int]:
     members = BookFile(folder=folder).read().members
     known = {SiteId(m.site): int(m.node_id) for m in members if m.site not in agents}
     for index, site in enumerate(job.sites):
-        if site.name not in known and site.name not in agents:
+        if site.name not in agents | known.keys() | {*absent}:
             raise JobError(
                 f"site {site.name!r} runs an app of Flower and is not enrolled: see "
                 "crossfed aggregator invite",

@@ -5,7 +5,7 @@ and, once it knows what the others need, what it promises.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import tomli_w
@@ -36,6 +36,8 @@ class SignedRollCall:
         sites: Those of the job. What others answer does not matter: a site that the
             job does not name refuses it.
         in_sum: Whether their noise adds up, so that all of them plan it together.
+        spares: Whether the run does without a site that refuses.
+        absent: Sites that the run does without, and why.
         introductions: What the sites that take part have answered to the question.
         needs: What they have stated; None where nobody is asked, or not yet.
     """
@@ -46,15 +48,24 @@ class SignedRollCall:
     roster: Roster
     sites: frozenset[SiteId]
     in_sum: bool
+    spares: bool = False
+    absent: dict[SiteId, str] = field(default_factory=dict)
     introductions: dict[SiteId, Introduction] = field(default_factory=dict)
     needs: Mapping[SiteId, float] | None = None
     _signed: dict[SiteId, bytes] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
-        cls, job: JobSpec, run_id: RunId, *, aggregator: Identity, roster: Roster
+        cls,
+        job: JobSpec,
+        run_id: RunId,
+        *,
+        aggregator: Identity,
+        roster: Roster,
+        revoked: Collection[SiteId] = (),
+        spares: bool = False,
     ) -> "SignedRollCall":
-        """Propose a job."""
+        """Propose a job, to all of its sites but the revoked."""
         proposal = Proposal(
             version=introduction.VERSION,
             run_id=run_id,
@@ -72,17 +83,26 @@ class SignedRollCall:
             roster=roster,
             sites=sites,
             in_sum=job.privacy.differential_privacy.in_sum,
+            spares=spares,
+            absent={
+                each: f"site {each!r} was revoked"
+                for each in sorted(sites.intersection(revoked))
+            },
         )
 
     def site_of(self, answer: bytes) -> SiteId:
         """See ``cloud_adapters.flower_roll_call.RollCall``."""
         found = introduction.open_introduction(answer, self.roster, self.question)
         site = SiteId(found.site)
-        if site not in self.sites:
+        if site not in self.sites or site in self.absent:
             return site
         if found.refused:
             reason = wire.one_line(found.refused)
-            raise SiteError(f"site {site!r} does not take part: {reason}")
+            text = f"site {site!r} does not take part: {reason}"
+            if not self.spares:
+                raise SiteError(text)
+            self.absent[site] = text
+            return site
         if self.in_sum and self.needs is None and found.needs is None:
             raise ProtocolError(f"site {site!r} does not state what noise it needs")
         self.introductions[site], self._signed[site] = found, answer

@@ -165,20 +165,18 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
     _write(run.path / REQUEST, Request(at=at))
 
 
-def take_up(job: JobSpec, root: Path, *, at: float) -> RunFolder:
-    """Hand over anew the newest run of a job, which ended before its last round.
+def find_ended(job: JobSpec, root: Path) -> RunFolder:
+    """Find the newest run of a job, which ended before its last round.
 
     Args:
         job: The job that it was begun with.
         root: Folder of all runs.
-        at: When; seconds since 1970.
 
     Raises:
         RunNotFound: None was handed over.
         RunConflict: It has not ended, or has come to its end.
         CheckpointMismatch: It was begun with another job.
         CorruptObject: A file of it is damaged.
-        StoreUnavailable: Its folder cannot be written.
     """
     runs = sorted(path.parent for path in root.glob(f"{job.name}/*/{REQUEST}"))
     found = read(RunFolder(runs[-1])) if runs else None
@@ -195,12 +193,20 @@ def take_up(job: JobSpec, root: Path, *, at: float) -> RunFolder:
     changes = job_file.differences(kept, job_file.document(job))
     if changes:
         raise CheckpointMismatch(f"run {name} was begun with another job: {changes[0]}")
+    return run
+
+
+def take_up(run: RunFolder, *, at: float) -> None:
+    """Hand over anew a run that ``find_ended`` has found.
+
+    Raises:
+        StoreUnavailable: Its folder cannot be written.
+    """
     # The outcome goes last: until then it is not wanted.
     (run.path / COORDINATOR).unlink(missing_ok=True)
     (run.path / STOP).unlink(missing_ok=True)
     _write(run.path / REQUEST, Request(at=at))
     (run.path / OUTCOME).unlink()
-    return run
 
 
 def ask_to_stop(run: RunFolder) -> None:

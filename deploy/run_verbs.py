@@ -76,11 +76,14 @@ def _run(options: argparse.Namespace) -> int:
     from federation.ids import new_run_id  # noqa: PLC0415
 
     config = _config(options)
-    check(job, Parties.load(config.folder).roster)
     now = SystemClock().now()
     if options.resume:
-        run = run_queue.take_up(job, config.runs, at=now)
+        run = run_queue.find_ended(job, config.runs)
+        resumed = run.run_id() is not None
+        check(job, Parties.of_run(config.folder, run), resumed=resumed)
+        run_queue.take_up(run, at=now)
     else:
+        check(job, Parties.load(config.folder))
         run = RunFolder(config.runs / job.name / new_run_id(now, os.urandom(3)))
         run_queue.submit(job, run, at=now)
     name = run.path.name

@@ -288,3 +288,23 @@ def test_site_that_refuses_ends_the_run_before_it_begins(place: Place):
         place.run()
     assert not place.run_folder.exists()
     assert SiteId(SITES[1]) not in {task.site for task in place.grid.seen}
+
+
+@pytest.mark.parametrize("name", ["quickstart", "private"])
+def test_run_that_has_begun_goes_on_without_a_site_that_refuses(
+    place: Place, name: str
+):
+    """With what that site promised before, and a word about it."""
+    place.submit(job(name, IN_THE_CLEAR, "rounds=3", "schedule.minimum_sites=1"))
+    assert place.run(stop_requested=stop_after(1, place)).status == "stopped"
+    floor = {**OPEN_FLOOR, "functions": []}
+    place.grid.agents[SITES[1]] = agents.agent(
+        place.folder, SITES[1], place.members, floor=floor
+    )
+    assert place.run().status == "completed"
+    assert [status for _, status in place.rounds()] == ["completed"] * 3
+    (warned,) = [e.message for e in place.seen if isinstance(e, events.Warned)]
+    assert f"{SITES[1]!r} does not take part" in warned
+    assert warned.endswith("the run goes on without it")
+    plans = [e.sites for e in place.seen if isinstance(e, events.PrivacyPlanned)]
+    assert plans[1:] == plans[:1] * (name == "private")

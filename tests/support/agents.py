@@ -20,6 +20,7 @@ from deploy.site_file import SiteConfig
 from federation import job_file, wire
 from federation.clock import SystemClock
 from federation.errors import FederationError
+from federation.failures import failure
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.messages import (
@@ -182,11 +183,14 @@ class AgentGrid:
         while True:
             question = roll_call.question
             self.questions.append(question)
-            for name in sites:
+            for name in (each for each in sites if each not in roll_call.absent):
                 assert roll_call.site_of(self.agents[name].introduce(question)) == name
             if not roll_call.move_on():
                 break
-        handlers = {name: _Far(self, name) for name in sites}
+        assert len(sites) - len(roll_call.absent) >= required
+        handlers = {
+            name: _Far(self, name, is_absent=name in roll_call.absent) for name in sites
+        }
         return InProcessGrid(handlers, clock=SystemClock())
 
 
@@ -194,8 +198,11 @@ class AgentGrid:
 class _Far:
     grid: AgentGrid
     name: SiteId
+    is_absent: bool
 
     def handle(self, task: Task) -> SiteMessage:
+        if self.is_absent:
+            return failure(task, FailureKind.UNREACHABLE, "was never there")
         arrived = wire.decode(wire.encode_bytes(task))
         assert isinstance(arrived, RoundTask | SecureTask)
         self.grid.seen.append(arrived)

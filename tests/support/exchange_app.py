@@ -2,8 +2,10 @@
 
 import os
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ class NamesCall:
     """Believes every node that says a name."""
 
     question = b"who is there?"
+    absent: Mapping[SiteId, str] = MappingProxyType({})
 
     def site_of(self, answer: bytes) -> SiteId:
         """Take it at its word."""

@@ -1,8 +1,9 @@
 """The aggregator's side of rounds whose answers are lost, in a ServerApp's process."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ class OneSite:
     """Takes every node for the one that there is."""
 
     question = b"who is there?"
+    absent: Mapping[SiteId, str] = MappingProxyType({})
 
     def site_of(self, answer: bytes) -> SiteId:
         """Whatever it says."""

@@ -2,9 +2,9 @@
 
 import gc
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,6 +194,8 @@ def grid(
 
 class Silence:
     """A roll call that is not to happen."""
+
+    absent: Mapping[SiteId, str] = MappingProxyType({})
 
     @property
     def question(self) -> bytes:

@@ -3,9 +3,9 @@
 import importlib.util
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -465,6 +465,7 @@ class NamesRead:
     """A roll call that believes every name."""
 
     question = b"who?"
+    absent: Mapping[SiteId, str] = MappingProxyType({})
 
     def site_of(self, answer: bytes) -> SiteId:
         return SiteId(answer.decode())

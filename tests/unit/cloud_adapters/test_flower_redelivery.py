@@ -2,8 +2,9 @@
 
 import importlib.util
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ class Names:
     """A roll call that believes every name."""
 
     question = b"who?"
+    absent: Mapping[SiteId, str] = MappingProxyType({})
 
     def move_on(self) -> bool:
         return False

@@ -32,10 +32,13 @@ class SpokenCall:
     Attributes:
         question: What is asked.
         more: What is asked after it.
+        spares: Whether it does without who is shy.
+        absent: Whom it does without.
     """
 
-    def __init__(self, *more: bytes) -> None:
-        self.question, self.more = b"who are you?", [*more]
+    def __init__(self, *more: bytes, spares: bool = False) -> None:
+        self.question, self.more, self.spares = b"who are you?", [*more], spares
+        self.absent: dict[SiteId, str] = {}
 
     def move_on(self) -> bool:
         if not self.more:
@@ -47,6 +50,9 @@ class SpokenCall:
         name = answer.decode()
         if name == "liar":
             raise ProtocolError("the signature of site 'one' is wrong")
+        if name == "shy" and self.spares:
+            self.absent[SiteId("one")] = "site 'one' does not take part: rounds"
+            return SiteId("one")
         if name == "shy":
             raise SiteError("site 'one' does not take part: rounds: too many")
         return SiteId(name)
@@ -114,6 +120,7 @@ def meet(
     nodes: Nodes,
     *more: bytes,
     meanwhile: Callable[[float], None] = lambda _: None,
+    call: SpokenCall | None = None,
     **changes: Any,
 ) -> tuple[dict[SiteId, int], float]:
     """Call the roll for at most a minute; who is there, and how long it took."""
@@ -123,7 +130,8 @@ def meet(
         clock.sleep(1.0)
         meanwhile(clock.monotonic())
 
-    attendance = flower_roll_call.Attendance(roll_call=SpokenCall(*more), **changes)
+    call = call or SpokenCall(*more)
+    attendance = flower_roll_call.Attendance(roll_call=call, **changes)
     found = attendance.find_nodes(nodes, SITES, clock=clock, pause=pause)
     return found, clock.monotonic()
 
@@ -229,6 +237,22 @@ def test_refusal_is_told_at_once():
     text = "cannot begin: site 'one' does not take part: rounds: too many"
     with pytest.raises(SiteError, match=text):
         meet(Nodes(n9="shy"), meanwhile=_never)
+
+
+def test_site_that_is_done_without_is_not_waited_for():
+    """Whether that was known before, or is told by its answer."""
+    call = SpokenCall(spares=True)
+    found = meet(Nodes(n5="two", n9="shy"), call=call, required=1, meanwhile=_never)
+    assert found == ({"two": 5}, 0.0)
+    known = meet(Nodes(n5="two", n9="one"), call=call, required=1, meanwhile=_never)
+    assert known == ({"two": 5}, 0.0)
+
+
+def test_run_that_cannot_do_without_a_site_ends_at_once():
+    """With the site's reason; nobody waits for the others."""
+    call = SpokenCall(spares=True)
+    with pytest.raises(SiteError, match=r"begin: site 'one' does not .*: rounds$"):
+        meet(Nodes(n9="shy"), call=call, required=2, meanwhile=_never)
 
 
 def _never(now: float) -> None:

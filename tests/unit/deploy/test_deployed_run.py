@@ -1,17 +1,25 @@
 """What keeps a deployed run from beginning, before a site is asked."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.agents import consortium
+from support.enrolments import Federation
 from support.small_jobs import small_job
 
-from deploy import keys, roster_file
-from deploy.deployed_run import DeployedRun, Parties
+from deploy import cli, keys, roster_file, run_queue
+from deploy.deployed_run import DeployedRun, Parties, check
+from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder
 from federation.clock import SystemClock
 from federation.errors import JobError
+from federation.event_log import EventWriter
+from federation.events import RunStarted
+from federation.ids import SiteId
+from federation.job import JobSpec
 
 
 def test_aggregator_without_sites_says_how_one_is_invited(tmp_path: Path):
@@ -36,3 +44,143 @@ def test_code_of_a_user_cannot_end_the_coordinator(tmp_path: Path):
     parties = consortium("site-0").parties
     with pytest.raises(JobError, match=r"ended the program: SystemExit\(0\)"):
         DeployedRun(run, parties, clock=SystemClock())
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Federation:
+    """Four sites that are enrolled."""
+    made = Federation(folder=tmp_path)
+    for number in range(4):
+        made.site(f"site-{number}")
+    return made
+
+
+def three_sites() -> JobSpec:
+    """A job of three of them, and of any two if need be."""
+    return small_job(num_sites=3, schedule={"minimum_sites": 2})
+
+
+def four_in_secret() -> JobSpec:
+    """Any three of four, under secure aggregation."""
+    secure = {"enabled": True, "threshold": 3}
+    return small_job(num_sites=4, privacy={"secure_aggregation": secure})
+
+
+def begun(federation: Federation, job: JobSpec) -> RunFolder:
+    """A run whose coordinator was killed in the first round."""
+    run = RunFolder(federation.folder / "runs" / job.name / "20260102-030405-abcdef")
+    run_queue.submit(job, run, at=0.0)
+    Parties.of_run(federation.aggregator, run)
+    with EventWriter(run.events) as note:
+        note(
+            RunStarted(
+                at=0.0,
+                run_id=run.path.name,
+                job_name=job.name,
+                rounds=job.rounds,
+                first_round=1,
+                sites=tuple(site.name for site in job.sites),
+                parameters=15,
+                engine="deployed",
+                task="classification",
+            )
+        )
+    Parties.of_run(federation.aggregator, run)
+    return run
+
+
+def test_revoked_site_is_refused_before_a_run_begins(federation: Federation):
+    """At once, and by its name; who is enrolled again is no longer revoked."""
+    federation.revoke("site-2")
+    expected = r"sites: revoked: site-2; .*aggregator invite site-2, or take out of"
+    with pytest.raises(JobError, match=expected):
+        check(three_sites(), Parties.load(federation.aggregator))
+    run = RunFolder(federation.folder)
+    run.write_job(three_sites())
+    parties = Parties.of_run(federation.aggregator, run)
+    with pytest.raises(JobError, match=expected):
+        DeployedRun(run, parties, clock=SystemClock())
+    federation.enroll(federation.invite("site-2"), "new-folder")
+    check(three_sites(), Parties.load(federation.aggregator))
+    check(three_sites(), Parties.of_run(federation.aggregator, run))
+
+
+def test_revoked_site_is_done_without_once_a_run_has_begun(federation: Federation):
+    """As long as enough are left, and whoever has its name by now."""
+    job = three_sites()
+    run = begun(federation, job)
+    federation.revoke("site-2")
+    federation.enroll(federation.invite("site-2"), "new-folder")
+    parties = Parties.of_run(federation.aggregator, run)
+    assert parties.revoked == {"site-2"}
+    check(job, parties, resumed=True)
+    federation.revoke("site-1")
+    parties = Parties.of_run(federation.aggregator, run)
+    expected = r"revoked: site-1, site-2; .*needs 2 of its 3 sites to go on"
+    with pytest.raises(JobError, match=expected):
+        DeployedRun(run, parties, clock=SystemClock())
+
+
+def test_secure_run_cannot_do_without_a_revoked_site(federation: Federation):
+    """A new coordinator makes new keys, and with all sites."""
+    job = four_in_secret()
+    run = begun(federation, job)
+    federation.revoke("site-2")
+    parties = Parties.of_run(federation.aggregator, run)
+    with pytest.raises(JobError, match="needs 4 of its 4 sites to go on"):
+        check(job, parties, resumed=True)
+
+
+class Asked(Exception):
+    """The roll would now be called."""
+
+
+@pytest.mark.parametrize(
+    ("job", "resumed", "spares"),
+    [
+        (three_sites(), False, False),
+        (three_sites(), True, True),
+        (four_in_secret(), True, False),
+    ],
+)
+def test_refusals_are_absences_once_a_run_in_the_clear_has_begun(
+    federation: Federation, job: JobSpec, *, resumed: bool, spares: bool
+):
+    """Before that they end it, and under secure aggregation later, too."""
+    run = RunFolder(federation.folder)
+    run.write_job(job)
+    if resumed:
+        run = begun(federation, job)
+    found = []
+
+    def connect(
+        roll_call: SignedRollCall,
+        sites: Sequence[SiteId],
+        *,
+        required: int,
+        quorum: int,
+    ) -> Any:
+        found.append((len(sites), required, quorum, roll_call.spares))
+        raise Asked
+
+    parties = Parties.of_run(federation.aggregator, run)
+    with pytest.raises(Asked):
+        DeployedRun(run, parties, clock=SystemClock()).run(connect)
+    num_sites, quorum = len(job.sites), job.minimum_sites
+    assert found == [(num_sites, quorum, quorum, spares)]
+
+
+def test_command_refuses_a_job_of_a_revoked_site(
+    federation: Federation, capsys: pytest.CaptureFixture[str]
+):
+    """Before anything is handed over; a run that has begun is taken up."""
+    home, job = federation.aggregator, three_sites()
+    config = home / "aggregator.toml"
+    config.write_text('listen = "127.0.0.1:8443"\nhosts = ["127.0.0.1"]\n')
+    path = federation.folder / "job.toml"
+    RunFolder(federation.folder).write_job(job)
+    federation.revoke("site-2")
+    command = ["run", str(path), "--aggregator", str(config), "--detach"]
+    assert cli.main(command) == 2
+    assert "sites: revoked: site-2; invite again" in capsys.readouterr().err
+    assert not list(home.glob("runs/*/*"))

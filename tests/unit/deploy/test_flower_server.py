@@ -58,6 +58,7 @@ def test_app_that_is_not_enrolled(tmp_path: Path):
     ) as e:
         known_nodes(enrolled(tmp_path, a=1), job())
     assert e.value.key == "sites[1].flower_app"
+    assert known_nodes(tmp_path, job(), absent={"lab"}) == {}
 
 
 def test_without_a_book_agents_are_asked(tmp_path: Path):

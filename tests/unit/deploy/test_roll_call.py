@@ -106,6 +106,26 @@ def test_refusal_is_told_with_its_reason(call: SignedRollCall, members: Consorti
     assert not call.promises()
 
 
+def test_run_that_spares_sites_goes_on_without_who_refuses(members: Consortium):
+    """And without who was revoked, whatever that one says."""
+    call = SignedRollCall.of(
+        JOB,
+        RUN_ID,
+        aggregator=members.aggregator,
+        roster=members.roster,
+        revoked={"site-1", "stranger"},
+        spares=True,
+    )
+    assert call.absent == {"site-1": "site 'site-1' was revoked"}
+    found = answer(call, "site-0", refused="rounds: site 'site-0' allows 5")
+    call.site_of(introduction.seal_introduction(found, members.sites["site-0"]))
+    willing = answer(call, "site-1")
+    call.site_of(introduction.seal_introduction(willing, members.sites["site-1"]))
+    assert [*call.absent] == ["site-1", "site-0"]
+    assert call.absent["site-0"].endswith("take part: rounds: site 'site-0' allows 5")
+    assert not call.promises()
+
+
 def test_site_that_the_job_does_not_name_may_refuse_it(members: Consortium):
     """A federation may be larger than a run."""
     call = SignedRollCall.of(

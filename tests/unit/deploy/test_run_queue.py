@@ -62,12 +62,13 @@ def test_a_run_that_ended_early_is_taken_up(tmp_path: Path):
     run_queue.ask_to_stop(run)
     started(tmp_path, 7, fruitless=run_queue.MAX_FRUITLESS_STARTS)
     with pytest.raises(RunConflict, match="has not ended"):
-        run_queue.take_up(job, tmp_path, at=9.0)
+        run_queue.find_ended(job, tmp_path)
     run_queue.leave_outcome(run, Outcome(code=130, message="stopped"))
     other = handed(tmp_path, "0", 2.0)
     with pytest.raises(CheckpointMismatch, match="rounds"):
-        run_queue.take_up(replace(job, rounds=9), tmp_path, at=9.0)
-    assert run_queue.take_up(job, tmp_path, at=9.0) == run
+        run_queue.find_ended(replace(job, rounds=9), tmp_path)
+    assert run_queue.find_ended(job, tmp_path) == run
+    run_queue.take_up(run, at=9.0)
     assert not (run.path / run_queue.STOP).exists()
     queue = run_queue.handed_over(tmp_path).runs
     assert [one.run for one in queue] == [other, run]
@@ -78,11 +79,11 @@ def test_only_what_ended_early_is_taken_up(tmp_path: Path):
     """Nothing is done twice, and no other run in its place."""
     job = small_job(num_sites=2)
     with pytest.raises(RunNotFound):
-        run_queue.take_up(job, tmp_path, at=9.0)
+        run_queue.find_ended(job, tmp_path)
     run = handed(tmp_path, "a", 1.0)
     run_queue.leave_outcome(run, Outcome(code=0, message="completed"))
     with pytest.raises(RunConflict, match="is completed"):
-        run_queue.take_up(job, tmp_path, at=9.0)
+        run_queue.find_ended(job, tmp_path)
 
 
 def test_a_coordinator_that_left_its_lock_has_died(tmp_path: Path):
