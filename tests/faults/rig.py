@@ -4,6 +4,7 @@ The aggregator is on this host; each site and the object store have one of their
 What processes write lies on small disks.
 """
 
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -84,6 +85,11 @@ class Rig:
         """Processes that have ended although nobody has struck them."""
         processes = self.deployment.processes.items()
         return [name for name, one in processes if one.poll() is not None]
+
+    def forget_runs(self) -> None:
+        """Remove what runs have left at the aggregator: its disk is small."""
+        for run in (self.folder / "aggregator" / "runs").glob("*/*/"):
+            shutil.rmtree(run)
 
     def revive(self) -> None:
         """Start again what has ended."""

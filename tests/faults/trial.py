@@ -48,6 +48,7 @@ def run_cell(cell: Cell, rig: Rig, seconds: float | None = None) -> Result:
         seconds: How long the deed lasts, if not as the matrix has it.
     """
     rig.revive()
+    rig.forget_runs()
     rig.use_ranks(wanted=cell.victim is Victim.RANK)
     begin = CLOCK.monotonic()
     follower = _begin(cell, rig)
