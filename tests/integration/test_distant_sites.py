@@ -76,7 +76,7 @@ max_examples = 2000
 # Below the threshold of the exchange, in messages, and above it, through the store.
 THRESHOLD_MB = 8
 HIDDEN = {"inline": 15_000, "by reference": 36_000}  # 4.5 and 10.8 MB of weights.
-WAYS = ["inline", pytest.param("by reference", marks=pytest.mark.long)]
+WAYS = ["inline", "by reference"]
 
 ACROSS_AN_OCEAN = Line(delay_seconds=0.05, jitter_seconds=0.01)
 BAD = Line(delay_seconds=0.025, loss=0.02)
@@ -165,7 +165,11 @@ def simulated(job: Path, *settings: str) -> Mapping[str, bytes]:
     return {name: values.tobytes() for name, values in outcome.weights.items()}
 
 
-@pytest.mark.parametrize("line", [ACROSS_AN_OCEAN, BAD], ids=["ocean", "loss"])
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(ACROSS_AN_OCEAN, marks=pytest.mark.long), BAD],
+    ids=["ocean", "loss"],
+)
 def test_a_line_changes_no_bit(federation: Federation, tmp_path: Path, line: Line):
     """Late and lost packets cost time, and neither a round nor a site."""
     job = job_of(tmp_path)
@@ -194,6 +198,7 @@ def test_a_round_takes_few_round_trips(
     assert trip < min(seconds) < 4 * trip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_seconds_follow_bytes(federation: Federation, tmp_path: Path, way: str):
     """Of a model that takes seconds to travel; nobody is taken for dead meanwhile.
@@ -241,9 +246,11 @@ def test_doctor_measures_the_line(federation: Federation):
     speeds = [float(text.split(" MB/s")[0].split()[-1]) for text in told]
     assert len(speeds) == 3
     most = NARROW.bits_per_second / 8e6
-    assert all(0.5 * most < speed < 1.05 * most for speed in speeds), told
+    # What lies in buffers at the beginning has been sent, and has not arrived.
+    assert all(0.5 * most < speed < 1.25 * most for speed in speeds), told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_a_cut_amid_an_upload_costs_seconds(
     federation: Federation, tmp_path: Path, way: str
