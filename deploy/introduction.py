@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TypeVar
 
+from federation import wire
 from federation.errors import ProtocolError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -224,7 +225,12 @@ def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introdu
 
 def _check_numbers(claimed: Introduction) -> None:
     """Refuse numbers that no site can mean: they would go into the contract."""
-    numbers: list[float] = [1.0 + claimed.num_examples]
+    if not 0 <= claimed.num_examples <= wire.MAX_COUNT:
+        raise ProtocolError(
+            f"site {claimed.site!r} promises what cannot be: a number of examples "
+            f"beyond 0 to {wire.MAX_COUNT}"
+        )
+    numbers: list[float] = []
     if claimed.needs is not None:
         numbers.append(claimed.needs)
     promise = claimed.privacy

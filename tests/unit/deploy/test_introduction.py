@@ -208,9 +208,12 @@ def test_numbers_that_mean_nothing_are_refused(
         introduction.open_introduction(sealed, members.roster, asked)
 
 
-def test_negative_number_of_examples_is_refused(members: Consortium, asked: bytes):
-    """Zero says that it is not told."""
-    answer = introduced(asked, num_examples=-1, privacy=None)
+@pytest.mark.parametrize("number", [-1, 2**63, 10**400])
+def test_number_of_examples_that_cannot_be_is_refused(
+    members: Consortium, asked: bytes, number: int
+):
+    """Zero says that it is not told; and JSON has integers of any size."""
+    answer = introduced(asked, num_examples=number, privacy=None)
     sealed = introduction.seal_introduction(answer, members.sites["one"])
     with pytest.raises(ProtocolError, match="what cannot be"):
         introduction.open_introduction(sealed, members.roster, asked)
