@@ -14,12 +14,12 @@ from deploy.run_progress import run_progress
 from deploy.terminal import say, say_json, say_table, tell
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, RunNotFound
-from federation.protocols import Clock
 
 if TYPE_CHECKING:
     from deploy.aggregator_file import AggregatorConfig
     from deploy.run_folder import RunFolder
     from deploy.run_queue import Handed, Queue
+    from federation.protocols import Clock
 
 LOOK_SECONDS = 0.2
 START_LOOK_SECONDS = 0.5  # Of all runs that were handed over.
@@ -114,7 +114,7 @@ def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
     return _tell_outcome(options, run)
 
 
-def _await_start(run: "RunFolder", clock: Clock) -> None:
+def _await_start(run: "RunFolder", clock: "Clock") -> None:
     """Say what a run waits for, until it begins or is over."""
     from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -173,7 +173,7 @@ def _is_over(run: "RunFolder") -> bool:
 class _Pauses:
     """Says what a run waits for that has begun, and that nobody works on."""
 
-    def __init__(self, run: "RunFolder", clock: Clock) -> None:
+    def __init__(self, run: "RunFolder", clock: "Clock") -> None:
         self._run, self._clock = run, clock
         self._since, self._told = clock.monotonic(), ""
 

@@ -221,6 +221,7 @@ def test_seconds_follow_bytes(federation: Federation, tmp_path: Path, way: str):
     assert federation.model_of(job) == simulated(job, "rounds=3")
 
 
+@pytest.mark.long
 def test_doctor_measures_the_line(federation: Federation):
     """To the aggregator, and to and from the store."""
     environment = {**os.environ, **store_process.CREDENTIALS}

@@ -35,6 +35,7 @@ from support.lossy_flower import LossyFlower, is_task  # noqa: E402
 from cloud_adapters import flower_site  # noqa: E402
 from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
 from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
+from cloud_adapters.redelivery import Word  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
@@ -146,7 +147,7 @@ def ask(flower: LossyFlower, content: RecordDict, kind: str, name: str) -> Messa
 
 
 def test_aggregator_that_asks_again_gains_nothing(federation: Federation):
-    """Under the same name it gets the same bytes; under another it is refused.
+    """Under the same name it gets what it got, or a word; under another a refusal.
 
     No second masked update of a round exists, and the ledger is not touched.
     """
@@ -163,16 +164,16 @@ def test_aggregator_that_asks_again_gains_nothing(federation: Federation):
     ]
     last = trained[-1]
     name, worked = last.metadata.group_id, flower.worked.copy()
-    said = {
-        flower_site.unpack(reply.content)
-        for reply in (
-            ask(flower, RecordDict(), flower_site.PROBE, name),
-            ask(flower, last.content, "train", name),
-            ask(flower, trained[0].content, "train", name),
-        )
-    }
-    (frame,) = said
+    again = ask(flower, RecordDict(), flower_site.AGAIN, name)
+    frame = flower_site.unpack(again.content)
     assert isinstance(wire.decode(frame), MaskedUpdate)
+    for content, kind in (
+        (RecordDict(), flower_site.PROBE),
+        (last.content, "train"),
+        (trained[0].content, "train"),
+    ):
+        word = ask(flower, content, kind, name)
+        assert flower_site.read_word(word.content) is Word.ANSWERED
     assert flower.worked == worked
     for number, task in enumerate((last, trained[0])):
         refused = ask(flower, task.content, "train", f"another-{number}")
