@@ -1,0 +1,47 @@
+"""The part of a job that decides what a site computes and what may be learned from it.
+
+There is one definition, here. The contract of secure aggregation and every mask key, a
+checkpoint, a site's record of a run and its ledger all use it, so none of them can
+disagree on whether two jobs are the same.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from federation import job_file
+from federation.job import JobSpec
+
+DIGEST_BYTES = 32
+
+# Where results are kept, how a simulation is played, how long a round may take: no
+# site computes anything else because of these, and an operator may change them
+# when a run is resumed.
+EXCLUDED_TABLES = ("storage", "simulation")
+EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
+
+
+def deciding(job: JobSpec) -> dict[str, Any]:
+    """Return the job as a document, without the keys that decide nothing.
+
+    Every other key is in it, defaults too: a key that is added to the job file
+    counts until somebody excludes it here.
+    """
+    document = job_file.document(job)
+    for table in EXCLUDED_TABLES:
+        del document[table]
+    for table, key in EXCLUDED_KEYS:
+        del document[table][key]
+    return document
+
+
+def digest(job: JobSpec) -> bytes:
+    """Return SHA-256 of ``deciding`` as canonical JSON, 32 bytes.
+
+    Keys are sorted, there is no white space, and a float is its shortest decimal that
+    reads back as the same float: the same job has the same digest on every machine.
+    """
+    text = json.dumps(
+        deciding(job), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+    return hashlib.sha256(b"crossfed/job\0" + text.encode()).digest()

@@ -1,0 +1,59 @@
+"""Which keys of a job decide, and that every one of them changes the digest."""
+
+import tomllib
+
+import pytest
+
+from federation import job_digest, job_file
+
+JOB = """
+name = "tiny"
+rounds = 3
+model.factory = "clients.models:logistic_regression"
+model.options = { inputs = 30, classes = 2 }
+data = { source = "clients.data:breast_cancer", partition = { kind = "stratified" } }
+training = { local_steps = 5, optimizer = { lr = 0.1 } }
+sites = [{ name = "a" }, { name = "b" }]
+"""
+
+
+def digest(*overrides: str) -> str:
+    document = tomllib.loads(JOB)
+    for text in overrides:
+        job_file._override(document, text)
+    return job_digest.digest(job_file.parse(document)).hex()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=other",
+        "seed=1",
+        "rounds=4",
+        "training.optimizer.lr=1e-30",
+        "training.local_steps=6",
+        "training.batch_size=7",
+        "model.options.inputs=31",
+        "data.source=clients.data:digits",
+        "data.partition.kind=iid",
+        "evaluation.every=2",
+        "aggregation.server_optimizer.lr=0.5",
+        "schedule.minimum_sites=1",
+        "privacy.secure_aggregation.two_sites_waiver=true",
+        "sites.0.region=eu-west-1",
+    ],
+)
+def test_a_key_that_decides_changes_the_digest(override: str):
+    assert digest(override) != digest()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "storage.keep_checkpoints=9",
+        "simulation.workers=2",
+        "schedule.round_deadline_seconds=1.5",
+    ],
+)
+def test_where_and_how_fast_does_not(override: str):
+    assert digest(override) == digest()
