@@ -1,6 +1,7 @@
 """A trainer that asks the site's privacy ledger before anything private leaves.
 
-The ledger is charged, durably, before the work: what a crash interrupts stays charged.
+The ledger is charged, durably and for all of a round at once, before any of its work:
+what a crash interrupts stays charged, and a round that is refused costs nothing.
 What would tell of single records without noise is withheld: the losses of training,
 and how many examples the site holds.
 """
@@ -15,7 +16,7 @@ from federation.protocols import LocalResult, Trainer
 from federation.vectors import IntegerVector, Layout, Vector
 from privacy.dp.events import Event
 from privacy.dp.held_out import HeldOutMechanism
-from privacy.dp.ledger import Ledger
+from privacy.dp.ledger import Ledger, Release
 
 
 class ClippingTrainer(Trainer, Protocol):
@@ -61,42 +62,61 @@ class BudgetedTrainer:
         self._trainer = trainer
         self._ledger = ledger
         self._releases = releases
-        # Evaluation does not say of which round it is; it is of the next to come.
-        self._round_index = 0
+        # What was charged and has not been done yet.
+        self._round_index = -1
+        self._trains = False
+        self._evaluations = 0
 
     def layout(self) -> Layout:
         """Layout of the model."""
         return self._trainer.layout()
 
+    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+        """Charge all that a round releases, or nothing.
+
+        What an earlier payment was for and was not done is not to be done any more.
+
+        Raises:
+            BudgetExceeded: Some of it is beyond the budget; nothing was charged.
+            PrivacyError: The ledger cannot vouch for what was spent.
+        """
+        self._trains, self._evaluations = False, 0
+        held_out = self._releases.held_out
+        releases: list[Release] = []
+        if trains:
+            releases.append((self._releases.round_event, "train"))
+        if held_out is not None:
+            releases += [(held_out.event(), "evaluate")] * evaluations
+        self._ledger.charge_all(releases, round_index=round_index)
+        self._round_index = round_index
+        self._trains, self._evaluations = trains, evaluations
+
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:
-        """Charge a round and train.
+        """Train a round that was paid for.
 
         Raises:
-            BudgetExceeded: The round is beyond the budget; nothing was trained.
-            PrivacyError: The ledger cannot vouch for what was spent.
+            RuntimeError: It was not, or it was trained already.
         """
-        self._ledger.charge(
-            self._releases.round_event, round_index=round_index, purpose="train"
-        )
-        self._round_index = round_index
+        if not self._trains or round_index != self._round_index:
+            raise RuntimeError(f"round {round_index} was not paid for")
+        self._trains = False
         result = self._trainer.fit(weights_d, integers_m, round_index=round_index)
         return replace(result, num_examples=0, training=None)
 
     def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
-        """Charge a release of held-out results and add noise to it, if that is asked.
+        """Evaluate as was paid for, and add noise to the sums, if that is asked.
 
         Raises:
-            BudgetExceeded: It is beyond the budget of the held-out records.
-            PrivacyError: The ledger cannot vouch for what was spent.
+            RuntimeError: It was not paid for.
         """
         held_out = self._releases.held_out
         if held_out is None:
             return self._trainer.evaluate(weights_d, integers_m)
-        self._ledger.charge(
-            held_out.event(), round_index=self._round_index, purpose="evaluate"
-        )
+        if not self._evaluations:
+            raise RuntimeError("an evaluation was not paid for")
+        self._evaluations -= 1
         sums = self._trainer.evaluate_clipped(
             weights_d, integers_m, max_loss=self._releases.max_loss
         )

@@ -27,6 +27,12 @@ class ObservedTrainer:
         """Layout of the model."""
         return self._trainer.layout()
 
+    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+        """Have the trainer pay."""
+        self._trainer.pay(
+            round_index=round_index, trains=trains, evaluations=evaluations
+        )
+
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:

@@ -265,9 +265,14 @@ class SecureSite:
         integers_m = self._kept.restore(task.integers_m, task.round_index)
         evaluation = training = sealed = None
         num_examples = 0
-        if task.evaluate or task.kind is TaskKind.EVALUATE:
+        trains = task.kind is TaskKind.TRAIN
+        evaluates = task.evaluate or not trains
+        trainer.pay(
+            round_index=task.round_index, trains=trains, evaluations=int(evaluates)
+        )
+        if evaluates:
             evaluation = trainer.evaluate(task.weights_d, integers_m)
-        if task.kind is TaskKind.TRAIN:
+        if trains:
             result = trainer.fit(
                 task.weights_d, integers_m, round_index=task.round_index
             )

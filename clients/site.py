@@ -94,6 +94,7 @@ class Site:
     def _evaluate(self, task: RoundTask, trainer: Trainer) -> SiteEvaluation:
         watch = _Stopwatch(self._clock)
         integers_m = self._kept.restore(task.integers_m, task.round_index)
+        trainer.pay(round_index=task.round_index, trains=False, evaluations=1)
         with watch.phase("evaluate"):
             sums = trainer.evaluate(task.weights_d, integers_m)
         return SiteEvaluation(
@@ -109,7 +110,13 @@ class Site:
         watch = _Stopwatch(self._clock)
         evaluation = evaluation_after = None
         integers_m = self._kept.restore(task.integers_m, task.round_index)
-        if task.evaluate or task.evaluate_after:
+        before = task.evaluate or task.evaluate_after
+        trainer.pay(
+            round_index=task.round_index,
+            trains=True,
+            evaluations=before + task.evaluate_after,
+        )
+        if before:
             with watch.phase("evaluate"):
                 evaluation = trainer.evaluate(task.weights_d, integers_m)
         with watch.phase("train"):

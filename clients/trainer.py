@@ -109,6 +109,9 @@ class TorchTrainer:
         with self._pool.borrow() as model:
             return weights.own_spans(model.module, self._pool.layout, is_first=is_first)
 
+    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+        """Keep no ledger; see ``clients.budget`` for a trainer that does."""
+
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:

@@ -98,6 +98,20 @@ class Trainer(Protocol):
         """Layout of the model that this trainer trains."""
         ...
 
+    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+        """Charge a round to the site's privacy budget, before any of its work.
+
+        Args:
+            round_index: The round.
+            trains: Whether ``fit`` is called in it.
+            evaluations: How often ``evaluate`` is.
+
+        Raises:
+            BudgetExceeded: The budget does not allow all of it; nothing was charged.
+            PrivacyError: It is not known what was spent.
+        """
+        ...
+
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:

@@ -56,6 +56,9 @@ class RankedTrainer:
         """Layout of the model."""
         return self._layout
 
+    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+        """Keep no ledger; see ``clients.budget`` for a trainer that does."""
+
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:

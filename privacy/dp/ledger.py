@@ -8,13 +8,13 @@ Two files. ``ledger.jsonl`` only grows; its format is in ``ledger_format``. A ch
 hashes alone cannot show that lines are missing at its end, so ``ledger.head`` holds the
 place and hash of the last line. The order of a charge is
 
-1. append the line and flush it to the disk,
+1. append the line, or those of all that a round releases, and flush to the disk,
 2. replace the head, flush it and its folder,
 3. return; only now may anything be released.
 
 A crash before 1 ends leaves a ledger without the line, or with a torn one, and nothing
 was released: the torn line is dropped, and a note of it is added. A crash between 1
-and 2 leaves a ledger one line ahead of its head: that line counts. So the head is
+and 2 leaves a ledger ahead of its head: its lines count. So the head is
 never ahead of the ledger, unless lines were lost; the other order would leave the same
 picture after a crash as after a loss. What no file on the same disk can show is that
 both files were put back together, from one backup or snapshot: keep them where that
@@ -24,6 +24,7 @@ does not happen, as the round numbers of secure aggregation.
 import math
 import os
 import threading
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +39,10 @@ from privacy.dp.ledger_format import PURPOSES, Charge, Contents, Purpose, Terms
 
 # A clock that is set by the network may step back by so much.
 CLOCK_TOLERANCE_SECONDS = 5.0
+
+
+# What is released, and of which of the site's records.
+Release = tuple[Event, Purpose]
 
 
 class Ledger(Protocol):
@@ -70,8 +75,24 @@ class Ledger(Protocol):
         """
         ...
 
-    def epsilon(self, purpose: Purpose = "train") -> float:
-        """What has been spent on one purpose: an upper bound."""
+    def charge_all(
+        self, releases: Sequence[Release], *, round_index: int
+    ) -> tuple[float, ...]:
+        """Write several releases down before any of them is made: all, or none.
+
+        A crash in between may leave some of them charged, and nothing released.
+
+        Returns:
+            Epsilon of each release's purpose, with all charges up to it.
+
+        Raises:
+            PrivacyError: As for ``charge``; nothing was written.
+            StoreUnavailable: As for ``charge``.
+        """
+        ...
+
+    def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
+        """What has been spent on one purpose, and would be with more: upper bounds."""
         ...
 
     def charges(self) -> tuple[Charge, ...]:
@@ -104,32 +125,45 @@ class _Account:
             )
         return max(now, self.time)
 
-    def epsilon(self, purpose: Purpose) -> float:
-        return self._curves[purpose].epsilon()
+    def epsilon(self, purpose: Purpose, *more: Event) -> float:
+        return self._curves[purpose].epsilon(*more)
 
-    def prepare(self, event: Event, round_index: int, purpose: Purpose) -> Charge:
-        """The next charge, if it may be made."""
-        if round_index < 0 or purpose not in PURPOSES:
-            raise ValueError(f"no charge for round {round_index}, {purpose!r}")
-        after, cap = self._curves[purpose].epsilon(event), self.terms.epsilon_cap
-        if after > cap:
-            raise BudgetExceeded(
-                f"round {round_index} would take site {self.terms.site!r} to epsilon "
-                f"{after:.4g} at delta {self.terms.delta:g}, beyond its cap of {cap:g} "
-                f"(spent so far on {_WHAT[purpose]}: {self.epsilon(purpose):.4g}); "
-                "nothing was released. End the run here, or begin one with fewer "
-                "rounds or more noise; a higher cap is a decision of the "
-                "site's operator",
-                epsilon=after,
-                cap=cap,
+    def prepare(
+        self, releases: Sequence[Release], round_index: int
+    ) -> tuple[Charge, ...]:
+        """The next charges, if all of them may be made."""
+        charges: list[Charge] = []
+        for event, purpose in releases:
+            if round_index < 0 or purpose not in PURPOSES:
+                raise ValueError(f"no charge for round {round_index}, {purpose!r}")
+            before = [c.event for c in charges if c.purpose == purpose]
+            after = self.epsilon(purpose, *before, event)
+            self._check_cap(after, purpose, round_index)
+            charges.append(
+                Charge(
+                    seq=self.seq + 1 + len(charges),
+                    round_index=round_index,
+                    purpose=purpose,
+                    event=event,
+                    time=self.now(),
+                    epsilon_after=after,
+                )
             )
-        return Charge(
-            seq=self.seq + 1,
-            round_index=round_index,
-            purpose=purpose,
-            event=event,
-            time=self.now(),
-            epsilon_after=after,
+        return tuple(charges)
+
+    def _check_cap(self, after: float, purpose: Purpose, round_index: int) -> None:
+        cap = self.terms.epsilon_cap
+        if after <= cap:
+            return
+        raise BudgetExceeded(
+            f"round {round_index} would take site {self.terms.site!r} to epsilon "
+            f"{after:.4g} at delta {self.terms.delta:g}, beyond its cap of {cap:g} "
+            f"(spent so far on {_WHAT[purpose]}: {self.epsilon(purpose):.4g}); "
+            "nothing was released. End the run here, or begin one with fewer "
+            "rounds or more noise; a higher cap is a decision of the "
+            "site's operator",
+            epsilon=after,
+            cap=cap,
         )
 
     def add(self, charge: Charge) -> None:
@@ -164,15 +198,23 @@ class InMemoryLedger:
         self, event: Event, *, round_index: int, purpose: Purpose = "train"
     ) -> float:
         """See ``Ledger.charge``."""
-        with self._lock:
-            charge = self._account.prepare(event, round_index, purpose)
-            self._account.add(charge)
-            return charge.epsilon_after
+        (spent,) = self.charge_all([(event, purpose)], round_index=round_index)
+        return spent
 
-    def epsilon(self, purpose: Purpose = "train") -> float:
+    def charge_all(
+        self, releases: Sequence[Release], *, round_index: int
+    ) -> tuple[float, ...]:
+        """See ``Ledger.charge_all``."""
+        with self._lock:
+            charges = self._account.prepare(releases, round_index)
+            for charge in charges:
+                self._account.add(charge)
+            return tuple(charge.epsilon_after for charge in charges)
+
+    def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
         """See ``Ledger.epsilon``."""
         with self._lock:
-            return self._account.epsilon(purpose)
+            return self._account.epsilon(purpose, *more)
 
     def charges(self) -> tuple[Charge, ...]:
         """See ``Ledger.charges``."""
@@ -235,17 +277,30 @@ class FileLedger:
         self, event: Event, *, round_index: int, purpose: Purpose = "train"
     ) -> float:
         """See ``Ledger.charge``."""
-        with self._lock:
-            charge = self._account.prepare(event, round_index, purpose)
-            line, digest = ledger_format.charge_line(charge, self._hash)
-            self._write(line, digest, charge.seq)
-            self._account.add(charge)
-            return charge.epsilon_after
+        (spent,) = self.charge_all([(event, purpose)], round_index=round_index)
+        return spent
 
-    def epsilon(self, purpose: Purpose = "train") -> float:
+    def charge_all(
+        self, releases: Sequence[Release], *, round_index: int
+    ) -> tuple[float, ...]:
+        """See ``Ledger.charge_all``."""
+        with self._lock:
+            charges = self._account.prepare(releases, round_index)
+            if not charges:
+                return ()
+            lines, digest = [], self._hash
+            for charge in charges:
+                line, digest = ledger_format.charge_line(charge, digest)
+                lines.append(line)
+            self._write(b"".join(lines), digest, charges[-1].seq)
+            for charge in charges:
+                self._account.add(charge)
+            return tuple(charge.epsilon_after for charge in charges)
+
+    def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
         """See ``Ledger.epsilon``."""
         with self._lock:
-            return self._account.epsilon(purpose)
+            return self._account.epsilon(purpose, *more)
 
     def charges(self) -> tuple[Charge, ...]:
         """See ``Ledger.charges``."""

@@ -104,6 +104,9 @@ class QuadraticTrainer:
         """Layout of the toy model."""
         return self._layout
 
+    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+        """Keep no privacy ledger."""
+
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:

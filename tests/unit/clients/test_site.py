@@ -51,6 +51,9 @@ class AddOne:
     def layout(self) -> Layout:
         return LAYOUT
 
+    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+        pass
+
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalResult:
