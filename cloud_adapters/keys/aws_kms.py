@@ -197,8 +197,10 @@ class AwsKms:
                     region_name=self._region,
                     endpoint_url=self._endpoint_url,
                     config=Config(
+                        # A key service answers at once, so that no attempt hangs
+                        # long beyond the deadline of its call.
                         connect_timeout=5,
-                        read_timeout=30,
+                        read_timeout=5,
                         # Attempts are counted by Retry, and there alone.
                         retries={"mode": "standard", "total_max_attempts": 1},
                         user_agent_extra="crossfed",

@@ -27,11 +27,13 @@ from requests.adapters import HTTPAdapter
 
 from cloud_adapters.storage import gcs_errors
 from cloud_adapters.storage.request_count import note_request
+from cloud_adapters.storage.retry import seconds_left
 from federation.protocols import Buffer
 
 DEFAULT_ENDPOINT = "https://storage.googleapis.com"
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-TIMEOUTS_SECONDS = (5.0, 60.0)  # To connect, and between two pieces of an answer.
+CONNECT_SECONDS = 5.0
+READ_SECONDS = 60.0  # Between two pieces of an answer; less if a call's time is up.
 NUM_CONNECTIONS = 32
 READ_BYTES = 1024 * 1024  # What is taken from a socket at once.
 
@@ -126,7 +128,7 @@ class GcsHttp:
                 data=ask.body or None,
                 json=ask.json,
                 headers=ask.headers,
-                timeout=TIMEOUTS_SECONDS,
+                timeout=(CONNECT_SECONDS, min(READ_SECONDS, seconds_left())),
                 stream=ask.is_stream,
                 allow_redirects=False,  # 308 is "go on" here, not a redirection.
             )

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import requests
@@ -303,8 +303,10 @@ class UploadSession:
             ok=range(600),
             is_session=True,
         )
+        # One attempt, which may not hang for long: the caller waits for its error.
+        once = replace(self._retry, deadline_seconds=0.0)
         try:
-            self._http.send(ask)
+            once.call(lambda _: self._http.send(ask))
         except StoreError:
             return  # It ends by itself after a week, and nothing shows it.
 

@@ -63,10 +63,15 @@ class Writing:
     def through(self, session: UploadSession, parts: Iterable[Chunk]) -> Resource:
         """Write by a session, which tries again by itself; errors as above."""
         try:
-            return self._attempt(lambda it: session.upload(parts, it), 1)
+            return session.upload(parts, self.generation)
+        except ObjectChanged as error:
+            ours = self._ours_at_last()
+            if ours is None:
+                raise self._refusal(error) from error.__cause__
+            return ours
         except StoreUnavailable:
             # The answer to the last chunk may be lost, and the session gone with it.
-            ours = self._ours() if session.is_all_sent else None
+            ours = self._ours_at_last() if session.is_all_sent else None
             if ours is None:
                 raise
             return ours
@@ -93,11 +98,22 @@ class Writing:
             return ObjectExists(f"cannot {self.new.doing}: an object has this key")
         return error
 
+    def _ours_at_last(self) -> Resource | None:
+        """Return what ``_ours`` does, with further attempts."""
+        return self.retry.call(lambda _: self._ours())
+
     def _ours(self) -> Resource | None:
-        """Return the object under the name if this write made it."""
+        """Return the object under the name if this write made it.
+
+        Raises:
+            StoreError: It cannot be known now; whoever took that for a "no" would
+                report a conflict with itself.
+        """
         try:
             there = find(self.http, self.new)
-        except StoreError:
+        except StoreError as error:
+            if error.temporary:
+                raise
             return None  # Who may write and not read keeps the first answer.
         return there if there is not None and self._is_ours(there) else None
 

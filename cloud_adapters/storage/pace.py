@@ -1,7 +1,9 @@
-"""How slowly the body of an object may come before it is given up.
+"""How slowly the body of an object may come before it is asked for anew.
 
 A server that sends one byte a minute keeps to every timeout of a socket, and would hold
-a reader for years.
+a reader for years. What is too slow is given up soon, and not only when the time for
+further attempts is up: the next one goes on behind what has arrived, perhaps over a
+better connection.
 """
 
 import contextlib
@@ -10,9 +12,9 @@ from collections.abc import Generator, Iterator
 from federation.errors import StoreUnavailable
 from federation.protocols import Clock
 
-# A body may take so long as a whole, and longer only if it comes faster than this.
-BODY_SECONDS = 120.0
-BODY_BYTES_PER_SECOND = 64 * 1024
+# In each window of so many seconds a body must come at least at this speed.
+WINDOW_SECONDS = 20.0
+BYTES_PER_SECOND = 16 * 1024
 
 
 def in_time(
@@ -30,17 +32,21 @@ def in_time(
         clock: Tells time.
 
     Raises:
-        StoreUnavailable: The body came too slowly, and there is more of it.
+        StoreUnavailable: The body came too slowly, and there was more of it.
     """
-    begin, received = clock.monotonic(), 0
+    begin, received, is_first = clock.monotonic(), 0, True
     with contextlib.closing(pieces):
         for piece in pieces:
-            allowed = BODY_SECONDS + received / BODY_BYTES_PER_SECOND
-            if received and clock.monotonic() - begin > allowed:
-                raise StoreUnavailable(
-                    f"cannot {doing}: only {received} bytes came in {allowed:.0f} s; "
-                    "check the network",
-                    temporary=True,
-                )
-            yield piece
             received += len(piece)
+            seconds = clock.monotonic() - begin
+            if seconds >= WINDOW_SECONDS:
+                if received < BYTES_PER_SECOND * seconds and not is_first:
+                    raise StoreUnavailable(
+                        f"cannot {doing}: only {received} bytes came in "
+                        f"{seconds:.0f} s, and less than {BYTES_PER_SECOND // 1024} "
+                        "KiB/s counts as a broken connection; check the network",
+                        temporary=True,
+                    )
+                begin, received = clock.monotonic(), 0
+            yield piece
+            is_first = False

@@ -28,9 +28,10 @@ from cloud_adapters.storage.keys import (
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3_calls import (
     Answer,
+    Clients,
+    GivenClient,
     S3Calls,
     ServerSideEncryption,
-    connect,
     updated_of,
     version_of,
 )
@@ -85,7 +86,9 @@ class S3Store:
         if not _BUCKET.fullmatch(bucket):
             raise ValueError(f"{bucket[:80]!r} cannot be the name of a bucket")
         self._calls = S3Calls(
-            client=client or connect(endpoint_url=endpoint_url, region=region),
+            clients=GivenClient(client)
+            if client is not None
+            else Clients(endpoint_url=endpoint_url, region=region),
             bucket=bucket,
             prefix=folder_of(prefix),
             retry=retry or Retry(),
@@ -215,7 +218,7 @@ class S3Store:
 
     def close(self) -> None:
         """Let go of connections; the store is not used afterwards."""
-        self._calls.client.close()
+        self._calls.clients.close()
 
     def __repr__(self) -> str:
         """Where it is, and nothing of its credentials."""

@@ -5,6 +5,7 @@ that break off (``s3_read``).
 """
 
 import base64
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,7 +16,7 @@ from botocore.config import Config
 
 from cloud_adapters.storage import s3_errors
 from cloud_adapters.storage.request_count import note_request
-from cloud_adapters.storage.retry import Retry
+from cloud_adapters.storage.retry import Retry, seconds_left
 from federation.errors import (
     ObjectNotFound,
     StoreError,
@@ -31,6 +32,7 @@ SHA256 = "crossfed-sha256"
 
 CONNECT_SECONDS = 5
 READ_SECONDS = 60
+HASTY_SECONDS = 5  # The same for both, where little time is left for an attempt.
 NUM_CONNECTIONS = 32
 
 # What the service says in every answer to an operation that went well.
@@ -84,18 +86,86 @@ class ServerSideEncryption:
         return asked if self.kms_key is None else {**asked, "SSEKMSKeyId": self.kms_key}
 
 
-def connect(*, endpoint_url: str | None, region: str | None) -> Any:
-    """Make a client whose every wait is bounded and that never tries again by itself.
+class Clients:
+    """Clients of one service, whose waits are bounded and that never try again.
 
-    Credentials come from the library's own chain: environment, profile, role.
-
-    Raises:
-        NotAuthenticated: The profile that the environment names is not there.
-        StoreUnavailable: Endpoint or region are not of a valid form.
+    A client's timeouts hold for all its requests. So there are two: one with the time
+    that a healthy service may need, and one for attempts that begin late, which must
+    not hang beyond the deadline of their call. The second is made when it is needed.
     """
-    config = Config(
-        connect_timeout=CONNECT_SECONDS,
-        read_timeout=READ_SECONDS,
+
+    def __init__(self, *, endpoint_url: str | None, region: str | None) -> None:
+        """Make the first client.
+
+        Credentials come from the library's own chain: environment, profile, role. Both
+        clients share them.
+
+        Raises:
+            NotAuthenticated: The profile that the environment names is not there.
+            StoreUnavailable: Endpoint or region are not of a valid form.
+        """
+        doing = (
+            f"open {endpoint_url or 'S3'} in the region {region or 'of the profile'}"
+        )
+        self._endpoint_url = endpoint_url
+        self._lock = threading.Lock()
+        self._hasty: Any = None
+        try:
+            self._session = boto3.session.Session()
+            self._region = region or self._session.region_name or "us-east-1"
+            self.patient = self._client(CONNECT_SECONDS, READ_SECONDS)
+        except Exception as error:
+            if isinstance(error, ValueError):
+                raise StoreUnavailable(f"cannot {doing}: {error}") from error
+            raise s3_errors.translate(error, doing) from error
+
+    def client(self) -> Any:
+        """The one for an attempt that begins now."""
+        if seconds_left() >= CONNECT_SECONDS + READ_SECONDS:
+            return self.patient
+        with self._lock:
+            if self._hasty is None:
+                self._hasty = self._client(HASTY_SECONDS, HASTY_SECONDS)
+            return self._hasty
+
+    def _client(self, connect_seconds: float, read_seconds: float) -> Any:
+        return self._session.client(
+            "s3",
+            endpoint_url=self._endpoint_url,
+            region_name=self._region,
+            config=_config(self._endpoint_url, connect_seconds, read_seconds),
+        )
+
+    def close(self) -> None:
+        """End the connections of both."""
+        self.patient.close()
+        with self._lock:
+            if self._hasty is not None:
+                self._hasty.close()
+
+
+class GivenClient:
+    """One client of somebody else's making, for every attempt."""
+
+    def __init__(self, client: Any) -> None:
+        """Use it; its own retries are to be off."""
+        self.patient = client
+
+    def client(self) -> Any:
+        """The one there is."""
+        return self.patient
+
+    def close(self) -> None:
+        """End its connections."""
+        self.patient.close()
+
+
+def _config(
+    endpoint_url: str | None, connect_seconds: float, read_seconds: float
+) -> Config:
+    return Config(
+        connect_timeout=connect_seconds,
+        read_timeout=read_seconds,
         # Attempts are counted by Retry, and there alone.
         retries={"mode": "standard", "total_max_attempts": 1},
         max_pool_connections=NUM_CONNECTIONS,
@@ -111,22 +181,6 @@ def connect(*, endpoint_url: str | None, region: str | None) -> Any:
         },
         user_agent_extra="crossfed",
     )
-    doing = f"open {endpoint_url or 'S3'} in {region or 'the default region'}"
-    try:
-        session = boto3.session.Session()
-        return session.client(
-            "s3",
-            endpoint_url=endpoint_url,
-            region_name=region or session.region_name or "us-east-1",
-            config=config,
-        )
-    except Exception as error:
-        doing = (
-            f"open {endpoint_url or 'S3'} in the region {region or 'of the profile'}"
-        )
-        if isinstance(error, ValueError):
-            raise StoreUnavailable(f"cannot {doing}: {error}") from error
-        raise s3_errors.translate(error, doing) from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +188,7 @@ class S3Calls:
     """One bucket and prefix, and how requests to it are made.
 
     Attributes:
-        client: Of boto3; used by many threads.
+        clients: Of boto3; used by many threads.
         bucket: Its name.
         prefix: Before every key: empty, or ends with ``/``.
         retry: How often to try.
@@ -142,13 +196,18 @@ class S3Calls:
         owner: Account number that the bucket must belong to; None for any.
     """
 
-    client: Any
+    clients: Clients | GivenClient
     bucket: str
     prefix: str
     retry: Retry
     encryption: ServerSideEncryption
     owner: str | None = None
     _bucket_seen: bool = field(default=False, init=False)
+
+    @property
+    def client(self) -> Any:
+        """The client that has time."""
+        return self.clients.patient
 
     def where(self, key: str = "") -> str:
         """The URL of an object, for messages."""
@@ -167,7 +226,7 @@ class S3Calls:
         """
         if self.owner is not None:
             parameters["ExpectedBucketOwner"] = self.owner
-        request = getattr(self.client, operation)
+        request = getattr(self.clients.client(), operation)
         note_request()
         answer: Answer = self.understand(
             doing, lambda: request(Bucket=self.bucket, **parameters)

@@ -44,6 +44,8 @@ PARTS_OF_ONE_SIZE = 1_000
 BYTES_IN_FLIGHT = 8 * PART_BYTES
 NUM_WORKERS = 8
 
+REMOVAL_SECONDS = 10.0  # How long the parts of a failed upload are tried to remove.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
@@ -333,9 +335,18 @@ def complete(
 
 
 def abort(calls: S3Calls, upload: Answer, doing: str, error: BaseException) -> None:
-    """Remove the parts of an upload that failed with ``error``."""
+    """Remove the parts of an upload that failed with ``error``.
+
+    Not for long: a service that was out of reach for a whole deadline is not to hold
+    the caller for another one, and what is left is removed later (``s3_leftovers``).
+    """
+    retry = replace(calls.retry, deadline_seconds=REMOVAL_SECONDS)
     try:
-        calls.call("abort_multipart_upload", f"{doing}, remove its parts", **upload)
+        retry.call(
+            lambda _: calls.once(
+                "abort_multipart_upload", f"{doing}, remove its parts", **upload
+            )
+        )
     except ObjectNotFound:
         pass
     except StoreError:

@@ -13,11 +13,12 @@ from support.buckets import quick_retry
 from support.fake_gcs import KIB_256, FakeGcs
 from support.tcp_proxy import Fault, FaultyProxy, s3_error
 
+from cloud_adapters.storage.retry import Retry
 from federation.clock import VirtualClock
 from federation.protocols import ObjectStore
 
 LOST_REPLY = Fault(reset_down=-1)
-ATTEMPTS = 6  # Of Retry, by default.
+CORRUPT_ATTEMPTS = Retry().corrupt_attempts
 
 
 @dataclass(frozen=True, kw_only=True)

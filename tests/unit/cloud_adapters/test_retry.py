@@ -1,10 +1,14 @@
 """How often requests are made again, and when."""
 
 import itertools
+import math
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cloud_adapters.storage.retry import Retry
+from cloud_adapters.storage.retry import LEAST_SECONDS, Retry, seconds_left
 from federation.clock import VirtualClock
 from federation.errors import (
     CorruptObject,
@@ -127,7 +131,7 @@ def test_attempts_are_bounded():
 def test_no_attempt_begins_after_the_deadline():
     """Nor do we wait for a time that would not be used."""
     request = Request(*[unavailable()] * 99, seconds=4)
-    retry = Retry(attempts=99, base_seconds=0, deadline_seconds=10, clock=request.clock)
+    retry = Retry(base_seconds=0, deadline_seconds=10, clock=request.clock)
     with pytest.raises(StoreUnavailable, match="tried 3 times in 12 s"):
         retry.call(request)
     asked = Request(unavailable(wait_seconds=30))
@@ -136,10 +140,104 @@ def test_no_attempt_begins_after_the_deadline():
     assert asked.clock.now() == 0
 
 
+def test_what_arrives_changed_is_not_tried_until_the_deadline():
+    """Patience mends an outage, and not a device that changes bytes."""
+    request = Request(*[CorruptObject("x", temporary=True)] * 99)
+    with pytest.raises(CorruptObject, match="tried 6 times"):
+        Retry(clock=request.clock).call(request)
+    assert request.clock.now() < 10
+
+
+class Outage:
+    """A service that is away for a while; each attempt takes its time."""
+
+    def __init__(self, seconds: float, *, attempt_seconds: float = 0.0) -> None:
+        self.clock = VirtualClock()
+        self.seconds = seconds
+        self.attempt_seconds = attempt_seconds
+        self.attempts = 0
+
+    def __call__(self, attempt: int) -> float:
+        self.attempts = attempt
+        begin = self.clock.now()
+        self.clock.sleep(min(self.attempt_seconds, seconds_left()))
+        if begin < self.seconds:
+            raise unavailable()
+        return begin
+
+
+seeds = st.integers(0, 2**32)
+
+
+@given(seed=seeds, share=st.floats(0, 1), attempt_seconds=st.floats(0, 60))
+def test_whatever_ends_before_the_deadline_is_outlasted(
+    seed: int, share: float, attempt_seconds: float
+):
+    """For every outage and every draw, also where each attempt hangs in it.
+
+    The last that hangs must end before the deadline for another to begin.
+    """
+    seconds = share * (119 - attempt_seconds)
+    outage = Outage(seconds, attempt_seconds=attempt_seconds)
+    draw = random.Random(seed).uniform  # noqa: S311 (the test's own)
+    begun = Retry(clock=outage.clock, uniform=draw).call(outage)
+    # Full jitter: not later than the longest wait behind the end of the outage.
+    assert begun <= seconds + 10 + attempt_seconds
+
+
+@given(seed=seeds, attempt_seconds=st.floats(0, 1000))
+def test_time_of_a_call_is_bounded(seed: int, attempt_seconds: float):
+    """Also where every attempt hangs: it is told how much time is left."""
+    outage = Outage(math.inf, attempt_seconds=attempt_seconds)
+    draw = random.Random(seed).uniform  # noqa: S311 (the test's own)
+    with pytest.raises(StoreUnavailable):
+        Retry(clock=outage.clock, uniform=draw).call(outage)
+    assert 120 <= outage.clock.now() <= 120 + LEAST_SECONDS
+
+
+@given(seed=seeds)
+def test_no_storm(seed: int):
+    """An outage takes about thirty requests of a client, and never many more."""
+    outage = Outage(math.inf)
+    draw = random.Random(seed).uniform  # noqa: S311 (the test's own)
+    with pytest.raises(StoreUnavailable):
+        Retry(clock=outage.clock, uniform=draw).call(outage)
+    assert 12 <= outage.attempts <= 60
+
+
+def test_requests_of_many_clients_are_spread():
+    """On average: six while waits grow, then one in five seconds, at no common time."""
+    clients = []
+    for seed in range(200):
+        outage = Outage(math.inf)
+        draw = random.Random(seed).uniform  # noqa: S311 (the test's own)
+        with pytest.raises(StoreUnavailable):
+            Retry(clock=outage.clock, uniform=draw).call(outage)
+        clients.append(outage.attempts)
+    assert 27 < sum(clients) / len(clients) < 33
+
+
+def test_time_is_left_without_a_call():
+    """Outside of a call nothing has to end; inside, what the deadline leaves."""
+    assert seconds_left() == math.inf
+    clock, left = VirtualClock(), []
+
+    def request(attempt: int) -> None:
+        left.append(seconds_left())
+        clock.sleep(50)
+        if attempt < 3:
+            raise unavailable()
+
+    Retry(clock=clock, base_seconds=0).call(request)
+    assert left == [120, 70, 20]
+    assert seconds_left() == math.inf
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"attempts": 0},
+        {"corrupt_attempts": 0},
         {"base_seconds": -1.0},
         {"cap_seconds": float("inf")},
         {"deadline_seconds": float("nan")},

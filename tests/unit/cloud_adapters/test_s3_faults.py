@@ -82,7 +82,9 @@ def test_failed_upload_leaves_nothing(s3_line: Line, pattern: str):
     """Neither an object nor parts that would be paid for."""
     s3_line.near.put("key", [b"before"])
     s3_line.proxy.fail(pattern, s3_error(500, "InternalError"), times=1000)
-    with pytest.raises(StoreUnavailable, match=r"write s3://bucket.*tried 6 times"):
+    with pytest.raises(
+        StoreUnavailable, match=r"write s3://bucket.*tried \d+ times in 120 s"
+    ):
         s3_line.far.put("key", s3_line.pieces())
     assert s3_line.near.read("key") == b"before"
     assert s3_line.unfinished() == []

@@ -17,8 +17,10 @@ from support.buckets import quick_retry
 from cloud_adapters.storage import s3_copy, s3_upload
 from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.parts import Buffers
+from cloud_adapters.storage.retry import Retry
 from cloud_adapters.storage.s3 import S3Store
-from cloud_adapters.storage.s3_calls import ServerSideEncryption, connect
+from cloud_adapters.storage.s3_calls import Clients, ServerSideEncryption
+from federation.clock import VirtualClock
 from federation.errors import (
     BucketNotFound,
     NotAuthenticated,
@@ -397,18 +399,36 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, s3_server: servers.S3Se
     store.close()
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(NotAuthenticated, match="ProfileNotFound"):
-        connect(endpoint_url=None, region=None)
+        Clients(endpoint_url=None, region=None)
 
 
 def test_malformed_endpoint():
     """The library's ValueError becomes one of ours."""
     with pytest.raises(StoreUnavailable, match="no-url"):
-        connect(endpoint_url="no-url", region="eu-west-1")
+        Clients(endpoint_url="no-url", region="eu-west-1")
+
+
+def test_late_attempts_get_little_time():
+    """So that one that hangs ends soon after the deadline of its call."""
+    clients, clock = Clients(endpoint_url=None, region="eu-west-1"), VirtualClock()
+    timeouts = []
+
+    def request(attempt: int) -> None:
+        config = clients.client().meta.config
+        timeouts.append((config.connect_timeout, config.read_timeout))
+        clock.sleep(50)
+        if attempt < 3:
+            raise StoreUnavailable("away", temporary=True)
+
+    Retry(clock=clock, base_seconds=0).call(request)
+    assert timeouts == [(5, 60), (5, 60), (5, 5)]
+    assert clients.client() is clients.patient
+    clients.close()
 
 
 def test_client_waits_and_tries_as_we_decide():
     """Timeouts and attempts of the library are the product's own."""
-    config = connect(endpoint_url=None, region="eu-west-1").meta.config
+    config = Clients(endpoint_url=None, region="eu-west-1").patient.meta.config
     assert (config.connect_timeout, config.read_timeout) == (5, 60)
     assert config.retries["total_max_attempts"] == 1
     assert config.request_checksum_calculation == "when_required"
@@ -422,7 +442,7 @@ def test_bodies_are_signed_where_nothing_else_guards_them(
     endpoint_url: str | None, *, signed: bool
 ):
     """Over TLS the signature leaves them out; in the clear it covers them."""
-    config = connect(endpoint_url=endpoint_url, region="eu-west-1").meta.config
+    config = Clients(endpoint_url=endpoint_url, region="eu-west-1").patient.meta.config
     assert config.s3["payload_signing_enabled"] == signed
 
 
