@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from clients.cohorts import CohortRule
 from clients.kept_integers import KeptIntegers
 from clients.masking import Masking, SumNoise, check_clip
 from federation.errors import BudgetExceeded, FederationError, ProtocolError, SiteError
@@ -37,6 +38,7 @@ from privacy.secagg.errors import NotSetUp
 from privacy.secagg.floor import LocalFloor
 from privacy.secagg.identity import Identity, RandomBytes
 from privacy.secagg.keys import RoundFacts
+from privacy.secagg.messages import Survivors
 from privacy.secagg.ring_errors import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.round_memory import RoundMemory
 from privacy.secagg.setup import SiteSetup
@@ -58,6 +60,8 @@ class Protection:
         random_bytes: The system's source of randomness.
         noise: What this site adds to its words, where privacy is made inside the
             sum.
+        cohorts: Which sums it may be part of; None where differential privacy
+            bounds what all sums together give away.
         threads: Threads of the arithmetic.
     """
 
@@ -66,6 +70,7 @@ class Protection:
     memory: RoundMemory
     random_bytes: RandomBytes
     noise: SumNoise | None = None
+    cohorts: CohortRule | None = None
     threads: int = 1
 
 
@@ -124,16 +129,42 @@ class SecureSite:
 
     def _answer_step(self, task: SecureTask) -> SecureAnswer:
         if task.step is SecureStep.ADVERTISE:
-            body = self._begin_setup().on_offer(task.body)
+            body = self._advertise(task.body)
         elif task.step is SecureStep.CONFIRM:
             body = self._current_setup().on_book(task.body)
         elif task.step is SecureStep.SURVIVORS:
-            body = self._current_session().on_survivors(task.body)
+            body = self._consent(task.body)
         elif task.step is SecureStep.REVEAL:
             body = self._current_session().on_reveal(task.body)
         else:
             raise ProtocolError(f"{task.step.value} is not a step to ask for")
         return _step(task, task.step, body)
+
+    def _advertise(self, offer: bytes) -> bytes:
+        setup, rule = self._begin_setup(), self._protection.cohorts
+        advert = setup.on_offer(offer)
+        if rule is not None:
+            try:
+                rule.check_contract(setup.contract)
+            except BaseException:
+                setup.close()
+                raise
+        return advert
+
+    def _consent(self, body: bytes) -> bytes:
+        """Sign a list of survivors, unless their sum tells too much of the others.
+
+        A site that does not sign is no obstacle to a sum that enough others sign.
+        """
+        session, rule = self._current_session(), self._protection.cohorts
+        consent = session.on_survivors(body)
+        if rule is not None:
+            try:
+                rule.leave_out(session.contract, Survivors.from_bytes(body).heads)
+            except BaseException:
+                session.expire(0)  # It erases the round: its sum stays closed.
+                raise
+        return consent
 
     def _begin_setup(self) -> SiteSetup:
         """Begin a new setup.
@@ -193,6 +224,12 @@ class SecureSite:
             secrets = setup.on_confirms(confirms)
         except ProtocolError as error:
             raise NotSetUp(str(error)) from error
+        if protection.cohorts is not None:  # From here on there may be a sum.
+            try:
+                protection.cohorts.join(setup.contract)
+            except BaseException:
+                secrets.erase()
+                raise
         if self._session is not None:
             self._session.close()
         self._session = SiteSession(

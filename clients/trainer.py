@@ -51,6 +51,7 @@ class TorchTrainer:
         held_out: Dataset,
         private: PrivateTraining | None = None,
         peers: Peers = NO_PEERS,
+        seed: int | None = None,
     ) -> None:
         """Bring a job, a site's name and its data together.
 
@@ -62,6 +63,8 @@ class TorchTrainer:
             held_out: What to evaluate on.
             private: Makes every gradient differentially private; None for none.
             peers: The site's other ranks; each of them calls what this one calls.
+            seed: Of the order of examples and of what a model draws in training; the
+                job's by default.
 
         Raises:
             SiteError: The site has nothing to train on, or nothing to evaluate on
@@ -93,6 +96,7 @@ class TorchTrainer:
         self._train_data = train
         self._held_out = held_out
         self._peers = peers
+        self._seed = job.seed if seed is None else seed
         self._objective = OBJECTIVES[job.training.task]
         if private is None:
             # Data that is far away begins to come while the first task is on its way
@@ -118,7 +122,7 @@ class TorchTrainer:
         """Train from the global weights; see ``federation.protocols.Trainer``."""
         # Every rank draws for itself; the first one draws what it would draw alone.
         mine = (self._peers.rank.rank,) if self._peers.rank.rank else ()
-        seed = torch_seed(self._job.seed, "training", self._site, round_index, *mine)
+        seed = torch_seed(self._seed, "training", self._site, round_index, *mine)
         with self._pool.borrow() as model:
 
             def train() -> LocalResult:
@@ -345,7 +349,7 @@ class TorchTrainer:
                 batch_size=batch_size,
                 first_batch=(round_index - 1) * num_batches,
                 num_batches=num_batches + ahead,
-                seed=self._job.seed,
+                seed=self._seed,
                 site=self._site,
                 shuffle=shuffle,
                 rank=rank,
@@ -357,7 +361,7 @@ class TorchTrainer:
             batch_size=batch_size,
             first_epoch=(round_index - 1) * num_epochs,
             num_epochs=num_epochs + bool(ahead),
-            seed=self._job.seed,
+            seed=self._seed,
             site=self._site,
             shuffle=shuffle,
             rank=rank,

@@ -16,7 +16,7 @@ from clients.model_pool import ModelPool
 from deploy import private_sites, roster_file, store_meters, sum_privacy, wiring
 from deploy.durable_files import replace_file
 from deploy.enrolment_book import BookFile
-from deploy.protection import check_layout, contract_of
+from deploy.protection import check_layout, contract_of, dropout_notice
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder
 from deploy.run_record import RunRecord
@@ -158,15 +158,15 @@ def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -
     if gone and not resumed:
         raise JobError(
             f"revoked: {names}; invite again with crossfed aggregator invite "
-            f"{gone[0]}, or take out of the job",
+            f"{gone[0]}. A job without it is another cohort, which sites without "
+            "differential privacy refuse if they were summed with it before",
             key="sites",
         )
     if len(job.sites) - len(gone) < _fewest(job):
         # A site that comes back has new keys, and the run's roster pins the old ones.
         raise JobError(
             f"revoked: {names}; this run needs {_fewest(job)} of its {len(job.sites)} "
-            "sites to go on: start a new one, without what was revoked or after "
-            "crossfed aggregator invite SITE",
+            "sites to go on: start a new one after crossfed aggregator invite SITE",
             key="sites",
         )
 
@@ -295,6 +295,9 @@ class DeployedRun:
             return self._record.keep(partial(self._coordinate, grid))
 
     def _facts(self) -> Iterator[Event]:
+        notice = dropout_notice(self._job)
+        if notice:
+            yield Warned(at=self._clock.now(), message=notice)
         for reason in self._roll_call.absent.values():
             text = f"{reason}; the run goes on without it"
             yield Warned(at=self._clock.now(), message=text)

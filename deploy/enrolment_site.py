@@ -69,6 +69,11 @@ max_epsilon = 8.0               # of one run
 max_delta = 1e-4
 secure_aggregation = true
 min_sites = 2                   # fewest updates in a sum
+# Without differential privacy, sums over different sites tell of the sites in which
+# they differ. No fewer than `min_sites` sites may differ, over all runs on this data,
+# unless you say here what you accept instead.
+# min_group = 1                 # a run may be repeated without a single site
+accept_dropouts = false         # true: rounds may go on while a few sites are absent
 max_clip_norm = 100.0           # largest clip norm of an update in it
 """
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from deploy.private_sites import PrivateSites
-from deploy.protection import rehearse
+from deploy.protection import dropout_notice, rehearse
 from deploy.wiring import Federation
 from federation.clock import SystemClock
 from federation.ids import RunId
@@ -37,7 +37,8 @@ def promises(federation: Federation) -> Sequence[str]:
         private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
     if job.privacy.secure_aggregation.enabled:
         rehearse(federation, run_id, private)
+    notice = dropout_notice(job)
     if private is None:
-        return ()
+        return (notice,) if notice else ()
     planned = private.planned(at=clock.now())
     return tuple(privacy_words.lines(planned, _MAX_SITES_WITH_LINES))

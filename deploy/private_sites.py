@@ -154,6 +154,7 @@ class PrivateSites:
                 train=train,
                 held_out=held_out,
                 private=plan.training,
+                seed=federation.order_seed,
             )
         return plan.budgeted(trainer, self._ledger(name, plan))
 

@@ -14,8 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from aggregator.secure_sum import SecureGather
+from clients.cohorts import CohortRule
 from clients.kept_integers import KeptIntegers
 from clients.secure_site import Protection, SecureSite
+from clients.site_memory import InMemory, SiteMemory
 from deploy.private_sites import PrivateSites
 from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
@@ -56,6 +58,7 @@ class Rehearsal:
         random_bytes: Where the sites' keys, rounding and noise come from.
         memories: What sites without a folder remember of rounds, here and not in the
             sites, so that it outlives their restarts.
+        sums: What sites remember of this run's sums, likewise.
     """
 
     federation: Federation
@@ -66,6 +69,7 @@ class Rehearsal:
     in_sum: SumPrivacy | None
     random_bytes: RandomBytes = field(default=os.urandom, repr=False)
     memories: dict[SiteId, RoundMemory] = field(default_factory=dict)
+    sums: dict[SiteId, SiteMemory] = field(default_factory=dict)
 
     def gather(self, grid: Grid) -> SecureGather:
         """Make the aggregator's half."""
@@ -101,8 +105,20 @@ class Rehearsal:
                 memory=memory,
                 random_bytes=self.random_bytes,
                 noise=None if self.in_sum is None else self.in_sum.noise,
+                cohorts=self._cohorts(name),
                 threads=federation.job.training.threads,
             ),
+        )
+
+    def _cohorts(self, name: SiteId) -> CohortRule | None:
+        """The rule on sums over different sites, for one run: dropouts are accepted."""
+        if not self.contract.differential_privacy.is_none:
+            return None
+        return CohortRule(
+            memory=self.sums.setdefault(name, InMemory()),
+            lineage="simulation",
+            smallest=self.contract.min_sites,
+            accept_dropouts=True,
         )
 
     def _floor(self, layout: Layout) -> LocalFloor:
@@ -236,6 +252,24 @@ def contract_of(
         differential_privacy=terms,
         hybrid=secure.hybrid,
         two_site_waiver=secure.two_sites_waiver,
+    )
+
+
+def dropout_notice(job: JobSpec) -> str:
+    """Say what it costs that a job's rounds may go on without sites; empty for nothing.
+
+    Under differential privacy noise bounds what any sums together give away.
+    """
+    absent = len(job.sites) - job.minimum_sites
+    secure = job.privacy.secure_aggregation.enabled
+    if not (secure and absent) or job.privacy.differential_privacy.enabled:
+        return ""
+    return (
+        f"rounds may go on without up to {absent} of {len(job.sites)} sites "
+        "(privacy.secure_aggregation.threshold). Sums before and after an absence "
+        "tell of the absent sites' updates and results: each site's operator must "
+        "accept that (floor.accept_dropouts) unless as many are absent as "
+        "floor.min_group says"
     )
 
 

@@ -52,6 +52,7 @@ def _build(start: Start, peers: Peers) -> TorchTrainer:
         held_out=held_out,
         private=_private(start),
         peers=peers,
+        seed=int(start.seed, 16) if start.seed else None,
     )
 
 

@@ -11,7 +11,7 @@ from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.transcript import check_fresh, recorded
 from deploy import model_export, run_store, wiring
 from deploy.private_sites import PrivateSites
-from deploy.protection import Rehearsal, rehearse
+from deploy.protection import Rehearsal, dropout_notice, rehearse
 from deploy.run_folder import RunFolder
 from deploy.run_record import RunRecord
 from deploy.run_result import RunResult, result_of
@@ -21,7 +21,7 @@ from federation import job_file
 from federation.clock import SystemClock
 from federation.coordinator import run_federation
 from federation.errors import CorruptObject, RunConflict, RunNotFound
-from federation.events import Emit, Event
+from federation.events import Emit, Event, Warned
 from federation.gather import Gather
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import JobSpec
@@ -215,6 +215,9 @@ class _Simulation:
 
     def _facts(self) -> Iterator[Event]:
         yield wiring.data_distributed(self._federation, at=self._clock.now())
+        notice = dropout_notice(self._job)
+        if notice:
+            yield Warned(at=self._clock.now(), message=notice)
         if self._private is not None:
             yield self._private.planned(at=self._clock.now())
 

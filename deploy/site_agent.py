@@ -27,10 +27,10 @@ from deploy import (
 )
 from deploy.durable_files import replace_file
 from deploy.introduction import Introduction, Proposal, Statements
-from deploy.protection import code_hash
+from deploy.protection import code_hash, dropout_notice
 from deploy.site_file import SiteConfig
 from deploy.site_floor import check_job
-from deploy.site_run import MetRun, OpenRun, SiteKeys, open_run
+from deploy.site_run import MetRun, OpenRun, SiteKeys, open_run, order_seed
 from deploy.store_meters import StoreMeters, User, Watch
 from deploy.user_code import unable_to_exit
 from federation import job_file, wire
@@ -277,6 +277,9 @@ class SiteAgent:
         check_job(job, self.config.file.floor, self.name)
         _check_same_job(job, folder, roster)
         self._check_total(run_id, job)
+        notice = dropout_notice(job)
+        if notice:
+            self.listener(f"run {run_id}: {notice}")
         self.close()
         if roster != self.roster:
             self.listener(f"roster {roster.serial} is in use from run {run_id} on")
@@ -287,6 +290,7 @@ class SiteAgent:
             job=job,
             pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
             site_data={self.name: site_data.load(self.config.file, job, watch)},
+            order_seed=order_seed(self.config, job, sealed),
         )
         return MetRun(run_id=run_id, sealed=sealed, federation=federation)
 

@@ -112,6 +112,20 @@ class FloorSpec:
         default=2,
         low=2,
     )
+    min_group: int | None = key(
+        "Fewest sites that secure sums without differential privacy may single out "
+        "together, over all runs on this data and model; `min_sites` by default, or "
+        "`colluding_sites` and two if that is more. 1 lets a run be repeated without "
+        "a site, which gives that site's update away.",
+        default=None,
+        low=1,
+    )
+    accept_dropouts: bool = key(
+        "Whether a round without differential privacy may go on without fewer sites "
+        "than that (a job's `threshold` below the number of its sites). The sums "
+        "before and after then tell of what the absent sites add.",
+        default=False,
+    )
     colluding_sites: int = key(
         "Other sites that may collude with the aggregator without learning this "
         "site's update.",
@@ -140,6 +154,13 @@ class FloorSpec:
             "clients.data:breast_cancer",
         ),
     )
+
+    @property
+    def smallest_group(self) -> int:
+        """Fewest sites that sums together may single out."""
+        if self.min_group is not None:
+            return self.min_group
+        return max(self.min_sites, self.colluding_sites + 2)
 
     @property
     def demands_privacy(self) -> bool:

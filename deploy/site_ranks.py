@@ -120,7 +120,10 @@ def trainer_of(
     if not uses_ranks(federation.job, file):
         return partial(federation.trainer, SiteId(file.name))
     layout = _checked_layout(federation, file)
-    trainer = stack.enter_context(ranked_trainer(federation.job, file, layout))
+    ranks = ranked_trainer(
+        federation.job, file, layout, order_seed=federation.order_seed
+    )
+    trainer = stack.enter_context(ranks)
     return lambda: trainer
 
 
@@ -137,7 +140,9 @@ def private_maker(
     layout = _checked_layout(federation, file)
 
     def make(private: PrivateTraining | None) -> RankedTrainer:
-        ranks = ranked_trainer(federation.job, file, layout, private)
+        ranks = ranked_trainer(
+            federation.job, file, layout, private, order_seed=federation.order_seed
+        )
         return stack.enter_context(ranks)
 
     return make
@@ -157,6 +162,8 @@ def ranked_trainer(
     file: SiteFile,
     layout: Layout,
     private: PrivateTraining | None = None,
+    *,
+    order_seed: int | None = None,
 ) -> Iterator[RankedTrainer]:
     """Start the site's ranks for a run and end them after it.
 
@@ -165,11 +172,14 @@ def ranked_trainer(
         file: The site's configuration.
         layout: Layout of the model.
         private: Of the site's plan; ranks draw their keys themselves.
+        order_seed: Of the order of examples, below 2^256; the job's seed by default.
 
     Raises:
         SiteError: No process can be started.
     """
     start = _start(job, file, layout, private)
+    if order_seed is not None:
+        start = replace(start, seed=f"{order_seed:064x}")
     with ExitStack() as stack:
         variables = environment(file, os.environ)
         if start.compile:

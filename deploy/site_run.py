@@ -1,13 +1,16 @@
 """One run at a site: what it is told of it, and what answers its tasks."""
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from clients.cohorts import Cohort, CohortRule, lineage
 from clients.kept_integers import KeptIntegers
 from clients.secure_site import Protection, SecureSite
+from clients.site_memory import FileMemory, SiteMemory, fresh_secret
 from cloud_adapters.storage.local import LocalStore
 from deploy import site_ranks
 from deploy.private_sites import PrivateSites
@@ -22,6 +25,7 @@ from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, SiteHandler, Trainer
 from federation.vectors import Layout
+from privacy.secagg.errors import CohortRefused
 from privacy.secagg.floor import LocalFloor
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
@@ -171,6 +175,9 @@ def _secure_site(
 ) -> SecureSite:
     layout, name = met.federation.pool.layout, SiteId(config.file.name)
     check_layout(layout)
+    cohorts = None
+    if not met.job.privacy.differential_privacy.enabled:
+        cohorts = _cohort_rule(met, config)
 
     def floor_of(layout: Layout) -> LocalFloor:
         return contract_floor(
@@ -191,6 +198,74 @@ def _secure_site(
             memory=FileRounds(folder / "sites" / name / "rounds"),
             random_bytes=os.urandom,
             noise=None if in_sum is None else in_sum.noise,
+            cohorts=cohorts,
             threads=met.job.training.threads,
         ),
     )
+
+
+def site_memory(config: SiteConfig) -> SiteMemory:
+    """What a site remembers over all runs, in its own folder."""
+    return FileMemory(config.folder / "memory")
+
+
+def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:
+    """Draw the seed of the order in which a site goes through its examples in a run.
+
+    Were it the job's, two runs of one job would train on the same batches, and the
+    difference of their sums would be a site's update to the last bit. So it follows
+    from a secret of the site and from the run's proposal, in which the aggregator's
+    nonce is fresh: it is the same after a restart of the site, and no other's.
+
+    Args:
+        config: The operator's ``site.toml``.
+        job: The job.
+        sealed: The run's proposal, as the aggregator signed it.
+
+    Returns:
+        A number below 2^256; None without secure aggregation, where everybody may see
+        an update.
+
+    Raises:
+        StoreError: The secret cannot be read or made durable.
+    """
+    if not job.privacy.secure_aggregation.enabled:
+        return None
+    secret = fresh_secret(site_memory(config), "order-of-examples", "secret")
+    parts = hashlib.sha256(
+        b"crossfed/order\0" + secret + hashlib.sha256(sealed).digest()
+    )
+    return int.from_bytes(parts.digest(), "big")
+
+
+def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
+    """Hold the sites of a job against the sums that this site has joined before.
+
+    Raises:
+        JobError: Together they would single out too few sites.
+        StoreError: The site's memory cannot be read.
+    """
+    data, floor = config.file.data, config.file.floor
+    layout = met.federation.pool.layout
+    rule = CohortRule(
+        memory=site_memory(config),
+        lineage=lineage(
+            dataset=data.source,
+            options=data.options,
+            layout_digest=bytes.fromhex(layout.digest),
+        ),
+        smallest=floor.smallest_group,
+        accept_dropouts=floor.accept_dropouts,
+    )
+    cohort: Cohort = frozenset(SiteId(site.name) for site in met.job.sites)
+    try:
+        rule.check(cohort)
+    except CohortRefused as error:
+        raise JobError(f"site {config.file.name!r}: {error}", key="sites") from error
+    fault = rule.threshold_fault(len(cohort), met.job.minimum_sites)
+    if fault:
+        raise JobError(
+            f"site {config.file.name!r}: {fault}",
+            key="privacy.secure_aggregation.threshold",
+        )
+    return rule

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,17 +43,25 @@ class Federation:
         job: The job.
         pool: The model.
         site_data: Training and held-out data of each site, in the job's order.
+        order_seed: Of the order of examples and of what models draw in training, in
+            place of the job's seed; secret. None for the job's.
     """
 
     job: JobSpec
     pool: ModelPool
     site_data: Mapping[SiteId, SiteData]
+    order_seed: int | None = field(default=None, repr=False)
 
     def trainer(self, name: SiteId) -> Trainer:
         """Make a site's trainer, which promises nothing of single records."""
         train, held_out = self.site_data[name]
         return TorchTrainer(
-            self.job, name, pool=self.pool, train=train, held_out=held_out
+            self.job,
+            name,
+            pool=self.pool,
+            train=train,
+            held_out=held_out,
+            seed=self.order_seed,
         )
 
     def site(

@@ -36,6 +36,7 @@ class Start:
         noise_multiplier: Noise over the sensitivity.
         sharding: ``none``, or ``full`` if each rank holds a part of the model.
         compile: Whether ``torch.compile`` is used where it works.
+        seed: Of the order of examples, as 64 hexadecimal digits; empty for the job's.
     """
 
     job: str
@@ -48,6 +49,7 @@ class Start:
     noise_multiplier: float = 0.0
     sharding: str = "none"
     compile: bool = False
+    seed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

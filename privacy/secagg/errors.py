@@ -14,6 +14,7 @@ FederationError
     |-- ReplayedRound         a round number that is not above the last one
     |-- WrongContext          a message about another run, setup, round or model
     |-- WrongCohort           a round that asks other sites than the contract's
+    |-- CohortRefused         a sum that with others would single out too few sites
     |-- TooFewSites           fewer sites than the threshold, or a site missing
     |-- InconsistentSurvivors lists of survivors that cannot both be true
     |-- BadShare              a share that is damaged, missing or inconsistent
@@ -87,6 +88,10 @@ class WrongContext(ProtocolError):
 
 class WrongCohort(ProtocolError):
     """A round's cohort is not the one that the contract pins."""
+
+
+class CohortRefused(ProtocolError):
+    """A sum, together with earlier ones, would single out too few sites."""
 
 
 class TooFewSites(ProtocolError):

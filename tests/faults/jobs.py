@@ -75,6 +75,7 @@ FLOOR = """
 privacy = "none"
 secure_aggregation = false
 accept_two_sites = true
+accept_dropouts = true
 max_clip_norm = 100.0
 max_epsilon = 1000.0
 """

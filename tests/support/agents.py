@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from cloud_adapters.inproc_grid import InProcessGrid
+from cloud_adapters.inproc_grid import Fault, InProcessGrid, no_fault
 from deploy import introduction, site_file
 from deploy.deployed_run import Parties
 from deploy.introduction import Introduction, Proposal
@@ -43,6 +43,7 @@ OPEN_FLOOR: Mapping[str, Any] = {
     "privacy": "none",
     "secure_aggregation": False,
     "accept_two_sites": True,
+    "accept_dropouts": True,
     "max_clip_norm": 100.0,
     "functions": [
         "clients.models:*",
@@ -177,8 +178,9 @@ class AgentGrid:
         *,
         required: int,
         quorum: int,
+        fault: Fault = no_fault,
     ) -> InProcessGrid:
-        """Call the roll, as ``deploy.deployed_run.Connect``."""
+        """Call the roll, as ``deploy.deployed_run.Connect``; then spoil answers."""
         assert quorum <= required <= len(sites)
         while True:
             question = roll_call.question
@@ -191,7 +193,7 @@ class AgentGrid:
         handlers = {
             name: _Far(self, name, is_absent=name in roll_call.absent) for name in sites
         }
-        return InProcessGrid(handlers, clock=SystemClock())
+        return InProcessGrid(handlers, clock=SystemClock(), fault=fault)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,290 @@
+"""What sums over different sites give away, between runs and within one.
+
+Attacks by an aggregator that keeps everything it sees, on agents with folders of their
+own; the runs are short and their data is small.
+"""
+
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import agents
+from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
+from support.secure_runs import secure_job, silence
+from support.small_jobs import small_job
+
+from cloud_adapters.faults import Restartable
+from deploy.deployed_run import DeployedRun
+from deploy.run_folder import RunFolder
+from deploy.simulation import simulate
+from federation import events
+from federation.clock import SystemClock
+from federation.errors import FederationError, SiteError
+from federation.job import JobSpec
+
+pytestmark = pytest.mark.slow
+
+SITES = tuple(f"site-{i}" for i in range(7))
+FLOOR = {**OPEN_FLOOR, "min_sites": 3, "accept_dropouts": False}
+
+
+@dataclass
+class World:
+    """An aggregator and agents, over several runs."""
+
+    folder: Path
+    floor: Mapping[str, Any] = field(default_factory=dict)
+    seen: list[events.Event] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
+    silent: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self.members: Consortium = consortium(*SITES)
+        self.numbers = itertools.count(1)
+        self.grid = AgentGrid({name: self.agent(name) for name in SITES})
+
+    def agent(self, name: str) -> Any:
+        """A site's agent, as it is after a start of its process."""
+        found = agents.agent(
+            self.folder, name, self.members, floor={**FLOOR, **self.floor}
+        )
+        found.listener = self.heard.append
+        return found
+
+    def run(self, job: JobSpec) -> Mapping[str, np.ndarray]:
+        """Run a job to its end, as a run of its own; the weights it ends with."""
+        number = next(self.numbers)
+        folder = RunFolder(self.folder / "runs" / f"20260102-030405-{number:06x}")
+        folder.path.mkdir(parents=True)
+        folder.write_job(job)
+        made = DeployedRun(
+            folder,
+            self.members.parties,
+            clock=SystemClock(),
+            listeners=[self.seen.append],
+        )
+        try:
+            return made.run(self._connect).weights
+        finally:
+            for each in self.grid.agents.values():
+                each.close()
+
+    def answered(self) -> list[int]:
+        """How many updates each round had."""
+        finished = [e for e in self.seen if isinstance(e, events.RoundFinished)]
+        return [len(e.answered) for e in finished]
+
+    def _connect(self, *args: Any, **kwargs: Any) -> Any:
+        fault = silence("mask", self.silent)
+        return self.grid.connect(*args, fault=fault, **kwargs)
+
+
+def job_of(sites: Collection[str], **changes: Any) -> JobSpec:
+    """One round over some sites, all of which must answer."""
+    changes = {"rounds": 1, "evaluation": {"every": 0}, "max_examples": 60} | changes
+    made = secure_job(len(sites), threshold=len(sites), **changes)
+    named = [replace(made.sites[0], name=name) for name in sites]
+    return replace(made, sites=tuple(named))
+
+
+def norm(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> float:
+    """Largest difference between two models."""
+    return max(float(np.abs(one[k] - other[k]).max()) for k in one)
+
+
+def test_run_without_a_site_of_the_run_before_is_refused(tmp_path: Path):
+    """Of five sums and then four the difference is the fifth site's update."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:5]))
+    with pytest.raises(SiteError, match=r"would single out site-4.*floor\.min_group"):
+        world.run(job_of(SITES[:4]))
+
+
+def test_three_cohorts_that_single_out_a_site_are_refused(tmp_path: Path):
+    """{0,1,2} + {2,3,4} - {0,1,3,4} is twice site 2, which has joined two of them."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:3]))
+    with pytest.raises(SiteError, match="would single out site-0, site-1 and site-2"):
+        world.run(job_of(SITES[2:5]))
+
+
+@pytest.mark.parametrize("changes", [{"seed": 9}, {"rounds": 2}, {"name": "other"}])
+def test_another_job_on_the_same_data_is_the_same_lineage(
+    tmp_path: Path, changes: dict[str, Any]
+):
+    """Seed, rounds and name are the aggregator's to choose."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:5]))
+    with pytest.raises(SiteError, match="would single out site-4"):
+        world.run(job_of(SITES[:4], **changes))
+
+
+def test_cohorts_are_remembered_when_runs_are_deleted_and_agents_restart(
+    tmp_path: Path,
+):
+    """The memory is the site's own, not a run's."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:5]))
+    for name in SITES[:5]:
+        (folder,) = (tmp_path / name / "runs").iterdir()
+        folder.rename(tmp_path / f"deleted-{name}")
+        world.grid.agents[name] = world.agent(name)
+    with pytest.raises(SiteError, match="would single out site-4"):
+        world.run(job_of(SITES[:4]))
+
+
+def test_same_sites_may_run_again_and_enough_may_join(tmp_path: Path):
+    """Groups of three stay groups of three."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:3]))
+    world.run(job_of(SITES[:3], seed=5))
+    world.run(job_of(SITES))
+
+
+def test_run_that_never_had_all_its_sites_counts_for_nothing(tmp_path: Path):
+    """Nothing of it was summed: the setup needs everybody."""
+    world = World(tmp_path)
+    far = world.grid.agents["site-4"]
+    world.grid.agents["site-4"] = Restartable(lambda: far)  # Introduces itself only.
+    world.grid.agents["site-4"].introduce = far.introduce
+    with pytest.raises(FederationError):
+        world.run(job_of(SITES[:5]))
+    world.grid.agents["site-4"] = far
+    world.run(job_of(SITES[:4]))
+
+
+def test_operator_may_accept_smaller_groups(tmp_path: Path):
+    """By a key of the site's own file, and in no other way."""
+    world = World(tmp_path, {"min_group": 1})
+    world.run(job_of(SITES[:5]))
+    world.run(job_of(SITES[:4]))
+
+
+def test_records_with_noise_of_their_own_may_be_summed_with_whom_they_like(
+    tmp_path: Path,
+):
+    """Each update is private by itself, and its ledger counts every run."""
+    world = World(tmp_path)
+    private = {
+        "aggregation": {"weights": "uniform"},
+        "training": {
+            "local_steps": 1,
+            "batch_size": 10,
+            "optimizer": {"name": "sgd", "lr": 0.1},
+        },
+    }
+    unit = {"unit": "record", "target_epsilon": 3.0, "delta": 1e-5}
+
+    def private_job(sites: Collection[str]) -> JobSpec:
+        made = job_of(sites, **private)
+        privacy = replace(
+            made.privacy,
+            differential_privacy=replace(made.privacy.differential_privacy, **unit),
+        )
+        return replace(made, privacy=privacy)
+
+    world.run(private_job(SITES[:5]))
+    world.run(private_job(SITES[:4]))
+
+
+def test_equal_seeds_do_not_give_equal_batches_under_secure_aggregation(
+    tmp_path: Path,
+):
+    """Two runs of one job differ by more than the rounding: each has its own order."""
+    world = World(tmp_path)
+    training = {
+        "local_steps": 2,
+        "batch_size": 4,
+        "optimizer": {"name": "sgd", "lr": 0.5},
+    }
+    made = job_of(SITES[:3], training=training)
+    one, other = world.run(made), world.run(made)
+    assert norm(one, other) > 1e-3
+    again = simulate(made).weights
+    assert norm(again, simulate(made).weights) < 1e-5  # A rehearsal repeats itself.
+
+
+def tolerant(num_sites: int = 5, *, threshold: int = 4, **changes: Any) -> JobSpec:
+    """Two rounds over some sites, of which a few may be silent."""
+    made = job_of(SITES[:num_sites], rounds=2, **changes)
+    secure = replace(made.privacy.secure_aggregation, threshold=threshold)
+    return replace(made, privacy=replace(made.privacy, secure_aggregation=secure))
+
+
+def test_threshold_below_all_needs_each_operators_consent(tmp_path: Path):
+    """One absence would give away what the absent site adds: refused before a round."""
+    world = World(tmp_path)
+    expected = r"threshold: .*up to 1 of 5 sites.*floor\.accept_dropouts"
+    with pytest.raises(SiteError, match=expected):
+        world.run(tolerant())
+
+
+def test_run_that_tolerates_dropouts_says_what_that_costs(tmp_path: Path):
+    """On the coordinator and at every site, before the first round."""
+    world = World(tmp_path, {"accept_dropouts": True})
+    world.run(tolerant())
+    kinds = [type(e) for e in world.seen]
+    (warned,) = [e.message for e in world.seen if isinstance(e, events.Warned)]
+    assert "without up to 1 of 5 sites" in warned
+    assert kinds.index(events.Warned) < kinds.index(events.RoundStarted)
+    assert sum("without up to 1 of 5 sites" in text for text in world.heard) == 5
+
+
+def test_dropout_with_consent_completes_the_round(tmp_path: Path):
+    """And it is noted at the sites, where the operators can look."""
+    world = World(tmp_path, {"accept_dropouts": True})
+    world.silent = ["site-2"]
+    world.run(tolerant())
+    assert world.answered() == [4, 5]
+    for name in ("site-0", "site-4"):
+        text = (tmp_path / name / "memory" / "cohorts.json").read_text()
+        assert '"accepted":[["site-0","site-1","site-3","site-4"]]' in text
+
+
+@pytest.mark.parametrize(("silent", "status"), [(1, "lost"), (2, "completed")])
+def test_survivors_without_consent_are_not_signed(
+    tmp_path: Path, silent: int, status: str
+):
+    """Of seven, two may be absent together and one may not; the next round goes on."""
+    world = World(tmp_path, {"min_group": 2})
+    world.silent = SITES[-silent:]
+    world.run(tolerant(7, threshold=5))
+    finished = [e for e in world.seen if isinstance(e, events.RoundFinished)]
+    assert [e.status for e in finished] == [status, "completed"]
+    reasons = [e.message for e in world.seen if isinstance(e, events.SiteFailed)]
+    assert any("would single out site-6" in text for text in reasons) == (silent == 1)
+
+
+def rehearsal(names: Collection[str], *, secure: bool, lr: float) -> JobSpec:
+    """One round of sites that have their data whoever else is there."""
+    data = {"source": "support.small_jobs:blobs"}
+    return small_job(
+        sites=[{"name": name, "data": data} for name in names],
+        seed=3,
+        training={
+            "local_steps": 3,
+            "batch_size": 8,
+            "optimizer": {"name": "sgd", "lr": lr},
+        },
+        aggregation={"weights": "uniform"},
+        evaluation={"every": 0},
+        privacy={"secure_aggregation": {"enabled": secure}},
+    )
+
+
+def test_difference_of_two_rehearsals_is_the_update_of_the_missing_site():
+    """What the rule is for: in a simulation, whose runs repeat themselves, it works."""
+
+    def weights(*names: str, secure: bool = True, lr: float = 0.3) -> np.ndarray:
+        found = simulate(rehearsal(names, secure=secure, lr=lr)).weights
+        return np.concatenate([found[key].ravel() for key in sorted(found)])
+
+    first = weights("site-4", secure=False, lr=1e-30)
+    update = weights("site-4", secure=False) - first
+    five, four = (weights(*SITES[:count]) - first for count in (5, 4))
+    stolen = 5 * five - 4 * four
+    assert np.linalg.norm(stolen - update) < 1e-5 * np.linalg.norm(update)
