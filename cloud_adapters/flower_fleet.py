@@ -16,6 +16,7 @@ import httpx
 from flwr.supercore.error import FlowerError
 
 from cloud_adapters.flower_facts import MOST_SKEW_SECONDS
+from federation import wire
 from federation.errors import SiteError
 from federation.protocols import Clock
 
@@ -31,7 +32,8 @@ MAX_TURN_SECONDS = 4.0
 TURN_SECONDS = 3 * ACTIVE_SECONDS
 
 # What a proxy or a server that is being restarted says.
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+# The last is that of an aggregator whose disk is full.
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _NOT_ACTIVATED = 2004  # ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
@@ -142,6 +144,8 @@ class FleetCalls:
         what = f"HTTP {response.status_code}"
         if flower is not None:
             what += f", Flower error {flower.code}: {flower.message}"
+        elif reason := _detail(response):
+            what += f": {reason}"
         if response.status_code in PASSING:
             return Passing(f"{self.address} refuses: {what}")
         if flower is not None and flower.code == _NOT_ACTIVATED:
@@ -194,3 +198,13 @@ class FleetCalls:
             "that uses it; or enrol the site, or ask the aggregator's operator whether "
             "it was revoked"
         )
+
+
+def _detail(response: httpx.Response) -> str:
+    """Why our gate at the SuperLink refuses; empty if it was not the gate."""
+    try:
+        found = response.json()
+    except ValueError:
+        return ""
+    reason = found.get("detail") if isinstance(found, dict) else None
+    return wire.one_line(reason) if isinstance(reason, str) else ""

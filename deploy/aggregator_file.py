@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from cloud_adapters.answer_limits import Limits
 from deploy import exchange
 from deploy.addresses import parse_address, parse_port
 from deploy.exchange import ExchangeSpec
@@ -13,6 +14,48 @@ from federation.errors import FederationError, JobError
 from federation.job_keys import key
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+
+
+# What an answer brings beside a vector that just does not go through the exchange.
+ANSWER_ROOM_MIB = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsSpec:
+    """What sites may leave on the aggregator's disk before it is collected."""
+
+    answer_mib: int = key(
+        "MiB that one answer of a site may have; at least `exchange.threshold_mb` and "
+        f"{ANSWER_ROOM_MIB}. Raise it for an app of Flower that answers with more.",
+        default=96,
+        low=1,
+    )
+    site_mib: int = key(
+        "MiB that all answers of one site may have which have not been collected.",
+        default=384,
+        low=1,
+    )
+    run_mib: int = key(
+        "MiB that all answers of a run may have which have not been collected.",
+        default=16384,
+        low=1,
+    )
+    reserve_mib: int = key(
+        "MiB of the disk that no answer of a site may take: with less room the "
+        "aggregator refuses answers, says so in its log and in `/health`, and can "
+        "still revoke a site.",
+        default=256,
+        low=80,  # More than a revocation is given: see disk_reserve.
+    )
+
+    def bytes(self) -> Limits:
+        """The same in bytes."""
+        return Limits(
+            answer=self.answer_mib << 20,
+            site=self.site_mib << 20,
+            run=self.run_mib << 20,
+            reserve=self.reserve_mib << 20,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +91,9 @@ class AggregatorFile:
     connect_seconds: float = key(
         "How long a run waits for its sites.", default=600.0, above=0.0
     )
+    limits: LimitsSpec = key(
+        "What sites may leave on this host's disk.", default=LimitsSpec()
+    )
     exchange: ExchangeSpec = key(
         "Where large models travel; the same at all sites.", default=ExchangeSpec()
     )
@@ -79,6 +125,11 @@ class AggregatorConfig:
     def flower(self) -> Path:
         """State of the SuperLink, and the ports that were chosen."""
         return self.folder / "flower"
+
+    @property
+    def state(self) -> Path:
+        """File of the SuperLink's state."""
+        return self.flower / "state.db"
 
     @property
     def port_file(self) -> Path:
@@ -143,6 +194,25 @@ def check(file: AggregatorFile) -> None:
         if not _is_host(name):
             raise JobError(f"{name!r:.200} is no name or address", key="hosts")
     exchange.check(file.exchange)
+    _check_limits(file)
+
+
+def _check_limits(file: AggregatorFile) -> None:
+    limits, least = file.limits, file.exchange.threshold_mb + ANSWER_ROOM_MIB
+    if limits.answer_mib < least:
+        raise JobError(
+            f"must be at least {least}: an answer may hold a vector of "
+            f"exchange.threshold_mb = {file.exchange.threshold_mb}",
+            key="limits.answer_mib",
+        )
+    for key_, value, below, least in (
+        ("site_mib", limits.site_mib, "answer_mib", limits.answer_mib),
+        ("run_mib", limits.run_mib, "site_mib", limits.site_mib),
+    ):
+        if value < least:
+            raise JobError(
+                f"must be at least limits.{below} = {least}", key=f"limits.{key_}"
+            )
 
 
 def _is_host(text: str) -> bool:

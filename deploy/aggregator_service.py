@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from cloud_adapters.answer_limits import Limits, free_bytes
 from cloud_adapters.child_process import Child, installed_program
 from cloud_adapters.flower_control import FlowerControl
 from cloud_adapters.storage.part_file import file_errors
 from deploy import (
+    disk_reserve,
     enrolment_http,
     enrolment_nodes,
     enrolment_operator,
@@ -24,6 +26,7 @@ from deploy import (
     proxy,
     proxy_processes,
     run_queue,
+    superlink_process,
 )
 from deploy.addresses import parse_address
 from deploy.aggregator_file import AggregatorConfig
@@ -92,6 +95,8 @@ class AggregatorService:
     _dead: DeadCoordinators = field(default_factory=DeadCoordinators, init=False)
     _next_renewal: float = field(default=0.0, init=False)
     _told: set[str] = field(default_factory=set, init=False)
+    # Whether the disk has too little room for answers.
+    _is_full: bool = field(default=False, init=False)
 
     def run(self) -> None:
         """Serve until ``stopped`` is set.
@@ -116,6 +121,7 @@ class AggregatorService:
             complaint = f"another aggregator works in {config.folder}: stop it first"
             stack.enter_context(folder_lock.hold(config.lock, complaint))
             self._await_ports(port)
+            self._prepare_disk()
             control = stack.enter_context(
                 FlowerControl(f"{LOOPBACK}:{port}", authority)
             )
@@ -127,6 +133,39 @@ class AggregatorService:
             for child in self._children:
                 stack.callback(child.stop)
             self._serve(control)
+
+    @property
+    def _limits(self) -> Limits:
+        return self.config.file.limits.bytes()
+
+    def _prepare_disk(self) -> None:
+        """See that the SuperLink's state gives space back, and keep some in reserve.
+
+        Raises:
+            StoreUnavailable: The state is damaged or cannot be written.
+        """
+        saved = superlink_process.prepare(self.config.state)
+        if saved:
+            self.listener(f"{self.config.state} became {saved >> 20} MiB smaller")
+        self._look_at_disk()
+
+    def _look_at_disk(self) -> None:
+        """Say when the disk has too little room for answers, and when it has again."""
+        folders = (self.config.folder, self.config.flower)
+        free, folder = min((free_bytes(each), each) for each in folders)
+        reserve = self._limits.reserve
+        is_full = free < reserve
+        if is_full and not self._is_full:
+            self.listener(
+                f"the disk of {folder} has {free >> 20} MiB left: answers of sites are "
+                f"refused until it has {reserve >> 20} MiB (limits.reserve_mib in "
+                "aggregator.toml); free some space"
+            )
+        elif self._is_full and not is_full:
+            self.listener(f"the disk of {folder} has room again")
+        self._is_full = is_full
+        if not is_full and not disk_reserve.is_there(self.config.folder):
+            disk_reserve.fill(self.config.folder)
 
     def _handlers(self, control: FlowerControl) -> dict[str, enrolment_http.Handler]:
         enrolment = EnrolmentService(
@@ -142,11 +181,12 @@ class AggregatorService:
         }
 
     def _health(self, body: bytes) -> tuple[int, bytes]:
-        """Whether every program runs: for load balancers, so nothing else is told."""
+        """Whether every program runs and the disk has room, and no more than that."""
         del body
         well = self._answers and all(child.is_up for child in self._children)
-        status = _OK if well else _UNAVAILABLE
-        return status, json.dumps({"status": "ok" if well else "starting"}).encode()
+        state = "starting" if not well else "disk full" if self._is_full else "ok"
+        status = _OK if state == "ok" else _UNAVAILABLE
+        return status, json.dumps({"status": state}).encode()
 
     def _serve(self, control: FlowerControl) -> None:
         trouble = ""
@@ -154,6 +194,7 @@ class AggregatorService:
             for child in self._children:
                 child.watch()
             self._bound_logs()
+            self._look_at_disk()
             try:
                 if not self._answers:
                     control.nodes()
@@ -271,7 +312,6 @@ class AggregatorService:
             *("--ssl-certfile", str(folder / "server.crt")),
             *("--ssl-keyfile", str(folder / "server.key")),
             *("--host", LOOPBACK, "--port", str(port)),
-            *("--database", str(self.config.flower.resolve() / "state.db")),
             *("--isolation", "process", "--enable-supernode-auth"),
             *("--superexec-auth-secret-file", secret),
             "--disable-runtime-dependency-installation",
@@ -281,8 +321,10 @@ class AggregatorService:
             *("--runtime-api-address", address),
             *("--superexec-auth-secret-file", secret),
         ]
+        database = self.config.state.resolve()
+        start = superlink_process.command(self._limits, database, link)
         return [
-            self._child(SUPERLINK, [installed_program("flower-superlink"), *link]),
+            self._child(SUPERLINK, start),
             self._child(
                 "superexec", [installed_program("flower-superexec"), *executor]
             ),

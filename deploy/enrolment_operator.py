@@ -1,14 +1,15 @@
 """What the aggregator's operator does about sites: invite, look and revoke.
 
-A site that is revoked is on the proxy's list before anything else is undone; what was
-begun is finished by doing it again.
+A site that is revoked is on the proxy's list before anything else is written; what was
+begun is finished by doing it again, or by the next start of the aggregator. Neither
+needs room on the disk: some is kept for it (``disk_reserve``).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy import proxy_processes, roster_file
+from deploy import disk_reserve, proxy_processes, roster_file
 from deploy.addresses import bracketed, parse_address
 from deploy.aggregator_file import AggregatorConfig
 from deploy.certificates import (
@@ -208,11 +209,13 @@ def revoke(
         if book == before and not gone:
             known = ", ".join(one.site for one in book.members) or "none"
             raise EnrolmentRefused(f"site {site!r} is not enrolled; enrolled: {known}")
-        book_file.write(book)
-        # From here on it is refused; everything after this only tidies up.
-        book_file.write_revocations(book, authority)
-        runs = proxy_processes.reload(config.proxy)
-        roster_file.withdraw(config.folder / "roster.toml", site=site)
+        with disk_reserve.released(config.folder):
+            book_file.write_revocations(book, authority)
+            runs = proxy_processes.reload(config.proxy)
+            # From here on it is refused; everything after this only tidies up. If it
+            # fails, ``prepare`` reads from the list who was revoked.
+            book_file.write(book)
+            roster_file.withdraw(config.folder / "roster.toml", site=site)
     return Revoked(
         site=site,
         certificates=sum(len(one.member.certificates) for one in gone),

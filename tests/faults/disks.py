@@ -7,18 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-SIZE_BYTES = 192 << 20
+# More than an aggregator keeps for itself.
+SIZE_BYTES = 384 << 20
 _BALLAST = "ballast"
 
 
 @contextmanager
-def disks(folders: Sequence[Path]) -> Iterator[None]:
-    """Mount a disk of ``SIZE_BYTES`` in memory at each of some folders."""
+def disks(folders: Sequence[Path], *, size: int = SIZE_BYTES) -> Iterator[None]:
+    """Mount a disk of so many bytes in memory at each of some folders."""
     mounted: list[Path] = []
     try:
         for folder in folders:
             folder.mkdir(parents=True)
-            options = f"size={SIZE_BYTES},mode=0700"
+            options = f"size={size},mode=0700"
             _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
             mounted.append(folder)
         yield
@@ -32,6 +33,13 @@ def fill(folder: Path) -> None:
     with (folder / _BALLAST).open("ab", buffering=0) as ballast:
         for size in (1 << 20, 1 << 12, 1):
             _write_until_full(ballast.fileno(), b"\0" * size)
+
+
+def leave(folder: Path, free: int) -> None:
+    """Leave so many bytes on a folder's disk, in whole pages."""
+    fill(folder)
+    ballast = folder / _BALLAST
+    os.truncate(ballast, ballast.stat().st_size - free)
 
 
 def clear(folder: Path) -> None:

@@ -1,13 +1,17 @@
 """The aggregator's service as a whole: how it starts, ends and is started again."""
 
+import json
 import os
+import shutil
 import socket
 import ssl
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from faults import disks
 from support import proxy_server
 from support.deployment import (
     Deployment,
@@ -51,6 +55,21 @@ def _health(host: Deployment) -> int:
             return int(answer.status)
     except OSError:
         return 0
+
+
+def _state(host: Deployment) -> str:
+    """What ``/health`` says, in a word or two."""
+    authority = str(host.folder / "aggregator" / "ca.crt")
+    context = ssl.create_default_context(cafile=authority)
+    url = f"https://{host.host}:{host.port}/health"
+    try:
+        with urllib.request.urlopen(url, context=context, timeout=5) as answer:
+            return str(json.load(answer)["status"])
+    except urllib.error.HTTPError as error:
+        with error:
+            return str(json.load(error)["status"])
+    except OSError:
+        return ""
 
 
 def _children(host: Deployment) -> set[int]:
@@ -99,3 +118,39 @@ def test_logs_of_its_programs_are_bounded(host: Deployment):
     wait_for(lambda: 0 < log.stat().st_size < 1 << 20, "nginx writes a line")
     assert b"\0" not in log.read_bytes()
     assert log.with_name("access.log.1").stat().st_size == 33 << 20
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None,
+    reason="only root may mount a disk",
+)
+def test_full_disk_is_named_and_passes(tmp_path: Path):
+    """In the log and in ``/health``; an operator can still invite and revoke."""
+    disk = tmp_path / "disk"
+    with disks.disks([disk]):
+        host = Deployment(folder=disk, port=free_port())
+        address = f"{host.host}:{host.port}"
+        home = str(disk / "aggregator")
+        crossfed("aggregator", "init", home, "--host", host.host, "--listen", address)
+        try:
+            host.start_aggregator()
+            wait_for(lambda: _state(host) == "ok", "the service is well")
+            token = crossfed("aggregator", "invite", "one", "--config", host.config)
+            crossfed("enroll", token.stdout.strip(), "--folder", str(tmp_path / "one"))
+
+            disks.fill(disk)
+            wait_for(lambda: _state(host) == "disk full", "the disk is named")
+            crossfed("aggregator", "revoke", "one", "--config", host.config)
+            listed = crossfed("aggregator", "sites", "--json", "--config", host.config)
+            (row,) = json.loads(listed.stdout)["sites"]
+            assert row["state"] == "revoked"
+
+            disks.clear(disk)
+            wait_for(lambda: _state(host) == "ok", "the service is well again")
+        finally:
+            host.stop()
+        log = (disk / "aggregator.log").read_text()
+        assert f"the disk of {home} has 0 MiB left" in log
+        assert "limits.reserve_mib in aggregator.toml" in log
+        assert f"the disk of {home} has room again" in log
+        assert "Traceback" not in log

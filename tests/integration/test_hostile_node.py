@@ -8,6 +8,7 @@ import importlib.util
 import os
 import secrets
 import signal
+import sqlite3
 import subprocess
 import sys
 import zlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -26,6 +28,7 @@ from hypothesis import strategies as st
 from support import proxy_server
 
 from cloud_adapters import flower_simulation
+from cloud_adapters.answer_limits import Limits
 from deploy import proxy
 from deploy.certificates import Authority, key_pem, new_key, signing_request
 from deploy.proxy import FLEET_CALLS, ProxySettings
@@ -35,7 +38,7 @@ if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
 flower_simulation.import_flower()
 
-from flwr.app import Message, RecordDict  # noqa: E402
+from flwr.app import ArrayRecord, Message, RecordDict  # noqa: E402
 from flwr.app.message import remove_content_from_message  # noqa: E402
 from flwr.common.serde import message_to_proto  # noqa: E402
 from flwr.proto import fleet_pb2, heartbeat_pb2, message_pb2  # noqa: E402
@@ -115,7 +118,10 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("superlink")
-    with superlink.serve(folder) as server, contextlib.ExitStack() as stack:
+    with (
+        superlink.serve(folder, limits=LIMITS) as server,
+        contextlib.ExitStack() as stack,
+    ):
         authority = Authority.load(folder, clock=SystemClock())
         port = proxy_server.free_port()
         at = ProxySettings(
@@ -145,6 +151,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             site=stack.enter_context(httpx.Client(verify=context)),
             stranger=stranger,
         )
+        active = fleet_pb2.ActivateNodeRequest(
+            public_key=public_key_to_bytes(key.public_key()), heartbeat_interval=1000
+        )
+        assert _post(made, "activate-node", active).status_code == 200
         before = server.pid
         yield made
         assert server.pid == before
@@ -271,45 +281,139 @@ def test_signature_of_another_time_is_refused(place: Place):
 
 
 @pytest.mark.parametrize("knows", ["all but the id", "the id"])
-def test_answer_in_another_nodes_name(place: Place, knows: str):
-    """Whoever does not know a question's id cannot answer it for another.
-
-    Flower does not check in whose name a node answers. An id is a digest over a random
-    name, and only the node that is asked is told it.
-    """
+@pytest.mark.parametrize("name", ["of another", "its own"])
+def test_answer_to_another_nodes_question(place: Place, knows: str, name: str):
+    """Nobody answers a question that another node was asked, in no node's name."""
     os.kill(place.honest_process, signal.SIGSTOP)
     try:
         question = place.server.ask("push_query", node=place.honest, size=8)
         known = question if knows == "the id" else secrets.token_hex(32)
-        _answer_for_the_honest(place, known)
+        who = place.honest if name == "of another" else place.hostile
+        pushed = _push(place, _reply(place, known, b"forged", node=who))
+        assert pushed.status == 409
     finally:
         os.kill(place.honest_process, signal.SIGCONT)
+    assert place.server.ask("pull", message=question, size=8)["right"]
+
+
+def test_no_node_sends_tasks(place: Place):
+    """A message that answers nothing would be a task for another node."""
+    task = _reply(place, "", b"train on this", node=1, to=place.honest)
+    assert _push(place, task).status == 409
+    assert place.works()
+
+
+def test_a_whole_answer_is_taken(place: Place):
+    """Or the tests of what is refused would show nothing."""
+    question = place.server.ask("push_query", node=place.hostile, size=8)
+    pushed = _push(place, _reply(place, question, b"an answer"))
+    assert pushed.status == 200, pushed.text
+    assert pushed.objects == [200] * len(pushed.objects)
+    assert pushed.objects
     found = place.server.ask("pull", message=question, size=8)
-    assert found["right"] == (knows != "the id")
+    assert found == {"error": None, "right": False}
 
 
-def _answer_for_the_honest(place: Place, question: str) -> None:
-    """Push an answer as a node does, with the hostile site's own keys."""
-    TaskIdentity.run_id, TaskIdentity.node_id = place.server._run, place.honest
+def test_answer_beyond_its_limit(place: Place):
+    """120 parts of 5 MiB, before any round: what is stored stays below the limit."""
+    question = place.server.ask("push_query", node=place.hostile, size=8)
+    before = _stored(place)
+    pushed = _push(place, _reply(place, question, bytes(20 * MIB), parts=True))
+    assert pushed.status == 200
+    assert 413 in pushed.objects
+    assert _stored(place) - before < LIMITS.answer
+    assert "limits.answer_mib in aggregator.toml" in pushed.text
+    assert place.works()
+
+
+def test_answers_of_a_site_beyond_their_limit(place: Place):
+    """Each within its own limit; the other site goes on meanwhile."""
+    codes: list[int] = []
+    for number in range(5):
+        question = place.server.ask("push_query", node=place.hostile, size=number)
+        pushed = _push(place, _reply(place, question, secrets.token_bytes(6 * MIB)))
+        codes += [pushed.status, *pushed.objects]
+    assert 413 in codes
+    assert "limits.site_mib in aggregator.toml" in pushed.text
+    assert place.works()
+
+
+def test_answer_is_begun_so_often_and_no_more(place: Place):
+    """Every beginning leaves a row at the SuperLink."""
+    question = place.server.ask("push_query", node=place.hostile, size=8)
+    reply = _reply(place, question, b"again")
+    codes = [_push(place, reply, only_announce=True).status for _ in range(66)]
+    assert codes == [200] * 64 + [413] * 2
+
+
+def test_object_of_no_answer(place: Place):
+    """Flower stores an object that anybody has announced."""
+    question = place.server.ask("push_query", node=place.hostile, size=8)
+    reply = _reply(place, question, b"mine")
+    assert _push(place, reply, only_announce=True).status == 200
+    assert set(_push(place, reply, session="").objects) == {409}
+    assert set(_push(place, reply, session=secrets.token_hex(16)).objects) == {409}
+
+
+MIB = 1 << 20
+LIMITS = Limits(answer=8 * MIB, site=20 * MIB, run=64 * MIB, reserve=80 * MIB)
+
+
+@dataclass
+class Pushed:
+    """What became of an answer: the status of each request, and the last refusal."""
+
+    status: int
+    objects: list[int]
+    text: str
+
+
+def _reply(
+    place: Place,
+    question: str,
+    content: bytes,
+    *,
+    node: int | None = None,
+    to: int = 1,
+    parts: bool = False,
+) -> Message:
+    """Make an answer as a node does; ``to`` somebody, in somebody's name."""
+    node = place.hostile if node is None else node
+    TaskIdentity.run_id, TaskIdentity.node_id = place.server._run, node
     TaskIdentity.task_id = 0
-    asked = Message(RecordDict(), place.honest, "query")
-    asked.metadata.__dict__.update(_src_node_id=1, _message_id=question)
-    forged = Message(flower_site.pack_bytes(b"forged"), reply_to=asked)
-    forged.metadata.ttl = 100.0
+    asked = Message(RecordDict(), node, "query")
+    asked.metadata.__dict__.update(_src_node_id=1, _message_id=question or "none")
+    record = flower_site.pack_bytes(content)
+    if parts:
+        record = RecordDict({"arrays": ArrayRecord([np.frombuffer(content, np.uint8)])})
+    made = Message(record, reply_to=asked)
+    made.metadata.ttl = 100.0
+    made.metadata.__dict__.update(_reply_to_message_id=question)
     with no_object_id_recompute():
-        forged.metadata.__dict__.update(_dst_node_id=1, _message_id=forged.object_id)
-        objects, tree = get_all_nested_objects(forged), get_object_tree(forged)
+        made.metadata.__dict__.update(_dst_node_id=to, _message_id=made.object_id)
+    return made
+
+
+def _push(
+    place: Place,
+    message: Message,
+    *,
+    only_announce: bool = False,
+    session: str | None = None,
+) -> Pushed:
+    """Push a message with the hostile site's own keys."""
+    with no_object_id_recompute():
+        objects, tree = get_all_nested_objects(message), get_object_tree(message)
     me = Node(node_id=place.hostile)
     push = fleet_pb2.PushMessagesRequest(
         node=me,
-        messages_list=[message_to_proto(remove_content_from_message(forged))],
+        messages_list=[message_to_proto(remove_content_from_message(message))],
         message_object_trees=[tree],
     )
-    taken = place.site.post(
-        f"https://{place.address}/v1/fleet/push-messages",
-        content=push.SerializeToString(),
-        headers={"Content-Type": "application/protobuf", **place.signed()},
-    )
+    taken = _post(place, "push-messages", push)
+    made = Pushed(status=taken.status_code, objects=[], text=taken.text)
+    if taken.status_code != 200 or only_announce:
+        return made
     found = fleet_pb2.PushMessagesResponse.FromString(taken.content)
     for name in found.objects_to_push:
         piece = message_pb2.PushObjectRequest(
@@ -317,10 +421,31 @@ def _answer_for_the_honest(place: Place, question: str) -> None:
             run_id=place.server._run,
             object_id=name,
             object_content=objects[name].deflate(),
-            session_id=found.session_id,
+            session_id=found.session_id if session is None else session,
         )
-        content = piece.SerializeToString()
-        assert place.post("push-object", content, place.signed(), place.site) == 200
+        answer = _post(place, "push-object", piece)
+        made.objects.append(answer.status_code)
+        if answer.status_code != 200:
+            made.text = answer.text
+    return made
+
+
+def _post(place: Place, call: str, request: Any) -> httpx.Response:
+    return place.site.post(
+        f"https://{place.address}/v1/fleet/{call}",
+        content=request.SerializeToString(),
+        headers={"Content-Type": "application/protobuf", **place.signed()},
+        timeout=60.0,
+    )
+
+
+def _stored(place: Place) -> int:
+    """Bytes of objects in the SuperLink's database."""
+    with contextlib.closing(sqlite3.connect(place.server.folder / "state.db")) as found:
+        (total,) = found.execute(
+            "SELECT coalesce(sum(length(content)), 0) FROM objects"
+        ).fetchone()
+    return int(total)
 
 
 def test_oversize_bodies(place: Place):

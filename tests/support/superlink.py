@@ -34,11 +34,17 @@ from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest, StopRun
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
 
+from cloud_adapters.answer_limits import Limits
+from deploy import superlink_process
+from deploy.aggregator_file import LimitsSpec
 from deploy.certificates import Authority, key_pem, new_key
 from federation.clock import SystemClock
 
 # Far more than anything takes: a busy machine fails no test.
 PATIENCE_SECONDS = 120.0
+
+# What an aggregator has by default.
+LIMITS = LimitsSpec().bytes()
 
 _TESTS = Path(__file__).parents[1]
 _BIN = Path(sys.executable).parent
@@ -110,11 +116,13 @@ class SuperLink:
         folder: State, certificates and logs.
         address: ``127.0.0.1:PORT``.
         database: As Flower names it; a path is below ``folder``.
+        limits: What nodes may leave there.
     """
 
     folder: Path
     address: str
     database: str = "state.db"
+    limits: Limits = LIMITS
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _app: socket.socket | None = None
     _run: int = 0
@@ -142,21 +150,25 @@ class SuperLink:
     def start(self) -> None:
         """Start the SuperLink, also after ``kill``."""
         host, _, port = self.address.partition(":")
-        self._spawn(
-            "superlink",
+        arguments = [
             *("--host", host, "--port", port),
             *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt"),
-            *("--ssl-keyfile", "server.key", "--database", self.database),
+            *("--ssl-keyfile", "server.key"),
             *("--isolation", "process", "--enable-supernode-auth"),
             *("--superexec-auth-secret-file", "secret"),
             "--disable-runtime-dependency-installation",
-        )
+        ]
+        database = self.folder / self.database
+        superlink_process.prepare(database)
+        command = superlink_process.command(self.limits, database, arguments)
+        self._spawn("superlink", command)
         wait_for(self._is_up, "the SuperLink listens")
 
     def start_superexec(self) -> None:
         """Start what starts the ServerApp."""
         self._spawn(
             "superexec",
+            [_BIN / "flower-superexec"],
             *("--root-certificates", "ca.crt"),
             *("--runtime-api-address", self.address),
             *("--superexec-auth-secret-file", "secret"),
@@ -223,11 +235,11 @@ class SuperLink:
             key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
         )
         self._spawn(
-            "supernode",
+            name,
+            [_BIN / "flower-supernode"],
             *("--root-certificates", "ca.crt", "--superlink", self.address),
             *("--auth-supernode-private-key", f"{name}.key"),
             *("--port", str(_free_port())),
-            name=name,
             **environment,
         )
 
@@ -274,7 +286,9 @@ class SuperLink:
         with client:
             yield client
 
-    def _spawn(self, what: str, *arguments: str, name: str = "", **more: str) -> None:
+    def _spawn(
+        self, name: str, program: list[Any], *arguments: str, **more: str
+    ) -> None:
         environment = os.environ | {
             "FLWR_HOME": str(self.folder / "home"),
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -284,10 +298,9 @@ class SuperLink:
             "PATH": f"{_BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             **more,
         }
-        name = name or what
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [_BIN / f"flower-{what}", *arguments],
+                [*program, *arguments],
                 cwd=self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -298,9 +311,11 @@ class SuperLink:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, *, database: str = "state.db") -> Iterator[SuperLink]:
+def serve(
+    folder: Path, *, database: str = "state.db", limits: Limits = LIMITS
+) -> Iterator[SuperLink]:
     """Run a SuperLink and a ServerApp until the end of the block."""
-    running = SuperLink(folder, f"127.0.0.1:{_free_port()}", database)
+    running = SuperLink(folder, f"127.0.0.1:{_free_port()}", database, limits)
     (folder / "home").mkdir()
     (folder / "secret").write_bytes(secrets.token_bytes(64))
     authority = Authority.create("test", clock=SystemClock())

@@ -16,6 +16,7 @@ KNOW_PRIVATE = {
     "cloud_adapters/flower_node.py",
     # On the aggregator's host.
     "cloud_adapters/flower_control.py",
+    "cloud_adapters/flower_gate.py",
     "cloud_adapters/flower_presence.py",
     "cloud_adapters/flower_runtime.py",
     # At both.

@@ -6,6 +6,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from email.utils import formatdate
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,12 @@ def status(code: int, flower: int | None = None) -> httpx.HTTPStatusError:
     """An answer that is none, by a proxy or with a code of Flower's."""
     text = "" if flower is None else json.dumps({"code": flower, "detail": "no"})
     response = httpx.Response(code, text=text, request=REQUEST)
+    return httpx.HTTPStatusError("no", request=REQUEST, response=response)
+
+
+def gate(code: int, detail: Any) -> httpx.HTTPStatusError:
+    """A refusal of the gate at the SuperLink, or of somebody who poses as it."""
+    response = httpx.Response(code, json={"detail": detail}, request=REQUEST)
     return httpx.HTTPStatusError("no", request=REQUEST, response=response)
 
 
@@ -134,6 +141,8 @@ def test_stopped_node_makes_no_second_attempt():
         (status(403, 2007), True, Dropped, "Flower error 2007: no"),
         (status(404), True, Dropped, "refuses: HTTP 404"),
         (status(413), True, Dropped, "refuses: HTTP 413"),
+        (gate(413, "limits.site_mib\n"), True, Dropped, r"HTTP 413: limits\.site_mib"),
+        (gate(409, ["no text"]), True, Dropped, "HTTP 409$"),
         (status(401), False, SiteError, "does not know this site's key"),
         (status(403), False, SiteError, "expired or revoked"),
         (status(404), False, Lost, "refuses: HTTP 404"),

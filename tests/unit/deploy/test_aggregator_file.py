@@ -57,6 +57,11 @@ def test_loopback_needs_no_proxy(tmp_path: Path, listen: str):
         ("connect_seconds = 0", "connect_seconds"),
         ("connect_seconds = inf", "connect_seconds"),
         ("conect_seconds = 5", "conect_seconds"),
+        ("limits.answer_mib = 79", "limits.answer_mib"),
+        ("exchange.threshold_mb = 90", "limits.answer_mib"),
+        ("limits.site_mib = 95", "limits.site_mib"),
+        ("limits.run_mib = 383", "limits.run_mib"),
+        ("limits.reserve_mib = 64", "limits.reserve_mib"),
     ],
 )
 def test_wrong_key_is_named_with_its_file(tmp_path: Path, text: str, key: str):

@@ -1,0 +1,52 @@
+"""Space on the disk that is kept for revocations: a full disk must not stop one.
+
+A file of zeros in the aggregator's folder. ``released`` removes it, so that what is
+written then has room, and puts it back afterwards. Whoever fills the disk with other
+files cannot take it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+NAME = "reserve"
+# A book of sites of 16 MiB, its copy, and the list of revoked certificates.
+RESERVE_BYTES = 64 << 20
+
+
+def is_there(folder: Path) -> bool:
+    """Whether the reserve is in place."""
+    return (folder / NAME).exists()
+
+
+def fill(folder: Path) -> bool:
+    """Put the reserve in place; say whether all of it is there."""
+    path = folder / NAME
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, RESERVE_BYTES)
+        finally:
+            os.close(handle)
+    except OSError:  # The disk is full: part of a reserve would be none.
+        path.unlink(missing_ok=True)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def released(folder: Path) -> Iterator[None]:
+    """Give the reserve to what is written inside the block.
+
+    Where there was none, none is made: the folder may not be an aggregator's.
+    """
+    path = folder / NAME
+    was_there = path.exists()
+    path.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        if was_there:
+            fill(folder)
