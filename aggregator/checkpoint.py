@@ -31,6 +31,7 @@ from aggregator import manifest as manifests
 from aggregator import tensor_file
 from aggregator.checkpoint_objects import CheckpointObjects, Damaged
 from aggregator.manifest import Blob, Manifest
+from federation import job_digest
 from federation.errors import (
     CheckpointMismatch,
     CorruptObject,
@@ -215,7 +216,10 @@ class RunCheckpoints:
                 f"{manifest.key} belongs to the run {manifest.run_id!r}, not to "
                 f"{self._run_id!r}; resume that run, or start in an empty folder"
             )
-        found = differences(self._job, manifest.job)
+        # Older releases wrote keys that decide nothing, too.
+        found = differences(
+            job_digest.what_decides(self._job), job_digest.what_decides(manifest.job)
+        )
         if found:
             raise CheckpointMismatch(
                 f"the run was started from another job than this one: "

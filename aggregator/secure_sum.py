@@ -145,7 +145,8 @@ class SecureGather:
             facts=RoundFacts(
                 round_index=record.round_index,
                 cohort=setup.contract.cohort,
-                model_digest=train.task_digest(tasks[0], model, self._clip(state)),
+                model_digest=model,
+                task_digest=train.task_digest(tasks[0], self._clip(state)),
             ),
         )
         header_h = self._fold(tasks, record, current, total)

@@ -260,7 +260,8 @@ class SecureSite:
             RoundFacts(
                 round_index=task.round_index,
                 cohort=contract.cohort,
-                model_digest=train.task_digest(task, model, body.update_clip),
+                model_digest=model,
+                task_digest=train.task_digest(task, body.update_clip),
             )
         )
         protection = self._protection

@@ -5,8 +5,6 @@ accountant is told and what the trainer does come from the same functions of
 ``clients.private_steps``.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from clients.trainer import TorchTrainer
 from deploy import sum_privacy
 from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
-from federation import job_file
+from federation import job_digest
 from federation.errors import JobError
 from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
@@ -182,7 +180,7 @@ class PrivateSites:
         terms = Terms(
             run_id=self._run_id,
             site=name,
-            job_digest=_job_digest(self._federation.job),
+            job_digest=job_digest.digest(self._federation.job).hex(),
             delta=plan.delta,
             epsilon_cap=plan.epsilon_cap,
             unit=self._federation.job.privacy.differential_privacy.unit,
@@ -355,11 +353,3 @@ def _promise(name: SiteId, plan: SitePlan) -> SitePrivacy:
         steps_per_round=plan.round_event.steps,
         held_out_noise=None if held_out is None else held_out.standard_deviation(),
     )
-
-
-def _job_digest(job: JobSpec) -> str:
-    """Of all that decides what is released; where it is kept does not."""
-    document = job_file.document(job)
-    del document["storage"], document["simulation"]
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -21,6 +21,7 @@ from clients.site_memory import InMemory, SiteMemory
 from deploy.private_sites import PrivateSites
 from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
+from federation import job_digest
 from federation.errors import JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -126,6 +127,8 @@ class Rehearsal:
         contract = self.contract
         return LocalFloor(
             roster=self.roster,
+            run_id=contract.run_id,
+            job_digest=job_digest.digest(self.federation.job),
             code_hashes=frozenset({code_hash()}),
             layout_digest=bytes.fromhex(layout.digest),
             num_values=layout.size,
@@ -232,6 +235,7 @@ def contract_of(
         run_id=run_id,
         code_hash=code_hash(),
         layout_digest=bytes.fromhex(layout.digest),
+        job_digest=job_digest.digest(job),
         num_values=layout.size,
         roster_serial=roster.serial,
         roster_digest=roster.digest,

@@ -33,7 +33,7 @@ from deploy.site_floor import check_job
 from deploy.site_run import MetRun, OpenRun, SiteKeys, open_run, order_seed
 from deploy.store_meters import StoreMeters, User, Watch
 from deploy.user_code import unable_to_exit
-from federation import job_file, wire
+from federation import job_digest, job_file, wire
 from federation.errors import (
     FederationError,
     JobError,
@@ -392,12 +392,7 @@ def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:
     except FileNotFoundError:
         return
     changes = job_file.differences(
-        _what_decides(job_file.loads(before.job)), _what_decides(job)
+        job_digest.deciding(job_file.loads(before.job)), job_digest.deciding(job)
     )
     if changes:
         raise ProtocolError(f"the run was proposed with another job: {changes[0]}")
-
-
-def _what_decides(job: JobSpec) -> dict[str, object]:
-    document = job_file.document(job)
-    return {k: v for k, v in document.items() if k not in {"storage", "simulation"}}

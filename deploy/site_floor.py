@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from clients.factories import import_factory
 from deploy.protection import code_hash, header_slots
 from deploy.site_file import UNITS, FloorSpec
+from federation import job_digest
 from federation.errors import JobError
-from federation.ids import SiteId
+from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.vectors import Layout
 from privacy.secagg.floor import LocalFloor
@@ -50,6 +51,7 @@ def contract_floor(
     job: JobSpec,
     layout: Layout,
     *,
+    run_id: RunId,
     floor: FloorSpec,
     roster: Roster,
     noise_share: NoiseShare | None,
@@ -57,8 +59,9 @@ def contract_floor(
     """What the operator demands of the contract of a job that was accepted.
 
     Args:
-        job: The job.
+        job: The job as it was proposed.
         layout: Of the site's own model.
+        run_id: The run that was proposed.
         floor: What the operator demands.
         roster: Whom the site trusts.
         noise_share: What the site counts on of the noise inside the sum; None if
@@ -66,6 +69,8 @@ def contract_floor(
     """
     return LocalFloor(
         roster=roster,
+        run_id=run_id,
+        job_digest=job_digest.digest(job),
         code_hashes=frozenset({code_hash()}),
         layout_digest=bytes.fromhex(layout.digest),
         num_values=layout.size,

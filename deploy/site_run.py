@@ -183,6 +183,7 @@ def _secure_site(
         return contract_floor(
             met.job,
             layout,
+            run_id=met.run_id,
             floor=config.file.floor,
             roster=keys.roster,
             noise_share=None if in_sum is None else in_sum.share,

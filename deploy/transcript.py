@@ -31,6 +31,7 @@ from federation.messages import (
     SiteUpdate,
 )
 from federation.wire import WireMessage
+from privacy.secagg.contract import SUITE
 
 _COLUMNS = frozenset(
     {"sequence", "file", "direction", "site", "round", "kind", "step", "bytes"}
@@ -249,4 +250,4 @@ def _body(value: bytes) -> dict[str, Any]:
     except ProtocolError as error:
         holds = f"calls itself {kind!r} and cannot be read: {error}"
         return {"message": kind, "fields": {}, "holds": holds}
-    return {"message": kind, "fields": fields, "holds": f"{kind!r} of xsa-v1"}
+    return {"message": kind, "fields": fields, "holds": f"{kind!r} of {SUITE}"}

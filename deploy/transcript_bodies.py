@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from federation.errors import ProtocolError
 from privacy.secagg import messages
 from privacy.secagg.certificate import Certificate
-from privacy.secagg.contract import Contract
+from privacy.secagg.contract import SUITE, Contract
 from privacy.secagg.train import read_train
 
 Value = str | int | float | bool | list[int] | list[str]
@@ -20,7 +20,7 @@ _MAX_SHOWN_BYTES = 64  # Digests, keys, signatures, shares; sealed shares are lo
 _MAX_TAG_BYTES = 32
 _LENGTH_BYTES = 8
 _MAX_DEPTH = 3  # A task's confirms hold confirms; a site may send deeper nonsense.
-_SUITE = b"xsa-v1/"
+_SUITE = f"{SUITE}/".encode()
 
 
 _READERS: Mapping[str, Callable[[bytes], object]] = {

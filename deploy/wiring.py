@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from clients.trainer import TorchTrainer
 from deploy import store_meters
 from deploy.data import load_data
 from deploy.store_meters import StoreMeters, User, Watch
-from federation import job_file
+from federation import job_digest
 from federation.coordinator import ServerParts
 from federation.errors import JobError
 from federation.events import DataDistributed, Emit, SiteShare
@@ -241,7 +240,7 @@ def build_server(
             store=store,
             prefix="checkpoints/",
             run_id=run_id,
-            job=_what_decides(job),
+            job=job_digest.deciding(job),
             layout=layout,
             keep=job.storage.keep_checkpoints,
             emit=emit,
@@ -253,13 +252,6 @@ def build_server(
         emit=emit,
         stop_requested=stop_requested,
     )
-
-
-def _what_decides(job: JobSpec) -> dict[str, Any]:
-    """The job without what may change on resume, as no result depends on it."""
-    document = job_file.document(job)
-    del document["storage"], document["simulation"]["workers"]
-    return document
 
 
 def num_workers(job: JobSpec) -> int:

@@ -7,6 +7,7 @@ disagree on whether two jobs are the same.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from federation import job_file
@@ -27,12 +28,21 @@ def deciding(job: JobSpec) -> dict[str, Any]:
     Every other key is in it, defaults too: a key that is added to the job file
     counts until somebody excludes it here.
     """
-    document = job_file.document(job)
+    return what_decides(job_file.document(job))
+
+
+def what_decides(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job's document without the keys that decide nothing.
+
+    Also of one that an older release has written, which may hold fewer of them.
+    """
+    kept = dict(document)
     for table in EXCLUDED_TABLES:
-        del document[table]
+        kept.pop(table, None)
     for table, key in EXCLUDED_KEYS:
-        del document[table][key]
-    return document
+        if isinstance(kept.get(table), Mapping):
+            kept[table] = {k: v for k, v in kept[table].items() if k != key}
+    return kept
 
 
 def digest(job: JobSpec) -> bytes:

@@ -375,6 +375,12 @@ class FileLedger:
         )
 
 
+_HINTS = {
+    "job_digest": "; if an earlier release began this run, end it with that release, "
+    "which computed the digest of a job in another way"
+}
+
+
 def _check_terms(found: Terms, wanted: Terms, name: str) -> None:
     for field in Terms.__slots__:
         ours, theirs = getattr(wanted, field), getattr(found, field)
@@ -384,7 +390,7 @@ def _check_terms(found: Terms, wanted: Terms, name: str) -> None:
                 f"{ours!r}: it is another run's, site's or job's, or the terms "
                 "were changed; "
                 "nothing is released. Give this run a folder of its own, or go on with "
-                "the job as it was"
+                f"the job as it was{_HINTS.get(field, '')}"
             )
 
 

@@ -25,6 +25,7 @@ from privacy.secagg.errors import MalformedMessage
 MAX_U64 = (1 << 64) - 1
 MAX_MESSAGE_BYTES = 1 << 24  # 16 MiB: a Reveal at 64 sites has about 0.2 MiB
 
+_MAX_TAG_BYTES = 64
 _U64 = struct.Struct(">Q")
 _FLOAT = struct.Struct(">d")
 
@@ -72,6 +73,19 @@ def _check_increasing(values: list[int]) -> None:
         raise ValueError(f"{values} is not strictly increasing")
 
 
+def _other_tag(found: bytes, tag: bytes) -> str:
+    """Say what is wrong with a tag; of another version of the protocol, what to do."""
+    theirs, _, kind = found.partition(b"/")
+    ours, _, _ = tag.partition(b"/")
+    if theirs == ours or not kind or (not theirs.isalnum() and b"-" not in theirs):
+        return "it is another kind of message"
+    version = theirs.decode("ascii", "replace")
+    return (
+        f"its sender speaks {version!r:.20} and this release {ours.decode()!r}: all "
+        "parties of a run must have releases that speak the same"
+    )
+
+
 class Reader:
     """Takes the fields of one message in order, each under a limit.
 
@@ -93,8 +107,9 @@ class Reader:
             )
         self._data = bytes(data)
         self._at = 0
-        if self.field("tag", limit=len(tag)) != tag:
-            raise self._wrong("it is another kind of message or another version")
+        found = self.field("tag", limit=_MAX_TAG_BYTES)
+        if found != tag:
+            raise self._wrong(_other_tag(found, tag))
 
     def u64(self, name: str, *, low: int = 0, high: int = MAX_U64) -> int:
         """Take a number in ``[low, high]``."""

@@ -53,7 +53,7 @@ class Certificate:
         signature: By the aggregator, over ``signed``.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/certificate"
+    TAG: ClassVar[bytes] = b"xsa-v2/certificate"
     opened: OpenedRound
     model_digest: bytes
     signature: bytes = b""

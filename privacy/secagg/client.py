@@ -222,7 +222,10 @@ class SiteSession:
         self._memory.advance(contract.run_id, facts.round_index)
         self._drop_round()
         context = round_context(
-            self._secrets.contract_hash, self._secrets.setup_hash, facts
+            facts,
+            contract_hash=self._secrets.contract_hash,
+            setup_hash=self._secrets.setup_hash,
+            job_digest=self._secrets.job_digest,
         )
         pairs = {
             peer: roots.take_round(facts.round_index, context, audit=self._audit)

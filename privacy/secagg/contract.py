@@ -32,7 +32,7 @@ from privacy.secagg.roster import MAX_ORGANISATION_BYTES, Roster
 from privacy.secagg.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.thresholds import smallest_threshold
 
-SUITE = "xsa-v1"
+SUITE = "xsa-v2"
 DIGEST_BYTES = 32
 
 # At 64 sites a round costs each site 133 kB of shares; nothing above was measured.
@@ -42,7 +42,7 @@ MAX_HEADER_SLOTS = 64
 MAX_ROUNDS = 1 << 20
 WEIGHT_RULES = ("examples", "uniform")
 
-_TAG = b"xsa-v1/contract"
+_TAG = b"xsa-v2/contract"
 _PAIR = 2
 
 
@@ -98,9 +98,11 @@ class Contract:
 
     Attributes:
         run_id: The run.
-        suite: Protocol and primitives; ``xsa-v1``.
+        suite: Protocol and primitives; ``xsa-v2``.
         code_hash: SHA-256 of the code that sites run.
         layout_digest: SHA-256 of the model's layout (names, shapes, roles).
+        job_digest: h_job, ``federation.job_digest.digest`` of the job: everything that
+            decides what a site computes and what may be learned from it.
         num_values: Length d of the update.
         roster_serial: Serial of the roster that pins the keys.
         roster_digest: SHA-256 of that roster.
@@ -134,6 +136,7 @@ class Contract:
     suite: str = SUITE
     code_hash: bytes
     layout_digest: bytes
+    job_digest: bytes
     num_values: int
     roster_serial: int
     roster_digest: bytes
@@ -231,7 +234,7 @@ class Contract:
     def to_bytes(self) -> bytes:
         """The canonical encoding.
 
-        After the tag: run_id, suite, code_hash, layout_digest; num_values,
+        After the tag: run_id, suite, code_hash, layout_digest, job_digest; num_values,
         roster_serial; roster_digest; ``PrivacyTerms``; the number of members and for
         each its site, organisation and key; aggregator_key; threshold, min_sites,
         ring_bits; clip_norm, element_bound, which is 0 for none, clip_elements,
@@ -248,7 +251,7 @@ class Contract:
         return b"".join(
             [
                 fields(_TAG, self.run_id.encode(), self.suite.encode()),
-                fields(self.code_hash, self.layout_digest),
+                fields(self.code_hash, self.layout_digest, self.job_digest),
                 u64(self.num_values),
                 u64(self.roster_serial),
                 lp(self.roster_digest),
@@ -287,6 +290,7 @@ class Contract:
         suite = reader.text("suite", limit=64)
         code_hash = reader.field("code_hash", size=DIGEST_BYTES)
         layout_digest = reader.field("layout_digest", size=DIGEST_BYTES)
+        job_digest = reader.field("job_digest", size=DIGEST_BYTES)
         num_values = reader.u64("num_values")
         roster_serial = reader.u64("roster_serial")
         roster_digest = reader.field("roster_digest", size=DIGEST_BYTES)
@@ -297,6 +301,7 @@ class Contract:
             suite=suite,
             code_hash=code_hash,
             layout_digest=layout_digest,
+            job_digest=job_digest,
             num_values=num_values,
             roster_serial=roster_serial,
             roster_digest=roster_digest,
@@ -329,7 +334,13 @@ def _identity_faults(q: Contract) -> _Faults:
     """Who takes part."""
     if q.suite != SUITE:
         yield "suite", f"{q.suite[:64]!r} is not spoken here, only {SUITE!r}"
-    for key in ("code_hash", "layout_digest", "roster_digest", "aggregator_key"):
+    for key in (
+        "code_hash",
+        "layout_digest",
+        "job_digest",
+        "roster_digest",
+        "aggregator_key",
+    ):
         if len(getattr(q, key)) != DIGEST_BYTES:
             yield key, f"it must have {DIGEST_BYTES} bytes"
     yield from _name_faults(q)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from federation.ids import RunId
 from privacy.secagg.contract import WEIGHT_RULES, Contract, members_of
 from privacy.secagg.errors import ContractRefused
 from privacy.secagg.noise_shares import NoiseShare
@@ -23,6 +24,9 @@ class LocalFloor:
 
     Attributes:
         roster: The newest roster that this site trusts.
+        run_id: The run that was proposed to this site.
+        job_digest: h_job of the job that was proposed to this site, computed here
+            from the job that it will work on; never taken from a message.
         code_hashes: SHA-256 of the releases that this site runs.
         layout_digest: Digest of the layout of the site's own model.
         num_values: Length d of that model.
@@ -51,6 +55,8 @@ class LocalFloor:
     """
 
     roster: Roster
+    run_id: RunId
+    job_digest: bytes
     code_hashes: frozenset[bytes]
     layout_digest: bytes
     num_values: int
@@ -85,6 +91,7 @@ def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
     floor.roster.check_current(contract.roster_serial)
     for rules in (
         _pin_faults,
+        _proposal_faults,
         _strength_faults,
         _privacy_faults,
         _exposure_faults,
@@ -95,6 +102,25 @@ def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
 
 _Faults = Iterator[tuple[str, str]]
 _PAIR = 2
+
+
+def _proposal_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """What was proposed to this site, and what it is to agree to."""
+    if q.run_id != floor.run_id:
+        yield (
+            "run_id",
+            f"it is {q.run_id!r}, and this site takes part in {floor.run_id!r}",
+        )
+    if q.job_digest != floor.job_digest:
+        yield (
+            "job_digest",
+            (
+                f"it is of another job ({q.job_digest.hex()[:16]}...) than the one "
+                f"proposed to this site ({floor.job_digest.hex()[:16]}...): the "
+                "aggregator has told sites to compute different things, or has changed "
+                "the job since it proposed it"
+            ),
+        )
 
 
 def _pin_faults(q: Contract, floor: LocalFloor) -> _Faults:

@@ -143,22 +143,36 @@ class RoundFacts:
     Attributes:
         round_index: r, from 1.
         cohort: U_r, numbers of the sites that are asked, increasing.
-        model_digest: H(theta_r), SHA-256 of the global model, computed by whoever
-            holds these facts and never taken from a message.
+        model_digest: H(theta_r), SHA-256 of the global model.
+        task_digest: task_r, SHA-256 of what is asked of the model: the kind of work
+            and the clip norm.
+
+    Digests are computed by whoever holds these facts, never taken from a message.
     """
 
     round_index: int
     cohort: tuple[int, ...]
     model_digest: bytes
+    task_digest: bytes
 
     def __post_init__(self) -> None:
-        """Check the digest's length."""
-        if len(self.model_digest) != DIGEST_BYTES:
-            raise ValueError(f"a model digest has {DIGEST_BYTES} bytes")
+        """Check the digests' length."""
+        if {len(self.model_digest), len(self.task_digest)} != {DIGEST_BYTES}:
+            raise ValueError(f"digests of model and task have {DIGEST_BYTES} bytes")
 
 
-def round_context(contract_hash: bytes, setup_hash: bytes, facts: RoundFacts) -> bytes:
-    """ctx_r of section 2.2: one hash of everything that a round is about."""
+def round_context(
+    facts: RoundFacts, *, contract_hash: bytes, setup_hash: bytes, job_digest: bytes
+) -> bytes:
+    """ctx_r of section 2.2: one hash of everything that a round is about.
+
+    Args:
+        facts: The round.
+        contract_hash: h_Q.
+        setup_hash: h_U.
+        job_digest: h_job of the job that the caller works on. It is in h_Q too, where
+            a site has compared it with its own; here it needs no comparison.
+    """
     return hashlib.sha256(
         fields(
             SUITE.encode(),
@@ -167,6 +181,8 @@ def round_context(contract_hash: bytes, setup_hash: bytes, facts: RoundFacts) ->
             u64(facts.round_index),
             facts.model_digest,
             numbers(facts.cohort),
+            facts.task_digest,
+            job_digest,
         )
     ).digest()
 
@@ -402,12 +418,14 @@ class RunSecrets:
         number: The site's own number i.
         contract_hash: h_Q.
         setup_hash: h_U.
+        job_digest: h_job of the job that this site works on.
         roots: For each other site, R_ij and E_ij.
     """
 
     number: int
     contract_hash: bytes
     setup_hash: bytes
+    job_digest: bytes
     roots: Mapping[int, PairRoots]
 
     def erase(self) -> None:

@@ -61,7 +61,7 @@ class Offer:
         signature: By the aggregator, over ``contract``.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/offer"
+    TAG: ClassVar[bytes] = b"xsa-v2/offer"
     contract: bytes
     signature: bytes
 
@@ -93,7 +93,7 @@ class Advert:
         signature: By the site, over ``signed``.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/advert"
+    TAG: ClassVar[bytes] = b"xsa-v2/advert"
     LABEL: ClassVar[Label] = Label.ADVERT
     contract_hash: bytes
     number: int
@@ -138,7 +138,7 @@ class Book:
         adverts: Encoded adverts by number.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/book"
+    TAG: ClassVar[bytes] = b"xsa-v2/book"
     adverts: Mapping[int, bytes]
 
     @property
@@ -172,7 +172,7 @@ class Confirm:
         signature: By the site, over ``signed``.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/confirm"
+    TAG: ClassVar[bytes] = b"xsa-v2/confirm"
     LABEL: ClassVar[Label] = Label.CONFIRM
     setup_hash: bytes
     number: int
@@ -213,7 +213,7 @@ class Confirms:
         confirms: Encoded confirms by number.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/confirms"
+    TAG: ClassVar[bytes] = b"xsa-v2/confirms"
     confirms: Mapping[int, bytes]
 
     def to_bytes(self) -> bytes:
@@ -244,7 +244,7 @@ class Head:
         signature: By the site, over ``signed``.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/head"
+    TAG: ClassVar[bytes] = b"xsa-v2/head"
     LABEL: ClassVar[Label] = Label.HEAD
     number: int
     context: bytes
@@ -297,7 +297,7 @@ class Masked:
             Empty in P1.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/masked"
+    TAG: ClassVar[bytes] = b"xsa-v2/masked"
     head: bytes
     sealed: Mapping[int, bytes]
 
@@ -327,7 +327,7 @@ class Decline:
         signature: By the site, over ``signed``.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/decline"
+    TAG: ClassVar[bytes] = b"xsa-v2/decline"
     LABEL: ClassVar[Label] = Label.DECLINE
     number: int
     context: bytes
@@ -364,7 +364,7 @@ class Survivors:
             list that could contradict them.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/survivors"
+    TAG: ClassVar[bytes] = b"xsa-v2/survivors"
     heads: Mapping[int, bytes]
 
     def to_bytes(self) -> bytes:
@@ -393,7 +393,7 @@ class Consent:
         signature: By the site, over ``signed``.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/consent"
+    TAG: ClassVar[bytes] = b"xsa-v2/consent"
     LABEL: ClassVar[Label] = Label.SURVIVORS
     number: int
     context: bytes
@@ -434,7 +434,7 @@ class Reveal:
         inbox: For each other survivor j, what j sealed for this site.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/reveal"
+    TAG: ClassVar[bytes] = b"xsa-v2/reveal"
     consents: Mapping[int, bytes]
     inbox: Mapping[int, bytes]
 
@@ -469,7 +469,7 @@ class Shares:
         signature: By the site, over ``signed``.
     """
 
-    TAG: ClassVar[bytes] = b"xsa-v1/shares"
+    TAG: ClassVar[bytes] = b"xsa-v2/shares"
     LABEL: ClassVar[Label] = Label.SHARES
     number: int
     context: bytes

@@ -79,7 +79,12 @@ class AggregatorRound:
                 f"{list(setup.contract.cohort)}"
             )
         self._contract: Contract = setup.contract
-        self._context = round_context(setup.contract.digest, setup.setup_hash, facts)
+        self._context = round_context(
+            facts,
+            contract_hash=setup.contract.digest,
+            setup_hash=setup.setup_hash,
+            job_digest=setup.contract.job_digest,
+        )
         self._round_index = facts.round_index
         self._phase = _Phase.MASKED
         self._heads: dict[int, bytes] = {}

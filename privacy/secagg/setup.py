@@ -209,6 +209,7 @@ class SiteSetup:
                 number=self._number,
                 contract_hash=self.contract.digest,
                 setup_hash=self._setup_hash,
+                job_digest=self._floor.job_digest,
                 roots=roots,
             )
         self._erase()

@@ -12,7 +12,7 @@ import numpy as np
 
 from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Vector
-from privacy.secagg.canonical import Reader, fields, float64
+from privacy.secagg.canonical import Reader, fields, float64, u64
 from privacy.secagg.certificate import MAX_CERTIFICATE_BYTES
 from privacy.secagg.contract import DIGEST_BYTES
 from privacy.secagg.errors import MalformedMessage
@@ -22,7 +22,7 @@ from privacy.secagg.prg import Mask
 from privacy.secagg.ring_errors import UpdateOutOfRange
 
 MAX_CONFIRMS_BYTES = 16 << 20
-_TAG = b"xsa-v1/train"
+_TAG = b"xsa-v2/train"
 _LARGEST_COUNT = 1 << 56
 _LARGEST_NOISE = 1 << 16
 _MICRO = 1e6
@@ -62,14 +62,15 @@ class TrainBody:
 
 def model_digest(weights_d: Vector, integers_m: IntegerVector) -> bytes:
     """H(theta_r): SHA-256 of the global model, as each party computes it."""
-    digest = hashlib.sha256(fields(b"xsa-v1/model"))
+    head = fields(b"xsa-v2/model") + u64(weights_d.size) + u64(integers_m.size)
+    digest = hashlib.sha256(head)
     digest.update(np.ascontiguousarray(weights_d, dtype="<f4").data)
     digest.update(np.ascontiguousarray(integers_m, dtype="<i8").data)
     return digest.digest()
 
 
-def task_digest(task: RoundTask, model: bytes, update_clip: float) -> bytes:
-    """``model_digest`` with what is asked of the model: it is part of ctx_r.
+def task_digest(task: RoundTask, update_clip: float) -> bytes:
+    """task_r: SHA-256 of what is asked of the model; it is part of ctx_r.
 
     Were the kind of work not in it, an aggregator could have one site train and the
     others evaluate, and read that site's numbers off the sum of the headers. Were
@@ -77,7 +78,7 @@ def task_digest(task: RoundTask, model: bytes, update_clip: float) -> bytes:
     other's updates.
     """
     asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
-    parts = fields(b"xsa-v1/task", asked.encode(), model)
+    parts = fields(b"xsa-v2/task", asked.encode())
     return hashlib.sha256(parts + float64(update_clip)).digest()
 
 

@@ -192,7 +192,10 @@ class Game:
         run.round_index += 1
         self.run, self.kind, self.values = run, kind, values
         self.facts = RoundFacts(
-            round_index=run.round_index, cohort=run.contract.cohort, model_digest=MODEL
+            round_index=run.round_index,
+            cohort=run.contract.cohort,
+            model_digest=MODEL,
+            task_digest=MODEL,
         )
         self.server = AggregatorRound(setup=run.record, facts=self.facts)
         self.total = MaskedSum(NUM_VALUES, kind.ring)

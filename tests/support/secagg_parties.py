@@ -26,6 +26,8 @@ from privacy.secagg.thresholds import smallest_threshold
 RUN = RunId("run-1")
 CODE = hashlib.sha256(b"code").digest()
 LAYOUT = hashlib.sha256(b"layout").digest()
+JOB = hashlib.sha256(b"job").digest()
+TASK = hashlib.sha256(b"task").digest()
 MODEL = hashlib.sha256(b"model").digest()
 DIGEST = hashlib.sha256(b"masked vector").digest()
 HEADER = hashlib.sha256(b"masked header").digest()
@@ -109,6 +111,7 @@ class Parties:
             "run_id": RUN,
             "code_hash": CODE,
             "layout_digest": LAYOUT,
+            "job_digest": JOB,
             "num_values": 1000,
             "roster_serial": self.roster.serial,
             "roster_digest": self.roster.digest,
@@ -131,6 +134,8 @@ class Parties:
         """A floor that the contract passes."""
         values: dict[str, Any] = {
             "roster": self.roster,
+            "run_id": RUN,
+            "job_digest": JOB,
             "code_hashes": frozenset({CODE}),
             "layout_digest": LAYOUT,
             "num_values": 1000,
@@ -172,6 +177,7 @@ class Run:
             "round_index": round_index,
             "cohort": self.contract.cohort,
             "model_digest": MODEL,
+            "task_digest": TASK,
         }
         return RoundFacts(**(values | changes))
 
@@ -204,7 +210,11 @@ def start(num_sites: int, **changes: Any) -> Run:
     setups = {
         i: parties.site_setup(
             i,
-            floor=parties.floor(require_hybrid=contract.hybrid),
+            floor=parties.floor(
+                require_hybrid=contract.hybrid,
+                run_id=contract.run_id,
+                job_digest=contract.job_digest,
+            ),
             audit=lambda purpose, mark, i=i: log[i].append((purpose, mark)),
         )
         for i in parties.sites

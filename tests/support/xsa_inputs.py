@@ -39,7 +39,7 @@ _RECORD_PRIVACY = {
 
 
 def _entropy(label: str, count: int) -> bytes:
-    return hashlib.shake_256(f"xsa-v1 vectors/{label}".encode()).digest(count)
+    return hashlib.shake_256(f"xsa-v2 vectors/{label}".encode()).digest(count)
 
 
 def _site_inputs(name: str, number: int, num_sites: int) -> Json:
@@ -75,6 +75,7 @@ def _round_inputs(name: str, terms: Json, index: int, drops: Json) -> Json:
     return {
         "index": index,
         "model_digest": draw("model", 32).hex(),
+        "task_digest": draw("task", 32).hex(),
         "next_model_digest": draw("next model", 32).hex(),
         "declines": drops.get("declines", []),
         "silent": drops.get("silent", []),
@@ -104,6 +105,7 @@ def _inputs(
         "run_id": f"vectors-{name.lower()}",
         "code_hash": _entropy(f"{name}/code", 32).hex(),
         "layout_digest": _entropy(f"{name}/layout", 32).hex(),
+        "job_digest": _entropy(f"{name}/job", 32).hex(),
         "num_values": NUM_VALUES,
         "roster_serial": 7,
         "aggregator_organisation": "Consortium office",

@@ -94,6 +94,7 @@ class _Product:
             run_id=RunId(self.terms["run_id"]),
             code_hash=bytes.fromhex(self.terms["code_hash"]),
             layout_digest=bytes.fromhex(self.terms["layout_digest"]),
+            job_digest=bytes.fromhex(self.terms["job_digest"]),
             roster_digest=self.roster.digest,
             members=members_of(self.roster),
             aggregator_key=self.aggregator.public.key,
@@ -109,6 +110,8 @@ class _Product:
         draws = ["mask", "channel", *["kem_seed"] * self.contract.hybrid, "nonce"]
         floor = LocalFloor(
             roster=self.roster,
+            run_id=self.contract.run_id,
+            job_digest=self.contract.job_digest,
             code_hashes=frozenset({self.contract.code_hash}),
             layout_digest=self.contract.layout_digest,
             num_values=self.contract.num_values,
@@ -207,6 +210,7 @@ def _play_round(
         round_index=given["index"],
         cohort=product.contract.cohort,
         model_digest=bytes.fromhex(given["model_digest"]),
+        task_digest=bytes.fromhex(given["task_digest"]),
     )
     server = AggregatorRound(setup=record, facts=facts)
     ring = product.contract.ring()
@@ -289,8 +293,14 @@ def _pair_secrets(product: _Product, given: Json) -> Json:
         round_index=given["index"],
         cohort=product.contract.cohort,
         model_digest=bytes.fromhex(given["model_digest"]),
+        task_digest=bytes.fromhex(given["task_digest"]),
     )
-    context = keys.round_context(product.contract.digest, record.setup_hash, facts)
+    context = keys.round_context(
+        facts,
+        contract_hash=product.contract.digest,
+        setup_hash=record.setup_hash,
+        job_digest=product.contract.job_digest,
+    )
     found = {}
     for i, own in secrets.items():
         for j in [x for x in own.roots if x > i]:

@@ -1,11 +1,11 @@
-"""The protocol ``xsa-v1`` once more, slow and plain, sharing no code with the product.
+"""The protocol ``xsa-v2`` once more, slow and plain, sharing no code with the product.
 
 Written from its documentation: bytes and Python integers, primitives from
 ``plain_crypto`` and ``plain_mlkem``, nothing imported from ``privacy.secagg``. It
 plays all parties of a run whose whole entropy is given, and writes down every value
 on the way from the contract to the sum. There are no checks: all parties are honest.
 
-``play`` takes the ``inputs`` of a vector in ``tests/vectors/xsa_v1.json`` and gives
+``play`` takes the ``inputs`` of a vector in ``tests/vectors/xsa_v2.json`` and gives
 its ``trace``; bytes are hexadecimal in both. One file, although it is long: it is
 read from top to bottom, beside the specification.
 """
@@ -56,7 +56,7 @@ def sign(secret: bytes, label: str, body: bytes) -> bytes:
 
 def signed(tag: str, label: str, body: bytes, secret: bytes) -> bytes:
     """A message with its tag before what is signed, and the signature after it."""
-    return lp(f"xsa-v1/{tag}") + body + lp(sign(secret, label, body))
+    return lp(f"xsa-v2/{tag}") + body + lp(sign(secret, label, body))
 
 
 # --- Setup ---------------------------------------------------------------------
@@ -84,6 +84,10 @@ class Run:
     sites: dict[int, Site]
     contract_hash: bytes = b""
     setup_hash: bytes = b""
+
+    @property
+    def job_digest(self) -> bytes:
+        return bytes.fromhex(self.terms["job_digest"])
 
     @property
     def cohort(self) -> list[int]:
@@ -134,16 +138,19 @@ def privacy_terms(terms: Json) -> bytes:
     )
 
 
+_PINS = ("code_hash", "layout_digest", "job_digest")
+
+
 def contract(run: Run) -> bytes:
     terms = run.terms
-    code, layout = (bytes.fromhex(terms[k]) for k in ("code_hash", "layout_digest"))
+    pins = (bytes.fromhex(terms[k]) for k in _PINS)
     slots = terms["header_slots"]
     amplitude = ((1 << terms["ring_bits"] - 1) - 1) // len(run.sites)
     bound = terms["element_bound"] or terms["clip_norm"]
     scale = (amplitude * (1 - 2.0**-12) - 1) / bound
     return b"".join(
         [
-            lp("xsa-v1/contract", terms["run_id"], "xsa-v1", code, layout),
+            lp("xsa-v2/contract", terms["run_id"], "xsa-v2", *pins),
             u64(terms["num_values"]),
             u64(terms["roster_serial"]),
             lp(roster_digest(run)),
@@ -182,13 +189,13 @@ def set_up(run: Run, trace: Json) -> dict[tuple[int, int], tuple[bytes, bytes]]:
     """S1 and S2; R_ij^(1) and E_ij^(1) as site i has them, for each (i, j)."""
     terms = contract(run)
     run.contract_hash = sha256(terms)
-    offer = lp("xsa-v1/offer", terms, sign(run.aggregator, "offer", terms))
+    offer = lp("xsa-v2/offer", terms, sign(run.aggregator, "offer", terms))
     public = {i: public_keys(run, site) for i, site in run.sites.items()}
     adverts = {}
     for i, site in run.sites.items():
         body = lp(run.contract_hash) + u64(i) + lp(*public[i], site.nonce)
         adverts[i] = signed("advert", "advert", body, site.identity)
-    run.setup_hash = sha256(lp("xsa-v1/book") + byte_map(adverts))
+    run.setup_hash = sha256(lp("xsa-v2/book") + byte_map(adverts))
     kem_secrets, confirms = {}, {}
     for i, site in run.sites.items():
         ciphertexts = {}
@@ -273,7 +280,8 @@ class Round:
         self.widths = {"vector": run.terms["ring_bits"], "header": 64}
         facts = (bytes.fromhex(given["model_digest"]), numbers(run.cohort))
         hashes = (run.contract_hash, run.setup_hash, u64(self.index))
-        self.context = sha256(lp("xsa-v1", *hashes, *facts))
+        about = (bytes.fromhex(given["task_digest"]), run.job_digest)
+        self.context = sha256(lp("xsa-v2", *hashes, *facts, *about))
         self.pair_secrets, self.channels = {}, {}
         for (i, j), (mask, channel) in roots.items():
             info = lp("mask") + self.context + u64(min(i, j)) + u64(max(i, j))
@@ -350,7 +358,7 @@ class Round:
         sealed = {i: self.sealed(i) for i in answering}
         heads = {i: self.head(i, sealed[i]) for i in answering}
         answers = {
-            i: lp("xsa-v1/masked", head) + byte_map(sealed[i])
+            i: lp("xsa-v2/masked", head) + byte_map(sealed[i])
             for i, head in heads.items()
         }
         trace = {
@@ -401,7 +409,7 @@ class Round:
     ) -> Json:
         """R2 and R3."""
         identity = {i: self.run.sites[i].identity for i in alive}
-        survivors = lp("xsa-v1/survivors") + byte_map({i: heads[i] for i in alive})
+        survivors = lp("xsa-v2/survivors") + byte_map({i: heads[i] for i in alive})
         consents = {}
         for i in [x for x in alive if x not in self.given["no_consent"]]:
             body = u64(i) + lp(self.context) + numbers(alive)
@@ -410,7 +418,7 @@ class Round:
         self.shares: dict[int, tuple[dict[int, bytes], dict[int, bytes]]] = {}
         for i in [x for x in consents if x not in self.given["no_shares"]]:
             inbox = byte_map({j: sealed[j][i] for j in alive if j != i})
-            reveals[i] = lp("xsa-v1/reveal") + byte_map(consents) + inbox
+            reveals[i] = lp("xsa-v2/reveal") + byte_map(consents) + inbox
             self.shares[i] = self.released(i, alive)
             maps = [byte_map(pieces) for pieces in self.shares[i]]
             body = u64(i) + lp(self.context) + b"".join(maps)

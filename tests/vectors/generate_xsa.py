@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 from support.xsa_inputs import xsa_inputs  # noqa: E402
 from support.xsa_product import product_trace  # noqa: E402
 
-XSA_V1 = Path(__file__).with_name("xsa_v1.json")
+XSA_V2 = Path(__file__).with_name("xsa_v2.json")
 
 Json = dict[str, Any]
 
@@ -40,10 +40,10 @@ def main() -> int:
     parser.add_argument("--update-vectors", action="store_true")
     text = json.dumps(xsa_vectors(), indent=1) + "\n"
     if parser.parse_args().update_vectors:
-        XSA_V1.write_text(text, encoding="ascii")
+        XSA_V2.write_text(text, encoding="ascii")
         return 0
-    same = XSA_V1.read_text(encoding="ascii") == text
-    sys.stderr.write(f"{XSA_V1.name}: {'same' if same else 'DIFFERENT'}\n")
+    same = XSA_V2.read_text(encoding="ascii") == text
+    sys.stderr.write(f"{XSA_V2.name}: {'same' if same else 'DIFFERENT'}\n")
     return 0 if same else 1
 
 

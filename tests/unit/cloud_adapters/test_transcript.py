@@ -275,8 +275,8 @@ DECLINE = Decline(number=2, context=b"\x01" * 32, signature=b"\x02" * 64).to_byt
 
 def test_reader_decodes_protocol_messages(tmp_path: Path):
     """Every field of what is one; other bytes are bytes."""
-    tagged = (13).to_bytes(8, "big") + b"xsa-v1/advert" + b"more"
-    strange = (13).to_bytes(8, "big") + b"xsa-v1/gossip"
+    tagged = (13).to_bytes(8, "big") + b"xsa-v2/advert" + b"more"
+    strange = (13).to_bytes(8, "big") + b"xsa-v2/gossip"
     bodies = [DECLINE, tagged, strange, b""]
     script = Script([toy.secure_answer(body=body) for body in bodies])
     written(tmp_path / "seen", script)
@@ -284,7 +284,7 @@ def test_reader_decodes_protocol_messages(tmp_path: Path):
         row["sections"][-1] for row in transcript.read(tmp_path / "seen")
     ]
     assert decline["message"] == "decline"
-    assert decline["holds"] == "'decline' of xsa-v1"
+    assert decline["holds"] == "'decline' of xsa-v2"
     assert decline["fields"] == {
         "number": 2,
         "context": "01" * 32,

@@ -295,7 +295,7 @@ def test_floor_of_many_in_a_sum_can_be_met(threshold: int, fewest: int):
         job, layout, run_id=RUN_ID, roster=roster, promises=(), max_examples=9
     )
     demands = site_floor.contract_floor(
-        job, layout, floor=floor, roster=roster, noise_share=None
+        job, layout, run_id=RUN_ID, floor=floor, roster=roster, noise_share=None
     )
     check_against_floor(contract, demands)
     more = replace(demands, min_sites=fewest + 1)

@@ -444,7 +444,13 @@ def test_digests_have_32_bytes():
     with pytest.raises(ValueError, match="32 bytes"):
         run.sessions[1].finish_masked(vector_digest=b"", header_digest=HEADER)
     with pytest.raises(ValueError, match="32 bytes"):
-        RoundFacts(round_index=1, cohort=(1, 2), model_digest=b"")
+        RoundFacts(
+            round_index=1, cohort=(1, 2), model_digest=b"", task_digest=bytes(32)
+        )
+    with pytest.raises(ValueError, match="32 bytes"):
+        RoundFacts(
+            round_index=1, cohort=(1, 2), model_digest=bytes(32), task_digest=b""
+        )
 
 
 @pytest.mark.parametrize("num_sites", [3, 5])

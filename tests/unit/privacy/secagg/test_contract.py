@@ -63,7 +63,7 @@ def test_encoding_round_trip():
 
 def test_hash_is_frozen():
     """h_Q of a known contract: a change breaks every run under way."""
-    expected = "27358b3f39d5fa6c493e66191a5662a053977b881ada0fe9a3e576956a5aedaf"
+    expected = "61afdb132213723e2451ba1481735060d918cd39f56a03e3fc8baf3be3a60daf"
     assert expected == CONTRACT.digest.hex()
 
 
@@ -73,6 +73,7 @@ def test_hash_depends_on_every_field():
         "run_id": "run-2",
         "code_hash": bytes(32),
         "layout_digest": bytes(32),
+        "job_digest": bytes(32),
         "num_values": 1001,
         "roster_serial": 4,
         "roster_digest": bytes(32),
@@ -129,7 +130,7 @@ def altered_member(**changes: Any) -> contracts.Member:
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
-        ("suite", {"suite": "xsa-v2"}),
+        ("suite", {"suite": "xsa-v1"}),
         ("run_id", {"run_id": "Run 1"}),
         ("code_hash", {"code_hash": b""}),
         ("layout_digest", {"layout_digest": bytes(31)}),

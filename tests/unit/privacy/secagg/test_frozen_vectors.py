@@ -8,9 +8,9 @@ import pytest
 from support import xsa_reference
 from support.xsa_inputs import xsa_inputs
 from support.xsa_product import product_trace
-from vectors.generate_xsa import XSA_V1
+from vectors.generate_xsa import XSA_V2
 
-FROZEN = json.loads(XSA_V1.read_text(encoding="ascii"))
+FROZEN = json.loads(XSA_V2.read_text(encoding="ascii"))
 STEPS = ("declines", "silent", "no_consent", "no_shares")
 EVERY_RUN = pytest.mark.parametrize("name", sorted(FROZEN))
 
@@ -83,7 +83,7 @@ def test_digests_are_of_the_frozen_messages(name: str):
     trace = FROZEN[name]["trace"]
     contract = bytes.fromhex(trace["contract"])
     assert trace["contract_hash"] == hashlib.sha256(contract).hexdigest()
-    book = len(b"xsa-v1/book").to_bytes(8, "big") + b"xsa-v1/book"
+    book = len(b"xsa-v2/book").to_bytes(8, "big") + b"xsa-v2/book"
     book += len(trace["adverts"]).to_bytes(8, "big")
     for number, text in sorted(trace["adverts"].items(), key=lambda e: int(e[0])):
         advert = bytes.fromhex(text)

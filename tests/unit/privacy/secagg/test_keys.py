@@ -5,9 +5,10 @@ import hashlib
 import hmac
 import pickle
 import struct
+from dataclasses import replace
 
 import pytest
-from support.secagg_parties import MODEL, entropy, start
+from support.secagg_parties import JOB, MODEL, TASK, entropy, start
 
 from privacy.secagg import keys
 from privacy.secagg.errors import BadShare, OutOfOrder, WeakKey
@@ -31,7 +32,8 @@ def u64(*values: int) -> bytes:
 
 def oracle_context(r: int, cohort: tuple[int, ...], h_q: bytes, h_u: bytes) -> bytes:
     """ctx_r of section 2.2, written down a second time."""
-    parts = [b"xsa-v1", h_q, h_u, u64(r), MODEL, u64(len(cohort), *cohort)]
+    parts = [b"xsa-v2", h_q, h_u, u64(r), MODEL, u64(len(cohort), *cohort)]
+    parts += [TASK, JOB]
     return hashlib.sha256(b"".join(map(lp, parts))).digest()
 
 
@@ -48,7 +50,15 @@ def oracle_expand(key: bytes, info: bytes) -> bytes:
 
 
 def facts(round_index: int = 1, cohort: tuple[int, ...] = (1, 2, 3)) -> RoundFacts:
-    return RoundFacts(round_index=round_index, cohort=cohort, model_digest=MODEL)
+    return RoundFacts(
+        round_index=round_index, cohort=cohort, model_digest=MODEL, task_digest=TASK
+    )
+
+
+def context_of(
+    facts: RoundFacts, h_q: bytes = H_Q, h_u: bytes = H_U, job: bytes = JOB
+) -> bytes:
+    return keys.round_context(facts, contract_hash=h_q, setup_hash=h_u, job_digest=job)
 
 
 def roots(own: int, peer: int) -> PairRoots:
@@ -62,7 +72,7 @@ def roots(own: int, peer: int) -> PairRoots:
 @pytest.mark.parametrize("r", [1, 2, 7])
 def test_schedule_is_that_of_the_specification(r: int):
     """Roots, context, ratchet, pair secrets, channel and stream keys."""
-    context = keys.round_context(H_Q, H_U, facts(r))
+    context = context_of(facts(r))
     assert oracle_context(r, (1, 2, 3), H_Q, H_U) == context
     pair = roots(3, 1).take_round(r, context)
     mask_root = oracle_root(mac(H_U, DH + KEM), r)
@@ -81,21 +91,21 @@ def test_schedule_is_that_of_the_specification(r: int):
 
 def test_schedule_is_frozen():
     """Bytes of one known round: a change breaks every run under way."""
-    context = keys.round_context(H_Q, H_U, facts(2))
+    context = context_of(facts(2))
     pair = roots(1, 2).take_round(2, context)
     masks = keys.masks_of([(pair.mask.buffer, 1)], context)
     actual = [context, pair.mask.buffer, masks.vector[0].key, masks.header[0].key]
     assert [each.hex() for each in actual] == [
-        "878d134571342ac43aebf1e5e3f88f643e3d799a9e46d5c513184ce8d2b5dc89",
-        "da6b39dc419acca8406e82000eef12a6b9dd100f9ae541d81793db57644d7090",
-        "7bd63ef0b8e6b7295d0ca72cf76ab3cf3ae21b23dbc5630b3641290397f04dbc",
-        "98eca2c7005ce55ff3fb21c5f6ad0e31a5ef36eb172ee5847995c2294149cce5",
+        "a245a9e5c7e1a7687754d827db949c1a3fd573d8994bb46e8619bcb4358acc34",
+        "e3d714058b9d3a51005ba6690bff1fbd7698f576d3875f255d1f9cef09fa8c5b",
+        "54838170ecb2efc0d4dc62668dddeb66a7368c52480af29d8da46cf1b1fb5654",
+        "95e785173d61251059aa7676955aa1188a4131f7c16e976edf38ecc1137286af",
     ]
 
 
 def test_both_ends_agree():
     """One end's sending key is the other's receiving key."""
-    context = keys.round_context(H_Q, H_U, facts(4))
+    context = context_of(facts(4))
     low, high = roots(1, 3).take_round(4, context), roots(3, 1).take_round(4, context)
     assert low.mask.buffer == high.mask.buffer
     assert low.send.buffer == high.receive.buffer
@@ -104,18 +114,19 @@ def test_both_ends_agree():
 
 
 def test_context_depends_on_everything():
-    """Contract, setup, round, model and cohort."""
+    """Contract, setup, job, round, cohort, model and task."""
     one = facts()
-    model = RoundFacts(round_index=1, cohort=(1, 2, 3), model_digest=bytes(32))
     contexts = {
-        keys.round_context(H_Q, H_U, one),
-        keys.round_context(H_U, H_U, one),
-        keys.round_context(H_Q, H_Q, one),
-        keys.round_context(H_Q, H_U, facts(2)),
-        keys.round_context(H_Q, H_U, facts(1, (1, 2))),
-        keys.round_context(H_Q, H_U, model),
+        context_of(one),
+        context_of(one, h_q=H_U),
+        context_of(one, h_u=H_Q),
+        context_of(one, job=H_Q),
+        context_of(facts(2)),
+        context_of(facts(1, (1, 2))),
+        context_of(replace(one, model_digest=bytes(32))),
+        context_of(replace(one, task_digest=bytes(32))),
     }
-    assert len(contexts) == 6
+    assert len(contexts) == 8
 
 
 def test_ratchet_erases():

@@ -18,6 +18,7 @@ import pytest
 from support.secagg_parties import (
     DIGEST,
     HEADER,
+    JOB,
     Parties,
     Run,
     alter,
@@ -48,12 +49,15 @@ from privacy.secagg.messages import (
     Survivors,
     sign,
 )
+from privacy.secagg.prg import Mask, apply_masks_
 from privacy.secagg.ring_errors import UpdateNotFinite
 from privacy.secagg.round_memory import InMemoryRounds
 from privacy.secagg.seal import encode_
 from privacy.secagg.setup import AggregatorSetup
 
 OTHER_MODEL = hashlib.sha256(b"crafted").digest()
+OTHER_TASK = hashlib.sha256(b"evaluate").digest()
+OTHER_JOB = hashlib.sha256(b"the same job with lr = 1e-30").digest()
 
 
 @dataclass
@@ -101,6 +105,17 @@ class Liar:
         return sign(consent, self.run.parties.sites[number]).to_bytes()
 
 
+def in_another_job(run: Run, number: int) -> None:
+    """Have a site work on another job than the contract names, as if unchecked."""
+    run.sessions[number] = SiteSession(
+        contract=run.contract,
+        identity=run.parties.sites[number],
+        secrets=dataclasses.replace(run.secrets[number], job_digest=OTHER_JOB),
+        memory=InMemoryRounds(),
+        random_bytes=entropy(f"rounds of {number}"),
+    )
+
+
 FOUR, OTHER_FOUR, ALL = (1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3, 4, 5)
 
 
@@ -108,6 +123,24 @@ def other_theta(liar: Liar) -> None:
     """Site 1 alone is shown a crafted model; its peers will not go on with it."""
     liar.ask((1,), model_digest=OTHER_MODEL)
     liar.ask((2, 3, 4, 5))
+    for number in ALL:
+        with pytest.raises(WrongContext):
+            liar.consent(number, liar.survivors(ALL))
+
+
+def other_task(liar: Liar) -> None:
+    """Site 1 alone trains, or clips to another norm; the others are asked otherwise."""
+    liar.ask((1,), task_digest=OTHER_TASK)
+    liar.ask((2, 3, 4, 5))
+    for number in ALL:
+        with pytest.raises(WrongContext):
+            liar.consent(number, liar.survivors(ALL))
+
+
+def other_job(liar: Liar) -> None:
+    """Site 1 works on another job, and its floor has let the contract pass."""
+    in_another_job(liar.run, 1)
+    liar.ask(ALL)
     for number in ALL:
         with pytest.raises(WrongContext):
             liar.consent(number, liar.survivors(ALL))
@@ -215,6 +248,8 @@ def list_below_the_threshold(liar: Liar) -> None:
 
 ATTACKS = (
     other_theta,
+    other_task,
+    other_job,
     two_rounds_in_one_list,
     longer_list_after_a_shorter,
     reveal_of_another_list,
@@ -278,6 +313,40 @@ def test_two_sums_of_a_round_are_never_opened(
         assert len(released) <= 1
         opened += len(released)
     assert opened  # The bound is tight: some split does open one.
+
+
+def test_two_jobs_of_one_contract_are_found_in_the_book():
+    """Were each site given the contract of its own job, they would hold two."""
+    parties = Parties(3)
+    setups, adverts = {}, {}
+    for number in parties.sites:
+        job = OTHER_JOB if number == 1 else JOB
+        setups[number] = parties.site_setup(number, floor=parties.floor(job_digest=job))
+        contract = parties.contract(job_digest=job)
+        server = AggregatorSetup(identity=parties.aggregator, contract=contract)
+        adverts[number] = setups[number].on_offer(server.offer())
+    for setup in setups.values():
+        with pytest.raises(WrongContext):
+            setup.on_book(Book(adverts=adverts).to_bytes())
+
+
+@pytest.mark.parametrize("num_other", [0, 1])
+def test_masks_of_two_jobs_do_not_cancel(num_other: int):
+    """P1, where no list is signed: with one job the sum opens, with two it is noise."""
+    run = start(3, hybrid=False)
+    for number in range(1, num_other + 1):
+        in_another_job(run, number)
+    total = np.zeros(4096, np.uint32)
+    for session in run.sessions.values():
+        masks = session.begin_round(run.facts())
+        streams = [Mask(key=s.key, sign=s.sign) for s in masks.vector]
+        apply_masks_(total, streams)
+    if not num_other:
+        assert not total.any()
+        return
+    # Uniform words: their mean is half of the ring, within six standard errors.
+    assert abs(total.mean() / 2**32 - 0.5) < 6 / np.sqrt(12 * total.size)
+    assert len(set(total.tolist())) > 4090
 
 
 @pytest.mark.parametrize("changes", [{"threshold": 3}, {"min_sites": 1}])
