@@ -22,10 +22,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from aggregator.honest_sums import Asked, check_totals
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
 from federation.failures import failure
-from federation.gather import round_tasks
+from federation.gather import evaluates, round_tasks
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.mapped import sha256
@@ -96,11 +97,11 @@ class SecureGather:
         total = MaskedSum(self._layout.size, self._ring)
         with _losing_the_round(record):
             header_h, opened = self._sum(state, record, TaskKind.TRAIN, total)
-            totals = decode_header(self._header, header_h)
-            weight = _positive(totals[train.WEIGHT])
+            totals = self._totals(header_h, opened, state, TaskKind.TRAIN)
+            weight = totals[train.WEIGHT]
             # Updates of a smaller clip norm were scaled up to the contract's.
             scale = self._contract.clip_norm / self._clip(state)
-            mean_d = total.decode(divisor=weight * scale)
+            mean_d = total.decode(divisor=weight * scale, weight=weight)
         self._opened = opened
         # Only now: what a corrupt sum says of losses is no result.
         record.count_sums(
@@ -116,8 +117,8 @@ class SecureGather:
         """Have all sites evaluate; only the sums of their results are opened."""
         try:
             with _losing_the_round(record):
-                header_h, _ = self._sum(state, record, TaskKind.EVALUATE, None)
-                totals = decode_header(self._header, header_h)
+                header_h, opened = self._sum(state, record, TaskKind.EVALUATE, None)
+                totals = self._totals(header_h, opened, state, TaskKind.EVALUATE)
         except QuorumNotMet:
             return  # The record tells who failed, and that there are no metrics.
         record.count_sums(
@@ -162,6 +163,30 @@ class SecureGather:
             sum_digest=hashlib.sha256().digest() if total is None else total.digest(),
             header_digest=hashlib.sha256(header_h.astype("<u8").data).digest(),
         )
+
+    def _totals(
+        self,
+        header_h: HeaderVector,
+        opened: OpenedRound,
+        state: RunState,
+        kind: TaskKind,
+    ) -> Mapping[str, float]:
+        """Read the sums of an unmasked header.
+
+        Raises:
+            SumOutOfRange: They are none that honest sites make.
+        """
+        num_updates = len(opened.survivors)
+        totals = decode_header(replace(self._header, num_sites=num_updates), header_h)
+        asked = Asked(
+            job=self._job,
+            contract=self._contract,
+            num_updates=num_updates,
+            training=kind is TaskKind.TRAIN,
+            evaluation=kind is TaskKind.EVALUATE or evaluates(self._job, state),
+        )
+        check_totals(totals, asked)
+        return totals
 
     def _set_up(self, record: RoundRecord) -> SetupRecord:
         """Find the setup to work under; make a new one first if that is due.
@@ -388,13 +413,9 @@ def _losing_the_round(record: RoundRecord) -> Iterator[None]:
         yield
     except (TooFewSites, BadShare, SumOutOfRange) as error:
         record.warn(f"round {record.round_index} has no sum: {error}")
+        if isinstance(error, SumOutOfRange):
+            record.complaints.append(f"the sum: {error}")
         raise QuorumNotMet(str(error)) from error
-
-
-def _positive(weight: float) -> float:
-    if weight <= 0:
-        raise SumOutOfRange(f"the weights of all sites sum to {weight}")
-    return weight
 
 
 def _check_sender(site: SiteId, signer: SiteId) -> None:

@@ -140,7 +140,6 @@ def round_tasks(
     """
     weights_d, integers_m = state.weights_d.view(), state.integers_m.view()
     weights_d.flags.writeable = integers_m.flags.writeable = False
-    every = job.evaluation.every
     return [
         RoundTask(
             run_id=run_id,
@@ -150,9 +149,15 @@ def round_tasks(
             layout_digest=layout.digest,
             weights_d=weights_d,
             integers_m=integers_m,
-            evaluate=every > 0 and state.round_index % every == 0,
+            evaluate=evaluates(job, state),
             evaluate_after=job.aggregation.weights == "dynamic",
             secure=secure(site),
         )
         for site in record.cohort
     ]
+
+
+def evaluates(job: JobSpec, state: RunState) -> bool:
+    """Whether sites that train from a state evaluate its model first."""
+    every = job.evaluation.every
+    return every > 0 and state.round_index % every == 0

@@ -24,7 +24,7 @@ from privacy.secagg.prg import (
     in_ranges,
     unpack_24,
 )
-from privacy.secagg.ring import RingSpec, decode_sum_, num_values
+from privacy.secagg.ring import Held, RingSpec, decode_sum_, num_values
 
 
 class MaskedSum:
@@ -103,20 +103,27 @@ class MaskedSum:
             found.update(chunk_c.astype(little, copy=False).data)
         return found.digest()
 
-    def decode(self, *, divisor: float = 1.0) -> Vector:
+    def decode(self, *, divisor: float = 1.0, weight: float | None = None) -> Vector:
         """Read the unmasked sum, in its own memory: see ``ring.decode_sum_``.
 
         Args:
             divisor: What the sum is divided by: the sum of the weights for a mean.
+            weight: Sum of the weights of the updates; 1 for each by default.
 
         Raises:
-            SumOutOfRange: A mask is still there, or an update was corrupt.
+            SumOutOfRange: A mask is still there, an update was corrupt, or a site
+                sent what no honest one sends.
             ValueError: The divisor is not positive, or the sum was decoded before.
         """
         self._check_open()
         self._decoded = True
+        total = float(self._num_folded) if weight is None else weight
         return decode_sum_(
-            self._sum_d, self._spec, divisor=divisor, threads=self._threads
+            self._sum_d,
+            self._spec,
+            divisor=divisor,
+            held=Held(num_updates=self._num_folded, weight=total),
+            threads=self._threads,
         )
 
     def _check_open(self) -> None:

@@ -19,7 +19,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.secagg.ring_errors import SumOutOfRange, UpdateOutOfRange
+from privacy.secagg.ring_errors import A_LIE, SumOutOfRange, UpdateOutOfRange
 
 HeaderWords = NDArray[np.uint64]
 
@@ -109,7 +109,7 @@ def decode_header(spec: HeaderSpec, words_s: HeaderWords) -> Mapping[str, float]
     """Read the sums of unmasked headers: floats for fractions, ints for counts.
 
     Raises:
-        SumOutOfRange: A sum is larger than the sites together may make it.
+        SumOutOfRange: A sum is larger than honest sites together make it.
         ValueError: The vector has another type or length.
     """
     if words_s.dtype != np.uint64 or words_s.shape != (len(spec.slots),):
@@ -148,8 +148,8 @@ def _decode(slot: Slot, word: int, num_sites: int) -> float:
     least = 0 if slot.kind is SlotKind.COUNT else -largest
     if not least <= word <= largest:
         raise SumOutOfRange(
-            f"the sum of slot {slot.name!r} is more than {num_sites} sites can make: "
-            "a mask was not removed, or a header is corrupt; the round is lost"
+            f"the sum of slot {slot.name!r} is none that {num_sites} honest sites "
+            f"make: {A_LIE}"
         )
     if slot.kind is SlotKind.COUNT:
         return word

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from federation.vectors import Vector
 from privacy.secagg.prg import CHUNK_WORDS, Words, in_ranges, unpack_24
-from privacy.secagg.ring_errors import SumOutOfRange
+from privacy.secagg.ring_errors import A_LIE, SumOutOfRange
 
 NOISE_TAIL = 12  # standard deviations of room; a Gaussian leaves it with p < 2^-107
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
 MIN_AMPLITUDE = 16  # below this, rounding would be most of what is sent
 MAX_SCALE = 2.0**100  # a float32 times this many steps is still a number
 RING_BITS = (16, 24, 32)
@@ -29,6 +30,10 @@ MAX_SITES_OF_16_BITS = 16  # beyond, rounding is too coarse: section 3
 # Room between the largest scaled value and the amplitude. It covers float32
 # rounding (2^-22) and the norm's own error, besides the one of stochastic rounding.
 _ROOM = 2.0**-12
+_DITHER_BIAS = 2.0**-8  # of a rounded value, see ``seal_``
+_ROUNDINGS = 4  # draws that a site's noise is made of, at most
+_TAIL_EXPONENT = 72.0
+WEIGHT_ERROR = 2.0**-33  # of a weight in the header
 _WIRE_TYPES: Mapping[int, type[np.unsignedinteger[Any]]] = {
     16: np.uint16,
     24: np.uint8,
@@ -126,22 +131,47 @@ class RingSpec:
         """Largest absolute value before rounding; what rounds to the amplitude."""
         return self.amplitude * (1 - _ROOM) - 1
 
-    @property
-    def largest_sum(self) -> int:
-        """Largest absolute value that all sites together may make a sum."""
-        return self.num_sites * self.amplitude + math.ceil(self._noise_tail)
+    def largest_sum(self, held: "Held") -> float:
+        """Largest absolute value of an element of a sum, in integer steps.
 
-    def largest_sum_norm(self, size: int) -> float:
+        Each of n updates adds a step of rounding and at most ``weight *
+        largest_scaled``; where elements have a bound of their own, it is of the
+        weighted update. The noise of all is beyond ``NOISE_TAIL`` standard deviations
+        with a probability below 2 e^-72 < 2^-102 per element.
+        """
+        noise = NOISE_TAIL * math.sqrt(held.num_updates * self._noise_variance)
+        by_norm = self.element_bound is None
+        weight = held.most_weight if by_norm else held.num_updates
+        return self.largest_scaled * weight * (1 + _ROOM) + held.num_updates + noise
+
+    def largest_sum_norm(self, size: int, held: "Held") -> float:
         """Largest Euclidean norm of a sum of ``size`` values, in integer steps.
 
-        N clipped updates, off by at most one step per value from rounding, and the
-        noise: the norm of ``size`` standard Gaussians exceeds ``sqrt(size) +
-        NOISE_TAIL`` with a probability below 2^-103.
+        The sum is ``x + z``. Of x, the weighted updates, ``|x| <= B``: each is clipped
+        to C, so ``B = scale C W`` with W the sum of the weights, and 2^-12 of it for
+        what float32 rounds and for elements beyond 2^16 steps, whose rounding is less
+        than 2^-16 of them; besides, the dither of rounding has a bias of at most 2^-8
+        steps per site and element. The rest, z, has mean zero and independent
+        elements, and is sub-Gaussian with the variance proxy v per element: a rounded
+        value has one of two neighbouring integers, hence 1/4 (Hoeffding's lemma), and
+        a site's noise, a sum of up to four rounded Gaussians, each of which is a
+        Gaussian and a uniform fraction of a step (``privacy.dp.noise``), has
+        ``noise_std^2 + 4/12``. With ``t = 72``, each with a probability of at most
+        e^-72::
+
+            x z   > B sqrt(2 v t)
+            |z|^2 > v (d + 2 sqrt(d t) + 2 t)
+
+        (the second is Hsu, Kakade, Zhang 2012, arXiv:1110.2842, theorem 2.1). So
+        honest sites exceed the square root of ``B^2 + 2 B sqrt(2 v t) + v (d + 2
+        sqrt(d t) + 2 t)`` with a probability below ``2 e^-72 < 2^-102`` a round.
         """
-        noise = self.noise_std * math.sqrt(self.num_sites)
-        root = math.sqrt(size)
-        updates = self.num_sites * (self.scale * self.clip_norm + root)
-        return updates * (1 + _ROOM) + noise * (root + NOISE_TAIL)
+        tail = _TAIL_EXPONENT
+        bound = self.scale * self.clip_norm * held.most_weight * (1 + _ROOM)
+        bound += held.num_updates * _DITHER_BIAS * math.sqrt(size)
+        proxy = held.num_updates * (0.25 + self._noise_variance)
+        chance = proxy * (size + 2 * math.sqrt(size * tail) + 2 * tail)
+        return math.sqrt(bound * (bound + 2 * math.sqrt(2 * proxy * tail)) + chance)
 
     @property
     def word_bytes(self) -> int:
@@ -154,8 +184,33 @@ class RingSpec:
         return np.dtype(_WIRE_TYPES[self.bits])
 
     @property
+    def _noise_variance(self) -> float:
+        """Variance proxy of a site's noise, up to four rounded Gaussians."""
+        if not self.noise_std:
+            return 0.0
+        return (self.noise_std**2 + _ROUNDINGS / 12) * (1 + _ROOM)
+
+    @property
     def _noise_tail(self) -> float:
         return NOISE_TAIL * self.noise_std * math.sqrt(self.num_sites)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What honest sites have put into a sum, as far as it is known.
+
+    Attributes:
+        num_updates: n, the updates in it.
+        weight: W, the sum of their weights, each in (0, 1].
+    """
+
+    num_updates: int
+    weight: float
+
+    @property
+    def most_weight(self) -> float:
+        """W before it was rounded to steps of the header, at each site."""
+        return self.weight + self.num_updates * WEIGHT_ERROR
 
 
 def num_values(words_w: Words, spec: RingSpec) -> int:
@@ -181,7 +236,12 @@ def num_values(words_w: Words, spec: RingSpec) -> int:
 
 
 def decode_sum_(
-    words_w: Words, spec: RingSpec, *, divisor: float = 1.0, threads: int = 1
+    words_w: Words,
+    spec: RingSpec,
+    *,
+    divisor: float = 1.0,
+    held: Held | None = None,
+    threads: int = 1,
 ) -> Vector:
     """Read an unmasked sum of words as float32, in place where the widths agree.
 
@@ -190,6 +250,7 @@ def decode_sum_(
             either packed or one word per ``uint32`` whose top byte is ignored.
         spec: The ring.
         divisor: What the sum is divided by: the sum of the weights for a mean.
+        held: What the sum holds; as much as there is room for by default.
         threads: Ranges to work on at the same time.
 
     Returns:
@@ -197,11 +258,13 @@ def decode_sum_(
         the memory of ``words_w`` if that is ``uint32``.
 
     Raises:
-        SumOutOfRange: A value, or the norm of all, is larger than the sites
-            together may make it. The memory of ``words_w`` is then to be thrown
-            away. A mask left on gives uniform values, whose norm betrays it from
-            some ten values on in a ring bounded by norm; this is an alarm for
-            accidents and no proof of integrity.
+        SumOutOfRange: A value, or the norm of all, is larger than honest sites may
+            make it, or the result is no float32. The memory of ``words_w`` is then to
+            be thrown away. Of honest sites it is raised with a probability below
+            ``(1 + d) 2^-102``, by what ``RingSpec`` says; without noise the element's
+            part of that is 0. A mask left on gives uniform values, whose norm betrays
+            it from some ten values on in a ring bounded by norm. Who lies within the
+            bound is not found.
         ValueError: The array or the divisor is none of the above.
     """
     if not 0 < divisor < math.inf:
@@ -210,6 +273,8 @@ def decode_sum_(
     in_place = words_w.dtype == np.uint32
     out_d = words_w.view(np.float32) if in_place else np.empty(size, np.float32)
     step = 1.0 / (spec.scale * divisor)
+    held = held or Held(num_updates=spec.num_sites, weight=float(spec.num_sites))
+    largest = spec.largest_sum(held)
     squares: list[float] = []
 
     def decode_range(start: int, stop: int) -> None:
@@ -217,13 +282,17 @@ def decode_sum_(
         for begin in range(start, stop, CHUNK_WORDS):
             end = min(begin + CHUNK_WORDS, stop)
             q_c = _signed(words_w, begin, end, spec)
-            _check_sum(q_c, begin, spec)
+            _check_sum(q_c, begin, largest, held)
             sum_c = np.multiply(q_c, step, out=exact_c[: end - begin])
             squares.append(float(sum_c @ sum_c))
-            out_d[begin:end] = sum_c
+            with np.errstate(over="ignore"):  # Looked at below, in the norm.
+                out_d[begin:end] = sum_c
 
     in_ranges(decode_range, size, threads=threads)
-    _check_norm(math.sqrt(math.fsum(squares)) / step, size, spec)
+    norm = math.sqrt(math.fsum(squares))
+    _check_norm(norm / step, spec.largest_sum_norm(size, held), held)
+    if norm > _LARGEST_FLOAT:
+        raise SumOutOfRange(f"the mean's norm is {norm:.3g}, beyond float32")
     return out_d
 
 
@@ -244,21 +313,24 @@ def _signed(
     return wide.view(np.int32) >> 8
 
 
-def _check_sum(q_c: NDArray[np.signedinteger], begin: int, spec: RingSpec) -> None:
-    largest = max(int(q_c.max()), -int(q_c.min()))
-    if largest > spec.largest_sum:
+def _check_sum(
+    q_c: NDArray[np.signedinteger], begin: int, largest: float, held: Held
+) -> None:
+    found = max(int(q_c.max()), -int(q_c.min()))
+    if found > largest:
         raise SumOutOfRange(
-            f"values [{begin}, {begin + q_c.size}) of the sum reach {largest}, while "
-            f"{spec.num_sites} sites make at most {spec.largest_sum}: a mask was not "
-            "removed, or an update is corrupt; the round is lost"
+            f"values [{begin}, {begin + q_c.size}) of the sum reach {found} steps, and "
+            f"{_honest(held)} at most {largest:.0f}: {A_LIE}"
         )
 
 
-def _check_norm(norm: float, size: int, spec: RingSpec) -> None:
-    largest = spec.largest_sum_norm(size)
-    if norm > largest:
+def _check_norm(norm: float, largest: float, held: Held) -> None:
+    if not norm <= largest:
         raise SumOutOfRange(
-            f"the sum's norm is {norm:.3g} steps, while {spec.num_sites} sites make at "
-            f"most {largest:.3g}: a mask was not removed, or an update is corrupt; the "
-            "round is lost"
+            f"the norm of the sum is {norm:.3g} steps, and {_honest(held)} at most "
+            f"{largest:.3g}: {A_LIE}"
         )
+
+
+def _honest(held: Held) -> str:
+    return f"{held.num_updates} honest sites of a total weight {held.weight:.6g} make"

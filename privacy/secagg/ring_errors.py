@@ -9,6 +9,11 @@ ProtocolError
 
 from federation.errors import InvalidUpdate, ProtocolError
 
+A_LIE = (
+    "a site lied, or an answer was damaged; a sum does not tell whose, so the round is "
+    "lost"
+)
+
 
 class UpdateNotFinite(InvalidUpdate):
     """The update holds NaN or infinity; the site declines the round."""
@@ -19,4 +24,4 @@ class UpdateOutOfRange(InvalidUpdate):
 
 
 class SumOutOfRange(ProtocolError):
-    """The unmasked sum is larger than all sites together may make it."""
+    """The unmasked sum, of updates or of a header, is none that honest sites make."""

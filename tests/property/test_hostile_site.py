@@ -16,16 +16,19 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support import toy_sites, wire_messages
 from support.agents import RUN_ID, consortium
+from support.lying_sites import FRACTION, Lies, beside, weight_of
+from support.secure_runs import Run, run, secure_job
 from support.small_jobs import small_job
 
 from cloud_adapters import flower_simulation
 from deploy import introduction
 from deploy.introduction import Introduction
 from deploy.roll_call import SignedRollCall
-from federation import wire
+from federation import events, wire
 from federation.clock import VirtualClock
-from federation.errors import FederationError, SiteError
+from federation.errors import FederationError, QuorumNotMet, SiteError
 from federation.ids import SiteId
+from federation.job import JobSpec
 from federation.messages import (
     RoundTask,
     SiteFailure,
@@ -33,6 +36,7 @@ from federation.messages import (
     TaskKind,
 )
 from privacy.secagg.identity import Label
+from privacy.secagg.train import HEADER_SLOTS
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -301,3 +305,127 @@ def test_the_honest_ones_count():
     assert isinstance(other, SiteUpdate)
     call = called()
     assert call.site_of(introduced(call, HOSTILE)) == HOSTILE
+
+
+SCALING = secure_job(5, threshold=5, clip_norm=8.0, rounds=2)
+UNIFORM = secure_job(
+    5, threshold=4, clip_norm=8.0, rounds=2, aggregation={"weights": "uniform"}
+)
+EXAMPLES = 12  # of each site
+
+
+def lied(job: JobSpec, lies: Lies) -> Run:
+    """A run of which one site lies, with real sessions through the product's gather."""
+    return run(job, wraps={HOSTILE: lies.told_by})
+
+
+def loses_the_round(job: JobSpec, lies: Lies, said: str) -> None:
+    """The round before stands, and the run's record says what no honest site does."""
+    found = lied(job, lies)
+    assert found.statuses() == ["completed", "lost"]
+    (warning,) = [text for text in found.warnings() if "a site lied" in text]
+    assert said in warning
+
+
+@pytest.mark.parametrize("job", [SCALING, UNIFORM], ids=["examples", "uniform"])
+@pytest.mark.parametrize(
+    "weight", [-3.999999, -3.5, -4.0, -1e9, 2.0, 0.0, 1 + 2.0**-30]
+)
+def test_weight_that_no_honest_site_has_loses_the_round(job: JobSpec, weight: float):
+    """What one site says of its weight scales nobody's mean, by nothing."""
+    loses_the_round(job, Lies(header=weight_of(weight)), "weight")
+
+
+@pytest.mark.parametrize(
+    ("slot", "steps"),
+    [
+        ("examples", 1),
+        ("examples", -1),
+        ("training_count", 1 << 40),
+        ("training_count", -(1 << 62)),
+        ("training_correct", 1 << 40),
+        ("training_correct", -1_000_000),
+        ("training_loss", -(1 << 50)),
+        ("evaluation_count", -1_000_000),
+        ("evaluation_correct", 1_000_000),
+        ("evaluation_loss", 1 << 63),
+    ],
+)
+def test_number_that_no_honest_site_reports_loses_the_round(slot: str, steps: int):
+    """Of examples, predictions, hits and losses, by itself or beside the others."""
+    loses_the_round(SCALING, Lies(header={slot: steps}), slot.partition("_")[0])
+
+
+def test_small_weight_with_the_examples_to_it_gains_nothing():
+    """It passes for honest by itself, but not beside the sum of the updates."""
+    # The others' examples are all but taken back: five examples and 5/12 are left.
+    lie = Lies(
+        header={"examples": 5 - 5 * EXAMPLES}
+        | {"weight": (5 - 5 * EXAMPLES) * FRACTION // EXAMPLES}
+    )
+    job = secure_job(5, threshold=5, clip_norm=0.05, rounds=2)  # All are clipped.
+    loses_the_round(job, lie, "of a total weight 0.416667 make at most")
+
+
+@pytest.mark.parametrize("job", [SCALING, UNIFORM], ids=["examples", "uniform"])
+def test_update_beyond_the_clip_norm_loses_the_round(job: JobSpec):
+    """A site that does not clip itself is noticed beyond the bound of all together."""
+    loses_the_round(job, Lies(vector=beside(2**31 // 3)), "norm of the sum")
+
+
+whole_steps = st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300)
+slots = st.sampled_from(HEADER_SLOTS)
+
+
+@given(
+    header=st.dictionaries(slots, whole_steps, max_size=3),
+    steps=st.floats(-(2.0**31), 2.0**31) | st.just(0.0),
+    uniform=st.booleans(),
+)
+@example(header={"weight": -FRACTION // 2, "examples": -6}, steps=0.0, uniform=False)
+@settings(often, max_examples=15)
+def test_whatever_a_site_sends_no_mean_is_beyond_the_clip_norm(
+    header: dict[str, int], steps: float, *, uniform: bool
+):
+    """A round is lost, or its mean is one that clipped updates have."""
+    job = UNIFORM if uniform else SCALING
+    found = lied(job, Lies(header=header, vector=beside(steps)))
+    for end in found.seen:
+        if isinstance(end, events.RoundFinished) and end.update_norm is not None:
+            assert end.update_norm <= 8.0 * (1 + 1e-3)
+
+
+def test_evaluation_that_nobody_was_asked_for_loses_the_round():
+    """A site cannot put metrics into a round that takes none."""
+    job = secure_job(5, threshold=5, rounds=2, evaluation={"every": 0})
+    loses_the_round(job, Lies(header={"evaluation_count": 1}), "nobody was asked")
+
+
+def test_lie_in_the_last_evaluation_leaves_no_metrics():
+    """The model is there, its metrics are none, and the warning says why."""
+    found = lied(SCALING, Lies(header={"evaluation_correct": 1 << 20}, round_index=3))
+    assert found.statuses() == ["completed", "completed"]
+    assert "no site evaluated the final model" in found.warnings()
+    assert any("a site lied" in text for text in found.warnings())
+
+
+def test_weight_in_the_last_evaluation_leaves_no_metrics():
+    """Nobody trains there, so nobody has a weight."""
+    found = lied(SCALING, Lies(header={"weight": 1}, round_index=3))
+    assert any("nobody trained" in text for text in found.warnings())
+
+
+def test_lies_that_every_round_holds_end_the_run_with_the_reason():
+    """The operator learns that a site lied, not only that rounds were lost."""
+    lie = Lies(header=weight_of(-3.9), round_index=1)
+    job = secure_job(5, threshold=5, rounds=1)
+    with pytest.raises(QuorumNotMet):
+        lied(job, lie)
+
+
+def test_sites_that_tell_the_truth_lose_no_round():
+    """Or nothing above could fail."""
+    for job in (SCALING, UNIFORM):
+        found = lied(job, Lies())
+        assert found.statuses() == ["completed", "completed"]
+        assert found.warnings() == []

@@ -4,15 +4,31 @@ import math
 
 import numpy as np
 import pytest
+from support.secagg_parties import entropy
 
-from privacy.secagg.ring import NOISE_TAIL, RingSpec, decode_sum_, num_values
+from privacy.dp.ring_noise import RingNoise
+from privacy.secagg.prg import unpack_24
+from privacy.secagg.ring import (
+    NOISE_TAIL,
+    Held,
+    RingSpec,
+    decode_sum_,
+    num_values,
+)
 from privacy.secagg.ring_errors import SumOutOfRange
+from privacy.secagg.seal import seal_
 
 ALL_BITS = pytest.mark.parametrize("bits", [16, 24, 32])
 
 
 def _spec(bits: int = 32, num_sites: int = 4, noise_std: float = 0.0) -> RingSpec:
     return RingSpec(bits=bits, num_sites=num_sites, clip_norm=2.0, noise_std=noise_std)
+
+
+def num_steps(spec: RingSpec) -> int:
+    """What an element of the sum of all sites may come to."""
+    held = Held(num_updates=spec.num_sites, weight=float(spec.num_sites))
+    return math.floor(spec.largest_sum(held))
 
 
 @ALL_BITS
@@ -24,7 +40,7 @@ def test_no_sum_can_wrap(bits: int, num_sites: int, noise_std: float):
         num_sites, noise_std = min(num_sites, 16), 0.0
     spec = _spec(bits, num_sites, noise_std)
     tail = NOISE_TAIL * noise_std * math.sqrt(num_sites)
-    assert num_sites * spec.amplitude + tail <= spec.largest_sum <= 2 ** (bits - 1) - 1
+    assert num_sites * spec.amplitude + tail <= 2 ** (bits - 1) - 1
 
 
 def test_16_bits_have_no_room_for_noise():
@@ -89,7 +105,7 @@ def test_16_bits_are_for_16_sites():
 def test_sum_is_read_in_twos_complement(bits: int, dtype: type):
     """And divided by the scale and by the divisor."""
     spec = _spec(bits)
-    largest = spec.largest_sum // 2
+    largest = num_steps(spec) // 2
     integers = np.array([0, 1, -1, largest, -largest, 77])
     words = (integers % 2**bits).astype(dtype)
     expected = (integers / (spec.scale * 2.5)).astype(np.float32)
@@ -118,7 +134,7 @@ def test_sum_of_32_bits_stays_in_its_memory():
 @pytest.mark.parametrize("bits", [16, 32])
 def test_value_beyond_the_sites_is_an_alarm(bits: int, sign: int):
     spec = _spec(bits, 7)
-    words = np.array([sign * (spec.largest_sum + 1) % 2**bits])
+    words = np.array([sign * (num_steps(spec) + 1) % 2**bits])
     with pytest.raises(SumOutOfRange, match="the sum reach"):
         decode_sum_(words.astype(spec.wire_dtype), spec)
 
@@ -127,8 +143,8 @@ def test_value_beyond_the_sites_is_an_alarm(bits: int, sign: int):
 def test_norm_beyond_the_sites_is_an_alarm(bits: int):
     """Each value is possible by itself, ten of them are not."""
     spec = _spec(bits, 7)
-    words = np.full(10, spec.largest_sum // 2, np.uint16 if bits == 16 else np.uint32)
-    with pytest.raises(SumOutOfRange, match="the sum's norm"):
+    words = np.full(10, num_steps(spec) // 2, np.uint16 if bits == 16 else np.uint32)
+    with pytest.raises(SumOutOfRange, match="norm of the sum"):
         decode_sum_(words, spec)
 
 
@@ -160,3 +176,76 @@ def test_divisor_is_positive(divisor: float):
 def test_words_of_another_ring_are_refused(bits: int, words: np.ndarray):
     with pytest.raises(ValueError, match=r"words|flat"):
         num_values(words, _spec(bits))
+
+
+WEIGHTS = (0.25, 1.0, 0.03)
+
+
+def honest_sum(spec: RingSpec, update_d: np.ndarray, seed: int) -> np.ndarray:
+    """Words of three sites that all send the same update, clipped; with their noise."""
+    total = np.zeros(update_d.size, np.uint32)
+    spans = ((0, update_d.size),)
+    for number, weight in enumerate(WEIGHTS):
+        keys = entropy(f"{seed}/{number}")
+        noise = RingNoise(noise_std=spec.noise_std, spans=spans, random_bytes=keys)
+        sealed = seal_(
+            update_d.copy(),
+            spec,
+            weight=weight,
+            masks=(),
+            rounding_key=keys(32),
+            noise=noise if spec.noise_std else None,
+        )
+        words = sealed.words_w
+        if spec.bits == 24:
+            words = unpack_24(words, np.empty(update_d.size, np.uint32))
+        total += words.astype(np.uint32)
+    return total if spec.bits > 16 else total.astype(np.uint16)
+
+
+@ALL_BITS
+@pytest.mark.parametrize("noise_std", [0.0, 4.0, 3000.0])
+@pytest.mark.parametrize("size", [1, 3, 5000])
+def test_honest_sites_at_their_bound_are_no_alarm(
+    bits: int, noise_std: float, size: int
+):
+    """All at the clip norm, in one direction, whatever rounding and noise draw."""
+    spec = _spec(bits, 5, noise_std if bits > 16 else 0.0)
+    held = Held(num_updates=3, weight=sum(WEIGHTS))
+    for seed in range(20):
+        update_d = np.zeros(size, np.float32)
+        update_d[: 1 + seed * size // 20] = 9.0
+        decode_sum_(honest_sum(spec, update_d, seed), spec, held=held)
+
+
+@pytest.mark.parametrize("noise_std", [0.0, 3000.0])
+def test_sum_of_less_weight_than_its_updates_is_an_alarm(noise_std: float):
+    """Of the weight that they have it passes, and of 1 % less it does not."""
+    spec = _spec(32, 5, noise_std)
+    words = honest_sum(spec, np.full(1000, 1.0, np.float32), 0)
+    held = Held(num_updates=3, weight=sum(WEIGHTS))
+    decode_sum_(words.copy(), spec, held=held, divisor=held.weight)
+    less = Held(num_updates=3, weight=0.99 * held.weight)
+    with pytest.raises(SumOutOfRange, match=r"norm of the sum .* a site lied"):
+        decode_sum_(words, spec, held=less, divisor=less.weight)
+
+
+def test_noise_leaves_a_lie_little_room():
+    """Beside noise of ten times the bound a lie has no more than a few of it."""
+    size = 1_000_000
+    spec = RingSpec(bits=32, num_sites=4, clip_norm=1.0, noise_std=1e7)
+    held = Held(num_updates=4, weight=4.0)
+    bound = 4 * spec.scale
+    noise = 2e7 * math.sqrt(size)
+    assert 5 < noise / bound < 50
+    largest = spec.largest_sum_norm(size, held)
+    # What is at right angles to the noise, as any vector nearly is.
+    assert math.sqrt(largest**2 - noise**2) < 3 * bound
+
+
+def test_mean_that_is_no_float_is_an_alarm():
+    """A clip norm beyond float32 makes no infinite weights."""
+    spec = RingSpec(bits=32, num_sites=3, clip_norm=1e39)
+    words = np.array([round(spec.scale * 1e39)], np.uint32)
+    with pytest.raises(SumOutOfRange, match="beyond float32"):
+        decode_sum_(words, spec)

@@ -1,0 +1,172 @@
+"""What the sums of a round may be if every site is honest.
+
+A header is input from sites that nobody can look at one by one: modulo 2^64 one site
+can make of each sum what it wants. So each sum is held against what honest sites
+guarantee, and against the others, before anything is made of it. The norm of the
+update's sum is checked where it is decoded (``privacy.secagg.ring``).
+
+What passes may still be a lie, of a size that an honest site could report.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from federation.job import JobSpec
+from privacy.dp import adaptive_clip
+from privacy.dp.held_out import MAX_LOSS
+from privacy.secagg import train
+from privacy.secagg.contract import Contract
+from privacy.secagg.noise_shares import honest_shares
+from privacy.secagg.ring import NOISE_TAIL, WEIGHT_ERROR
+from privacy.secagg.ring_errors import A_LIE, SumOutOfRange
+
+_MICRO = 1e-6
+_BIT_GRID = 2.0**-10  # of a bit with its noise
+_FLOAT_ERROR = 2.0**-50
+
+_Totals = Mapping[str, float]
+_Faults = Iterator[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the sites in a sum were asked, and under which rules they answered.
+
+    Attributes:
+        job: The job.
+        contract: What they agreed to.
+        num_updates: n, the sites in the sum.
+        training: Whether they trained.
+        evaluation: Whether they evaluated the model that they were sent.
+    """
+
+    job: JobSpec
+    contract: Contract
+    num_updates: int
+    training: bool
+    evaluation: bool
+
+
+def check_totals(totals: _Totals, asked: Asked) -> None:
+    """Check a header's sums against what honest sites make, and against each other.
+
+    Args:
+        totals: The sums, by slot.
+        asked: What was asked.
+
+    Raises:
+        SumOutOfRange: No honest sites make them. Of honest sites it is raised with a
+            probability below 2^-102 where the clip norm adapts, by the tail of the
+            noise on their bits, and never otherwise.
+    """
+    for rule in (_weight_faults, _training_faults, _evaluation_faults, _clip_faults):
+        for fault in rule(totals, asked):
+            raise SumOutOfRange(f"{fault}: {A_LIE}")
+
+
+def _weight_faults(totals: _Totals, asked: Asked) -> _Faults:
+    """The weights, each in (0, 1], and the examples that they follow from."""
+    weight, n = totals[train.WEIGHT], asked.num_updates
+    if not asked.training:
+        if weight or totals.get(train.EXAMPLES):
+            yield f"nobody trained, and the weights sum to {weight:.9g}"
+    elif asked.contract.weight_rule == "uniform":
+        if weight != n:
+            yield f"the weights of {n} sites sum to {weight:.9g}, each of them being 1"
+    else:
+        yield from _share_faults(weight, totals.get(train.EXAMPLES), asked)
+
+
+def _share_faults(weight: float, examples: float | None, asked: Asked) -> _Faults:
+    """Weights that are examples over the contract's most examples."""
+    n, most = asked.num_updates, asked.contract.max_examples
+    error = n * WEIGHT_ERROR
+    if not n / most - error <= weight <= n + error or weight <= 0:
+        yield (
+            f"the weights of {n} sites sum to {weight:.9g}, each of them being from "
+            f"1/{most} to 1"
+        )
+    if examples is None:
+        return
+    if not n <= examples <= n * most:
+        yield f"{n} sites of 1 to {most} examples report {examples:g} together"
+    if abs(weight - examples / most) > error + n * _FLOAT_ERROR:
+        yield (
+            f"the weights sum to {weight:.9g}, and {examples:g} examples over {most} "
+            f"come to {examples / most:.9g}"
+        )
+
+
+def _training_faults(totals: _Totals, asked: Asked) -> _Faults:
+    """Sums over the training examples; under a unit of privacy nothing is said."""
+    private = asked.job.privacy.differential_privacy.enabled
+    if private and totals.get(train.EXAMPLES):
+        yield "numbers of examples leave no site under differential privacy"
+    is_asked = asked.training and not private
+    yield from _sum_faults(train.TRAINING, totals, is_asked=is_asked)
+    most = _most_trained_on(asked)
+    count = totals[f"{train.TRAINING}_count"]
+    if most is not None and count > asked.num_updates * most:
+        yield (
+            f"{asked.num_updates} sites report {count:g} predictions in training, "
+            f"{most} at most each"
+        )
+
+
+def _most_trained_on(asked: Asked) -> int | None:
+    """Most predictions that one site makes in a round; None if that is unknown."""
+    training = asked.job.training
+    if training.task != "classification":
+        return None  # Of a language model a window counts as many as it has tokens.
+    if training.local_steps is not None:
+        return training.local_steps * training.accumulate * training.batch_size
+    if asked.contract.weight_rule == "uniform":
+        return None
+    return training.num_epochs * asked.contract.max_examples
+
+
+def _evaluation_faults(totals: _Totals, asked: Asked) -> _Faults:
+    """Sums over the held-out examples."""
+    yield from _sum_faults(train.EVALUATION, totals, is_asked=asked.evaluation)
+    private = asked.job.privacy.differential_privacy
+    if not private.enabled or private.held_out != "noise":
+        return
+    count, loss = (totals[f"{train.EVALUATION}_{name}"] for name in ("count", "loss"))
+    # Each site rounds its loss to a micronat.
+    if loss * _MICRO > MAX_LOSS * count + asked.num_updates * _MICRO:
+        yield f"{count:g} predictions have a loss above {MAX_LOSS} nats each"
+
+
+def _sum_faults(kind: str, totals: _Totals, *, is_asked: bool) -> _Faults:
+    count, loss, correct = (
+        totals[f"{kind}_{name}"] for name in ("count", "loss", "correct")
+    )
+    if not is_asked and (count or loss or correct):
+        yield f"nobody was asked for the sums of {kind}, and they are not 0"
+    if correct > count:
+        yield f"of {count:g} predictions in {kind} {correct:g} are right"
+    if count == 0 and loss:
+        yield f"no prediction in {kind} has a loss"
+
+
+def _clip_faults(totals: _Totals, asked: Asked) -> _Faults:
+    """The bits that the clip norm follows: +-1/2 each, with noise."""
+    if train.WITHIN_CLIP not in totals:
+        return
+    bits, n = totals[train.WITHIN_CLIP], asked.num_updates
+    most = _most_bits(asked) if asked.training else 0.0
+    if abs(bits) > most:
+        yield f"the clipping bits of {n} sites come to {bits:.4g}, at most {most:.4g}"
+
+
+def _most_bits(asked: Asked) -> float:
+    """Largest sum of the bits, but for a noise tail of e^-72 to either side."""
+    private, contract = asked.job.privacy.differential_privacy, asked.contract
+    multiplier = contract.differential_privacy.noise_multiplier
+    _, together = adaptive_clip.split(multiplier)
+    shares = honest_shares(contract.threshold, private.colluding_sites)
+    # A share of the noise, and the rounding of a Gaussian to the grid.
+    deviation = math.hypot(together / math.sqrt(shares), _BIT_GRID)
+    n = asked.num_updates
+    return n / 2 + NOISE_TAIL * math.sqrt(n) * deviation * (1 + _BIT_GRID)

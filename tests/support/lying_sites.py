@@ -1,0 +1,76 @@
+"""Sites that keep to the protocol and lie about what it sums.
+
+A lie is added to words that are masked already, which is all that it takes: masks are
+added too. Signatures, digests, shares: the rest is an honest site's own code.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from clients.masking import Masking
+from clients.secure_site import SecureSite
+from federation.messages import RoundTask
+from federation.protocols import SiteHandler, Trainer
+from federation.vectors import ByteVector, HeaderVector
+
+FRACTION = 1 << 32  # Steps of a fraction in the header.
+Lie = Callable[[np.ndarray], None]
+
+
+def the_truth(_words: np.ndarray) -> None:
+    """Leave the words as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lies:
+    """What a site adds to its answers.
+
+    Attributes:
+        header: Steps that are added to slots of the header, by name.
+        vector: Changes the masked words of the update, in place.
+        round_index: The round in which it lies.
+    """
+
+    header: Mapping[str, int] = field(default_factory=dict)
+    vector: Lie = the_truth
+    round_index: int = 2
+
+    def told_by(self, site: SecureSite) -> SiteHandler:
+        """Have a site tell them."""
+        honest = site._work
+
+        def work(
+            task: RoundTask, trainer: Trainer, masking: Masking
+        ) -> tuple[ByteVector, HeaderVector]:
+            words, header_h = honest(task, trainer, masking)
+            if task.round_index != self.round_index:
+                return words, header_h
+            slots = masking.contract.header_slots
+            for name, steps in self.header.items():
+                at = slots.index(name)
+                header_h[at] = (int(header_h[at]) + steps) % (1 << 64)
+            bits = masking.contract.ring_bits
+            self.vector(words.view(f"u{bits // 8}"))
+            return words, header_h
+
+        patched: Any = site
+        patched._work = work
+        return site
+
+
+def beside(values_d: np.ndarray | float) -> Lie:
+    """Add whole steps of the ring to every element of the update."""
+
+    def add(words: np.ndarray) -> None:
+        steps = np.broadcast_to(np.asarray(values_d, np.float64), words.shape)
+        words += steps.astype(np.int64).astype(words.dtype)
+
+    return add
+
+
+def weight_of(wanted: float) -> Mapping[str, int]:
+    """Make the weight of a site that would say 1 another one."""
+    return {"weight": round((wanted - 1) * FRACTION)}

@@ -1,0 +1,191 @@
+"""What the sums of a header may be, slot by slot and beside each other."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.secagg_parties import RECORD, Parties
+from support.small_jobs import small_job
+
+from aggregator.honest_sums import Asked, check_totals
+from federation.job import JobSpec
+from privacy.dp import adaptive_clip
+from privacy.secagg import train
+from privacy.secagg.ring_errors import SumOutOfRange
+
+HONEST: Mapping[str, float] = {
+    "weight": 1.5,
+    "examples": 15_000,
+    "training_count": 60,
+    "training_loss": 5_000_000,
+    "training_correct": 40,
+    "evaluation_count": 30,
+    "evaluation_loss": 1,
+    "evaluation_correct": 30,
+}
+
+
+def asked(**changes: Any) -> Asked:
+    """Four sites that trained, and evaluated the model before."""
+    job = small_job(num_sites=4, training={"local_steps": 3, "batch_size": 8})
+    values: dict[str, Any] = {
+        "job": job,
+        "contract": Parties(4).contract(header_slots=train.HEADER_SLOTS),
+        "num_updates": 4,
+        "training": True,
+        "evaluation": True,
+    }
+    return Asked(**(values | changes))
+
+
+def private_job(**table: Any) -> JobSpec:
+    """A job whose held-out results leave with noise."""
+    document: dict[str, Any] = {
+        "privacy": {
+            "secure_aggregation": {"enabled": True, "clip_norm": 1.0},
+            "differential_privacy": {"unit": "record", "target_epsilon": 8.0} | table,
+        },
+        "aggregation": {"weights": "uniform"},
+    }
+    return small_job(num_sites=4, **document)
+
+
+def private() -> Asked:
+    """Four sites under record-level privacy."""
+    contract = Parties(4).contract(
+        weight_rule="uniform", max_examples=1, differential_privacy=RECORD
+    )
+    return asked(job=private_job(), contract=contract)
+
+
+QUIET: Mapping[str, float] = {
+    **dict.fromkeys(HONEST, 0),
+    "weight": 4.0,
+    "evaluation_count": 100,
+    "evaluation_loss": 600_000_000,
+    "evaluation_correct": 7,
+}
+
+
+def refused(totals: Mapping[str, float], said: str, asked: Asked) -> None:
+    """Each refusal says what is wrong, and that it is a lie."""
+    with pytest.raises(SumOutOfRange, match=f"{said}.*: a site lied"):
+        check_totals(totals, asked)
+
+
+def test_honest_sums_pass():
+    """With and without differential privacy, and without numbers of examples."""
+    check_totals(HONEST, asked())
+    check_totals(QUIET, private())
+    others = {name: value for name, value in HONEST.items() if name != "examples"}
+    check_totals(others, asked())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weight": 1.5 + 2.0**-30}, "examples over 10000 come to 1.5"),
+        ({"weight": 0.0003, "examples": 3}, "each of them being from 1/10000 to 1"),
+        ({"weight": 4.001}, "each of them being from"),
+        ({"weight": 0.0}, "each of them being from"),
+        ({"examples": 3}, "4 sites of 1 to 10000 examples report 3 together"),
+        ({"training_correct": 61}, "of 60 predictions in training 61 are right"),
+        ({"training_count": 97}, "97 predictions in training, 24 at most each"),
+        ({"evaluation_correct": 31}, "of 30 predictions in evaluation 31 are right"),
+        (
+            {"evaluation_count": 0, "evaluation_correct": 0},
+            "no prediction in evaluation has a loss",
+        ),
+    ],
+)
+def test_sums_of_no_honest_sites(changes: Mapping[str, float], said: str):
+    """One slot beyond what all sites have, or two that contradict each other."""
+    refused({**HONEST, **changes}, said, asked())
+
+
+def test_uniform_weights_sum_to_the_number_of_sites():
+    """Exactly: 1 has no rounding error."""
+    contract = Parties(4).contract(weight_rule="uniform", max_examples=1)
+    uniform = asked(contract=contract)
+    check_totals({**HONEST, "weight": 4.0}, uniform)
+    for weight in (3.0, 4 - 2.0**-32, 4 + 2.0**-32):
+        refused({**HONEST, "weight": weight}, "each of them being 1", uniform)
+
+
+def test_nothing_is_reported_that_was_not_asked_for():
+    """In rounds without evaluation, and in the evaluation of the last model."""
+    refused(
+        HONEST, "nobody was asked for the sums of evaluation", asked(evaluation=False)
+    )
+    last = asked(training=False)
+    refused(HONEST, "nobody trained, and the weights sum to 1.5", last)
+    refused({**HONEST, "weight": 0, "examples": 0}, "sums of training", last)
+    none = {n: v if n.startswith("evaluation") else 0 for n, v in HONEST.items()}
+    check_totals(none, last)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"examples": 4}, "numbers of examples leave no site"),
+        ({"training_count": 1}, "nobody was asked for the sums of training"),
+        ({"evaluation_loss": 600_000_005}, "a loss above 6.0 nats"),
+        ({"weight": 3.0}, "each of them being 1"),
+    ],
+)
+def test_sums_under_differential_privacy(changes: Mapping[str, float], said: str):
+    """What noise and clipping promise holds for the sums."""
+    refused({**QUIET, **changes}, said, private())
+
+
+def test_most_predictions_of_epochs_follow_from_the_most_examples():
+    """Of local steps they follow from the batches; of tokens nothing is known."""
+    job = small_job(num_sites=4, training={"local_epochs": 2})
+    epochs = asked(job=job)
+    check_totals({**HONEST, "training_count": 80_000}, epochs)
+    refused({**HONEST, "training_count": 80_001}, "20000 at most each", epochs)
+    training = replace(job.training, task="causal_lm")
+    tokens = replace(epochs, job=replace(job, training=training))
+    check_totals({**HONEST, "training_count": 80_001}, tokens)
+
+
+def test_clipping_bits_are_bounded_by_sites_and_noise():
+    """Half a bit for each site, and twelve standard deviations of noise."""
+    document = {
+        "unit": "site",
+        "target_epsilon": 8.0,
+        "delta": 0.01,
+        "clip_norm": 1.0,
+        "adaptive_clip": True,
+        "held_out": "public",
+        "accept_low_signal": True,
+    }
+    job = small_job(
+        num_sites=4,
+        aggregation={"weights": "uniform"},
+        privacy={
+            "secure_aggregation": {"enabled": True},
+            "differential_privacy": document,
+        },
+    )
+    terms = replace(RECORD, profile="site", noise_multiplier=2.0, ring_noise_std=1000.0)
+    contract = Parties(4).contract(
+        weight_rule="uniform",
+        max_examples=1,
+        threshold=4,
+        differential_privacy=terms,
+        header_slots=train.ADAPTIVE_SLOTS,
+    )
+    adaptive = asked(job=job, contract=contract)
+    _, together = adaptive_clip.split(2.0)
+    most = 2 + 12 * math.sqrt(4 / 3) * together
+    quiet = {**QUIET, "evaluation_count": 0, "evaluation_loss": 0}
+    quiet["evaluation_correct"] = 0
+    for sign in (1, -1):
+        check_totals({**quiet, "within_clip": sign * most}, adaptive)
+        lie = {**quiet, "within_clip": sign * (1.1 * most)}
+        refused(lie, "clipping bits of 4 sites", adaptive)
+    evaluated = replace(adaptive, training=False)
+    refused({**quiet, "weight": 0, "within_clip": 0.5}, "clipping bits", evaluated)
