@@ -68,7 +68,7 @@ max_epsilon = 8.0               # of one run
 # total_epsilon = 16.0          # of all runs together, which nothing else limits
 max_delta = 1e-4
 secure_aggregation = true
-min_sites = 2                   # fewest updates in a sum
+# min_sites = 3                 # fewest updates in a sum; 2 do with "record" above
 # Without differential privacy, sums over different sites tell of the sites in which
 # they differ. No fewer than `min_sites` sites may differ, over all runs on this data,
 # unless you say here what you accept instead.

@@ -12,6 +12,10 @@ from federation import job_file
 from federation.errors import JobError
 from federation.ids import check_name
 from federation.job_keys import key
+from privacy.secagg.contract import WEIGHT_RULES
+from privacy.secagg.ring import RING_BITS
+
+_PAIR, _USUAL = 2, 3  # updates in a sum
 
 UNITS = ("none", "site", "joint", "record")  # from the weakest promise on
 
@@ -106,10 +110,11 @@ class FloorSpec:
     secure_aggregation: bool = key(
         "Whether updates must be summed in secret.", default=True
     )
-    min_sites: int = key(
+    min_sites: int | None = key(
         "Fewest updates in a secure sum: at most `threshold` of the job, which is the "
-        "number of its sites where all must answer.",
-        default=2,
+        "number of its sites where all must answer. By default 3; or 2 where `privacy` "
+        "is `record`, or where `accept_two_sites` is set and the run is one of two.",
+        default=None,
         low=2,
     )
     min_group: int | None = key(
@@ -137,6 +142,28 @@ class FloorSpec:
         default=10.0,
         above=0.0,
     )
+    max_element_bound: float | None = key(
+        "Largest `element_bound` of a job, which is its `clip_norm` where it names "
+        "none; no limit beside `max_clip_norm` by default. A tighter bound makes sums "
+        "more precise, and says more of a site that declines because of it.",
+        default=None,
+        above=0.0,
+    )
+    ring_bits: tuple[int, ...] = key(
+        "Widths of the ring that are accepted for secure sums, of 16, 24 and 32. Fewer "
+        "bits are less precise, and no less secret.",
+        default=RING_BITS,
+    )
+    weight_rules: tuple[str, ...] = key(
+        "Weights that are accepted in secure sums: `examples` tell the aggregator how "
+        "many examples all sites have together, `uniform` tell nothing.",
+        default=WEIGHT_RULES,
+    )
+    require_hybrid: bool = key(
+        "Whether the keys of secure sums must rest on ML-KEM-768 as well as on X25519. "
+        "Without it traffic that is recorded today can be read by a quantum computer.",
+        default=True,
+    )
     accept_two_sites: bool = key(
         "Whether a run of two sites without record-level differential privacy is "
         "accepted: the other site can tell this one's update.",
@@ -155,17 +182,23 @@ class FloorSpec:
         ),
     )
 
-    @property
-    def smallest_group(self) -> int:
-        """Fewest sites that sums together may single out."""
+    def smallest_group(self, num_sites: int) -> int:
+        """Fewest sites that sums together may single out, in a run of so many."""
         if self.min_group is not None:
             return self.min_group
-        return max(self.min_sites, self.colluding_sites + 2)
+        return max(self.fewest_in_sum(num_sites), self.colluding_sites + 2)
 
     @property
     def demands_privacy(self) -> bool:
         """Whether jobs without differential privacy are refused."""
         return self.privacy != "none"
+
+    def fewest_in_sum(self, num_sites: int) -> int:
+        """Fewest updates that a secure sum of a run of so many sites must hold."""
+        if self.min_sites is not None:
+            return self.min_sites
+        pair_is_accepted = self.accept_two_sites and num_sites == _PAIR
+        return _PAIR if self.privacy == "record" or pair_is_accepted else _USUAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +290,18 @@ def _check(file: SiteFile) -> None:
         raise JobError(str(error), key="name") from None
     parse_address(file.aggregator.address, key="aggregator.address")
     exchange.check(file.exchange)
+    _check_choices("floor.ring_bits", file.floor.ring_bits, RING_BITS)
+    _check_choices("floor.weight_rules", file.floor.weight_rules, WEIGHT_RULES)
     if file.compute.sharding == "full" and file.compute.ranks == 1:
         raise JobError(
             "one rank holds the whole model: set compute.ranks to 2 or more",
             key="compute.sharding",
         )
+
+
+def _check_choices(
+    name: str, given: tuple[object, ...], known: tuple[object, ...]
+) -> None:
+    if not given or not set(given) <= set(known):
+        listed = ", ".join(map(repr, known))
+        raise JobError(f"must be a list of one or more of {listed}", key=name)

@@ -26,6 +26,10 @@ _SECURE = "privacy.secure_aggregation.enabled"
 _COLLUDING = "privacy.differential_privacy.colluding_sites"
 _CLIP = "privacy.secure_aggregation.clip_norm"
 _THRESHOLD = "privacy.secure_aggregation.threshold"
+_HYBRID = "privacy.secure_aggregation.hybrid"
+_ELEMENT = "privacy.secure_aggregation.element_bound"
+_RING = "privacy.secure_aggregation.ring_bits"
+_WEIGHTS = "aggregation.weights"
 _PAIR = 2
 
 _Faults = Iterator[tuple[str, str]]
@@ -74,9 +78,12 @@ def contract_floor(
         code_hashes=frozenset({code_hash()}),
         layout_digest=bytes.fromhex(layout.digest),
         num_values=layout.size,
-        min_sites=floor.min_sites,
+        min_sites=floor.fewest_in_sum(len(job.sites)),
         colluding=floor.colluding_sites,
+        ring_bits=frozenset(floor.ring_bits),
         max_clip_norm=floor.max_clip_norm,
+        max_element_bound=floor.max_element_bound,
+        weight_rules=frozenset(floor.weight_rules),
         privacy_profiles=frozenset(accepted_units(floor)),
         max_epsilon=floor.max_epsilon if floor.demands_privacy else math.inf,
         max_delta=floor.max_delta if floor.demands_privacy else 1.0,
@@ -84,7 +91,7 @@ def contract_floor(
         header_slots=header_slots(job),
         noise_share=noise_share,
         accept_two_sites=floor.accept_two_sites,
-        require_hybrid=job.privacy.secure_aggregation.hybrid,
+        require_hybrid=floor.require_hybrid,
     )
 
 
@@ -121,24 +128,53 @@ def _sum_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
     """How well the secure sum hides an update, and how much is in it."""
     if not job.privacy.secure_aggregation.enabled:
         return
+    yield from _arithmetic_faults(job, floor)
+    yield from _number_faults(job, floor)
+    yield from _noise_faults(job, floor)
+    if floor.require_hybrid and not job.privacy.secure_aggregation.hybrid:
+        yield _HYBRID, "demands the post-quantum hybrid (floor.require_hybrid)"
+
+
+def _number_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    """With how many others an update is summed up."""
     num_sites, fewest = len(job.sites), job.minimum_sites
-    if job.update_clip_norm > floor.max_clip_norm:
-        yield _CLIP, f"allows {floor.max_clip_norm:g} (floor.max_clip_norm)"
     if num_sites == _PAIR:
         private = job.privacy.differential_privacy.unit == "record"
         if not private and not floor.accept_two_sites:
             demand = "demands record-level privacy in a run of two"
             yield _UNIT, f"{demand} (floor.accept_two_sites)"
-    if fewest < floor.min_sites:
+    demanded = floor.fewest_in_sum(num_sites)
+    if fewest < demanded:
         given = f"and {fewest} of {num_sites} may make one"
         key = "sites" if fewest == num_sites else _THRESHOLD
-        yield key, f"demands {floor.min_sites} in a sum (floor.min_sites), {given}"
-    yield from _noise_faults(job, floor)
+        yield key, f"demands {demanded} in a sum (floor.min_sites), {given}"
     tolerated = colluding_tolerated(num_sites, fewest)
     if tolerated < floor.colluding_sites:
         demand = f"demands protection against {floor.colluding_sites} colluding sites"
         given = f"{fewest} of {num_sites} give it against {tolerated}"
         yield _THRESHOLD, f"{demand} (floor.colluding_sites), and {given}"
+
+
+def _arithmetic_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    """How updates are weighed and rounded."""
+    secure, weights = job.privacy.secure_aggregation, job.aggregation.weights
+    if job.update_clip_norm > floor.max_clip_norm:
+        yield _CLIP, f"allows {floor.max_clip_norm:g} (floor.max_clip_norm)"
+    bound = secure.element_bound or job.update_clip_norm
+    if floor.max_element_bound is not None and bound > floor.max_element_bound:
+        yield (
+            _ELEMENT,
+            (
+                f"allows {floor.max_element_bound:g} (floor.max_element_bound), and "
+                f"the job says {bound:g}"
+            ),
+        )
+    if secure.ring_bits not in floor.ring_bits:
+        accepted = ", ".join(map(str, floor.ring_bits))
+        yield _RING, f"accepts rings of {accepted} bits (floor.ring_bits)"
+    if weights not in floor.weight_rules:
+        accepted = ", ".join(map(repr, floor.weight_rules))
+        yield _WEIGHTS, f"accepts the weights {accepted} (floor.weight_rules)"
 
 
 def _noise_faults(job: JobSpec, floor: FloorSpec) -> _Faults:

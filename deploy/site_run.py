@@ -255,7 +255,7 @@ def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
             options=data.options,
             layout_digest=bytes.fromhex(layout.digest),
         ),
-        smallest=floor.smallest_group,
+        smallest=floor.smallest_group(len(met.job.sites)),
         accept_dropouts=floor.accept_dropouts,
     )
     cohort: Cohort = frozenset(SiteId(site.name) for site in met.job.sites)

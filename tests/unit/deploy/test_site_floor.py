@@ -130,6 +130,42 @@ def test_default_floor_accepts_no_job_without_privacy():
             "(floor.colluding_sites), and 4 of 5 give it against 2",
         ),
         (
+            private_job(),
+            {"privacy": "none"},
+            "sites",
+            "demands 3 in a sum (floor.min_sites), and 2 of 2 may make one",
+        ),
+        (
+            secure_job(5, threshold=5, hybrid=False),
+            OPEN,
+            "privacy.secure_aggregation.hybrid",
+            "demands the post-quantum hybrid (floor.require_hybrid)",
+        ),
+        (
+            secure_job(5, threshold=5, ring_bits=16),
+            {**OPEN, "ring_bits": (24, 32)},
+            "privacy.secure_aggregation.ring_bits",
+            "accepts rings of 24, 32 bits (floor.ring_bits)",
+        ),
+        (
+            secure_job(5, threshold=5),
+            {**OPEN, "weight_rules": ("uniform",)},
+            "aggregation.weights",
+            "accepts the weights 'uniform' (floor.weight_rules)",
+        ),
+        (
+            secure_job(5, threshold=5, element_bound=0.5),
+            {**OPEN, "max_element_bound": 0.4},
+            "privacy.secure_aggregation.element_bound",
+            "allows 0.4 (floor.max_element_bound), and the job says 0.5",
+        ),
+        (
+            secure_job(5, threshold=5, clip_norm=3.0),
+            {**OPEN, "max_element_bound": 0.4},
+            "privacy.secure_aggregation.element_bound",
+            "and the job says 3",
+        ),
+        (
             small_job(),
             {**OPEN, "functions": ("support.small_jobs:blobs",)},
             "model.factory",
@@ -177,7 +213,8 @@ def test_held_out_data_are_public_where_the_operator_says_so():
     job = private_job(held_out="public")
     said = FloorSpec(functions=MODELS, public_held_out=True)
     site_floor.check_job(job, said, SITE)
-    site_floor.check_job(job, FloorSpec(functions=MODELS, privacy="none"), SITE)
+    nothing = FloorSpec(functions=MODELS, privacy="none", min_sites=2)
+    site_floor.check_job(job, nothing, SITE)
 
 
 def test_job_that_names_other_sites_is_refused():
@@ -301,3 +338,13 @@ def test_floor_of_many_in_a_sum_can_be_met(threshold: int, fewest: int):
     more = replace(demands, min_sites=fewest + 1)
     with pytest.raises(ContractRefused, match=f"a sum may hold {fewest} updates"):
         check_against_floor(contract, more)
+
+
+def test_sum_of_three_is_demanded_where_the_operator_says_nothing():
+    """Of two only where noise hides records, or where a pair was accepted."""
+    record, none = FloorSpec(), FloorSpec(privacy="none")
+    pair = FloorSpec(privacy="none", accept_two_sites=True)
+    assert [f.fewest_in_sum(2) for f in (record, none, pair)] == [2, 3, 2]
+    assert [f.fewest_in_sum(5) for f in (record, none, pair)] == [2, 3, 3]
+    assert FloorSpec(privacy="none", min_sites=2).fewest_in_sum(5) == 2
+    assert FloorSpec(min_sites=4, accept_two_sites=True).fewest_in_sum(2) == 4
