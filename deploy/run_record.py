@@ -126,6 +126,8 @@ class RunRecord:
         if self._run is not None:
             self._run.write_job(self._job)
             self._run.flush_events()
+        if self._place is not None:
+            self._place.try_out()
         if self._copies is not None:
             self._copies.begin()
         for fact in self._introduce():

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.probe import check_conditions_kept
 from cloud_adapters.storage.transfer import download, upload
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
 from deploy import store_meters
@@ -89,6 +90,19 @@ class RunPlace:
         self._meters = meters
         self._plain = open_kept(job, run, run_id)
         self.store = self._of(store_meters.coordinator(job))
+
+    def try_out(self) -> None:
+        """Find out whether the run's checkpoints can stand on its bucket.
+
+        Before every start and every resume, since a service may have been replaced.
+        A folder of this machine is not tried: its conditions are this product's own.
+
+        Raises:
+            StoreUnavailable: The bucket ignores conditions of writes, which would let
+                two coordinators complete one run; or it is out of reach.
+        """
+        if in_bucket(self._job):
+            check_conditions_kept(self._plain)
 
     def store_of(self, name: SiteId) -> ObjectStore:
         """Return the same place, as one of the sites reaches it."""

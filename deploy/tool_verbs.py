@@ -11,6 +11,7 @@ from typing import Any
 
 from deploy.arguments import Verbs, add_root
 from deploy.exit_codes import DONE, FAILED
+from deploy.store_arguments import add_service, service
 from deploy.terminal import say, say_json, tell
 
 
@@ -35,7 +36,14 @@ def _add_doctor(verbs: Verbs, common: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="say who this machine is for the cloud of a store; may be repeated",
+        help="write to a store, read back, try its conditions and delete; and say who "
+        "this machine is for its cloud; may be repeated",
+    )
+    add_service(doctor)
+    doctor.add_argument(
+        "--identity-only",
+        action="store_true",
+        help="of --store: ask no store anything, as for one that is only read",
     )
     doctor.add_argument(
         "--job", type=Path, metavar="JOB", help="likewise for all that a job uses"
@@ -206,7 +214,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from federation import job_file  # noqa: PLC0415
     from federation.clock import SystemClock  # noqa: PLC0415
 
-    needs = [need for url in options.store for need in identities.needs_of_url(url)]
+    is_own = not options.endpoint
+    needs = [
+        need
+        for url in options.store
+        for need in identities.needs_of_url(url, is_own=is_own)
+    ]
     if options.job is not None:
         needs += identities.needs_of_job(job_file.load(options.job))
     checks = [
@@ -218,6 +231,11 @@ def _doctor(options: argparse.Namespace) -> int:
         ),
         *identities.checks(needs),
     ]
+    if options.store and not options.identity_only:
+        from deploy import doctor_store  # noqa: PLC0415 -- slow to import
+
+        for url in options.store:
+            checks += doctor_store.checks(url, service(options))
     if options.site is not None:
         from deploy import doctor_site  # noqa: PLC0415 -- imports TLS
 

@@ -16,7 +16,7 @@ from itertools import chain
 from google.auth.credentials import Credentials
 
 from cloud_adapters.storage import gcs_errors
-from cloud_adapters.storage.checksums import Checksums, Crc32c, checksums_of
+from cloud_adapters.storage.checksums import Checksums, checksums_of
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
 from cloud_adapters.storage.gcs_lookup import Resource, lookup, object_path, told_apart
 from cloud_adapters.storage.gcs_read import Reading
@@ -25,6 +25,7 @@ from cloud_adapters.storage.gcs_upload import (
     CHUNK_BYTES,
     PUT_ID,
     SHA256,
+    Chunk,
     NewObject,
     UploadSession,
     chunks,
@@ -110,29 +111,60 @@ class GcsStore:
         contents of one chunk and of those that can be gone through twice, such as
         lists and files, and None of streams.
         """
-        check_conditions(if_absent=if_absent, if_version=if_version)
-        kept = check_metadata(metadata)
-        new = self._new(key, kept, f"write {key!r} to {self.url}")
-        generation = ABSENT if if_absent else _generation(if_version, new.doing)
-        writing = Writing(
-            http=self._http, retry=self._retry, new=new, generation=generation
+        writing = self._writing(
+            key, if_absent=if_absent, if_version=if_version, metadata=metadata
         )
+        new = writing.new
         parts = chunks(data, self._chunk_bytes)
         first = next(parts)
-        sums: Checksums | Crc32c
-        if first.is_last:
-            sums = whole = Checksums()
-            whole.update(first.content)
-            resource = writing.repeated(
-                lambda it: insert(self._http, new, first.content, whole, it)
-            )
-        else:
-            known = checksums_of(data)
-            session = UploadSession(self._http, self._retry, new, known)
-            sums = known or session.sums
-            resource = writing.through(session, chain([first], parts))
-        self._check(resource, new, size=sums.size, crc32c=sums.crc32c)
+        if not first.is_last:
+            return self._upload(writing, chain([first], parts), checksums_of(data))
+        whole = Checksums()
+        whole.update(first.content)
+        resource = writing.repeated(
+            lambda it: insert(self._http, new, first.content, whole, it)
+        )
+        self._check(resource, new, size=whole.size, crc32c=whole.crc32c)
         return _info(key, resource)
+
+    def put_in_parts(
+        self,
+        key: str,
+        content: bytes,
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+    ) -> ObjectInfo:
+        """Write even a small content by a session; see ``probe.WritesInParts``."""
+        writing = self._writing(key, if_absent=if_absent, if_version=if_version)
+        parts = chunks([content], self._chunk_bytes)
+        return self._upload(writing, parts, checksums_of([content]))
+
+    def _writing(
+        self,
+        key: str,
+        *,
+        if_absent: bool,
+        if_version: str | None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Writing:
+        check_conditions(if_absent=if_absent, if_version=if_version)
+        new = self._new(key, check_metadata(metadata), f"write {key!r} to {self.url}")
+        generation = ABSENT if if_absent else _generation(if_version, new.doing)
+        return Writing(
+            http=self._http, retry=self._retry, new=new, generation=generation
+        )
+
+    def _upload(
+        self, writing: Writing, parts: Iterable[Chunk], known: Checksums | None
+    ) -> ObjectInfo:
+        """Send a content by an upload session."""
+        new = writing.new
+        session = UploadSession(self._http, self._retry, new, known)
+        resource = writing.through(session, parts)
+        sums = known or session.sums
+        self._check(resource, new, size=sums.size, crc32c=sums.crc32c)
+        return _info(new.name.removeprefix(self._prefix), resource)
 
     def _check(
         self, resource: Resource, new: NewObject, *, size: int, crc32c: str

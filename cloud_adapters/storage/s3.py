@@ -115,15 +115,39 @@ class S3Store:
         Content of more than one part (8 MiB) goes up in parallel parts, with at most
         about 100 MiB of memory for objects of up to 60 GiB.
         """
+        write = self._write(
+            key, if_absent=if_absent, if_version=if_version, metadata=metadata
+        )
+        return s3_upload.put(self._calls, write, data)
+
+    def put_in_parts(
+        self,
+        key: str,
+        content: bytes,
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+    ) -> ObjectInfo:
+        """Write even a small content in parts; see ``probe.WritesInParts``."""
+        write = self._write(key, if_absent=if_absent, if_version=if_version)
+        return s3_upload.put(self._calls, write, [content], in_parts=True)
+
+    def _write(
+        self,
+        key: str,
+        *,
+        if_absent: bool,
+        if_version: str | None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> s3_upload.Write:
         check_conditions(if_absent=if_absent, if_version=if_version)
-        write = s3_upload.Write(
+        return s3_upload.Write(
             key=self._check(key),
             metadata=check_metadata(metadata),
             put_id=secrets.token_hex(16),
             if_absent=if_absent,
             if_version=if_version,
         )
-        return s3_upload.put(self._calls, write, data)
 
     def read(
         self,

@@ -105,12 +105,21 @@ def cut(data: Iterable[Buffer], buffers: Buffers) -> Iterator[bytearray]:
     yield part
 
 
-def put(calls: S3Calls, write: Write, data: Iterable[Buffer]) -> ObjectInfo:
-    """Write an object: see ``ObjectStore.put``."""
+def put(
+    calls: S3Calls, write: Write, data: Iterable[Buffer], *, in_parts: bool = False
+) -> ObjectInfo:
+    """Write an object: see ``ObjectStore.put``.
+
+    Args:
+        calls: To the bucket.
+        write: What is to be written.
+        data: Its content.
+        in_parts: Send even a small one in parts.
+    """
     buffers = Buffers()
     parts = cut(data, buffers)
     front = list(itertools.islice(parts, 2))
-    if len(front) == 1:
+    if len(front) == 1 and not in_parts:
         return _put_whole(calls, write, front[0])
     upload = _Upload(calls, write, checksums_of(data), buffers)
     return upload.put(_chain(front, parts))

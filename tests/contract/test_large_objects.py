@@ -1,15 +1,23 @@
 """Contents that go in many parts: what every store with services' limits promises."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.probe import check_conditions_kept
 from cloud_adapters.storage.transfer import upload
-from federation.errors import CorruptObject, StoreUnavailable
+from federation.errors import (
+    CorruptObject,
+    ObjectChanged,
+    ObjectExists,
+    StoreUnavailable,
+)
 from federation.protocols import ObjectStore
 
 pytestmark = pytest.mark.slow
@@ -69,4 +77,45 @@ def test_content_that_differs_when_it_is_read_again(store: ObjectStore):
         return
     with pytest.raises((StoreUnavailable, CorruptObject), match=r"write .*key"):
         store.put("key", content)
+    assert list(store.list()) == []
+
+
+def test_conditions_hold_for_many_parts(store: ObjectStore):
+    """Create-only, and change of a version: decided at the last request."""
+    first = store.put("key", [CONTENT], if_absent=True)
+    with pytest.raises(ObjectExists):
+        store.put("key", [CONTENT, b"second"], if_absent=True)
+    second = store.put("key", [CONTENT, b"third"], if_version=first.version)
+    with pytest.raises(ObjectChanged):
+        store.put("key", [CONTENT, b"fourth"], if_version=first.version)
+    found = store.stat("key")
+    assert (found.version, found.size) == (second.version, len(CONTENT) + 5)
+    store.delete("key")
+    with pytest.raises(ObjectChanged):
+        store.put("key", [CONTENT], if_version=second.version)
+    assert list(store.list()) == []
+
+
+def test_one_of_many_creates_many_parts(store: ObjectStore):
+    """Others that complete the same object at the same time are refused."""
+    racers = 4
+    together = threading.Barrier(racers)
+
+    def create(number: int) -> bool:
+        together.wait(timeout=60)
+        try:
+            store.put("key", [CONTENT, bytes([number])], if_absent=True)
+        except ObjectExists:
+            return False
+        return True
+
+    with ThreadPoolExecutor(racers) as pool:
+        made = list(pool.map(create, range(racers)))
+    assert made.count(True) == 1
+    assert store.read("key")[-1] == made.index(True)
+
+
+def test_a_store_may_be_relied_on(store: ObjectStore):
+    """What a run tries before its first round."""
+    check_conditions_kept(store)
     assert list(store.list()) == []

@@ -60,7 +60,8 @@ def test_verbs_and_options_are_frozen() -> None:
         "keys trust": common
         | {"roster", "--site", "--aggregator", "--organisation", "--key", "--replace"},
         "doctor": common
-        | {"--key", "--roster", "--store", "--job", "--site", "--aggregator"},
+        | {"--key", "--roster", "--store", "--job", "--site", "--aggregator"}
+        | {"--endpoint", "--region", "--bucket-owner", "--identity-only"},
         "transcript": common | {"folder", "--message"},
         "ledger": common | {"run", "--root"},
         "data": {"-h", "--help"},

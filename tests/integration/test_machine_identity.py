@@ -30,7 +30,7 @@ SECRETS = ("secret-of", "session-of", "token-of", "access-")
 PATIENT_DOCTOR = """
 from deploy import cli, identities
 identities.QUESTION_SECONDS = identities.LIMIT_SECONDS = 60.0
-cli.main(["doctor", "--store", "gs://bucket/x", "--json"])
+cli.main(["doctor", "--store", "gs://bucket/x", "--identity-only", "--json"])
 """
 METADATA = ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT")
 NOWHERE = "http://127.0.0.1:9"

@@ -101,6 +101,34 @@ def test_the_way_follows_from_where_the_coordinator_is(tables: Any, tmp_path: Pa
     assert {used.way for used in done.view.storage} == {near, "internet"}
 
 
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+@pytest.mark.parametrize("of_parts", [False, True], ids=["small", "in parts"])
+def test_a_bucket_that_ignores_conditions_ends_the_run_before_any_training(
+    tables: Any, tmp_path: Path, *, of_parts: bool
+):
+    """Two coordinators could complete one run there: neither begins."""
+    from support.s3_server import App, client, serve  # noqa: PLC0415 (slow to import)
+
+    def ignorant(app: App) -> App:
+        def without_conditions(environ: dict[str, Any], start: Any) -> Any:
+            if ("uploadId" in environ["QUERY_STRING"]) == of_parts:
+                environ.pop("HTTP_IF_NONE_MATCH", None)
+            return app(environ, start)
+
+        return without_conditions
+
+    heard: list[Event] = []
+    with serve(before=ignorant) as server:
+        client(server.url).create_bucket(Bucket="careless")
+        tables["storage"] |= {"url": "s3://careless/runs", "endpoint": server.url}
+        job = small_job(**tables)
+        with pytest.raises(StoreUnavailable, match="ignores conditions of writes"):
+            simulate(job, folder=tmp_path / "run", listeners=[heard.append])
+    assert not [event for event in heard if isinstance(event, RoundFinished)]
+    (end,) = [event for event in heard if isinstance(event, RunFinished)] or [None]
+    assert end is None or end.status == "failed"
+
+
 def test_a_killed_run_goes_on_elsewhere(tables: Any, tmp_path: Path):
     """A machine that has nothing of the run resumes it to the same model."""
     kill_in_round_2(tables, tmp_path / "here")

@@ -9,6 +9,7 @@ from support.bad_lines import Line, google_error
 from support.commands import Done, ForkServer, workplace
 from support.tcp_proxy import s3_error
 
+from cloud_adapters.storage.probe import check_conditions_kept
 from federation.event_log import read_events
 from federation.events import CheckpointSaved, RoundStarted
 
@@ -99,8 +100,12 @@ def test_service_refuses_a_checkpoint(
         "region=us-east-1",
     ):
         arguments += ["--set", f"storage.{option}"]
+    writes = "PUT|POST .*upload"
+    check_conditions_kept(line.far)  # As a run does first: so many writes.
+    num_tried = line.proxy.count(writes)
+    line.proxy.clear()
     # The job and the first checkpoint are four objects, as each round's are.
-    line.proxy.fail("PUT|POST .*upload", fault, times=10_000, after=14)
+    line.proxy.fail(writes, fault, times=10_000, after=num_tried + 14)
     check_told(server.run(*arguments, folder=place, environment=KEYS), words)
     saved = saved_rounds(place)
     line.proxy.clear()
