@@ -5,15 +5,17 @@
     header   1,024 bytes   magic "crossfed", version (1 byte), segment size (4), length
                            of the wrapped data key (2), the wrapped key, zeros
     segment  s + 16 bytes  s bytes of content under AES-256-GCM; the last may be shorter
-    trailer  60 bytes      size (8), CRC32C (4) and SHA-256 (32) of the content, under
-                           the same key
+    trailer  92 bytes      size (8), CRC32C (4) and SHA-256 (32) of the content and
+                           SHA-256 of the metadata (32), under the same key, and a tag
 
 All numbers are big-endian. The data key is the object's own: a nonce is used once
 because no two segments of an object have the same. It is 4 zeros, the number of
 segments before (7 bytes) and 1 for the trailer or 0 (1 byte): the construction STREAM
 of Hoang, Reyhanitabar, Rogaway and Vizár, "Online Authenticated-Encryption and its
 Nonce-Reuse Misuse-Resistance" (CRYPTO 2015), with a prefix of zeros.
-Associated data are magic, version, segment size and the object's key.
+Associated data are magic, version, segment size, two zeros where the length is, and
+what the object is bound to: its place and its key. docs/explanation/encrypted-format.md
+says all of it for who writes a reader, and a test is one.
 
 Guarantee: content that decrypts is what the owner of the data key wrote, at this
 place, under this key. Segments that were swapped, repeated, or taken from another
@@ -151,7 +153,7 @@ class Cipher:
     """Encrypts and decrypts the parts of one object.
 
     Attributes:
-        key: The object's key in its store.
+        key: What the object is bound to: its place and its key in the store.
         segment_bytes: Content bytes in each segment but the last.
         data_key: 32 bytes, of this object alone.
         where: The object, for messages.
