@@ -114,14 +114,14 @@ class Masking:
         self,
         sealed: Sealed | None,
         *,
-        num_examples: int,
         training: MetricSums | None,
         evaluation: MetricSums | None,
     ) -> HeaderVector:
         """Mask what is reported beside the update; ``sealed`` is None without one."""
+        if train.counts_coarsely(self.contract):
+            training, evaluation = map(train.coarse_sums, (training, evaluation))
         values: dict[str, float] = {
             train.WEIGHT: 0.0 if sealed is None else sealed.weight,
-            train.EXAMPLES: num_examples,
             **train.write_sums(train.TRAINING, training),
             **train.write_sums(train.EVALUATION, evaluation),
         }
@@ -201,6 +201,8 @@ def check_clip(contract: Contract, update_clip: float) -> None:
 def _weight(contract: Contract, num_examples: int) -> float:
     """Weight of a site, n / n_max of section 3, or 1 where every site counts the same.
 
+    Where rounds may go on without a site, n is on the grid of ``train.coarse``.
+
     Raises:
         UpdateOutOfRange: The site has more examples than the contract allows.
     """
@@ -211,4 +213,6 @@ def _weight(contract: Contract, num_examples: int) -> float:
             f"{num_examples} examples are more than the contract's "
             f"{contract.max_examples}"
         )
+    if train.counts_coarsely(contract):
+        num_examples = min(train.coarse(num_examples), contract.max_examples)
     return num_examples / contract.max_examples

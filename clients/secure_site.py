@@ -302,7 +302,6 @@ class SecureSite:
         """Evaluate and train as asked; mask the update and what is reported of it."""
         integers_m = self._kept.restore(task.integers_m, task.round_index)
         evaluation = training = sealed = None
-        num_examples = 0
         trains = task.kind is TaskKind.TRAIN
         evaluates = task.evaluate or not trains
         trainer.pay(
@@ -314,15 +313,10 @@ class SecureSite:
             result = trainer.fit(
                 task.weights_d, integers_m, round_index=task.round_index
             )
-            training, num_examples = result.training, result.num_examples
+            training = result.training
             sealed = masking.update(task.weights_d, result)
             self._kept.keep(result.integers_m, task.round_index)
-        header_h = masking.header(
-            sealed,
-            num_examples=num_examples,
-            training=training,
-            evaluation=evaluation,
-        )
+        header_h = masking.header(sealed, training=training, evaluation=evaluation)
         return np.empty(0, np.uint8) if sealed is None else sealed.words, header_h
 
 

@@ -187,7 +187,7 @@ class MaskedUpdate:
         words: The masked update, raw little-endian words of the contract's ring,
             shape ``(bytes,)``, uint8.
         header_h: The masked header, shape ``(h,)``, uint64: sums of weights,
-            examples, losses and hits.
+            counts, losses and hits.
         body: Signed head and sealed shares, bytes of ``privacy.secagg``.
         spent: Under differential privacy what the site has spent; public.
     """

@@ -2,6 +2,11 @@
 
 The header's slots are part of the contract. Losses travel as whole micronats, so
 that sums over sites are exact and no slot can wrap.
+
+What a site says in every round of a run alike, its number of examples and of
+predictions, would be told exactly by the first round that it is absent from. Where
+rounds may go on without a site, such numbers are on a coarse public grid: see
+``coarse``.
 """
 
 import hashlib
@@ -14,7 +19,7 @@ from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Vector
 from privacy.secagg.canonical import Reader, fields, float64, u64
 from privacy.secagg.certificate import MAX_CERTIFICATE_BYTES
-from privacy.secagg.contract import DIGEST_BYTES
+from privacy.secagg.contract import DIGEST_BYTES, Contract, Setting
 from privacy.secagg.errors import MalformedMessage
 from privacy.secagg.header import HeaderSpec, Slot, SlotKind
 from privacy.secagg.keys import Stream
@@ -27,13 +32,13 @@ _LARGEST_COUNT = 1 << 56
 _LARGEST_NOISE = 1 << 16
 _MICRO = 1e6
 
-WEIGHT, EXAMPLES = "weight", "examples"
+WEIGHT = "weight"
+_GRID_BITS = 3  # Significant ones: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 and so on.
 TRAINING, EVALUATION = "training", "evaluation"
 _SUMS = ("count", "loss", "correct")
 
 HEADER_SLOTS = (
     WEIGHT,
-    EXAMPLES,
     *(f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _SUMS),
 )
 # Where the clip norm follows the updates: +-1/2, with noise.
@@ -102,6 +107,42 @@ def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSp
         for name in names
     ]
     return HeaderSpec(slots=tuple(slots), num_sites=num_sites)
+
+
+def counts_coarsely(contract: Contract) -> bool:
+    """Whether sites put their numbers on the grid of ``coarse``.
+
+    They do where sums of one run may be over different sites. Under differential
+    privacy numbers are withheld, noised or public anyway.
+    """
+    return contract.setting is Setting.P2 and contract.differential_privacy.is_none
+
+
+def coarse(count: int) -> int:
+    """Round a number up to one with three significant bits, by less than a quarter.
+
+    Args:
+        count: At least 0; up to 8 it stays as it is.
+    """
+    shift = max(0, count.bit_length() - _GRID_BITS)
+    return -(-count >> shift) << shift
+
+
+def coarse_sums(sums: MetricSums | None) -> MetricSums | None:
+    """Put the number of predictions on the grid; mean loss and accuracy stay.
+
+    The hits are rounded to whole ones, so that the accuracy is off by half a
+    prediction at most.
+    """
+    if sums is None or sums.count == 0:
+        return sums
+    count = coarse(sums.count)
+    factor = count / sums.count
+    return MetricSums(
+        count=count,
+        loss_sum=sums.loss_sum * factor,
+        correct=round(sums.correct * factor),
+    )
 
 
 def write_sums(kind: str, sums: MetricSums | None) -> dict[str, float]:

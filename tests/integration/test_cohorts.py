@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import agents
 from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
-from support.secure_runs import secure_job, silence
+from support.secure_runs import Run, in_the_clear, run, secure_job, silence
 from support.small_jobs import small_job
 
 from cloud_adapters.faults import Restartable
@@ -25,6 +25,8 @@ from federation import events
 from federation.clock import SystemClock
 from federation.errors import FederationError, SiteError
 from federation.job import JobSpec
+from federation.messages import MetricSums
+from privacy.secagg import train
 
 pytestmark = pytest.mark.slow
 
@@ -288,3 +290,50 @@ def test_difference_of_two_rehearsals_is_the_update_of_the_missing_site():
     five, four = (weights(*SITES[:count]) - first for count in (5, 4))
     stolen = 5 * five - 4 * four
     assert np.linalg.norm(stolen - update) < 1e-5 * np.linalg.norm(update)
+
+
+def unequal(*, threshold: int) -> JobSpec:
+    """Five sites of 61 training and 13 held-out examples, weighed by the former."""
+    options = {"num_train": 61, "num_held_out": 13}
+    data = {"source": "support.small_jobs:blobs", "options": options}
+    return small_job(
+        sites=[{"name": name, "data": data} for name in SITES[:5]],
+        rounds=2,
+        training={"local_epochs": 1, "batch_size": 8, "optimizer": {"lr": 0.1}},
+        privacy={"secure_aggregation": {"enabled": True, "threshold": threshold}},
+    )
+
+
+def sums(made: Run) -> list[tuple[MetricSums, MetricSums]]:
+    """Training and evaluation of each round, over the sites in its sum."""
+    trained = [e.training for e in made.seen if isinstance(e, events.RoundFinished)]
+    held_out = [e.pooled for e in made.seen if isinstance(e, events.ModelEvaluated)]
+    assert all(held_out)
+    assert all(trained)
+    return list(zip(trained, held_out, strict=False))  # type: ignore[arg-type]
+
+
+def test_absence_tells_no_exact_number_of_examples():
+    """The difference to a round with the site is on the public grid: 64 and 14."""
+    job = unequal(threshold=4)
+    made = run(job, fault=silence("mask", ["site-2"]))
+    (trained, held_out), (all_trained, all_held_out) = sums(made)
+    assert all_trained.count - trained.count == 64
+    assert all_held_out.count - held_out.count == 14
+    assert train.HEADER_SLOTS.count("examples") == 0
+
+
+@pytest.mark.parametrize("threshold", [4, 5])
+def test_numbers_on_the_grid_leave_mean_results_as_they_are(threshold: int):
+    """Every site of the same size: loss as in the clear, hits to half a prediction."""
+    job = unequal(threshold=threshold)
+    for secure, clear in zip(sums(run(job)), sums(run(in_the_clear(job))), strict=True):
+        for mine, theirs in zip(secure, clear, strict=True):
+            assert mine.loss_sum / mine.count == pytest.approx(
+                theirs.loss_sum / theirs.count, rel=1e-5
+            )
+            assert mine.correct / mine.count == pytest.approx(
+                theirs.correct / theirs.count, abs=0.5 / 13
+            )
+            if threshold == 5:  # All or nothing: no absence to tell by.
+                assert mine.count == theirs.count
