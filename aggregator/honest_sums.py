@@ -23,7 +23,6 @@ from privacy.secagg.ring_errors import A_LIE, SumOutOfRange
 
 _MICRO = 1e-6
 _BIT_GRID = 2.0**-10  # of a bit with its noise
-_FLOAT_ERROR = 2.0**-50
 
 _Totals = Mapping[str, float]
 _Faults = Iterator[str]
@@ -66,46 +65,31 @@ def check_totals(totals: _Totals, asked: Asked) -> None:
 
 
 def _weight_faults(totals: _Totals, asked: Asked) -> _Faults:
-    """The weights, each in (0, 1], and the examples that they follow from."""
+    """The weights, each in (0, 1]: examples over the contract's most examples."""
     weight, n = totals[train.WEIGHT], asked.num_updates
     if not asked.training:
-        if weight or totals.get(train.EXAMPLES):
+        if weight:
             yield f"nobody trained, and the weights sum to {weight:.9g}"
     elif asked.contract.weight_rule == "uniform":
         if weight != n:
             yield f"the weights of {n} sites sum to {weight:.9g}, each of them being 1"
     else:
-        yield from _share_faults(weight, totals.get(train.EXAMPLES), asked)
-
-
-def _share_faults(weight: float, examples: float | None, asked: Asked) -> _Faults:
-    """Weights that are examples over the contract's most examples."""
-    n, most = asked.num_updates, asked.contract.max_examples
-    error = n * WEIGHT_ERROR
-    if not n / most - error <= weight <= n + error or weight <= 0:
-        yield (
-            f"the weights of {n} sites sum to {weight:.9g}, each of them being from "
-            f"1/{most} to 1"
-        )
-    if examples is None:
-        return
-    if not n <= examples <= n * most:
-        yield f"{n} sites of 1 to {most} examples report {examples:g} together"
-    if abs(weight - examples / most) > error + n * _FLOAT_ERROR:
-        yield (
-            f"the weights sum to {weight:.9g}, and {examples:g} examples over {most} "
-            f"come to {examples / most:.9g}"
-        )
+        most, error = asked.contract.max_examples, n * WEIGHT_ERROR
+        if not n / most - error <= weight <= n + error or weight <= 0:
+            yield (
+                f"the weights of {n} sites sum to {weight:.9g}, each of them being "
+                f"from 1/{most} to 1"
+            )
 
 
 def _training_faults(totals: _Totals, asked: Asked) -> _Faults:
     """Sums over the training examples; under a unit of privacy nothing is said."""
     private = asked.job.privacy.differential_privacy.enabled
-    if private and totals.get(train.EXAMPLES):
-        yield "numbers of examples leave no site under differential privacy"
     is_asked = asked.training and not private
     yield from _sum_faults(train.TRAINING, totals, is_asked=is_asked)
     most = _most_trained_on(asked)
+    if most is not None and train.counts_coarsely(asked.contract):
+        most = train.coarse(most)
     count = totals[f"{train.TRAINING}_count"]
     if most is not None and count > asked.num_updates * most:
         yield (
