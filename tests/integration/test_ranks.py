@@ -255,6 +255,26 @@ def test_an_agent_trains_with_ranks(tmp_path: Path, pool: ModelPool):
         assert one.num_examples == other.num_examples
 
 
+def test_ranks_take_the_order_of_the_sites_secret():
+    """As one process with that seed, and otherwise than with the job's."""
+    job = small_job(
+        training={"local_steps": 3, "batch_size": 4, "optimizer": {"lr": 0.5}}
+    )
+    pool, secret = ModelPool(job), (1 << 256) - 1
+    train, held_out = load_data(ranked_sites.BLOBS, {})
+    weights = pool.initial_weights()
+    one, other = (
+        TorchTrainer(
+            job, ranked_sites.SITE, pool=pool, train=train, held_out=held_out, seed=seed
+        ).fit(*weights, round_index=1)
+        for seed in (secret, None)
+    )
+    with ranked(job, pool, ranked_sites.BLOBS, order_seed=secret) as trainer:
+        found = trainer.fit(*weights, round_index=1)
+    np.testing.assert_allclose(found.weights_d, one.weights_d, atol=1e-5)
+    assert np.abs(found.weights_d - other.weights_d).max() > 1e-3
+
+
 def private_job(num_records: int, num_inputs: int) -> JobSpec:
     """A step of plain SGD over all records, with gradients clipped to 1."""
     return small_job(

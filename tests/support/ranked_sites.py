@@ -40,11 +40,15 @@ def ranked(
     pool: ModelPool,
     source: str = "",
     private: PrivateTraining | None = None,
+    *,
+    order_seed: int | None = None,
     **compute: Any,
 ) -> Iterator[RankedTrainer]:
     """Ranks that train a job; no process of theirs is left."""
     file = site_file(source, **compute)
-    with site_ranks.ranked_trainer(job, file, pool.layout, private) as trainer:
+    with site_ranks.ranked_trainer(
+        job, file, pool.layout, private, order_seed=order_seed
+    ) as trainer:
         pids = pids_of(trainer)
         yield trainer
         pids += pids_of(trainer)

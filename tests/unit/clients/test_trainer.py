@@ -1,5 +1,6 @@
 """Local training at one site."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -380,3 +381,20 @@ def test_the_penalty_reaches_parameters_without_other_gradient():
         v for s, v in pool.layout.float_views(result.weights_d) if s.name == "unused"
     )
     assert unused.tolist() == [1, 1]
+
+
+def test_seed_of_its_own_takes_the_place_of_the_jobs():
+    """For the order of examples; the same as a job with that seed would have."""
+    job = job_of({"local_steps": 3, "batch_size": 2}, seed=1)
+    pool = ModelPool(job)
+
+    def fitted(job: JobSpec, seed: int | None) -> np.ndarray:
+        trainer = TorchTrainer(
+            job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT, seed=seed
+        )
+        return trainer.fit(*pool.initial_weights(), round_index=1).weights_d
+
+    secret = 1 << 200
+    assert not np.array_equal(fitted(job, None), fitted(job, secret))
+    expected = fitted(dataclasses.replace(job, seed=secret), None)
+    assert np.array_equal(fitted(job, secret), expected)
