@@ -127,8 +127,13 @@ def test_plain_run_is_the_simulated_one_bit_for_bit(place: Place):
 
 
 def test_secure_run_comes_to_the_model_of_a_simulated_one(place: Place):
-    """Words are rounded at random, so to within the grid; no update is in the clear."""
-    secure = job("quickstart", "rounds=3")
+    """To within the grid, on which words are rounded at random.
+
+    Every step takes all of a site's examples: their order is each site's secret.
+    """
+    whole = ("training.batch_size=2000", "training.local_steps=3")
+    plain = ("training.optimizer.name=sgd", "training.optimizer.lr=0.1")
+    secure = job("quickstart", "rounds=3", *whole, *plain)
     place.submit(secure)
     deployed, simulated = place.run(), simulate(secure)
     assert [status for _, status in place.rounds()] == ["completed"] * 3
