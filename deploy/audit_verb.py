@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from deploy.arguments import Verbs, load_job
-from deploy.exit_codes import DONE, FAILED
+from deploy.exit_codes import DONE, FAILED, INCONCLUSIVE
 from deploy.terminal import say, say_json, tell
 from deploy.user_code import unable_to_exit
 from federation.errors import RunConflict, StoreUnavailable
@@ -102,7 +102,16 @@ def show(findings: "Findings", folder: Path, *, as_json: bool) -> int:
             f"{site.confidence:.0%}: what it promises does not hold. Stop releasing "
             "its models, and look for what takes away from noise or clipping"
         )
-    return FAILED if findings.broken else DONE
+    for site in findings.inconclusive:
+        tell(
+            f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, and this "
+            f"audit could show {site.largest_bound:.2f} at most: it says nothing "
+            "about the promise. Audit with more --canaries, or the same code at a "
+            "smaller target_epsilon"
+        )
+    if findings.broken:
+        return FAILED
+    return INCONCLUSIVE if findings.inconclusive else DONE
 
 
 def _given(value: _Number | None, default: _Number) -> _Number:

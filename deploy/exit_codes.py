@@ -1,7 +1,8 @@
 """Exit codes, of a command and of a run that was handed to the aggregator.
 
 0 done, 1 failed, 2 the job or the command line is wrong, 3 the privacy budget is spent,
-130 stopped on request after a checkpoint.
+4 an audit that could not have found a broken promise, 130 stopped on request after a
+checkpoint.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from federation.errors import (
     SiteError,
 )
 
-DONE, FAILED, BAD_JOB, OUT_OF_BUDGET, STOPPED = 0, 1, 2, 3, 130
+DONE, FAILED, BAD_JOB, OUT_OF_BUDGET, INCONCLUSIVE, STOPPED = 0, 1, 2, 3, 4, 130
 
 # By the status of a run that came to its end.
 BY_STATUS: Mapping[str, int] = {

@@ -3,6 +3,7 @@
 Shape suffixes: m canaries.
 """
 
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,15 @@ from monitoring.units import format_delta, format_epsilon
 from privacy.dp.auditing import Guesses, Roc
 
 FALSE_POSITIVES = (0.001, 0.01)  # At which membership inference is reported.
+
+
+class Verdict(enum.StrEnum):
+    """What an audit says of a site's promise."""
+
+    NONE = "none was made"
+    BROKEN = "BROKEN"
+    INCONCLUSIVE = "inconclusive"
+    NOT_BROKEN = "not broken"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +102,29 @@ class SiteFindings:
         )
 
     @property
+    def verdict(self) -> Verdict:
+        """What follows for the promise.
+
+        An audit whose largest bound is below epsilon would not have contradicted it
+        even without any noise, and says so: ``INCONCLUSIVE``.
+        """
+        if not self.promise.is_private:
+            return Verdict.NONE
+        if self.bound > self.promise.epsilon:
+            return Verdict.BROKEN
+        if self.largest_bound <= self.promise.epsilon:
+            return Verdict.INCONCLUSIVE
+        return Verdict.NOT_BROKEN
+
+    @property
     def is_broken(self) -> bool:
         """Whether the attack learned more than the promise allows."""
-        return self.bound > self.promise.epsilon
+        return self.verdict is Verdict.BROKEN
+
+    @property
+    def is_inconclusive(self) -> bool:
+        """Whether no attack of this size could have contradicted the promise."""
+        return self.verdict is Verdict.INCONCLUSIVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +155,11 @@ class Findings:
         """Sites whose promise was broken."""
         return [site for site in self.sites if site.is_broken]
 
+    @property
+    def inconclusive(self) -> Sequence[SiteFindings]:
+        """Sites whose promise was not put to the test."""
+        return [site for site in self.sites if site.is_inconclusive]
+
 
 def document(findings: Findings) -> dict[str, Any]:
     """The content of ``audit.json``; an epsilon that is infinite is null."""
@@ -136,6 +171,7 @@ def document(findings: Findings) -> dict[str, Any]:
         "rounds": findings.rounds,
         "seconds": round(findings.seconds, 3),
         "broken": [site.site for site in findings.broken],
+        "inconclusive": [site.site for site in findings.inconclusive],
         "sites": [_site_document(site) for site in findings.sites],
     }
 
@@ -147,6 +183,7 @@ def _site_document(site: SiteFindings) -> dict[str, Any]:
         "epsilon": promise.epsilon if promise.is_private else None,
         "delta": promise.delta,
         "terms": promise.terms,
+        "verdict": site.verdict.name.lower(),
         "confidence": site.confidence,
         "lower_bound": site.bound,
         "largest_lower_bound": site.largest_bound,
@@ -204,8 +241,15 @@ def _site_lines(site: SiteFindings) -> Iterator[str]:
         f"{guesses.correct} correct"
     )
     yield f"membership   {roc_line(site.membership.final)}"
-    verdict = "BROKEN: the bound exceeds epsilon" if site.is_broken else "not broken"
-    yield f"promise      {verdict if promise.is_private else 'none was made'}"
+    yield f"promise      {_verdict_line(site)}"
+
+
+def _verdict_line(site: SiteFindings) -> str:
+    why = {
+        Verdict.BROKEN: ": the bound exceeds epsilon",
+        Verdict.INCONCLUSIVE: ": not even without noise would the bound exceed epsilon",
+    }
+    return f"{site.verdict}{why.get(site.verdict, '')}"
 
 
 def roc_line(roc: Roc) -> str:

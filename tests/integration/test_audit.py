@@ -292,6 +292,21 @@ def test_exit_code_of_a_broken_promise_is_one(
     ]
 
 
+def test_exit_code_of_an_audit_that_could_find_nothing_is_four(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A thousandth of the noise at an epsilon of 8: every guess is right."""
+    found = audited(private_job(0.62), canaries=2000, noise_times=0.001)
+    (site,) = found.sites
+    assert site.guesses.correct == site.guesses.guesses
+    assert site.largest_bound < 7.5 < site.promise.epsilon < 9
+    audit_verb.leave(found, tmp_path / "new")
+    assert audit_verb.show(found, tmp_path / "new", as_json=False) == 4
+    streams = capsys.readouterr()
+    assert "not broken" not in streams.out
+    assert "it says nothing about the promise" in streams.err
+
+
 @pytest.mark.slow
 def test_command_leaves_its_own_folder_and_no_run(tmp_path: Path):
     """As a person calls it."""

@@ -15,6 +15,7 @@ from monitoring.audit_findings import (
     Membership,
     Promise,
     SiteFindings,
+    Verdict,
     document,
     lines,
 )
@@ -37,7 +38,7 @@ def site(
     return SiteFindings(
         site=name,
         promise=Promise(epsilon=epsilon, delta=1e-5, terms=TERMS),
-        guesses=guess(scores, is_in, num_guesses=100),
+        guesses=guess(scores, is_in, num_guesses=min(100, num // 10)),
         confidence=0.95,
         scores_m=scores,
         is_in_m=is_in,
@@ -59,20 +60,51 @@ def findings(*sites: SiteFindings) -> Findings:
     )
 
 
-KEPT, FREE = site(), site("right", epsilon=float("inf"))
+KEPT, FREE = site(epsilon=2.5, shift=1.0), site("right", epsilon=float("inf"))
+DEAF = site("deaf", epsilon=8.0, shift=40.0)
 BROKEN = site("<i>bad</i>", epsilon=0.5, shift=4.0)
 
 
 def test_bound_beyond_epsilon_is_broken():
     """An infinite epsilon cannot be."""
     assert findings(KEPT, BROKEN, FREE).broken == [BROKEN]
-    assert 0 < KEPT.bound <= KEPT.largest_bound
+    assert 0 < KEPT.bound <= KEPT.promise.epsilon < KEPT.largest_bound
+
+
+def test_epsilon_out_of_reach_of_every_guess_is_inconclusive():
+    """Every guess is right, as without noise, and epsilon is still larger."""
+    assert DEAF.guesses.correct == DEAF.guesses.guesses
+    assert DEAF.bound == DEAF.largest_bound < DEAF.promise.epsilon
+    assert DEAF.verdict is Verdict.INCONCLUSIVE
+    found = findings(KEPT, BROKEN, DEAF, FREE)
+    assert (found.broken, found.inconclusive) == ([BROKEN], [DEAF])
+    told = document(found)
+    assert told["inconclusive"] == ["deaf"]
+    assert [told_of["verdict"] for told_of in told["sites"]] == [
+        "not_broken",
+        "broken",
+        "inconclusive",
+        "none",
+    ]
+    assert "promise      inconclusive: not even without noise" in "\n".join(
+        lines(findings(DEAF))
+    )
+
+
+@pytest.mark.parametrize("num_canaries", [100, 1000, 20_000])
+@pytest.mark.parametrize("epsilon", [0.3, 1.0, 3.0, 5.0, 8.0, 20.0])
+def test_training_without_noise_is_never_called_not_broken(
+    num_canaries: int, epsilon: float
+):
+    """Whatever the epsilon, and however few the canaries."""
+    found = site(epsilon=epsilon, shift=1e6, num=num_canaries)
+    assert found.verdict in {Verdict.BROKEN, Verdict.INCONCLUSIVE}
 
 
 def test_lines_say_what_was_promised_and_what_was_proved():
     """Epsilon never without delta, and its terms beside it."""
     text = "\n".join(lines(findings(KEPT, BROKEN, FREE)))
-    assert f"epsilon      8.00 at delta 1e-05\n             {TERMS}" in text
+    assert f"epsilon      2.50 at delta 1e-05\n             {TERMS}" in text
     assert f"lower bound  {KEPT.bound:.2f} at delta 1e-05, confidence 95%" in text
     assert f"canaries     1000, 100 guesses, {KEPT.guesses.correct} correct" in text
     assert text.count("not broken") == 1
@@ -84,7 +116,7 @@ def test_document_is_plain_json():
     """No infinity and no array; every number of the lines."""
     found = json.loads(json.dumps(document(findings(KEPT, FREE)), allow_nan=False))
     first, second = found["sites"]
-    assert (first["epsilon"], second["epsilon"]) == (8.0, None)
+    assert (first["epsilon"], second["epsilon"]) == (2.5, None)
     assert first["lower_bound"] == KEPT.bound
     assert first["canaries_in"] == KEPT.is_in_m.sum()
     rate = first["membership_final_model"]["tpr_at_fpr_0.01"]
@@ -107,6 +139,9 @@ def test_page_shows_every_site_and_escapes_names():
 def test_page_without_a_broken_promise_does_not_promise_safety():
     """Nor does it speak of epsilons that were never promised."""
     assert "proves nothing about attacks that were not tried" in render(findings(KEPT))
+    deaf = render(findings(KEPT, DEAF))
+    assert "proves nothing about attacks" not in deaf
+    assert "It is inconclusive" in deaf
     free = render(findings(FREE))
     assert "has no differential privacy" in free
     assert "most that epsilon allows" not in free
