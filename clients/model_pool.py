@@ -19,6 +19,7 @@ import torch
 from clients import weights
 from clients.factories import call_factory, import_factory
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
+from clients.records_apart import RecordsApart
 from federation.errors import JobError
 from federation.job import JobSpec
 from federation.vectors import IntegerVector, Layout, Vector
@@ -56,6 +57,7 @@ class ModelPool:
         device: Where the models live.
         layout: Layout of the model.
         draws: Makes models that draw random numbers reproducible.
+        records_apart: Tests these models for mixing records.
         replaced: Layers that differential privacy has replaced, for people to read.
         trained_spans: Places ``[start, stop)`` of these in the flat vector.
         num_trained: Values that training changes: those of parameters that require a
@@ -85,6 +87,7 @@ class ModelPool:
         self._memory = WeakKeyDictionary()
         self.device = _device(job.training.device)
         self.draws = GlobalDraws(self.device)
+        self.records_apart = RecordsApart(self.device)
         self.replaced: tuple[str, ...] = ()
         first = self._build()
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)

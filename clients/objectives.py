@@ -128,6 +128,11 @@ def _logits(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype is torch.float64 else logits.float()
 
 
+def inputs_of_model(task: str, inputs: torch.Tensor) -> torch.Tensor:
+    """What an objective applies the model to: of a window, all tokens but the last."""
+    return inputs[:, :-1] if task == "causal_lm" else inputs
+
+
 OBJECTIVES: dict[str, Objective] = {
     "classification": classification,
     "causal_lm": causal_lm,

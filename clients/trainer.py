@@ -6,7 +6,7 @@ arXiv:1812.06127, equation 2) if the job asks for it. Optimiser state starts afr
 in every round, so a site has nothing to lose between rounds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -18,7 +18,7 @@ from clients.batches import ALONE, Rank
 from clients.datasets import Batch, Dataset, Indices
 from clients.local_steps import add_proximal, groups, make_optimizer, set_learning_rate
 from clients.model_pool import ModelPool
-from clients.objectives import OBJECTIVES
+from clients.objectives import OBJECTIVES, inputs_of_model
 from clients.private_steps import (
     PrivateGradient,
     PrivateTraining,
@@ -254,7 +254,7 @@ class TorchTrainer:
         first_step = (round_index - 1) * num_steps
         for step in range(first_step, first_step + num_steps):
             for chosen in gradient.draw():
-                loss = partial(self._sum_of_means, model, chosen)
+                loss = self._private_loss(model, chosen)
                 gradient.add_(loss, len(chosen))
             gradient.release_()
             if anchor:  # It depends on no record.
@@ -276,7 +276,7 @@ class TorchTrainer:
             model, self._job, private, num_records=len(self._train_data)
         )
         for chosen in gradient.draw():
-            gradient.add_(partial(self._sum_of_means, model, chosen), len(chosen))
+            gradient.add_(self._private_loss(model, chosen), len(chosen))
         update_d = np.empty(self._pool.layout.size, dtype=np.float32)
         gradient.write_update(
             model,
@@ -293,12 +293,34 @@ class TorchTrainer:
             is_update=True,
         )
 
-    def _sum_of_means(self, model: torch.nn.Module, chosen: Indices) -> torch.Tensor:
+    def _private_loss(
+        self, model: torch.nn.Module, chosen: Indices
+    ) -> Callable[[], torch.Tensor]:
+        """Read a batch, and return what computes its loss for per-record gradients.
+
+        Raises:
+            JobError: The model mixes records.
+        """
+        batch = self._on_device(self._train_data.batch(chosen))
+        self._check_apart(model, batch[0], gradients=True)
+        return partial(self._sum_of_means, model, batch)
+
+    def _sum_of_means(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Sum over records of each record's mean loss over its predictions."""
-        inputs, targets = self._on_device(self._train_data.batch(chosen))
+        inputs, targets = batch
         with self._autocast():
             loss = self._objective(model, inputs, targets)
-        return loss.total / (loss.count / len(chosen))
+        return loss.total / (loss.count / len(inputs))
+
+    def _check_apart(
+        self, model: torch.nn.Module, inputs: torch.Tensor, *, gradients: bool
+    ) -> None:
+        def forward(model: torch.nn.Module, inputs: torch.Tensor) -> object:
+            with self._autocast():
+                return model(inputs)
+
+        inputs = inputs_of_model(self._job.training.task, inputs)
+        self._pool.records_apart.check(model, inputs, forward, gradients=gradients)
 
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, max_loss: float | None) -> MetricSums:
@@ -312,6 +334,9 @@ class TorchTrainer:
             walk.append(np.arange(1))  # Others need this rank's part once more.
         for number, chosen in enumerate(telling_ahead(self._held_out, iter(walk))):
             inputs, targets = self._on_device(self._held_out.batch(chosen))
+            if self._private is not None and max_loss is not None:
+                # What one record adds to the sums is promised here too.
+                self._check_apart(model, inputs, gradients=False)
             with self._autocast():
                 loss = self._objective(model, inputs, targets, max_loss=max_loss)
             if number < len(starts):

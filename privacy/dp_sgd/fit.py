@@ -4,8 +4,8 @@ What a layer computes for one record must depend on that record alone, and nothi
 but the noised gradient may change what the site sends. Layers whose rule breaks
 this are replaced where Opacus has a replacement; the rest is refused by name.
 
-Not found out: a module of a user's own that mixes the records of a batch in its
-forward pass. The guarantee of DP-SGD is void for such a model.
+What a module of a user's own does in its forward pass is not seen here: ``probe`` tests
+it before the first private step.
 """
 
 from torch import nn

@@ -91,6 +91,25 @@ def shared_backbone() -> nn.Module:
     return nn.Sequential(_BACKBONE, nn.Linear(4, 3))
 
 
+class _SignOfSum(nn.Module):
+    """Mixes the records of a batch, in training or in evaluation."""
+
+    def __init__(self, *, training: bool) -> None:
+        super().__init__()
+        self.mixes_in_training = training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixes = self.training == self.mixes_in_training
+        return x * torch.sign(x.sum()) if mixes else x
+
+
+def mixing_network(*, training: bool = True) -> nn.Module:
+    """A network in which no record is by itself."""
+    return nn.Sequential(
+        nn.Linear(4, 8), _SignOfSum(training=training), nn.Linear(8, 3)
+    )
+
+
 class _Forgetful(nn.Module):
     """Leaves everything behind that a forward pass can leave behind."""
 

@@ -22,7 +22,7 @@ from clients.private_steps import (
 )
 from clients.ranks.peers import Peers
 from clients.trainer import TorchTrainer
-from federation.errors import SiteError
+from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec
 from privacy.dp.mechanism import GaussianMechanism
@@ -264,6 +264,65 @@ def test_only_what_has_noise_leaves():
         "linear.weight": True,
         "linear.bias": True,
     }
+
+
+class Charged:
+    """Random bytes for keys, of which somebody counts the draws."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, size: int) -> bytes:
+        self.sizes.append(size)
+        return bytes(size)
+
+
+@pytest.mark.slow
+def test_a_model_that_mixes_records_takes_no_private_step():
+    """Refused by name before any noise is drawn: one key is that of the sampling."""
+    job = private_job({"local_steps": 3}, model={"factory": f"{USERS}:mixing_network"})
+    keys = Charged()
+    with pytest.raises(JobError, match=r"model.factory: '1' \(a _SignOfSum\) gives"):
+        fit(job, private(random_bytes=keys))
+    assert keys.sizes == [32]
+
+
+@pytest.mark.slow
+def test_a_model_that_mixes_records_is_not_evaluated():
+    """Noise on held-out sums is for what one record adds to them."""
+    options = {"training": False}
+    model = {"factory": f"{USERS}:mixing_network", "options": options}
+    job = private_job({"local_steps": 3}, model=model)
+    _, pool = fit(job, private())
+    trainer = TorchTrainer(
+        job, SITE, pool=pool, train=TRAIN, held_out=HELD_OUT, private=private()
+    )
+    weights_d, integers_m = pool.initial_weights()
+    with pytest.raises(JobError, match="'1' \\(a _SignOfSum\\) gives another result"):
+        trainer.evaluate_clipped(weights_d, integers_m, max_loss=3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dropout_network", "noting_network", "forgetful"])
+def test_the_test_of_a_model_changes_no_bit_of_a_run(name: str):
+    """Neither generators nor buffers nor attributes notice it."""
+    job = private_job({"local_steps": 5}, model={"factory": f"{USERS}:{name}"})
+    pool = ModelPool(job)
+    found = []
+    for _ in range(2):
+        trainer = TorchTrainer(
+            job,
+            SITE,
+            pool=pool,
+            train=TRAIN,
+            held_out=HELD_OUT,
+            private=private(random_bytes=known_bytes()),
+        )
+        tested = len(pool.records_apart.passed)
+        result = trainer.fit(*pool.initial_weights(), round_index=1)
+        found.append((result.weights_d, len(pool.records_apart.passed) - tested))
+    assert [more for _, more in found] == [1, 0]
+    np.testing.assert_array_equal(found[0][0], found[1][0])
 
 
 @pytest.mark.slow

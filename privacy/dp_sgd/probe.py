@@ -1,0 +1,447 @@
+"""Tests whether a model keeps the records of a batch apart.
+
+DP-SGD bounds what one record adds to a sum of gradients. The bound is void if a record
+also changes the gradients of others, as with ``x - x.mean(0)``. Which operations a
+module uses cannot be read from outside, so copies of the model are run: the same
+records beside others, beside extreme ones, in a smaller batch and alone. What each
+layer gets of a record, and the gradient by what it gives, are all that the record's
+gradient is computed from. They must agree between the runs, and so must the results.
+
+Before each of these runs the copy sees other records in a batch of their own, so that a
+module that remembers records in an attribute is found too.
+
+This is a test and not a proof. A module that mixes records only for some values, in
+some batch or after some number of calls may pass. Of a model that draws random numbers
+in evaluation too, batches of other sizes are not compared. For a model that keeps
+records apart, the outcome depends on no record.
+
+Shape suffixes: B records.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from federation.errors import JobError
+from privacy.dp_sgd.capture import backprops_of, watched
+from privacy.dp_sgd.layers import trained_layers
+
+Forward = Callable[[nn.Module, torch.Tensor], object]
+"""Applies a model to the inputs of a batch."""
+
+Draws = Callable[[int], AbstractContextManager[object]]
+"""Seeds the global generators for a block, and puts them back after it."""
+
+_KEY = "model.factory"
+_BASE = 3  # records that are compared
+_BESIDE = 3  # records beside them
+_ATTEMPTS = 3  # Each with other records and weights: rounding differs once, not always.
+_EXTREME = 1000.0  # times the largest value
+_WEIGHT_NOISE = 0.05  # times a parameter's root mean square
+_LEAST_NOISE = 0.02  # for parameters that begin at zero
+_CANCELLED = 0.01  # Gradients below this part of the largest one are rounding, maybe.
+_SAME_SHAPE = 1 / 32  # Kernels of one shape treat a row alike, whatever the others.
+
+
+def check_records_apart(
+    module: nn.Module,
+    inputs: torch.Tensor,
+    forward: Forward,
+    *,
+    draws: Draws,
+    gradients: bool = True,
+) -> None:
+    """Compare what a model makes of some records in different batches.
+
+    Neither the model nor any generator is changed.
+
+    Args:
+        module: From ``fit_for_privacy``, in the mode in which it will be used.
+        inputs: Some records, at least 2; shape ``(B, ...)``.
+        forward: Applies a model to inputs.
+        draws: Seeds what the model may draw from.
+        gradients: Compare gradients too, and not results alone.
+
+    Raises:
+        JobError: One record changes what the model makes of another; the message
+            names the module, if it can be found.
+    """
+    found = None
+    for attempt in range(_ATTEMPTS):
+        records = inputs.roll(-_BASE * attempt, 0)
+        found = _Probe(
+            module=module,
+            inputs=records,
+            forward=forward,
+            draws=draws,
+            seed=attempt,
+            gradients=gradients,
+        ).run()
+        if found is None:
+            return
+    raise _mixing(module, *(found or ("", "")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """A tensor on its way through a model.
+
+    Attributes:
+        name: Of the module.
+        kind: ``input`` or ``output`` of any module; ``layer`` for what a trained layer
+            was called with, ``gradient`` by what it gave, ``result`` of the model.
+        values: Shape ``(B, ...)``.
+    """
+
+    name: str
+    kind: str
+    values: torch.Tensor
+
+    @property
+    def decides(self) -> bool:
+        """Whether a record's gradient, or its loss, is computed from it."""
+        return self.kind not in ("input", "output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Records of one run.
+
+    Attributes:
+        before: Records that the model sees first.
+        records: Records that it sees then.
+        rows: Where the compared ones are among them.
+    """
+
+    before: torch.Tensor
+    records: torch.Tensor
+    rows: slice
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What was seen in a run, and whether random numbers were drawn."""
+
+    seen: list[_Seen] = field(default_factory=list)
+    drew: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    """Runs of one model on one choice of records; see ``check_records_apart``."""
+
+    module: nn.Module
+    inputs: torch.Tensor
+    forward: Forward
+    draws: Draws
+    seed: int
+    gradients: bool
+
+    @property
+    def base(self) -> torch.Tensor:
+        """Records that are compared."""
+        return self.inputs[:_BASE]
+
+    @property
+    def beside(self) -> torch.Tensor:
+        """Records beside them: others, as far as there are any."""
+        times = -(-_BESIDE // len(self.inputs))
+        others = self.inputs.roll(-_BASE, 0)
+        return others.repeat(times, *(1,) * (others.ndim - 1))[:_BESIDE]
+
+    def run(self) -> tuple[str, str] | None:
+        """Return which module mixes records and how that shows, or None."""
+        beside = self.beside
+        expected = self._trace(self._beside_base(beside))
+        rows = slice(0, len(self.base))
+        for extreme in _extremes(self.inputs):
+            batch = self._beside_base(extreme.expand_as(beside))
+            trace = self._trace_if_possible(batch, quiet=False)
+            if trace is not None:
+                found = _difference(expected, rows, trace, rows, _SAME_SHAPE)
+                if found is not None:
+                    return found
+        return self._compare_sizes(expected)
+
+    def _compare_sizes(self, expected: _Trace) -> tuple[str, str] | None:
+        # A batch of another size draws other masks, so that none may be drawn here.
+        quiet = expected.drew
+        if quiet:
+            expected = self._trace(self._beside_base(self.beside), quiet=True)
+            if expected.drew:
+                return None
+        for batch, among in self._other_sizes():
+            trace = self._trace_if_possible(batch, quiet=quiet)
+            if trace is None:
+                raise JobError(
+                    f"the model fails on a batch of {len(batch.records)} records, "
+                    f"although it takes {_BESIDE + len(self.base)}: a private step may "
+                    "draw any number of records, so let the model take any",
+                    key=_KEY,
+                )
+            found = _difference(expected, among, trace, batch.rows, 1.0)
+            if found is not None:
+                return found
+        return None
+
+    def _beside_base(self, beside: torch.Tensor) -> _Batch:
+        base = self.base
+        return _Batch(
+            before=beside,
+            records=torch.cat((base, beside)),
+            rows=slice(0, len(base)),
+        )
+
+    def _other_sizes(self) -> Iterator[tuple[_Batch, slice]]:
+        """Smaller batches and another order, and the rows of the first run."""
+        base, beside = self.base, self.beside
+        rows, one = slice(0, len(base)), slice(0, 1)
+        yield _Batch(before=beside, records=base, rows=rows), rows
+        yield _Batch(before=beside, records=base[one], rows=one), one
+        behind = torch.cat((beside, base))
+        place = slice(len(beside), len(behind))
+        yield _Batch(before=beside, records=behind, rows=place), rows
+
+    def _trace_if_possible(self, batch: _Batch, *, quiet: bool) -> _Trace | None:
+        try:
+            return self._trace(batch, quiet=quiet)
+        except JobError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever the user's code raises.
+            return None
+
+    def _trace(self, batch: _Batch, *, quiet: bool = False) -> _Trace:
+        """Run a copy of the model on a batch."""
+        module = self._copy()
+        if quiet:
+            _silence(module)
+        trace = self._look_again(module, batch)
+        if quiet and trace.drew:  # Functions draw too, and in training mode only.
+            trace = self._look_again(module.eval(), batch)
+        return trace
+
+    def _look_again(self, module: nn.Module, batch: _Batch) -> _Trace:
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        kept = [(t, t.detach().clone()) for t in (*module.buffers(), *frozen)]
+        trace, device = _Trace(), batch.records.device
+        with self.draws(1 + self.seed), torch.set_grad_enabled(self.gradients):
+            before = _generator_states(module, device)
+            self.forward(module, batch.before)
+            _put_back(kept)
+            self._look(module, batch.records, trace)
+            _put_back(kept)
+            trace.drew = before != _generator_states(module, device)
+        return trace
+
+    def _copy(self) -> nn.Module:
+        """A copy with other weights: no part of it is zero and out of sight."""
+        try:
+            module = copy.deepcopy(self.module)
+        except Exception as error:  # Whatever the user's class raises.
+            raise JobError(
+                "the model cannot be copied, and copies are tested before private "
+                f"steps ({type(error).__name__}): keep locks, files and results of "
+                "earlier calls out of its attributes",
+                key=_KEY,
+            ) from error
+        generator = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.is_floating_point():
+                    size = parameter.detach().double().square().mean().sqrt().item()
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    noise *= _WEIGHT_NOISE * size if size > 0 else _LEAST_NOISE
+                    parameter.add_(noise.to(parameter))
+        return module
+
+    def _look(self, module: nn.Module, records: torch.Tensor, trace: _Trace) -> None:
+        size = len(records)
+        layers = trained_layers(module) if self.gradients else {}
+        with _noting(module, size, trace.seen), watched(layers, size) as uses:
+            result = self.forward(module, records)
+        trace.seen += [
+            _Seen(name=use.name, kind="layer", values=use.inputs) for use in uses
+        ]
+        if not isinstance(result, torch.Tensor) or result.shape[:1] != (size,):
+            return  # Training says what is wrong with it.
+        kept = result.detach().clone()
+        trace.seen.append(_Seen(name="", kind="result", values=kept))
+        if not self.gradients or not result.requires_grad:
+            return
+        # Any loss that sees each result for itself does; this one cancels nothing.
+        factors = torch.randn(
+            result.shape[1:], generator=torch.Generator().manual_seed(self.seed)
+        )
+        total = (result * factors.to(result)).sum()
+        for use, values in zip(uses, backprops_of(total, uses), strict=True):
+            if values is not None:
+                trace.seen.append(_Seen(name=use.name, kind="gradient", values=values))
+
+
+@contextmanager
+def _noting(module: nn.Module, size: int, seen: list[_Seen]) -> Iterator[None]:
+    """Note what goes into every module and what comes out, by record."""
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: object, kwargs: object, out: object) -> None:
+            for kind, values in (("input", (args, kwargs)), ("output", out)):
+                for tensor in _tensors(values):
+                    if tensor.ndim and len(tensor) == size:
+                        kept = tensor.detach().clone()
+                        seen.append(_Seen(name=name, kind=kind, values=kept))
+
+        return hook
+
+    handles = [
+        layer.register_forward_hook(hook_of(name), with_kwargs=True)
+        for name, layer in module.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(values: object) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors(value)
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _extremes(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two records of small and of large values, shape ``(1, ...)``.
+
+    Whole numbers may be tokens or classes, of which a model takes only so many: where
+    all records have some, no record gets another one.
+    """
+    low, high = inputs.amin(0, keepdim=True), inputs.amax(0, keepdim=True)
+    if not inputs.is_floating_point():
+        return low, high
+    is_whole = (inputs == inputs.round()).all(0, keepdim=True)
+    far = _EXTREME * inputs.abs().amax(0, keepdim=True)
+    return torch.where(is_whole, low, -far), torch.where(is_whole, high, far)
+
+
+@torch.no_grad()
+def _put_back(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    # As private steps do after every batch.
+    for tensor, values in kept:
+        tensor.copy_(values)
+
+
+def _silence(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, _DropoutNd):
+            layer.eval()
+
+
+def _generator_states(module: nn.Module, device: torch.device) -> list[object]:
+    """States of all that a model may draw from: torch's generators, and its own."""
+    own = [value for layer in module.modules() for value in vars(layer).values()]
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    states += [value.get_state() for value in own if isinstance(value, torch.Generator)]
+    numpys = [value for value in own if isinstance(value, np.random.Generator)]
+    return [state.numpy().tobytes() for state in states] + [
+        repr(value.bit_generator.state) for value in numpys
+    ]
+
+
+def _difference(
+    one: _Trace, one_rows: slice, other: _Trace, other_rows: slice, part: float
+) -> tuple[str, str] | None:
+    """Compare two runs; return the module that mixes records and how that shows."""
+    deciding = [[s for s in trace.seen if s.decides] for trace in (one, other)]
+    if [(s.name, s.kind) for s in deciding[0]] != [
+        (s.name, s.kind) for s in deciding[1]
+    ]:
+        return "", "calls other layers"
+    pairs = [
+        (a, a.values[one_rows], b.values[other_rows])
+        for a, b in zip(*deciding, strict=True)
+    ]
+    gradients = [a for seen, a, _ in pairs if seen.kind == "gradient"]
+    largest = max((_norms(_finite(a)).max().item() for a in gradients), default=0.0)
+    tolerance = part * _tolerance([a for _, a, _ in pairs])
+    for seen, a, b in pairs:
+        floor = _CANCELLED * largest if seen.kind == "gradient" else 0.0
+        if _differ(a, b, tolerance, floor):
+            return _culprit(one, one_rows, other, other_rows, tolerance) or (
+                seen.name,
+                "gets another gradient"
+                if seen.kind == "gradient"
+                else "gives another result",
+            )
+    return None
+
+
+def _culprit(
+    one: _Trace, one_rows: slice, other: _Trace, other_rows: slice, tolerance: float
+) -> tuple[str, str] | None:
+    """Find the first module that gets the same and gives something else."""
+    notes = [[s for s in t.seen if s.kind in ("input", "output")] for t in (one, other)]
+    if [(s.name, s.kind) for s in notes[0]] != [(s.name, s.kind) for s in notes[1]]:
+        return None
+    got_the_same: dict[str, bool] = {}
+    for a, b in zip(*notes, strict=True):
+        differs = _differ(a.values[one_rows], b.values[other_rows], tolerance, 0.0)
+        if a.kind == "input":
+            got_the_same[a.name] = got_the_same.get(a.name, True) and not differs
+        elif differs and got_the_same.get(a.name):
+            return a.name, "gives another result"
+    return None
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor, tolerance: float, floor: float) -> bool:
+    """Whether any record's values are further apart than rounding takes them."""
+    if a.shape != b.shape:
+        return True
+    a, b = a.flatten(1).double(), b.flatten(1).double()
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return True
+    a, b = _finite(a), _finite(b)
+    apart = _norms(a - b)
+    scale = max(_norms(a).max().item(), _norms(b).max().item(), floor)
+    return bool((apart > tolerance * scale).any())
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    return values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _norms(values: torch.Tensor) -> torch.Tensor:
+    norms: torch.Tensor = torch.linalg.vector_norm(values.flatten(1), dim=1)
+    return norms
+
+
+def _tolerance(values: list[torch.Tensor]) -> float:
+    """Half of the digits of the coarsest type."""
+    kinds = {v.dtype for v in values if v.is_floating_point()}
+    coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    return float(coarsest**0.5)
+
+
+def _mixing(module: nn.Module, name: str, how: str) -> JobError:
+    kind = type(module.get_submodule(name)).__name__
+    who = (
+        f"{name!r} (a {kind})" if name else f"the model (a {kind}), between its layers,"
+    )
+    return JobError(
+        f"{who} {how} for a record when others are beside it: differential privacy "
+        "needs every record by itself; work on each record along its own axes, and "
+        "not over the first axis, which is that of the records",
+        key=_KEY,
+    )
