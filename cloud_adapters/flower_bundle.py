@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from cloud_adapters import flower_app_shim
 from federation.errors import ProtocolError
 
-_PYPROJECT = b"""\
+PYPROJECT = b"""\
 [build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -50,7 +50,7 @@ def bundle() -> Fab:
     """The bundle of every run."""
     content, _ = build_fab_from_files(
         {
-            "pyproject.toml": _PYPROJECT,
+            "pyproject.toml": PYPROJECT,
             "LICENSE": b"Apache-2.0\n",
             "crossfed_run/__init__.py": b"",
             "crossfed_run/server.py": _SERVER,

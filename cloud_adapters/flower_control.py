@@ -1,7 +1,7 @@
 """What the aggregator's host asks of its SuperLink: runs and nodes.
 
-Flower's Control API asks nobody for a key, so it is reached on the loopback alone. A
-run needs a bundle of code: see ``flower_bundle``.
+Flower's Control API asks nobody for a key; ``flower_guard``, which stands before it,
+asks for the secret of the host. A run needs a bundle of code: see ``flower_bundle``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,24 +23,26 @@ from flwr.supercore.control.control_http_client import ControlHttpClient
 
 from cloud_adapters.flower_bundle import bundle
 from cloud_adapters.flower_facts import FlowerNodeInfo, FlowerRun, SuperLinkUnavailable
+from cloud_adapters.flower_guard import SecretSender, control_word
 
 
 class FlowerControl:
     """The SuperLink of this host; a context manager."""
 
-    def __init__(self, address: str, root_certificates: bytes) -> None:
+    def __init__(self, address: str, root_certificates: bytes, secret: bytes) -> None:
         """Connect when it is first asked.
 
         Args:
             address: ``127.0.0.1:PORT``.
             root_certificates: PEM of the authority that speaks for it.
+            secret: Of its interface Control.
         """
         self._address = address
         self._client = ControlHttpClient.from_server_address(
             address,
             insecure=False,
             root_certificates=root_certificates,
-            interceptors=[],
+            interceptors=[SecretSender(control_word(secret))],
         )
 
     def __enter__(self) -> Self:

@@ -58,15 +58,12 @@ CREATE TABLE IF NOT EXISTS crossfed_answers (
 """
 
 
-def run_superlink(arguments: Sequence[str], limits: Limits, database: Path) -> None:
-    """Become Flower's SuperLink, with the gate in place.
+def run_superlink(arguments: Sequence[str]) -> None:
+    """Become Flower's SuperLink, with what was installed in this process.
 
     Args:
         arguments: Those of ``flower-superlink``.
-        limits: See ``install``.
-        database: Likewise.
     """
-    install(limits, database)
     sys.argv = ["flower-superlink", *arguments]
     flower_superlink()
 

@@ -84,8 +84,7 @@ class AggregatorFile:
     )
     proxy: bool = key(
         "Whether nginx stands before the SuperLink and lets in sites alone. Without "
-        "it the SuperLink listens on `listen` itself, which must be a loopback: its "
-        "other interfaces ask nobody for a key.",
+        "it the SuperLink listens on `listen` itself, which must be a loopback.",
         default=True,
     )
     connect_seconds: float = key(
@@ -104,6 +103,7 @@ class AggregatorConfig:
     """The aggregator's configuration and its folder, which holds the file.
 
     ``ca.key``, ``ca.crt``, ``server.key``, ``server.crt``: certificates.
+    ``control.secret``, ``superexec.secret``: see ``deploy.host_secrets``.
     ``aggregator.pem``, ``roster.toml``: the identity, and whom it believes.
     ``flower/``: state of the SuperLink. ``proxy/``: of nginx. ``runs/``: runs.
     ``logs/``: logs.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from cloud_adapters.answer_limits import Limits, free_bytes
-from cloud_adapters.child_process import Child, installed_program
+from cloud_adapters.child_process import Child
+from cloud_adapters.flower_bundle import bundle
 from cloud_adapters.flower_control import FlowerControl
 from cloud_adapters.storage.part_file import file_errors
 from deploy import (
@@ -21,11 +21,13 @@ from deploy import (
     enrolment_nodes,
     enrolment_operator,
     folder_lock,
+    host_secrets,
     log_files,
     ports,
     proxy,
     proxy_processes,
     run_queue,
+    superexec_process,
     superlink_process,
 )
 from deploy.addresses import parse_address
@@ -44,7 +46,6 @@ from privacy.secret_files import write_new
 LOOK_SECONDS = 1.0
 RENEWAL_LOOK_SECONDS = 3600.0
 SUPERLINK = "superlink"
-_SECRET_BYTES = 64
 _OK, _UNAVAILABLE = 200, 503
 
 # What Flower's programs must be told so as not to call home.
@@ -66,7 +67,7 @@ def initialise(folder: Path, hosts: Sequence[str], *, clock: Clock) -> Authority
     certificate = authority.issue_server(server_names(tuple(hosts)), key)
     write_new(folder / "server.key", key_pem(key))
     write_new(folder / "server.crt", certificate, mode=0o644)
-    write_new(folder / "superexec.secret", secrets.token_bytes(_SECRET_BYTES))
+    host_secrets.make(folder)
     return authority
 
 
@@ -122,8 +123,9 @@ class AggregatorService:
             stack.enter_context(folder_lock.hold(config.lock, complaint))
             self._await_ports(port)
             self._prepare_disk()
+            secret = self._secret()
             control = stack.enter_context(
-                FlowerControl(f"{LOOPBACK}:{port}", authority)
+                FlowerControl(f"{LOOPBACK}:{port}", authority, secret)
             )
             handlers = self._handlers(control)
             service_port = stack.enter_context(
@@ -133,6 +135,20 @@ class AggregatorService:
             for child in self._children:
                 stack.callback(child.stop)
             self._serve(control)
+
+    def _secret(self) -> bytes:
+        """The secret of Control; a folder of an earlier release gets one.
+
+        Raises:
+            KeyFileRefused: Others may read a secret.
+            StoreUnavailable: One cannot be written.
+        """
+        folder = self.config.folder
+        with file_errors("write secrets in", folder):
+            for name in host_secrets.make(folder):
+                self.listener(f"{folder / name} was missing and is made")
+        host_secrets.read(folder / host_secrets.RUNTIME)
+        return host_secrets.read(folder / host_secrets.CONTROL)
 
     @property
     def _limits(self) -> Limits:
@@ -306,29 +322,23 @@ class AggregatorService:
 
     def _flower(self, port: int) -> list[Child]:
         folder = self.config.folder.resolve()
-        address, secret = f"{LOOPBACK}:{port}", str(folder / "superexec.secret")
         link = [
             *("--ssl-ca-certfile", str(folder / "ca.crt")),
             *("--ssl-certfile", str(folder / "server.crt")),
             *("--ssl-keyfile", str(folder / "server.key")),
             *("--host", LOOPBACK, "--port", str(port)),
             *("--isolation", "process", "--enable-supernode-auth"),
-            *("--superexec-auth-secret-file", secret),
             "--disable-runtime-dependency-installation",
         ]
-        executor = [
-            *("--root-certificates", str(folder / "ca.crt")),
-            *("--runtime-api-address", address),
-            *("--superexec-auth-secret-file", secret),
-        ]
         database = self.config.state.resolve()
-        start = superlink_process.command(self._limits, database, link)
-        return [
-            self._child(SUPERLINK, start),
-            self._child(
-                "superexec", [installed_program("flower-superexec"), *executor]
-            ),
-        ]
+        start = superlink_process.command(self._limits, database, folder, link)
+        execute = superexec_process.command(
+            f"{LOOPBACK}:{port}",
+            authority=folder / "ca.crt",
+            secret=folder / host_secrets.RUNTIME,
+            bundle=bundle().hash_str,
+        )
+        return [self._child(SUPERLINK, start), self._child("superexec", execute)]
 
     def _proxy(self, port: int, service_port: int) -> list[Child]:
         if not self.config.file.proxy:

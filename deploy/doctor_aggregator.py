@@ -14,6 +14,7 @@ from deploy import (
     doctor_flower,
     enrolment_book,
     folder_lock,
+    host_secrets,
     ports,
     proxy,
     run_queue,
@@ -25,7 +26,6 @@ from deploy.doctor import Check, ok, problem, warning
 from deploy.enrolment_book import BookFile
 from federation.errors import FederationError
 from federation.protocols import Clock
-from privacy.secret_files import read_private
 
 _DAY_SECONDS = 86_400.0
 _RESTORE = "restore the folder from its copy"
@@ -63,11 +63,14 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
 
 
 def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
-    """The root, the secret of Flower's programs, and who is enrolled or revoked."""
+    """The root, the secrets of this host, and who is enrolled or revoked."""
     book_file = BookFile(folder=config.folder)
     try:
         authority = enrolment_book.open_authority(config.folder, clock=clock)
-        read_private(config.folder / "superexec.secret")
+        for name in (host_secrets.CONTROL, host_secrets.RUNTIME):
+            # A missing one is made when the service starts.
+            if (config.folder / name).exists():
+                host_secrets.read(config.folder / name)
         book = book_file.read()
     except FederationError as error:
         yield problem("authority", str(error), _RESTORE)

@@ -2,6 +2,7 @@
 
 from cloud_adapters.flower_control import FlowerControl
 from cloud_adapters.flower_facts import SuperLinkUnavailable
+from deploy import host_secrets
 from deploy.aggregator_file import AggregatorConfig
 from deploy.ports import LOOPBACK
 
@@ -32,6 +33,7 @@ def unregister(config: AggregatorConfig, node_id: int) -> None:
 
     Raises:
         SuperLinkUnavailable: The SuperLink cannot be reached, or has never run.
+        KeyFileRefused: This host's secret cannot be read.
         FederationError: The file of its port is damaged.
     """
     port = config.superlink_port()
@@ -40,7 +42,8 @@ def unregister(config: AggregatorConfig, node_id: int) -> None:
             "crossfed aggregator up has not run yet, so there is no SuperLink to tell"
         )
     authority = (config.folder / "ca.crt").read_bytes()
-    with FlowerControl(f"{LOOPBACK}:{port}", authority) as control:
+    secret = host_secrets.read(config.folder / host_secrets.CONTROL)
+    with FlowerControl(f"{LOOPBACK}:{port}", authority, secret) as control:
         for node in control.nodes():
             if node.node_id == node_id and node.status != _SHUT_OUT:
                 control.unregister(node_id)

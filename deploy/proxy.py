@@ -1,10 +1,10 @@
 """The reverse proxy before the aggregator: nginx, and what it lets in.
 
-Flower's SuperLink answers three interfaces on one port, and two of them ask nobody for
-a key (Control starts code, Runtime hands out tasks). So it listens on the loopback, and
-this proxy lets in the third alone, Fleet, and that only for sites with a certificate of
-our authority that is not revoked. What is let in is a list of whole request lines, held
-against the bytes as they came: no path is taken apart, so no trick with one can matter.
+Flower's SuperLink answers three interfaces on one port. Control starts code and Runtime
+hands out tasks, so it listens on the loopback, and this proxy lets in the third alone,
+Fleet, and that only for sites with a certificate of our authority that is not revoked.
+What is let in is a list of whole request lines, held against the bytes as they came: no
+path is taken apart, so no trick with one can matter.
 
 The configuration is text made from a value, and ``check`` has nginx read it. Its
 processes are in ``proxy_processes``.
@@ -131,6 +131,8 @@ http {{
         proxy_set_header X-Forwarded-For "";
         proxy_set_header X-Forwarded-Proto "";
         proxy_set_header Forwarded "";
+        # Of the host alone: see cloud_adapters/flower_guard.py.
+        proxy_set_header X-Crossfed-Secret "";
         proxy_next_upstream off;
         proxy_connect_timeout 5s;
         proxy_max_temp_file_size 0;

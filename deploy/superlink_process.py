@@ -1,7 +1,8 @@
-"""Flower's SuperLink behind our gate, as the aggregator's service starts it.
+"""Flower's SuperLink behind our guard and our gate, as the service starts it.
 
-``python -I -m deploy.superlink_process LIMITS ARGUMENT...``, where LIMITS is JSON and
-the arguments are those of ``flower-superlink``. What the gate lets through is in
+``python -I -m deploy.superlink_process FACTS ARGUMENT...``, where FACTS is JSON and
+the arguments are those of ``flower-superlink``. Who may call is in
+``cloud_adapters.flower_guard``, and what sites may leave in
 ``cloud_adapters.flower_gate``.
 """
 
@@ -14,22 +15,38 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cloud_adapters.answer_limits import Limits, free_bytes
+from deploy import host_secrets
+from deploy.proxy import FLEET_CALLS
 from federation.errors import StoreUnavailable
+
+# What is answered without a secret: calls of sites, and whether it is there.
+PUBLIC_PATHS = (*(f"/v1/fleet/{call}" for call in FLEET_CALLS), "/health")
 
 _FULL = 1  # PRAGMA auto_vacuum
 
 
-def command(limits: Limits, database: Path, arguments: Sequence[str]) -> list[str]:
+def command(
+    limits: Limits, database: Path, secrets: Path, arguments: Sequence[str]
+) -> list[str]:
     """Return the command that starts a SuperLink.
 
     Args:
         limits: What sites may leave there.
         database: File of its state.
+        secrets: Folder of ``deploy.host_secrets``.
         arguments: Further ones of ``flower-superlink``.
     """
-    text = json.dumps({**asdict(limits), "database": str(database)})
-    module = ["-I", "-m", "deploy.superlink_process", text]
-    return [sys.executable, *module, "--database", str(database), *arguments]
+    facts = {
+        "limits": asdict(limits),
+        "database": str(database),
+        "secrets": str(secrets),
+    }
+    return [
+        *(sys.executable, "-I", "-m", "deploy.superlink_process", json.dumps(facts)),
+        *("--database", str(database)),
+        *("--superexec-auth-secret-file", str(secrets / host_secrets.RUNTIME)),
+        *arguments,
+    ]
 
 
 def prepare(database: Path) -> int:
@@ -67,11 +84,17 @@ def prepare(database: Path) -> int:
 
 def main(arguments: list[str]) -> None:
     """Become a SuperLink."""
-    from cloud_adapters.flower_gate import run_superlink  # noqa: PLC0415 -- seconds
+    from cloud_adapters import flower_gate, flower_guard  # noqa: PLC0415 -- seconds
 
     facts = json.loads(arguments[0])
-    database = Path(facts.pop("database"))
-    run_superlink(arguments[1:], Limits(**facts), database)
+    secrets = Path(facts["secrets"])
+    flower_guard.install(
+        control=host_secrets.read(secrets / host_secrets.CONTROL),
+        runtime=host_secrets.read(secrets / host_secrets.RUNTIME),
+        public=PUBLIC_PATHS,
+    )
+    flower_gate.install(Limits(**facts["limits"]), Path(facts["database"]))
+    flower_gate.run_superlink(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from support.deployment import command_of, descendants, is_alive, wait_for
 # Whoever looks after a machine starts what has died after a moment.
 AGAIN_SECONDS = 1.0
 _PROGRAMS = {
-    Victim.COORDINATOR: "flwr-serverapp",
-    Victim.SUPERLINK: "flower-superlink",
+    Victim.COORDINATOR: "coordinator_process",
+    Victim.SUPERLINK: "superlink_process",
     Victim.PROXY: "nginx: ",
 }
 

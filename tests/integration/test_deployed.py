@@ -231,11 +231,11 @@ def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
     process = federation.run(JOBS / "private.toml", f"rounds={num_rounds}")
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
     for victims in (
-        ("flwr-serverapp",),
-        ("flower-superlink",),
+        ("coordinator_process",),
+        ("superlink_process",),
         ("nginx: master",),
         # A site is let in again after 20 s: the SuperExec is back long before.
-        (SITES[1], "flower-superexec"),
+        (SITES[1], "superexec_process"),
     ):
         before = federation.rounds()
         wait_for(lambda n=before: federation.rounds() > n + 1, "rounds go on")

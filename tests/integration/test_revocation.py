@@ -8,6 +8,7 @@ from support import proxy_server
 from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
 
 from cloud_adapters import flower_simulation
+from deploy import host_secrets
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +36,8 @@ def _online(federation: Deployment) -> int:
     home = federation.folder / "aggregator"
     port = (home / "flower" / "port").read_text()
     authority = (home / "ca.crt").read_bytes()
-    with FlowerControl(f"127.0.0.1:{port}", authority) as control:
+    secret = host_secrets.read(home / host_secrets.CONTROL)
+    with FlowerControl(f"127.0.0.1:{port}", authority, secret) as control:
         return sum(node.status == "online" for node in control.nodes())
 
 

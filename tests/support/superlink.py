@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -35,7 +34,8 @@ from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
 
 from cloud_adapters.answer_limits import Limits
-from deploy import superlink_process
+from cloud_adapters.flower_guard import SecretSender, control_word
+from deploy import host_secrets, superexec_process, superlink_process
 from deploy.aggregator_file import LimitsSpec
 from deploy.certificates import Authority, key_pem, new_key
 from federation.clock import SystemClock
@@ -155,24 +155,25 @@ class SuperLink:
             *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.crt"),
             *("--ssl-keyfile", "server.key"),
             *("--isolation", "process", "--enable-supernode-auth"),
-            *("--superexec-auth-secret-file", "secret"),
             "--disable-runtime-dependency-installation",
         ]
         database = self.folder / self.database
         superlink_process.prepare(database)
-        command = superlink_process.command(self.limits, database, arguments)
+        command = superlink_process.command(
+            self.limits, database, self.folder, arguments
+        )
         self._spawn("superlink", command)
         wait_for(self._is_up, "the SuperLink listens")
 
     def start_superexec(self) -> None:
         """Start what starts the ServerApp."""
-        self._spawn(
-            "superexec",
-            [_BIN / "flower-superexec"],
-            *("--root-certificates", "ca.crt"),
-            *("--runtime-api-address", self.address),
-            *("--superexec-auth-secret-file", "secret"),
+        command = superexec_process.command(
+            self.address,
+            authority=self.folder / "ca.crt",
+            secret=self.folder / host_secrets.RUNTIME,
+            bundle=self._bundle().hash_str,
         )
+        self._spawn("superexec", command)
 
     def kill(self) -> None:
         """Kill the SuperLink; its database stays."""
@@ -196,7 +197,7 @@ class SuperLink:
         public = key.public_key().public_bytes(
             Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
         )
-        with self._control() as control:
+        with self.control() as control:
             answer = control.RegisterNode(RegisterNodeRequest(public_key=public))
             return int(answer.node_id)
 
@@ -208,20 +209,18 @@ class SuperLink:
             listener.bind(str(path))
             listener.listen()
             listener.settimeout(PATIENCE_SECONDS)
-            with warnings.catch_warnings():  # Of its dependencies' plans.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                content = build_fab_from_disk(self._project())
-            fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
             config = user_config_to_proto({"socket": str(path)})
-            request = StartRunRequest(fab=fab_to_proto(fab), override_config=config)
-            with self._control() as control:
+            request = StartRunRequest(
+                fab=fab_to_proto(self._bundle()), override_config=config
+            )
+            with self.control() as control:
                 self._run = int(control.StartRun(request).run_id)
             self._app, _ = listener.accept()
         self._app.settimeout(PATIENCE_SECONDS)
 
     def stop_app(self) -> None:
         """Stop the run, as a person does."""
-        with self._control() as control:
+        with self.control() as control:
             control.StopRun(StopRunRequest(run_id=self._run))
         if self._app is not None:
             self._app.close()
@@ -256,6 +255,12 @@ class SuperLink:
         """Nodes that Flower counts as there, and until when."""
         return {int(node): until for node, until in self.ask("nodes").items()}
 
+    def _bundle(self) -> Fab:
+        with warnings.catch_warnings():  # Of its dependencies' plans.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            content = build_fab_from_disk(self._project())
+        return Fab(hashlib.sha256(content).hexdigest(), content, {})
+
     def _project(self) -> Path:
         """The bundle, before it is one."""
         folder = self.folder / "app"
@@ -278,10 +283,14 @@ class SuperLink:
         return True
 
     @contextlib.contextmanager
-    def _control(self) -> Iterator[ControlHttpClient]:
+    def control(self) -> Iterator[ControlHttpClient]:
         insecure = False
+        secret = host_secrets.read(self.folder / host_secrets.CONTROL)
         client = ControlHttpClient.from_server_address(
-            self.address, insecure, self.authority, interceptors=[]
+            self.address,
+            insecure,
+            self.authority,
+            interceptors=[SecretSender(control_word(secret))],
         )
         with client:
             yield client
@@ -317,7 +326,7 @@ def serve(
     """Run a SuperLink and a ServerApp until the end of the block."""
     running = SuperLink(folder, f"127.0.0.1:{_free_port()}", database, limits)
     (folder / "home").mkdir()
-    (folder / "secret").write_bytes(secrets.token_bytes(64))
+    host_secrets.make(folder)
     authority = Authority.create("test", clock=SystemClock())
     authority.save(folder)
     key = new_key()

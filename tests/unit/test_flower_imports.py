@@ -17,6 +17,8 @@ KNOW_PRIVATE = {
     # On the aggregator's host.
     "cloud_adapters/flower_control.py",
     "cloud_adapters/flower_gate.py",
+    "cloud_adapters/flower_guard.py",
+    "cloud_adapters/flower_launcher.py",
     "cloud_adapters/flower_presence.py",
     "cloud_adapters/flower_runtime.py",
     # At both.

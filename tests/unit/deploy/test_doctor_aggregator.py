@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
-from deploy import doctor_aggregator, doctor_exchange, enrolment_operator, folder_lock
+from deploy import (
+    doctor_aggregator,
+    doctor_exchange,
+    enrolment_operator,
+    folder_lock,
+    host_secrets,
+)
 from deploy.doctor import Check
 from deploy.exchange import ExchangeSpec
 from deploy.ports import LOOPBACK, free_port
@@ -18,7 +24,7 @@ DAY = 86400.0
 @pytest.fixture
 def federation(tmp_path: Path) -> Federation:
     made = Federation(folder=tmp_path)
-    (made.aggregator / "superexec.secret").touch(mode=0o600)
+    host_secrets.make(made.aggregator)
     write(made, f'listen = "{LOOPBACK}:{free_port()}"\nproxy = false\n')
     return made
 
@@ -89,7 +95,9 @@ def test_certificate_that_ended_or_lacks_a_host(federation: Federation):
     assert "expired 1 days ago" in examined(federation)["certificate"].found
 
 
-@pytest.mark.parametrize("name", ["ca.key", "superexec.secret", "sites.json"])
+@pytest.mark.parametrize(
+    "name", ["ca.key", "control.secret", "superexec.secret", "sites.json"]
+)
 def test_file_that_is_missing_or_open(federation: Federation, name: str):
     """It is named."""
     federation.site("site-a")

@@ -1,0 +1,144 @@
+"""The guard before Flower's SuperLink, at the version that is installed."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cloud_adapters import flower_simulation
+
+flower_simulation.import_flower()
+
+from fastapi.routing import APIRoute, iter_route_contexts  # noqa: E402
+from flwr.common.serde import fab_to_proto, user_config_to_proto  # noqa: E402
+from flwr.proto.control_pb2 import StartRunRequest  # noqa: E402
+from flwr.supercore.fab import Fab  # noqa: E402
+from flwr.superlink import extensions  # noqa: E402
+from flwr.superlink.main import create_app  # noqa: E402
+from support import bundles, superlink  # noqa: E402
+from support.superlink import SuperLink, wait_for  # noqa: E402
+
+from cloud_adapters import flower_guard  # noqa: E402
+from cloud_adapters.flower_guard import (  # noqa: E402
+    HEADER,
+    control_word,
+    runtime_word,
+)
+from deploy.superlink_process import PUBLIC_PATHS  # noqa: E402
+
+pytestmark = [pytest.mark.flower, pytest.mark.deploy]
+
+CONTROL, RUNTIME = b"c" * 64, b"r" * 64
+REFUSED = 401
+
+
+@dataclass(frozen=True)
+class Client:
+    """Calls Flower's application in this process."""
+
+    app: Any
+
+    def request(
+        self, method: str, path: str, headers: Sequence[tuple[str, str]] = ()
+    ) -> httpx.Response:
+        """Make one request."""
+
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="https://localhost"
+            ) as client:
+                return await client.request(method, path, headers=list(headers))
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+    """Flower's own application, behind the guard."""
+    # What was there before comes back.
+    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
+    flower_guard.install(control=CONTROL, runtime=RUNTIME, public=PUBLIC_PATHS)
+    return Client(create_app())
+
+
+def routes(client: Client) -> list[tuple[str, str]]:
+    """Every route that Flower has, as method and path."""
+    found = []
+    for context in iter_route_contexts(client.app.routes):
+        if isinstance(context.route, APIRoute):
+            methods = sorted(context.route.methods or ())
+            found += [(method, context.path) for method in methods]
+    return found
+
+
+def test_every_route_but_those_of_sites_wants_a_secret(client: Client):
+    """Also those that a later version of Flower adds."""
+    guarded = [row for row in routes(client) if row[1] not in PUBLIC_PATHS]
+    assert {"/v1/control/start-run", "/v1/runtime/acquire-task"} < {
+        path for _, path in guarded
+    }
+    assert "/v1/fleet/register-node" in {path for _, path in guarded}
+    for method, path in [*guarded, ("GET", "/docs"), ("GET", "/openapi.json")]:
+        answer = client.request(method, path)
+        assert answer.status_code == REFUSED, path
+        assert b"secret of the aggregator's host" in answer.content
+
+
+def test_calls_of_sites_pass(client: Client):
+    """Flower itself authenticates them, by the node's key."""
+    assert client.request("GET", "/health").status_code != REFUSED
+    answer = client.request("POST", "/v1/fleet/pull-messages")
+    assert b"secret of the aggregator's host" not in answer.content
+
+
+@pytest.mark.parametrize(
+    ("path", "own", "other"),
+    [
+        ("/v1/control/list-runs", control_word(CONTROL), runtime_word(RUNTIME)),
+        ("/v1/runtime/get-nodes", runtime_word(RUNTIME), control_word(CONTROL)),
+    ],
+)
+def test_each_interface_has_a_secret_of_its_own(
+    client: Client, path: str, own: str, other: str
+):
+    """Who coordinates a run cannot start another one."""
+
+    def is_refused(*sent: str) -> bool:
+        headers = [(HEADER, one) for one in sent]
+        answer = client.request("POST", path, headers)
+        return b"secret of the aggregator's host" in answer.content
+
+    assert not is_refused(own)
+    for wrong in ([], [other], [own, own], [own[:-1]], [own.upper()], [f"{own} "[:0]]):
+        assert is_refused(*wrong), wrong
+
+
+def test_words_tell_neither_secret():
+    """One secret in both files would still be two words."""
+    assert control_word(CONTROL) != runtime_word(CONTROL)
+    assert CONTROL.hex() not in control_word(CONTROL)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("deployed")
+def test_another_bundle_is_not_started(tmp_path: Path):
+    """Even if whoever starts the run knows the secret."""
+    mark = tmp_path / "code was run"
+    fab = bundles.foreign(f"open({str(mark)!r}, 'w')\n")
+    with superlink.serve(tmp_path) as running:
+        _start(running, fab)
+        log = tmp_path / "superexec.log"
+        wait_for(lambda: "only the one of this release" in log.read_text(), "refused")
+        assert fab.hash_str in log.read_text()
+        assert not mark.exists()
+
+
+def _start(running: SuperLink, fab: Fab) -> None:
+    config = user_config_to_proto({"folder": "", "config": ""})
+    with running.control() as control:
+        control.StartRun(StartRunRequest(fab=fab_to_proto(fab), override_config=config))

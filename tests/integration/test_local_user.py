@@ -1,0 +1,156 @@
+"""Another user of the aggregator's host attacks the aggregator."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import proxy_server
+from support.deployment import (
+    SITES,
+    Deployment,
+    command_of,
+    crossfed,
+    deployed,
+    descendants,
+    wait_for,
+)
+
+from cloud_adapters import flower_simulation
+from deploy import host_secrets
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.flower,
+    pytest.mark.xdist_group("deployed"),
+    pytest.mark.skipif(
+        os.geteuid() != 0, reason="only root may become another user to attack as"
+    ),
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+USER = 54321  # Not nginx's, which is "nobody" where root has started it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """What another user has tried, and what came of it.
+
+    Attributes:
+        host: The aggregator.
+        token: Of the task that the coordinator works on.
+        found: Of ``support.local_user``.
+    """
+
+    host: Deployment
+    token: str
+    found: dict[str, Any]
+
+    @property
+    def home(self) -> Path:
+        """The aggregator's folder."""
+        return self.host.folder / "aggregator"
+
+    @property
+    def family(self) -> set[int]:
+        """The service and all that it has started."""
+        pid = self.host.processes["aggregator"].pid
+        return {pid, *descendants(pid)}
+
+
+@pytest.fixture(scope="module")
+def attack() -> Iterator[Attack]:
+    """An aggregator at work, whose coordinator waits for its sites."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)  # Others may come as far as the aggregator's own folder.
+        with deployed(folder, "", sites=()) as host:
+            for site in SITES:
+                invited = crossfed(
+                    "aggregator", "invite", site, "--config", host.config
+                )
+                crossfed(
+                    "enroll", invited.stdout.split()[-1], "--folder", str(folder / site)
+                )
+            job = str(ROOT / "jobs" / "private.toml")
+            crossfed("run", job, "--detach", "--aggregator", host.config)
+            wait_for(lambda: _token(host) != "", "a coordinator works")
+            token = _token(host)
+            port = (folder / "aggregator" / "flower" / "port").read_text()
+            found = _attack(host, f"127.0.0.1:{port}", token)
+            yield Attack(host=host, token=token, found=found)
+
+
+def _token(host: Deployment) -> str:
+    """The token of a task that a coordinator has begun."""
+    state = host.folder / "aggregator" / "flower" / "state.db"
+    with sqlite3.connect(f"file:{state}?mode=ro", uri=True) as database:
+        rows = database.execute(
+            "SELECT token FROM task WHERE token IS NOT NULL AND running_at != ''"
+        ).fetchall()
+    return str(rows[0][0]) if rows else ""
+
+
+def _attack(host: Deployment, address: str, token: str) -> dict[str, Any]:
+    authority = host.folder / "aggregator" / "ca.crt"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "support.local_user"),
+            *(str(USER), address, str(authority)),
+        ],
+        input=token,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_no_call_is_answered(attack: Attack):
+    """Neither without a secret nor with a guess or the token of a task."""
+    calls = attack.found["calls"]
+    assert {"StartRun with code", "ListRuns", "StopRun", "AcquireTask"} < calls.keys()
+    assert {"PullTaskInput and a token", "PushMessages and a token"} < calls.keys()
+    assert set(calls.values()) == {"HTTP 401"}, calls
+    assert set(attack.found["pages"].values()) == {401}
+
+
+def test_no_argument_of_a_process_is_a_secret(attack: Attack):
+    """``ps`` shows arguments to every user."""
+    flower_simulation.import_flower()
+    from cloud_adapters import flower_guard  # noqa: PLC0415
+
+    commands = attack.found["commands"]
+    seen = [commands[str(pid)] for pid in attack.family if str(pid) in commands]
+    assert any("coordinator_process" in command for command in seen)
+    control = host_secrets.read(attack.home / host_secrets.CONTROL)
+    runtime = host_secrets.read(attack.home / host_secrets.RUNTIME)
+    for secret in (
+        attack.token,
+        control.hex(),
+        runtime.hex(),
+        flower_guard.control_word(control),
+        flower_guard.runtime_word(runtime),
+    ):
+        assert not [command for command in seen if secret in command]
+    assert not [command for command in seen if "--token" in command]
+
+
+def test_processes_show_their_arguments_alone(attack: Attack):
+    """Neither environment nor memory nor files."""
+    opened = {int(path.split("/")[2]) for path in attack.found["opened"]}
+    assert not opened & attack.family, [command_of(pid) for pid in opened]
