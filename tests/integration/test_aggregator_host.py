@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -150,7 +151,8 @@ def test_full_disk_is_named_and_passes(tmp_path: Path):
         finally:
             host.stop()
         log = (disk / "aggregator.log").read_text()
-        assert f"the disk of {home} has 0 MiB left" in log
+        # The service may look while the disk is still being filled.
+        assert re.search(rf"the disk of {re.escape(home)} has \d+ MiB left", log)
         assert "limits.reserve_mib in aggregator.toml" in log
         assert f"the disk of {home} has room again" in log
         assert "Traceback" not in log
