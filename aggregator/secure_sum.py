@@ -16,29 +16,29 @@ Shape suffixes: d float values of the model, h words of the header.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from aggregator.honest_sums import Asked, check_totals
+from aggregator.secure_exchange import (
+    SecureExchange,
+    check_signer,
+    check_sizes,
+    losing_the_round,
+)
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
-from federation.failures import failure
 from federation.gather import evaluates, round_tasks
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.mapped import sha256
 from federation.messages import (
-    FailureKind,
     MaskedUpdate,
     Reply,
     RoundTask,
-    SecureAnswer,
     SecureStep,
-    SecureTask,
-    SiteFailure,
     TaskKind,
 )
 from federation.protocols import Grid, RunState
@@ -49,13 +49,11 @@ from privacy.secagg import train
 from privacy.secagg.accumulator import MaskedSum
 from privacy.secagg.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.contract import Contract, Setting
-from privacy.secagg.errors import BadShare, TooFewSites
+from privacy.secagg.errors import TooFewSites
 from privacy.secagg.header import decode_header
 from privacy.secagg.identity import Identity
 from privacy.secagg.keys import RoundFacts
-from privacy.secagg.messages import Head, Masked
 from privacy.secagg.prg import apply_masks_
-from privacy.secagg.ring_errors import SumOutOfRange
 from privacy.secagg.server import AggregatorRound
 from privacy.secagg.setup import AggregatorSetup, SetupRecord
 
@@ -82,6 +80,12 @@ class SecureGather:
         self._ring = contract.ring()
         self._header = train.header_spec(contract.num_sites, contract.header_slots)
         self._run_setup = RunSetup(contract)
+        self._exchange = SecureExchange(
+            self._run_id,
+            grid=grid,
+            deadline_seconds=self._deadline_seconds,
+            run_setup_of=lambda _: self._run_setup,
+        )
         self._opened: OpenedRound | None = None  # The newest round with a sum.
 
     def sites(self) -> Sequence[SiteId]:
@@ -95,7 +99,7 @@ class SecureGather:
         """
         del out_d
         total = MaskedSum(self._layout.size, self._ring)
-        with _losing_the_round(record):
+        with losing_the_round(record):
             header_h, opened = self._sum(state, record, TaskKind.TRAIN, total)
             totals = self._totals(header_h, opened, state, TaskKind.TRAIN)
             weight = totals[train.WEIGHT]
@@ -116,7 +120,7 @@ class SecureGather:
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Have all sites evaluate; only the sums of their results are opened."""
         try:
-            with _losing_the_round(record):
+            with losing_the_round(record):
                 header_h, opened = self._sum(state, record, TaskKind.EVALUATE, None)
                 totals = self._totals(header_h, opened, state, TaskKind.EVALUATE)
         except QuorumNotMet:
@@ -212,12 +216,20 @@ class SecureGather:
         setup = AggregatorSetup(identity=self._identity, contract=self._contract)
         everyone = self.sites()
         offer = setup.offer()
-        self._take(
-            record, SecureStep.ADVERTISE, everyone, lambda _: offer, setup.on_advert
+        self._exchange.take(
+            record,
+            SecureStep.ADVERTISE,
+            everyone,
+            lambda _: offer,
+            lambda _, data: setup.on_advert(data),
         )
         book = setup.book()
-        self._take(
-            record, SecureStep.CONFIRM, everyone, lambda _: book, setup.on_confirm
+        self._exchange.take(
+            record,
+            SecureStep.CONFIRM,
+            everyone,
+            lambda _: book,
+            lambda _, data: setup.on_confirm(data),
         )
         return setup.result()
 
@@ -230,10 +242,15 @@ class SecureGather:
     ) -> HeaderVector:
         """R1: send the model and fold what comes back."""
         header_h: HeaderVector = np.zeros(len(self._header.slots), dtype=np.uint64)
+        size = 0 if total is None else self._layout.size
         for update, reply in self._masked(tasks, record, current):
             try:
-                self._check_sizes(update, total)
-                self._check_signer(update)
+                check_sizes(
+                    update,
+                    num_bytes=size * self._ring.word_bytes,
+                    num_slots=len(self._header.slots),
+                )
+                check_signer(update, self._contract)
                 current.on_masked(
                     update.body,
                     vector_digest=sha256(update.words),
@@ -245,7 +262,7 @@ class SecureGather:
                 header_h += update.header_h
                 if total is not None:
                     total.fold_(update.words.view(self._ring.wire_dtype))
-                self._run_setup.note_answer(update.site)
+                self._exchange.note_answer(update.site)
                 record.count_masked(update, reply)
             del update, reply  # One at a time: the next is about to land.
         return header_h
@@ -257,7 +274,7 @@ class SecureGather:
         current: AggregatorRound,
     ) -> Iterator[tuple[MaskedUpdate, Reply]]:
         replies = self._grid.exchange(tasks, deadline_seconds=self._deadline_seconds)
-        return record.masked_updates(self._heard(replies, current))
+        return record.masked_updates(self._exchange.heard(replies, lambda _: current))
 
     def _tasks(
         self,
@@ -305,119 +322,26 @@ class SecureGather:
             rate=private.clip_rate,
         )
 
-    def _heard(
-        self, replies: Iterable[Reply], current: AggregatorRound
-    ) -> Iterator[Reply]:
-        """Check as they land that declines are signed by their sites."""
-        for reply in self._noting(replies):
-            answer = reply.message
-            if isinstance(answer, SecureAnswer) and answer.step is SecureStep.DECLINE:
-                try:
-                    _check_sender(answer.site, current.on_decline(answer.body))
-                except ProtocolError as error:
-                    refused = failure(answer, FailureKind.INVALID, str(error))
-                    yield replace(reply, message=refused)
-                    continue
-                self._run_setup.note_answer(answer.site)
-            del answer  # The caller wants to let go of a masked update.
-            yield reply
-            del reply
-
-    def _noting(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Note as they land which sites have lost their keys.
-
-        Nobody signs that, as nobody signs silence: whoever could forge it could as
-        well drop the site's answers.
-        """
-        for reply in replies:
-            answer = reply.message
-            if isinstance(answer, SiteFailure):
-                if answer.kind is FailureKind.NOT_SET_UP:
-                    self._run_setup.note_lacking(answer.site)
-                elif answer.kind is FailureKind.DISCONNECTED:
-                    self._run_setup.note_disconnected(answer.site)
-            del answer
-            yield reply
-            del reply
-
-    def _check_sizes(self, update: MaskedUpdate, total: MaskedSum | None) -> None:
-        size = 0 if total is None else self._layout.size * self._ring.word_bytes
-        if update.words.size != size:
-            raise ProtocolError(
-                f"sent {update.words.size} bytes of masked words; {size} are right"
-            )
-        if update.header_h.size != len(self._header.slots):
-            raise ProtocolError(
-                f"sent a header of {update.header_h.size} words; "
-                f"{len(self._header.slots)} are right"
-            )
-
-    def _check_signer(self, update: MaskedUpdate) -> None:
-        """Check who signed before ``on_masked`` counts it: nobody speaks for others."""
-        head = Head.from_bytes(Masked.from_bytes(update.body).head)
-        _check_sender(update.site, self._contract.member(head.number).site)
-
     def _agree_and_reveal(
         self, record: RoundRecord, current: AggregatorRound, survivors: Sequence[SiteId]
     ) -> None:
         """R2 and R3: have the survivors agree on who survived, and open the sum."""
         heads = current.survivors()
-        self._take(
-            record, SecureStep.SURVIVORS, survivors, lambda _: heads, current.on_consent
+        self._exchange.take(
+            record,
+            SecureStep.SURVIVORS,
+            survivors,
+            lambda _: heads,
+            lambda _, data: current.on_consent(data),
         )
-        self._take(
+        self._exchange.take(
             record,
             SecureStep.REVEAL,
             current.close_consents(),
             current.reveal,
-            current.on_shares,
+            lambda _, data: current.on_shares(data),
         )
-
-    def _take(
-        self,
-        record: RoundRecord,
-        step: SecureStep,
-        sites: Sequence[SiteId],
-        body: Callable[[SiteId], bytes],
-        accept: Callable[[bytes], SiteId],
-    ) -> None:
-        """Take one step with some sites; a wrong answer is reported and left out."""
-        in_setup = step in {SecureStep.ADVERTISE, SecureStep.CONFIRM}
-        tasks = [
-            SecureTask(
-                run_id=self._run_id,
-                round_index=0 if in_setup else record.round_index,
-                site=site,
-                step=step,
-                body=body(site),
-            )
-            for site in sites
-        ]
-        replies = self._grid.exchange(tasks, deadline_seconds=self._deadline_seconds)
-        heard = self._noting(replies)
-        for answer, reply in record.protocol_answers(heard, step):
-            try:
-                _check_sender(answer.site, accept(answer.body))
-            except ProtocolError as error:
-                record.refuse(answer.site, reply, str(error))
 
     @property
     def _deadline_seconds(self) -> float:
         return self._job.schedule.round_deadline_seconds
-
-
-@contextmanager
-def _losing_the_round(record: RoundRecord) -> Iterator[None]:
-    """Turn what makes a sum impossible into a lost round, and say why it was lost."""
-    try:
-        yield
-    except (TooFewSites, BadShare, SumOutOfRange) as error:
-        record.warn(f"round {record.round_index} has no sum: {error}")
-        if isinstance(error, SumOutOfRange):
-            record.complaints.append(f"the sum: {error}")
-        raise QuorumNotMet(str(error)) from error
-
-
-def _check_sender(site: SiteId, signer: SiteId) -> None:
-    if signer != site:
-        raise ProtocolError(f"sent an answer that {signer!r} has signed")

@@ -9,11 +9,12 @@ Shape suffixes: d float values of the model.
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from clients.cohorts import CohortRule
+from clients.groups import GroupRule
 from clients.kept_integers import KeptIntegers
 from clients.masking import Masking, SumNoise, check_clip
 from federation.errors import BudgetExceeded, FederationError, ProtocolError, SiteError
@@ -35,7 +36,7 @@ from federation.vectors import ByteVector, HeaderVector, Layout
 from privacy.secagg import train
 from privacy.secagg.client import SiteSession
 from privacy.secagg.errors import NotSetUp
-from privacy.secagg.floor import LocalFloor
+from privacy.secagg.floor import Group, LocalFloor
 from privacy.secagg.identity import Identity, RandomBytes
 from privacy.secagg.keys import RoundFacts
 from privacy.secagg.messages import Survivors
@@ -62,6 +63,7 @@ class Protection:
             sum.
         cohorts: Which sums it may be part of; None where differential privacy
             bounds what all sums together give away.
+        groups: Its part in drawing groups; None where all sites are in one sum.
         threads: Threads of the arithmetic.
     """
 
@@ -71,6 +73,7 @@ class Protection:
     random_bytes: RandomBytes
     noise: SumNoise | None = None
     cohorts: CohortRule | None = None
+    groups: GroupRule | None = None
     threads: int = 1
 
 
@@ -128,7 +131,11 @@ class SecureSite:
         self._session = self._setup = None
 
     def _answer_step(self, task: SecureTask) -> SecureAnswer:
-        if task.step is SecureStep.ADVERTISE:
+        if task.step is SecureStep.COMMIT:
+            body = self._group_rule().commit(self._protection.identity)
+        elif task.step is SecureStep.DRAW:
+            body = self._group_rule().reveal(task.body)
+        elif task.step is SecureStep.ADVERTISE:
             body = self._advertise(task.body)
         elif task.step is SecureStep.CONFIRM:
             body = self._current_setup().on_book(task.body)
@@ -140,8 +147,17 @@ class SecureSite:
             raise ProtocolError(f"{task.step.value} is not a step to ask for")
         return _step(task, task.step, body)
 
-    def _advertise(self, offer: bytes) -> bytes:
-        setup, rule = self._begin_setup(), self._protection.cohorts
+    def _group_rule(self) -> GroupRule:
+        rule = self._protection.groups
+        if rule is None:
+            raise ProtocolError("was asked to draw groups, and the job has none")
+        return rule
+
+    def _advertise(self, body: bytes) -> bytes:
+        group, offer = None, body
+        if self._protection.groups is not None:
+            group, offer = self._protection.groups.take_offer(body)
+        setup, rule = self._begin_setup(group), self._protection.cohorts
         advert = setup.on_offer(offer)
         if rule is not None:
             try:
@@ -166,8 +182,8 @@ class SecureSite:
                 raise
         return consent
 
-    def _begin_setup(self) -> SiteSetup:
-        """Begin a new setup.
+    def _begin_setup(self, group: Group | None) -> SiteSetup:
+        """Begin a new setup, of a group's sites or of all.
 
         The session of the one before lives until this one is complete: if somebody
         is missing now, those who have keys can go on without. No round is answered
@@ -176,10 +192,11 @@ class SecureSite:
         if self._setup is not None:
             self._setup.close()
         protection = self._protection
+        floor = protection.floor_of(self._current_trainer().layout())
         self._setup = SiteSetup(
             identity=protection.identity,
             site=self._name,
-            floor=protection.floor_of(self._current_trainer().layout()),
+            floor=replace(floor, group=group),
             random_bytes=protection.random_bytes,
         )
         return self._setup

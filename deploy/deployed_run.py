@@ -11,12 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from aggregator.secure_sum import SecureGather
 from clients.model_pool import ModelPool
 from deploy import private_sites, roster_file, store_meters, sum_privacy, wiring
 from deploy.durable_files import replace_file
 from deploy.enrolment_book import BookFile
-from deploy.protection import check_layout, contract_of, dropout_notice
+from deploy.protection import (
+    check_layout,
+    contract_of,
+    dropout_notice,
+    secure_gather,
+)
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder
 from deploy.run_record import RunRecord
@@ -334,7 +338,7 @@ class DeployedRun:
                 grid,
                 introduced=self._roll_call.examples(),
             )
-        return SecureGather(
+        return secure_gather(
             job,
             layout=layout,
             grid=grid,

@@ -13,23 +13,27 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from aggregator.group_sums import GroupGather
 from aggregator.secure_sum import SecureGather
 from clients.cohorts import CohortRule
+from clients.groups import GroupRule
 from clients.kept_integers import KeptIntegers
 from clients.secure_site import Protection, SecureSite
-from clients.site_memory import InMemory, SiteMemory
+from clients.site_memory import FileMemory, InMemory, SiteMemory
 from deploy.private_sites import PrivateSites
 from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
 from federation import job_digest
 from federation.errors import JobError
 from federation.events import SitePrivacy
+from federation.gather import Gather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Grid, ObjectStore, Trainer
 from federation.vectors import Layout, Role
 from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.floor import LocalFloor
+from privacy.secagg.groups import draw_of
 from privacy.secagg.identity import Identity, RandomBytes, generate
 from privacy.secagg.ring import RingSpec
 from privacy.secagg.roster import Roster, RosterEntry
@@ -59,7 +63,7 @@ class Rehearsal:
         random_bytes: Where the sites' keys, rounding and noise come from.
         memories: What sites without a folder remember of rounds, here and not in the
             sites, so that it outlives their restarts.
-        sums: What sites remember of this run's sums, likewise.
+        sums: What sites remember of this run's sums and groups, likewise.
     """
 
     federation: Federation
@@ -72,9 +76,9 @@ class Rehearsal:
     memories: dict[SiteId, RoundMemory] = field(default_factory=dict)
     sums: dict[SiteId, SiteMemory] = field(default_factory=dict)
 
-    def gather(self, grid: Grid) -> SecureGather:
+    def gather(self, grid: Grid) -> Gather:
         """Make the aggregator's half."""
-        return SecureGather(
+        return secure_gather(
             self.federation.job,
             layout=self.federation.pool.layout,
             grid=grid,
@@ -107,6 +111,7 @@ class Rehearsal:
                 random_bytes=self.random_bytes,
                 noise=None if self.in_sum is None else self.in_sum.noise,
                 cohorts=self._cohorts(name),
+                groups=self._groups(name, folder),
                 threads=federation.job.training.threads,
             ),
         )
@@ -118,35 +123,94 @@ class Rehearsal:
         return CohortRule(
             memory=self.sums.setdefault(name, InMemory()),
             lineage="simulation",
-            smallest=self.contract.min_sites,
+            smallest=self.federation.job.sites_in_sum,
             accept_dropouts=True,
+        )
+
+    def _groups(self, name: SiteId, folder: Path | None) -> GroupRule | None:
+        """Draw the groups by the job's seed: a rehearsal can be repeated."""
+        job = self.federation.job
+        memory: SiteMemory = self.sums.setdefault(name, InMemory())
+        if folder is not None:  # A run that is resumed has the groups of before.
+            memory = FileMemory(folder / "sites" / name / "memory")
+        seed = f"crossfed/simulated draw/{job.seed}/{name}".encode()
+        return group_rule(
+            job,
+            site=name,
+            roster=self.roster,
+            layout=self.federation.pool.layout,
+            memory=memory,
+            lineage="simulation",
+            random_bytes=lambda size: hashlib.shake_256(seed).digest(size),
         )
 
     def _floor(self, layout: Layout) -> LocalFloor:
         """Demand just what the job says: whoever runs the job is every operator."""
-        contract = self.contract
+        contract, job = self.contract, self.federation.job
+        groups = job.privacy.secure_aggregation.groups
+        num_sites = contract.num_sites if groups is None else job.sites_in_sum
         return LocalFloor(
             roster=self.roster,
             run_id=contract.run_id,
-            job_digest=job_digest.digest(self.federation.job),
+            job_digest=job_digest.digest(job),
             code_hashes=frozenset({code_hash()}),
             layout_digest=bytes.fromhex(layout.digest),
             num_values=layout.size,
-            min_sites=contract.min_sites,
-            colluding=max(
-                0, min(1, colluding_tolerated(contract.num_sites, contract.threshold))
-            ),
+            min_sites=job.sites_in_sum,
+            colluding=max(0, min(1, colluding_tolerated(num_sites, job.sites_in_sum))),
             max_clip_norm=contract.clip_norm,
             max_element_bound=contract.element_bound,
             privacy_profiles=frozenset({contract.differential_privacy.profile}),
             max_epsilon=contract.differential_privacy.largest_epsilon,
             max_delta=contract.differential_privacy.largest_delta,
             max_rounds=contract.max_rounds,
-            header_slots=header_slots(self.federation.job),
+            header_slots=header_slots(job),
             noise_share=None if self.in_sum is None else self.in_sum.share,
             require_hybrid=contract.hybrid,
             accept_two_sites=contract.two_site_waiver,
         )
+
+
+def secure_gather(
+    job: JobSpec,
+    *,
+    layout: Layout,
+    grid: Grid,
+    identity: Identity,
+    contract: Contract,
+) -> Gather:
+    """Make the aggregator's half: for one sum over all sites, or sums over groups."""
+    by_group = job.privacy.secure_aggregation.groups is not None
+    make = GroupGather if by_group else SecureGather
+    return make(job, layout=layout, grid=grid, identity=identity, contract=contract)
+
+
+def group_rule(
+    job: JobSpec,
+    *,
+    site: SiteId,
+    roster: Roster,
+    layout: Layout,
+    memory: SiteMemory,
+    lineage: str,
+    random_bytes: RandomBytes,
+) -> GroupRule | None:
+    """Make a site's part in drawing the groups of a job; None if it has none."""
+    num_groups = job.privacy.secure_aggregation.groups
+    if num_groups is None:
+        return None
+    return GroupRule(
+        site=site,
+        memory=memory,
+        lineage=lineage,
+        draw=draw_of(
+            roster,
+            [SiteId(spec.name) for spec in job.sites],
+            layout_digest=bytes.fromhex(layout.digest),
+            num_groups=num_groups,
+        ),
+        random_bytes=random_bytes,
+    )
 
 
 def rehearse(

@@ -78,7 +78,7 @@ def contract_floor(
         code_hashes=frozenset({code_hash()}),
         layout_digest=bytes.fromhex(layout.digest),
         num_values=layout.size,
-        min_sites=floor.fewest_in_sum(len(job.sites)),
+        min_sites=floor.fewest_in_sum(_sum_size(job)),
         colluding=floor.colluding_sites,
         ring_bits=frozenset(floor.ring_bits),
         max_clip_norm=floor.max_clip_norm,
@@ -135,9 +135,15 @@ def _sum_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
         yield _HYBRID, "demands the post-quantum hybrid (floor.require_hybrid)"
 
 
+def _sum_size(job: JobSpec) -> int:
+    """How many sites agree to one sum: all, or those of the smallest group."""
+    by_group = job.privacy.secure_aggregation.groups is not None
+    return job.sites_in_sum if by_group else len(job.sites)
+
+
 def _number_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
     """With how many others an update is summed up."""
-    num_sites, fewest = len(job.sites), job.minimum_sites
+    num_sites, fewest = _sum_size(job), job.sites_in_sum
     if num_sites == _PAIR:
         private = job.privacy.differential_privacy.unit == "record"
         if not private and not floor.accept_two_sites:

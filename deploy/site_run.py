@@ -14,7 +14,7 @@ from clients.site_memory import FileMemory, SiteMemory, fresh_secret
 from cloud_adapters.storage.local import LocalStore
 from deploy import site_ranks
 from deploy.private_sites import PrivateSites
-from deploy.protection import check_layout
+from deploy.protection import check_layout, group_rule
 from deploy.site_file import FloorSpec, SiteConfig, SiteFile
 from deploy.site_floor import contract_floor
 from deploy.sum_privacy import SumPrivacy
@@ -178,6 +178,15 @@ def _secure_site(
     cohorts = None
     if not met.job.privacy.differential_privacy.enabled:
         cohorts = _cohort_rule(met, config)
+    groups = group_rule(
+        met.job,
+        site=name,
+        roster=keys.roster,
+        layout=layout,
+        memory=site_memory(config),
+        lineage=_lineage(met, config),
+        random_bytes=os.urandom,
+    )
 
     def floor_of(layout: Layout) -> LocalFloor:
         return contract_floor(
@@ -200,6 +209,7 @@ def _secure_site(
             random_bytes=os.urandom,
             noise=None if in_sum is None else in_sum.noise,
             cohorts=cohorts,
+            groups=groups,
             threads=met.job.training.threads,
         ),
     )
@@ -239,6 +249,15 @@ def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:
     return int.from_bytes(parts.digest(), "big")
 
 
+def _lineage(met: MetRun, config: SiteConfig) -> str:
+    data, layout = config.file.data, met.federation.pool.layout
+    return lineage(
+        dataset=data.source,
+        options=data.options,
+        layout_digest=bytes.fromhex(layout.digest),
+    )
+
+
 def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
     """Hold the sites of a job against the sums that this site has joined before.
 
@@ -246,18 +265,16 @@ def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
         JobError: Together they would single out too few sites.
         StoreError: The site's memory cannot be read.
     """
-    data, floor = config.file.data, config.file.floor
-    layout = met.federation.pool.layout
+    floor, by_group = config.file.floor, met.job.privacy.secure_aggregation.groups
+    num_sites = len(met.job.sites) if by_group is None else met.job.sites_in_sum
     rule = CohortRule(
         memory=site_memory(config),
-        lineage=lineage(
-            dataset=data.source,
-            options=data.options,
-            layout_digest=bytes.fromhex(layout.digest),
-        ),
-        smallest=floor.smallest_group(len(met.job.sites)),
+        lineage=_lineage(met, config),
+        smallest=floor.smallest_group(num_sites),
         accept_dropouts=floor.accept_dropouts,
     )
+    if by_group is not None:
+        return rule  # With whom this site is summed, the offer of a contract says.
     cohort: Cohort = frozenset(SiteId(site.name) for site in met.job.sites)
     try:
         rule.check(cohort)

@@ -428,6 +428,12 @@ class JobSpec:
         return self.schedule.minimum_sites or self.cohort_size
 
     @property
+    def sites_in_sum(self) -> int:
+        """Fewest updates that a secure sum of this job holds."""
+        groups = self.privacy.secure_aggregation.groups
+        return self.minimum_sites if groups is None else len(self.sites) // groups
+
+    @property
     def update_clip_norm(self) -> float:
         """Largest norm of an update under secure aggregation, in weight units."""
         given = self.privacy.secure_aggregation.clip_norm

@@ -175,6 +175,13 @@ def _check_robust_rule(job: JobSpec) -> None:
             key="aggregation.byzantine_sites",
         )
     needed = 2 * bad + (3 if rule in {"krum", "multi_krum"} else 1)
+    groups = job.privacy.secure_aggregation.groups
+    if groups is not None and groups < needed:
+        raise JobError(
+            f"{rule} withstands {bad} bad sites only with at least {needed} groups, "
+            f"since each may spoil the sum of its group; there are {groups}",
+            key="privacy.secure_aggregation.groups",
+        )
     if job.minimum_sites < needed:
         raise JobError(
             f"{rule} withstands {bad} bad sites only with at least {needed} answers, "

@@ -21,6 +21,8 @@ class TaskKind(StrEnum):
 class SecureStep(StrEnum):
     """An exchange of the secure-aggregation protocol beside that of the model."""
 
+    COMMIT = "commit"  # once a run with groups: a commitment to a secret back
+    DRAW = "draw"  # once a run with groups: all commitments out, the secret back
     ADVERTISE = "advertise"  # once a run: contract out, public keys back
     CONFIRM = "confirm"  # once a run: everybody's public keys out, assent back
     DECLINE = "decline"  # a round: the site's signed word that it has no update

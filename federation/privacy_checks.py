@@ -23,9 +23,13 @@ def check_secure_aggregation(job: JobSpec) -> None:
     rule, num_sites = job.aggregation.combine, len(job.sites)
     refused = (
         (
-            rule != "mean",
+            rule != "mean" and secure.groups is None,
             "aggregation.combine",
-            f"{rule} looks at single updates, and the server sees their sum: use mean",
+            (
+                f"{rule} compares updates, and the server sees their sum: set {table}."
+                "groups, so that it compares sums of groups; or use mean, where "
+                "nothing but the clip norm bounds what a bad site does"
+            ),
         ),
         (
             job.aggregation.weights == "dynamic",
@@ -89,6 +93,52 @@ def check_secure_aggregation(job: JobSpec) -> None:
     )
     _refuse(refused)
     _check_threshold(job)
+    _check_groups(job)
+
+
+def _check_groups(job: JobSpec) -> None:
+    """Refuse groups that would hide too little, or that nothing compares."""
+    groups, table = job.privacy.secure_aggregation.groups, "privacy.secure_aggregation"
+    private, rule = job.privacy.differential_privacy, job.aggregation.combine
+    if groups is None:
+        return
+    fewest = 2 if private.unit == "record" else 3
+    refused = (
+        (
+            rule == "mean",
+            f"{table}.groups",
+            (
+                "a mean does not compare groups, and smaller sums hide less: leave it "
+                "out, or choose a robust aggregation.combine"
+            ),
+        ),
+        (
+            job.sites_in_sum < fewest,
+            f"{table}.groups",
+            (
+                f"{len(job.sites)} sites make {groups} groups of {job.sites_in_sum}, "
+                f"and a sum must hold {fewest} updates: name fewer groups or more sites"
+            ),
+        ),
+        (
+            job.privacy.secure_aggregation.threshold is not None,
+            f"{table}.threshold",
+            (
+                "in a group all sites must answer; the rule goes on without a group: "
+                "leave it out"
+            ),
+        ),
+        (
+            private.in_sum,
+            f"{table}.groups",
+            (
+                f'the noise of unit = "{private.unit}" is planned for the sum of all '
+                'sites, and a group holds too little of it: use unit = "record", or '
+                "leave groups out"
+            ),
+        ),
+    )
+    _refuse(refused)
 
 
 def check_differential_privacy(job: JobSpec) -> None:

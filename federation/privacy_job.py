@@ -23,6 +23,13 @@ class SecureAggregationSpec:
         default=None,
         low=2,
     )
+    groups: int | None = key(
+        "Divide the sites by lot into so many groups, at least 3, and let "
+        "`aggregation.combine` compare the means of the groups: each group has a sum "
+        "of its own. Without it there is one sum, and a mean.",
+        default=None,
+        low=3,
+    )
     ring_bits: int = key(
         "Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up, coarser; for "
         "at most 16 sites).",

@@ -127,6 +127,8 @@ class Contract:
         hybrid: Whether pair secrets also rest on ML-KEM-768.
         two_site_waiver: Whether two sites may run although each can compute the
             other's update from the sum. Not needed with record-level privacy.
+        partition: ``groups.Outcome.digest`` where ``members`` are one of several
+            groups of a job's sites, each of which has its own sum; else empty.
 
     Raises:
         ContractRefused: The fields contradict one another; ``key`` names the first.
@@ -157,6 +159,7 @@ class Contract:
     differential_privacy: PrivacyTerms = NO_PRIVACY
     hybrid: bool = True
     two_site_waiver: bool = False
+    partition: bytes = b""
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -239,9 +242,9 @@ class Contract:
         each its site, organisation and key; aggregator_key; threshold, min_sites,
         ring_bits; clip_norm, element_bound, which is 0 for none, clip_elements,
         scale, amplitude; weight_rule; max_examples, max_rounds; the number of
-        header_slots and each of them; hybrid, two_site_waiver. Text is UTF-8 and,
-        like bytes, LP; a whole number, or a flag as 0 or 1, is u64; clip_norm,
-        element_bound and scale are floats.
+        header_slots and each of them; hybrid, two_site_waiver; partition. Text is
+        UTF-8 and, like bytes, LP; a whole number, or a flag as 0 or 1, is u64;
+        clip_norm, element_bound and scale are floats.
         """
         members = [
             fields(m.site.encode(), m.organisation.encode(), m.public_key)
@@ -274,6 +277,7 @@ class Contract:
                 *slots,
                 u64(self.hybrid),
                 u64(self.two_site_waiver),
+                lp(self.partition),
             ]
         )
 
@@ -322,6 +326,7 @@ class Contract:
             header_slots=_read_slots(reader),
             hybrid=reader.flag("hybrid"),
             two_site_waiver=reader.flag("two_site_waiver"),
+            partition=reader.field("partition", limit=DIGEST_BYTES),
         )
         reader.end()
         return contract
@@ -437,6 +442,8 @@ def _ring_faults(q: Contract) -> _Faults:
 
 def _content_faults(q: Contract) -> _Faults:
     """What is summed."""
+    if len(q.partition) not in {0, DIGEST_BYTES}:
+        yield "partition", f"it has {DIGEST_BYTES} bytes, or none"
     if not 1 <= q.roster_serial <= MAX_U64:
         yield "roster_serial", "serials start at 1"
     if not 1 <= q.num_values <= MAX_U64:

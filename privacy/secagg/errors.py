@@ -15,6 +15,7 @@ FederationError
     |-- WrongContext          a message about another run, setup, round or model
     |-- WrongCohort           a round that asks other sites than the contract's
     |-- CohortRefused         a sum that with others would single out too few sites
+    |-- DrawRefused           groups that were not drawn by all sites together
     |-- TooFewSites           fewer sites than the threshold, or a site missing
     |-- InconsistentSurvivors lists of survivors that cannot both be true
     |-- BadShare              a share that is damaged, missing or inconsistent
@@ -92,6 +93,10 @@ class WrongCohort(ProtocolError):
 
 class CohortRefused(ProtocolError):
     """A sum, together with earlier ones, would single out too few sites."""
+
+
+class DrawRefused(ProtocolError):
+    """Groups of sites do not follow from the draw that this site took part in."""
 
 
 class TooFewSites(ProtocolError):

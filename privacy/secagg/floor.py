@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from federation.ids import RunId
+from federation.ids import RunId, SiteId
 from privacy.secagg.contract import WEIGHT_RULES, Contract, members_of
 from privacy.secagg.errors import ContractRefused
 from privacy.secagg.noise_shares import NoiseShare
@@ -16,6 +16,19 @@ from privacy.secagg.ring import RING_BITS
 from privacy.secagg.roster import Roster
 from privacy.secagg.terms import PROFILES
 from privacy.secagg.thresholds import colluding_tolerated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The group that a site has drawn with all others.
+
+    Attributes:
+        sites: Those of the group, this one among them.
+        partition: Digest of all groups, ``groups.Outcome.digest``.
+    """
+
+    sites: frozenset[SiteId]
+    partition: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +65,8 @@ class LocalFloor:
         accept_two_sites: Whether a run of two sites without record-level
             differential privacy is accepted: the other site learns this one's
             update.
+        group: Who is in the sum, where sites have drawn groups; None where all sites
+            of the job are in one sum.
     """
 
     roster: Roster
@@ -75,6 +90,7 @@ class LocalFloor:
     noise_share: NoiseShare | None = None
     require_hybrid: bool = True
     accept_two_sites: bool = False
+    group: Group | None = None
 
 
 def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
@@ -92,6 +108,7 @@ def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
     for rules in (
         _pin_faults,
         _proposal_faults,
+        _group_faults,
         _strength_faults,
         _privacy_faults,
         _exposure_faults,
@@ -120,6 +137,21 @@ def _proposal_faults(q: Contract, floor: LocalFloor) -> _Faults:
                 "aggregator has told sites to compute different things, or has changed "
                 "the job since it proposed it"
             ),
+        )
+
+
+def _group_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """With whom this site is summed, where nobody may choose that."""
+    group = floor.group
+    if q.partition != (b"" if group is None else group.partition):
+        yield (
+            "partition",
+            "it rests on other groups than those that this site has drawn",
+        )
+    if group is not None and {member.site for member in q.members} != group.sites:
+        yield (
+            "members",
+            f"this site has drawn a sum with {', '.join(sorted(group.sites))}",
         )
 
 

@@ -48,6 +48,7 @@ class Label(StrEnum):
     PROPOSAL = "proposal"  # of a run, by the aggregator
     PROMISE = "promise"  # of a site, for a run
     STATEMENTS = "statements"  # of all sites, passed on by the aggregator
+    DRAW = "draw"  # of groups: what a site commits itself with
     ENROLMENT = "enrolment"  # of a site: all its public keys
 
 

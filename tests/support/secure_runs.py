@@ -42,9 +42,12 @@ def secure_job(num_sites: int = 5, *, threshold: int = 4, **changes: Any) -> Job
         "clip_elements",
         "max_examples",
         "hybrid",
+        "groups",
     )
     table = {name: changes.pop(name) for name in names if name in changes}
-    table |= {"enabled": True, "threshold": threshold}
+    table["enabled"] = True
+    if "groups" not in table:
+        table["threshold"] = threshold
     if num_sites == 2:
         table["two_sites_waiver"] = True
     return small_job(

@@ -171,6 +171,7 @@ def contract(run: Run) -> bytes:
             lp(*slots),
             u64(terms["hybrid"]),
             u64(terms["two_site_waiver"]),
+            lp(b""),  # All sites are in one sum.
         ]
     )
 

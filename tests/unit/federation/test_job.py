@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "secret sum under a robust rule": (
         robust("median", byzantine_sites=1) | secret(),
         "aggregation.combine",
-        "median looks at single updates, and the server sees their sum: use mean",
+        "median compares updates, and the server sees their sum: set privacy.",
     ),
     "secret sum with dynamic weights": (
         {"aggregation": {"weights": "dynamic"}} | secret(),

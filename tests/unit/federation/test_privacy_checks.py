@@ -86,7 +86,7 @@ IN_SUM: dict[str, tuple[dict[str, Any], str, str]] = {
     "median": (
         {"aggregation": {"combine": "median"}},
         "aggregation.combine",
-        "looks at single updates, and the server sees their sum",
+        "compares updates, and the server sees their sum: set privacy.",
     ),
     "some of the sites": (
         {"schedule": {"sites_per_round": 3}},
@@ -244,6 +244,84 @@ def test_public_held_out_data_of_sites_is_accepted():
 def test_clip_norm_of_a_joint_update(change: dict[str, Any], expected: float):
     """Twice the step of an expected batch whose gradients all are clipped."""
     assert expected == _job("joint", change).update_clip_norm
+
+
+GROUPED = {
+    "aggregation": {"weights": "uniform", "combine": "median", "byzantine_sites": 1},
+    "privacy": {
+        "secure_aggregation": {"enabled": True, "groups": 3},
+        "differential_privacy": {"unit": "none", "target_epsilon": None},
+    },
+}
+NINE = tuple("abcdefghi")
+
+
+def _grouped(*changes: Mapping[str, Any], sites: int = 9) -> JobSpec:
+    """A job with a robust rule over groups, but for the changes."""
+    document = toy.merged({}, GROUPED)
+    for change in changes:
+        document = toy.merged(document, change)
+    return job_file.parse(_pruned(toy.document(document, sites=NINE[:sites])))
+
+
+def test_robust_rule_over_groups_is_accepted():
+    """Sums of three at least; with noise at every site, of two."""
+    assert _grouped().sites_in_sum == 3
+    record = _private(unit="record", target_epsilon=8.0)
+    assert _grouped(record, sites=7).sites_in_sum == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "sites", "key", "text"),
+    [
+        (_secure(groups=None), 9, "aggregation.combine", "so that it compares sums"),
+        (
+            {"aggregation": {"combine": "mean", "byzantine_sites": 0}},
+            9,
+            f"{SECURE}.groups",
+            "a mean does not compare groups",
+        ),
+        (
+            {},
+            8,
+            f"{SECURE}.groups",
+            "8 sites make 3 groups of 2, and a sum must hold 3",
+        ),
+        (_secure(groups=2), 9, f"{SECURE}.groups", "3"),
+        (_secure(threshold=7), 9, f"{SECURE}.threshold", "all sites must answer"),
+        (
+            {"aggregation": {"byzantine_sites": 2}},
+            9,
+            f"{SECURE}.groups",
+            "median withstands 2 bad sites only with at least 5 groups",
+        ),
+        (
+            {"aggregation": {"combine": "krum"}},
+            9,
+            f"{SECURE}.groups",
+            "krum withstands 1 bad sites only with at least 5 groups",
+        ),
+        (
+            _private(unit="site", target_epsilon=8.0, held_out="public"),
+            9,
+            f"{SECURE}.groups",
+            "is planned for the sum of all sites",
+        ),
+        (
+            {"aggregation": {"weights": "examples"}},
+            9,
+            "aggregation.weights",
+            "counts every site once",
+        ),
+    ],
+)
+def test_groups_that_are_refused(
+    change: dict[str, Any], sites: int, key: str, text: str
+):
+    """Each with its key and with what would do."""
+    with pytest.raises(JobError, match=text) as caught:
+        _grouped(change, sites=sites)
+    assert caught.value.key == key
 
 
 def test_two_sites_still_need_a_waiver():

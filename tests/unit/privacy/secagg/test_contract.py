@@ -63,7 +63,7 @@ def test_encoding_round_trip():
 
 def test_hash_is_frozen():
     """h_Q of a known contract: a change breaks every run under way."""
-    expected = "61afdb132213723e2451ba1481735060d918cd39f56a03e3fc8baf3be3a60daf"
+    expected = "81952ae24e21161c551912c8a091177ffcf7ce9d52ee0ddf0c2844579aca8398"
     assert expected == CONTRACT.digest.hex()
 
 
@@ -92,6 +92,7 @@ def test_hash_depends_on_every_field():
         "differential_privacy": RECORD,
         "hybrid": False,
         "two_site_waiver": True,
+        "partition": bytes(32),
     }
     together: dict[str, dict[str, Any]] = {
         "weight_rule": {"max_examples": 1},
@@ -134,6 +135,7 @@ def altered_member(**changes: Any) -> contracts.Member:
         ("run_id", {"run_id": "Run 1"}),
         ("code_hash", {"code_hash": b""}),
         ("layout_digest", {"layout_digest": bytes(31)}),
+        ("partition", {"partition": bytes(31)}),
         ("roster_digest", {"roster_digest": bytes(33)}),
         ("aggregator_key", {"aggregator_key": bytes(31)}),
         ("roster_serial", {"roster_serial": 0}),

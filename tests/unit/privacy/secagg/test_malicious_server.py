@@ -39,6 +39,7 @@ from privacy.secagg.errors import (
     WrongCohort,
     WrongContext,
 )
+from privacy.secagg.floor import Group
 from privacy.secagg.messages import (
     Book,
     Consent,
@@ -371,6 +372,25 @@ def test_two_contracts_of_one_run_end_the_setup():
             setup.on_book(book)
         with pytest.raises(OutOfOrder, match="aborted"):
             setup.on_confirms(b"")
+
+
+def test_two_partitions_of_one_run_end_the_setup():
+    """A site that holds the same group for part of other groups is found as well."""
+    parties = Parties(3)
+    everyone = frozenset(map(site_name, parties.sites))
+    adverts = {}
+    setups = {}
+    for number in parties.sites:
+        partition = bytes([number == 1]) * 32
+        group = Group(sites=everyone, partition=partition)
+        setups[number] = parties.site_setup(number, floor=parties.floor(group=group))
+        contract = parties.contract(partition=partition)
+        server = AggregatorSetup(identity=parties.aggregator, contract=contract)
+        adverts[number] = setups[number].on_offer(server.offer())
+    book = Book(adverts=adverts).to_bytes()
+    for setup in setups.values():
+        with pytest.raises(WrongContext):
+            setup.on_book(book)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

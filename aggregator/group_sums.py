@@ -1,0 +1,461 @@
+"""Gathering by a robust rule: one secure sum for each group of sites.
+
+The groups are drawn by all sites together (``privacy.secagg.groups``) before the first
+round. Each is a secure aggregation of its own, with its own contract and setup, in
+which all sites must answer (P1). A round is one exchange with all sites::
+
+    draw         commitments back     all commitments out, secrets back
+    setup        as in ``secure_sum``, for each group
+    each round   R1 model out, masked updates back; a sum for each group
+                 the rule of the job over the groups' means
+
+A group without a sum is left out if the others suffice for the rule. A sum that honest
+sites do not make shows that a bad site is in its group, so there is one less elsewhere.
+
+Shape suffixes: d float values of the model, h words of the header.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+import numpy as np
+
+from aggregator.combine import combine_rule
+from aggregator.honest_sums import Asked, check_totals
+from aggregator.secure_exchange import (
+    SecureExchange,
+    check_signer,
+    check_sizes,
+    losing_the_round,
+)
+from aggregator.secure_setup import RunSetup
+from federation.errors import ProtocolError, QuorumNotMet
+from federation.gather import evaluates, round_tasks
+from federation.ids import SiteId
+from federation.job import JobSpec
+from federation.mapped import sha256
+from federation.messages import (
+    MaskedUpdate,
+    MetricSums,
+    RoundTask,
+    SecureStep,
+    TaskKind,
+)
+from federation.protocols import Grid, RunState, WeightedUpdate
+from federation.round_record import RoundRecord
+from federation.vectors import HeaderVector, Layout, Vector
+from privacy.secagg import train
+from privacy.secagg.accumulator import MaskedSum
+from privacy.secagg.certificate import (
+    OpenedRound,
+    before_rounds,
+    certify,
+    without_sum,
+)
+from privacy.secagg.contract import Contract
+from privacy.secagg.errors import TooFewSites
+from privacy.secagg.groups import (
+    AggregatorDraw,
+    Draw,
+    group_contract,
+    write_group_offer,
+)
+from privacy.secagg.header import decode_header
+from privacy.secagg.identity import Identity
+from privacy.secagg.keys import RoundFacts
+from privacy.secagg.ring_errors import SumOutOfRange
+from privacy.secagg.server import AggregatorRound
+from privacy.secagg.setup import AggregatorSetup, SetupRecord
+
+
+class _Group:
+    """One group, over all rounds."""
+
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
+        self.sites = tuple(member.site for member in contract.members)
+        self.run_setup = RunSetup(contract)
+        self.opened: OpenedRound | None = None  # The newest round of the run.
+
+    @property
+    def names(self) -> str:
+        return ", ".join(self.sites)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupSum:
+    """What a group's sum came to."""
+
+    group: _Group
+    opened: OpenedRound
+    mean_d: Vector | None
+    totals: Mapping[str, float]
+
+
+class _GroupRound:
+    """One round of one group."""
+
+    def __init__(
+        self, group: _Group, setup: SetupRecord, facts: RoundFacts, size: int | None
+    ) -> None:
+        self.group = group
+        self.protocol = AggregatorRound(setup=setup, facts=facts)
+        contract = group.contract
+        self._ring = contract.ring()
+        self._header = train.header_spec(contract.num_sites, contract.header_slots)
+        self._header_h: HeaderVector = np.zeros(len(self._header.slots), np.uint64)
+        self._total = None if size is None else MaskedSum(size, self._ring)
+        self._num_bytes = 0 if size is None else size * self._ring.word_bytes
+
+    def fold(self, update: MaskedUpdate) -> None:
+        """Add a site's masked update.
+
+        Raises:
+            ProtocolError: It is not the group's; nothing was added.
+        """
+        check_sizes(
+            update, num_bytes=self._num_bytes, num_slots=len(self._header.slots)
+        )
+        check_signer(update, self.group.contract)
+        self.protocol.on_masked(
+            update.body,
+            vector_digest=sha256(update.words),
+            header_digest=hashlib.sha256(update.header_h.data).digest(),
+        )
+        self._header_h += update.header_h
+        if self._total is not None:
+            self._total.fold_(update.words.view(self._ring.wire_dtype))
+
+    def open(self, job: JobSpec, *, evaluation: bool) -> _GroupSum:
+        """Read the sum, from which the masks have cancelled.
+
+        Raises:
+            TooFewSites: Not all sites of the group have answered.
+            SumOutOfRange: Honest sites do not make such a sum.
+        """
+        num_updates = len(self.protocol.close_masked())
+        self.protocol.corrections().erase()  # In P1 there are none.
+        total = self._total
+        opened = self.protocol.opened(
+            sum_digest=hashlib.sha256().digest() if total is None else total.digest(),
+            header_digest=hashlib.sha256(self._header_h.astype("<u8").data).digest(),
+        )
+        totals = decode_header(self._header, self._header_h)
+        asked = Asked(
+            job=job,
+            contract=self.group.contract,
+            num_updates=num_updates,
+            training=total is not None,
+            evaluation=evaluation,
+        )
+        check_totals(totals, asked)
+        weight = totals[train.WEIGHT]
+        mean_d = None if total is None else total.decode(divisor=weight, weight=weight)
+        return _GroupSum(group=self.group, opened=opened, mean_d=mean_d, totals=totals)
+
+
+class GroupGather:
+    """The ``federation.gather.Gather`` that compares sums of groups."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        *,
+        layout: Layout,
+        grid: Grid,
+        identity: Identity,
+        contract: Contract,
+    ) -> None:
+        """Gather as the aggregator that ``identity`` proves.
+
+        Args:
+            job: Its ``privacy.secure_aggregation.groups`` says how many.
+            layout: Of the model.
+            grid: The way to the sites.
+            identity: The aggregator's own.
+            contract: Of all sites; those of the groups follow from it.
+        """
+        self._job = job
+        self._layout = layout
+        self._grid = grid
+        self._identity = identity
+        self._whole = contract
+        self._groups: list[_Group] = []
+        self._group_of: dict[SiteId, _Group] = {}
+        self._secrets: Mapping[int, bytes] = {}
+        self._exchange = SecureExchange(
+            contract.run_id,
+            grid=grid,
+            deadline_seconds=job.schedule.round_deadline_seconds,
+            run_setup_of=self._run_setup_of,
+        )
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site of the run, in the order of the job."""
+        return self._grid.sites()
+
+    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
+        """Have all sites train, and combine the means of the groups.
+
+        See ``federation.gather.Gather``.
+        """
+        with losing_the_round(record):
+            sums, byzantine = self._sums(state, record, TaskKind.TRAIN)
+        rule = combine_rule(replace(self._job.aggregation, byzantine_sites=byzantine))
+        rule(_updates(sums), out_d)
+        opened = {one.group.names: one.opened for one in sums}
+        for group in self._groups:
+            group.opened = opened.get(group.names, without_sum(record.round_index))
+        record.count_sums(
+            training=_pooled(train.TRAINING, sums),
+            evaluation=_pooled(train.EVALUATION, sums),
+        )
+        record.update_clip = self._whole.clip_norm
+        record.end_phase("combine")
+        return out_d
+
+    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+        """Have all sites evaluate; only the groups' sums of results are opened."""
+        try:
+            with losing_the_round(record):
+                sums, _ = self._sums(state, record, TaskKind.EVALUATE)
+        except QuorumNotMet:
+            return  # The record tells who failed, and that there are no metrics.
+        record.count_sums(training=None, evaluation=_pooled(train.EVALUATION, sums))
+
+    def _sums(
+        self, state: RunState, record: RoundRecord, kind: TaskKind
+    ) -> tuple[list[_GroupSum], int]:
+        """Open the sums of a round.
+
+        Returns:
+            Those of the groups that have one, and how many of these groups a bad
+            site may be in.
+
+        Raises:
+            TooFewSites: Too few groups have one for the rule; the round is lost.
+            DrawRefused: The groups do not follow from the draw.
+        """
+        rounds = self._exchange_updates(state, record, kind)
+        evaluation = kind is TaskKind.EVALUATE or evaluates(self._job, state)
+        sums, bad = [], self._job.aggregation.byzantine_sites
+        for one in rounds:
+            names = one.group.names
+            try:
+                sums.append(one.open(self._job, evaluation=evaluation))
+            except TooFewSites as error:
+                record.warn(
+                    f"round {record.round_index} has no sum of {names}: {error}"
+                )
+            except SumOutOfRange as error:
+                bad = max(0, bad - 1)  # One bad site at least is accounted for.
+                record.warn(
+                    f"round {record.round_index} leaves out the sum of {names}: {error}"
+                )
+                record.complaints.append(f"the sum of {names}: {error}")
+        needed = self._fewest_groups(bad)
+        if len(sums) < needed:
+            raise TooFewSites(
+                f"{len(sums)} of {len(self._groups)} groups have a sum, and "
+                f"{self._job.aggregation.combine} needs {needed}"
+            )
+        return sums, bad
+
+    def _fewest_groups(self, bad: int) -> int:
+        """How many groups the rule needs if a bad site may be in so many of them."""
+        is_krum = self._job.aggregation.combine in {"krum", "multi_krum"}
+        return max(len(self._groups) // 2 + 1, 2 * bad + (3 if is_krum else 1))
+
+    def _exchange_updates(
+        self, state: RunState, record: RoundRecord, kind: TaskKind
+    ) -> list[_GroupRound]:
+        """R1: send the model to all groups that have keys, and fold what comes back."""
+        setups = self._set_up(record)
+        model = train.model_digest(state.weights_d, state.integers_m)
+        tasks = self._tasks(state, record, kind, setups, model)
+        size = self._layout.size if kind is TaskKind.TRAIN else None
+        rounds: dict[SiteId, _GroupRound] = {}
+        for group, setup in setups:
+            facts = RoundFacts(
+                round_index=record.round_index,
+                cohort=group.contract.cohort,
+                model_digest=model,
+                task_digest=train.task_digest(tasks[0], self._whole.clip_norm),
+            )
+            one = _GroupRound(group, setup, facts, size)
+            rounds |= dict.fromkeys(group.sites, one)
+        replies = self._exchange.heard(
+            self._grid.exchange(
+                tasks,
+                deadline_seconds=self._job.schedule.round_deadline_seconds,
+            ),
+            lambda site: _round_of(rounds, site).protocol,
+        )
+        for update, reply in record.masked_updates(replies):
+            try:
+                _round_of(rounds, update.site).fold(update)
+            except ProtocolError as error:
+                record.revoke(update, reply, str(error))
+            else:
+                self._exchange.note_answer(update.site)
+                record.count_masked(update, reply)
+            del update, reply  # One at a time: the next is about to land.
+        return [rounds[group.sites[0]] for group, _ in setups]
+
+    def _tasks(
+        self,
+        state: RunState,
+        record: RoundRecord,
+        kind: TaskKind,
+        setups: Sequence[tuple[_Group, SetupRecord]],
+        model: bytes,
+    ) -> list[RoundTask]:
+        """Write the tasks of all sites whose group has keys."""
+        bodies: dict[SiteId, bytes] = {}
+        for group, setup in setups:
+            opened = group.opened or before_rounds(setup.setup_hash)
+            certificate = certify(opened, model, self._identity)
+            for site in group.sites:
+                body = train.TrainBody(
+                    setup_hash=setup.setup_hash,
+                    confirms=group.run_setup.confirms_for(site),
+                    certificate=certificate,
+                    update_clip=self._whole.clip_norm,
+                )
+                bodies[site] = train.write_train(body)
+        tasks = round_tasks(
+            state,
+            record,
+            job=self._job,
+            run_id=self._whole.run_id,
+            layout=self._layout,
+            kind=kind,
+            secure=lambda site: bodies.get(site, b""),
+        )
+        return [task for task in tasks if task.site in bodies]
+
+    def _set_up(self, record: RoundRecord) -> list[tuple[_Group, SetupRecord]]:
+        """Find the setups to work under; make new ones where they are due.
+
+        Raises:
+            TooFewSites: Groups cannot be drawn, or none has keys.
+            DrawRefused: The groups do not follow from the draw.
+        """
+        if not self._groups:
+            self._draw(record)
+        due = [group for group in self._groups if group.run_setup.is_due]
+        if due:
+            self._new_setups(record, due)
+        ready = [(group, group.run_setup.in_force) for group in self._groups]
+        found = [(group, setup) for group, setup in ready if setup is not None]
+        if not found:
+            raise TooFewSites("no group of sites has keys")
+        return found
+
+    def _draw(self, record: RoundRecord) -> None:
+        """Have all sites draw the groups; those who have drawn before draw the same."""
+        whole, num_groups = self._whole, self._job.privacy.secure_aggregation.groups
+        assert num_groups is not None  # noqa: S101  # Else there is one sum.
+        draw = Draw(
+            layout_digest=whole.layout_digest,
+            members=whole.members,
+            num_groups=num_groups,
+        )
+        half, everyone = AggregatorDraw(draw), self.sites()
+        self._exchange.take(
+            record,
+            SecureStep.COMMIT,
+            everyone,
+            lambda _: b"",
+            lambda _, data: half.on_commitment(data),
+        )
+        commitments = half.commitments()
+        self._exchange.take(
+            record,
+            SecureStep.DRAW,
+            everyone,
+            lambda _: commitments,
+            lambda _, data: half.on_reveal(data),
+        )
+        outcome = half.outcome()
+        self._secrets = half.secrets
+        self._groups = [
+            _Group(group_contract(whole, group, outcome.digest))
+            for group in outcome.groups
+        ]
+        self._group_of = {site: group for group in self._groups for site in group.sites}
+
+    def _new_setups(self, record: RoundRecord, due: Sequence[_Group]) -> None:
+        """Run S1 and S2 with every site of some groups; a group may fail alone."""
+        halves: dict[_Group, AggregatorSetup] = {}
+        for group in due:
+            group.run_setup.attempt()
+            halves[group] = AggregatorSetup(
+                identity=self._identity, contract=group.contract
+            )
+        offers = {
+            group: write_group_offer(self._secrets, half.offer())
+            for group, half in halves.items()
+        }
+        self._exchange.take(
+            record,
+            SecureStep.ADVERTISE,
+            [site for group in due for site in group.sites],
+            lambda site: offers[self._group_of[site]],
+            lambda site, data: halves[self._group_of[site]].on_advert(data),
+        )
+        books: dict[_Group, bytes] = {}
+        for group in due:
+            with _losing_the_setup(record, group):
+                books[group] = halves[group].book()
+        self._exchange.take(
+            record,
+            SecureStep.CONFIRM,
+            [site for group in books for site in group.sites],
+            lambda site: books[self._group_of[site]],
+            lambda site, data: halves[self._group_of[site]].on_confirm(data),
+        )
+        for group in books:
+            with _losing_the_setup(record, group):
+                group.run_setup.take(halves[group].result())
+
+    def _run_setup_of(self, site: SiteId) -> RunSetup | None:
+        group = self._group_of.get(site)
+        return None if group is None else group.run_setup
+
+
+@contextmanager
+def _losing_the_setup(record: RoundRecord, group: _Group) -> Iterator[None]:
+    """Say that a group has no new keys; it may have those of the setup before."""
+    try:
+        yield
+    except TooFewSites as error:
+        record.warn(
+            f"round {record.round_index}: no new keys of {group.names}: {error}"
+        )
+
+
+def _round_of(rounds: Mapping[SiteId, _GroupRound], site: SiteId) -> _GroupRound:
+    if site not in rounds:
+        raise ProtocolError("answered a round that its group was not asked for")
+    return rounds[site]
+
+
+def _updates(sums: Sequence[_GroupSum]) -> Iterator[WeightedUpdate]:
+    """The groups' means, each of which counts once."""
+    for one in sums:
+        if one.mean_d is not None:
+            yield WeightedUpdate(
+                site=one.group.sites[0], delta_d=one.mean_d, weight=1.0
+            )
+
+
+def _pooled(kind: str, sums: Sequence[_GroupSum]) -> MetricSums | None:
+    """Sums of results over all groups that count."""
+    found = [train.read_sums(kind, one.totals) for one in sums]
+    known = [one for one in found if one is not None]
+    return reduce(add, known) if known else None

@@ -1,0 +1,196 @@
+"""Exchanges of the secure aggregation protocol over a grid.
+
+What is common to one sum over all sites (``secure_sum``) and to sums over groups
+(``group_sums``): to take a step with some sites, and to note what their answers and
+their silence tell of the keys that they have.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from aggregator.secure_setup import RunSetup
+from federation.errors import ProtocolError, QuorumNotMet
+from federation.failures import failure
+from federation.ids import RunId, SiteId
+from federation.messages import (
+    FailureKind,
+    MaskedUpdate,
+    Reply,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
+    SiteFailure,
+)
+from federation.protocols import Grid
+from federation.round_record import RoundRecord
+from privacy.secagg.contract import Contract
+from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
+from privacy.secagg.messages import Head, Masked
+from privacy.secagg.ring_errors import SumOutOfRange
+from privacy.secagg.server import AggregatorRound
+
+_OF_NO_ROUND = frozenset(
+    {SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM}
+)
+
+
+class SecureExchange:
+    """Takes steps of the protocol with the sites of one run.
+
+    Args:
+        run_id: The run.
+        grid: The way to the sites.
+        deadline_seconds: How long a step may take.
+        run_setup_of: Where to note which keys a site has.
+    """
+
+    def __init__(
+        self,
+        run_id: RunId,
+        *,
+        grid: Grid,
+        deadline_seconds: float,
+        run_setup_of: Callable[[SiteId], RunSetup | None],
+    ) -> None:
+        """Send nothing yet."""
+        self._run_id = run_id
+        self._grid = grid
+        self._deadline_seconds = deadline_seconds
+        self._run_setup_of = run_setup_of
+
+    def take(
+        self,
+        record: RoundRecord,
+        step: SecureStep,
+        sites: Sequence[SiteId],
+        body: Callable[[SiteId], bytes],
+        accept: Callable[[SiteId, bytes], SiteId],
+    ) -> None:
+        """Take one step with some sites; a wrong answer is reported and left out.
+
+        Args:
+            record: The round.
+            step: What to ask.
+            sites: Whom.
+            body: What goes to a site.
+            accept: Takes a site's answer, and returns who has signed it.
+        """
+        tasks = [
+            SecureTask(
+                run_id=self._run_id,
+                round_index=0 if step in _OF_NO_ROUND else record.round_index,
+                site=site,
+                step=step,
+                body=body(site),
+            )
+            for site in sites
+        ]
+        replies = self._grid.exchange(tasks, deadline_seconds=self._deadline_seconds)
+        heard = self._noting(replies)
+        for answer, reply in record.protocol_answers(heard, step):
+            try:
+                check_sender(answer.site, accept(answer.site, answer.body))
+            except ProtocolError as error:
+                record.refuse(answer.site, reply, str(error))
+
+    def heard(
+        self, replies: Iterable[Reply], round_of: Callable[[SiteId], AggregatorRound]
+    ) -> Iterator[Reply]:
+        """Check as they land that declines are signed by their sites."""
+        for reply in self._noting(replies):
+            answer = reply.message
+            if isinstance(answer, SecureAnswer) and answer.step is SecureStep.DECLINE:
+                try:
+                    current = round_of(answer.site)
+                    check_sender(answer.site, current.on_decline(answer.body))
+                except ProtocolError as error:
+                    refused = failure(answer, FailureKind.INVALID, str(error))
+                    yield replace(reply, message=refused)
+                    continue
+                self.note_answer(answer.site)
+            del answer  # The caller wants to let go of a masked update.
+            yield reply
+            del reply
+
+    def note_answer(self, site: SiteId) -> None:
+        """Note that a site has answered a round of the setup in force."""
+        run_setup = self._run_setup_of(site)
+        if run_setup is not None:
+            run_setup.note_answer(site)
+
+    def _noting(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Note as they land which sites have lost their keys.
+
+        Nobody signs that, as nobody signs silence: whoever could forge it could as
+        well drop the site's answers.
+        """
+        for reply in replies:
+            answer = reply.message
+            if isinstance(answer, SiteFailure):
+                self._note_failure(answer)
+            del answer
+            yield reply
+            del reply
+
+    def _note_failure(self, answer: SiteFailure) -> None:
+        run_setup = self._run_setup_of(answer.site)
+        if run_setup is None:
+            return
+        if answer.kind is FailureKind.NOT_SET_UP:
+            run_setup.note_lacking(answer.site)
+        elif answer.kind is FailureKind.DISCONNECTED:
+            run_setup.note_disconnected(answer.site)
+
+
+@contextmanager
+def losing_the_round(record: RoundRecord) -> Iterator[None]:
+    """Turn what makes a sum impossible into a lost round, and say why it was lost."""
+    try:
+        yield
+    except (TooFewSites, BadShare, DrawRefused, SumOutOfRange) as error:
+        record.warn(f"round {record.round_index} has no sum: {error}")
+        if isinstance(error, SumOutOfRange):
+            record.complaints.append(f"the sum: {error}")
+        raise QuorumNotMet(str(error)) from error
+
+
+def check_sender(site: SiteId, signer: SiteId) -> None:
+    """Check that an answer was signed by the site that sent it.
+
+    Raises:
+        ProtocolError: It was not.
+    """
+    if signer != site:
+        raise ProtocolError(f"sent an answer that {signer!r} has signed")
+
+
+def check_signer(update: MaskedUpdate, contract: Contract) -> None:
+    """Check who signed before ``on_masked`` counts it: nobody speaks for others.
+
+    Raises:
+        ProtocolError: Another site did, or the message is malformed.
+    """
+    head = Head.from_bytes(Masked.from_bytes(update.body).head)
+    check_sender(update.site, contract.member(head.number).site)
+
+
+def check_sizes(update: MaskedUpdate, *, num_bytes: int, num_slots: int) -> None:
+    """Check how much a site sent.
+
+    Args:
+        update: The update.
+        num_bytes: Of masked words.
+        num_slots: Of the header.
+
+    Raises:
+        ProtocolError: It is more or less.
+    """
+    if update.words.size != num_bytes:
+        raise ProtocolError(
+            f"sent {update.words.size} bytes of masked words; {num_bytes} are right"
+        )
+    if update.header_h.size != num_slots:
+        raise ProtocolError(
+            f"sent a header of {update.header_h.size} words; {num_slots} are right"
+        )

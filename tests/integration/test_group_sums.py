@@ -1,0 +1,213 @@
+"""A robust rule over sums of groups: runs with sites that lie, fail or come back."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.lying_sites import Lies, beside, weight_of
+from support.secure_runs import Run, retrained, run, secure_job, silence
+
+from clients.secure_site import SecureSite
+from clients.site_memory import FileMemory
+from deploy.simulation import simulate
+from federation import events
+from federation.errors import QuorumNotMet
+from federation.ids import SiteId
+from federation.job import AggregationSpec, JobSpec
+from federation.messages import SiteMessage, Task
+from federation.vectors import norm
+from privacy.secagg.contract import Contract
+from privacy.secagg.groups import group_contract
+
+LIAR = SiteId("site-0")
+MEDIAN = {"combine": "median", "byzantine_sites": 1, "weights": "uniform"}
+
+
+def grouped(num_sites: int = 9, **changes: Any) -> JobSpec:
+    """A small job with three groups of three sites, one of which may be bad."""
+    blobs = {"num_train": 300, "num_held_out": 60}
+    data = {"source": "support.small_jobs:blobs", "options": blobs}
+    changes = {
+        "aggregation": MEDIAN,
+        "groups": 3,
+        "clip_norm": 1.0,
+        "data": data,
+    } | changes
+    return secure_job(num_sites, **changes)
+
+
+def scaled(factor: float) -> Any:
+    """A site whose update is multiplied by a number, and clipped like any other."""
+
+    def change(result: Any) -> Any:
+        weights_d = result.weights_d
+        weights_d *= np.float32(factor)
+        return result
+
+    return change
+
+
+def groups_of(run: Run) -> list[list[str]]:
+    """The groups that the sites of a run have drawn, by the contracts they hold."""
+    held = {
+        tuple(sorted(m.site for m in site._session.contract.members))
+        for site in run.sites.values()
+    }
+    return sorted(map(list, held))
+
+
+def test_all_sites_are_in_three_sums():
+    """Each holds the contract of its group, and all of them the same partition."""
+    ran = run(grouped())
+    assert ran.statuses() == ["completed"] * 3
+    assert [len(group) for group in groups_of(ran)] == [3, 3, 3]
+    sessions = [site._session for site in ran.sites.values()]
+    assert len({session.contract.partition for session in sessions}) == 1
+    assert len({session.contract.digest for session in sessions}) == 3
+
+
+def test_groups_are_a_cohort_at_each_site():
+    """What a site remembers of sums is the group and not all sites."""
+    ran = run(grouped())
+    for name, site in ran.sites.items():
+        rule = site._protection.cohorts
+        (known,) = rule._known(rule.memory.read("cohorts"))
+        assert name in known
+        assert len(known) == 3
+
+
+def test_equal_seeds_give_equal_groups_in_a_rehearsal():
+    """So that two rules can be compared."""
+    assert groups_of(run(grouped())) == groups_of(run(grouped(rounds=1)))
+    assert groups_of(run(grouped())) != groups_of(run(grouped(seed=1)))
+
+
+def test_median_of_groups_does_not_follow_a_liar():
+    """Its group's mean is far off; with the mean over all sites the model follows."""
+    lie = {LIAR: retrained(scaled(-50.0))}
+    job = grouped(rounds=1, clip_norm=8.0)
+    honest, robust = run(job), run(job, wraps=lie)
+    secure = replace(job.privacy.secure_aggregation, groups=None)
+    whole = replace(
+        job,
+        aggregation=AggregationSpec(weights="uniform"),
+        privacy=replace(job.privacy, secure_aggregation=secure),
+    )
+    straight, moved = run(whole), run(whole, wraps=lie)
+    by_median = norm(robust.state.weights_d - honest.state.weights_d)
+    by_mean = norm(moved.state.weights_d - straight.state.weights_d)
+    assert by_median < 0.2 * by_mean
+
+
+def liar_of(lies: Lies) -> dict[str, Any]:
+    return {LIAR: lies.told_by}
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [Lies(header=weight_of(-3.9)), Lies(vector=beside(1 << 30))],
+    ids=["weight", "update"],
+)
+def test_sum_that_no_honest_site_makes_is_left_out_alone(lies: Lies):
+    """The round goes on with the other groups, names the group, and so does the run."""
+    ran = run(grouped(), wraps=liar_of(lies))
+    assert ran.statuses() == ["completed"] * 3
+    (group,) = [group for group in groups_of(ran) if LIAR in group]
+    (told,) = [text for text in ran.warnings() if "leaves out the sum" in text]
+    assert f"round 2 leaves out the sum of {', '.join(group)}:" in told
+    assert len(ran.answered(3)) == 9
+
+
+def test_group_without_an_answer_is_left_out_if_others_suffice():
+    """Five groups bear one bad site with one of them missing; three do not."""
+    fault = silence("mask", [LIAR])
+    five = run(grouped(15, groups=5), fault=fault)
+    assert five.statuses() == ["completed"] * 3
+    assert any("has no sum of site-0" in text for text in five.warnings())
+    three = run(grouped(), fault=silence("mask", [LIAR]))
+    assert three.statuses() == ["lost", "completed", "completed"]
+    assert "2 of 3 groups have a sum, and median needs 3" in three.warnings()[-1]
+
+
+def test_rounds_of_a_liar_in_every_round_have_results():
+    """Words that are garbage are found in the sum, and cost a group and not the run."""
+    every = [
+        Lies(vector=beside(1 << 30), round_index=index).told_by for index in (1, 2, 3)
+    ]
+
+    def wrap(site: SecureSite) -> Any:
+        for told_by in every:
+            site = told_by(site)  # type: ignore[assignment]
+        return site
+
+    ran = run(grouped(), wraps={LIAR: wrap})
+    assert ran.statuses() == ["completed"] * 3
+
+
+def test_restarted_site_is_set_up_again_with_its_group():
+    """The round in which it has no keys is lost to its group; then it has new ones."""
+
+    class Forgets:
+        def __init__(self, site: SecureSite) -> None:
+            self._inner = site
+            self._done = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def handle(self, task: Task) -> SiteMessage:
+            if task.round_index == 2 and not self._done:
+                self._done = True
+                self._inner.close()
+            return self._inner.handle(task)
+
+    ran = run(grouped(15, groups=5), wraps={LIAR: Forgets})
+    assert ran.statuses() == ["completed"] * 3
+    assert len(ran.answered(2)) == 14
+    assert len(ran.answered(3)) == 15
+
+
+def test_run_that_is_resumed_has_the_groups_of_before(tmp_path: Path):
+    """A second process finds the draw in the sites' memory, whatever its dice say."""
+    seen: list[events.Event] = []
+    asked = iter([False, True])
+    simulate(
+        grouped(), folder=tmp_path, stop_requested=lambda: next(asked), listeners=[]
+    )
+    before = {
+        path: path.read_bytes() for path in tmp_path.glob("sites/*/memory/groups.json")
+    }
+    assert len(before) == 9
+    simulate(grouped(), folder=tmp_path, resume=True, listeners=[seen.append])
+    assert before == {path: path.read_bytes() for path in before}
+    ends = [e.status for e in seen if isinstance(e, events.RoundFinished)]
+    assert ends == ["completed"] * 2
+
+
+def test_site_that_has_lost_its_memory_ends_a_later_run(tmp_path: Path):
+    """Groups are drawn by all: the others say who has another secret."""
+    job = grouped(schedule={"max_lost_rounds": 1})
+    asked = iter([False, True])
+    simulate(job, folder=tmp_path, stop_requested=lambda: next(asked))
+    memory = FileMemory(tmp_path / "sites" / LIAR / "memory")
+    memory.update("groups", lambda _: {"simulation": {"secret": "00" * 32}})
+    with pytest.raises(QuorumNotMet, match="site-0 committed to another secret"):
+        simulate(job, folder=tmp_path, resume=True)
+
+
+def test_aggregator_that_offers_another_group_gets_no_key(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It divides the sites as it likes, and each site holds to what it has drawn."""
+
+    def chosen(whole: Contract, group: Sequence[SiteId], digest: bytes) -> Contract:
+        names = sorted(member.site for member in whole.members)
+        at = 3 * (names.index(group[0]) % 3)
+        return group_contract(whole, names[at : at + 3], digest)
+
+    monkeypatch.setattr("aggregator.group_sums.group_contract", chosen)
+    with pytest.raises(QuorumNotMet, match="this site has drawn a sum with site-"):
+        run(grouped(schedule={"max_lost_rounds": 1}))

@@ -1,0 +1,205 @@
+"""A site's part in drawing groups: what it remembers and what it refuses."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.secagg_parties import LAYOUT, Parties, entropy, site_name
+
+from clients.groups import DOCUMENT, GroupRule
+from clients.site_memory import FileMemory, InMemory, SiteMemory
+from federation.errors import CorruptObject
+from privacy.secagg.errors import ContractRefused, DrawRefused, OutOfOrder
+from privacy.secagg.floor import Group, check_against_floor
+from privacy.secagg.groups import (
+    AggregatorDraw,
+    commit,
+    draw_of,
+    group_contract,
+    read_reveal,
+    write_commitments,
+    write_group_offer,
+)
+
+PARTIES = Parties(10)
+SITES = [site_name(i) for i in range(1, 11)]
+DRAW = draw_of(PARTIES.roster, SITES, layout_digest=LAYOUT, num_groups=3)
+FIRST = SITES[0]
+
+
+def rule(memory: SiteMemory, number: int = 1, **changes: Any) -> GroupRule:
+    """A site's rule."""
+    values = {
+        "site": site_name(number),
+        "lineage": "digits",
+        "draw": DRAW,
+        "random_bytes": entropy(f"draw {number}"),
+    }
+    return GroupRule(memory=memory, **(values | changes))
+
+
+@dataclass
+class Everybody:
+    """All sites, each with a memory of its own."""
+
+    memories: dict[int, SiteMemory] = field(
+        default_factory=lambda: {i: InMemory() for i in range(1, 11)}
+    )
+
+    def commitments(self, **changes: Any) -> dict[int, bytes]:
+        """What each site commits itself with."""
+        return {
+            i: rule(memory, i, **changes).commit(PARTIES.sites[i])
+            for i, memory in self.memories.items()
+        }
+
+    def draw(self) -> AggregatorDraw:
+        """A whole draw."""
+        half = AggregatorDraw(DRAW)
+        for data in self.commitments().values():
+            half.on_commitment(data)
+        for i, memory in self.memories.items():
+            half.on_reveal(rule(memory, i).reveal(half.commitments()))
+        return half
+
+
+def test_all_sites_come_to_the_groups_of_the_aggregator():
+    """And to each other's."""
+    everybody = Everybody()
+    half = everybody.draw()
+    outcome, offer = half.outcome(), write_group_offer(half.secrets, b"offer")
+    for i, memory in everybody.memories.items():
+        group, inner = rule(memory, i).take_offer(offer)
+        expected = frozenset(outcome.group_of(site_name(i)))
+        assert group == Group(sites=expected, partition=outcome.digest)
+        assert inner == b"offer"
+
+
+def test_draw_that_is_begun_again_gives_the_same(tmp_path: Path):
+    """After a crash anywhere, in other processes of the sites, and in later runs."""
+    folders = {i: tmp_path / str(i) for i in range(1, 11)}
+    first = Everybody({i: FileMemory(folder) for i, folder in folders.items()})
+    shown = write_commitments(first.commitments())
+    rule(first.memories[1], 1).reveal(shown)  # Then the aggregator crashed.
+    again = Everybody({i: FileMemory(folder) for i, folder in folders.items()})
+    assert write_commitments(again.commitments()) == shown
+    outcome = again.draw().outcome()
+    third = Everybody({i: FileMemory(folder) for i, folder in folders.items()})
+    assert third.draw().outcome() == outcome
+
+
+def test_aggregator_cannot_draw_until_it_likes_the_groups():
+    """A colluding site brings a new commitment: the honest sites have revealed once."""
+    everybody = Everybody()
+    everybody.draw()
+    shown = everybody.commitments()
+    shown[10] = commit(DRAW, 10, bytes(32), PARTIES.sites[10])
+    with pytest.raises(DrawRefused, match="site-10 committed to another secret"):
+        rule(everybody.memories[1]).reveal(write_commitments(shown))
+
+
+def test_secret_is_revealed_for_one_list_of_commitments():
+    """Before it is out, it may be shown to others; afterwards to nobody else."""
+    everybody = Everybody()
+    shown = everybody.commitments()
+    others = {**shown, 10: commit(DRAW, 10, bytes(32), PARTIES.sites[10])}
+    mine = rule(everybody.memories[1])
+    first = read_reveal(mine.reveal(write_commitments(others)))
+    assert first == read_reveal(mine.reveal(write_commitments(others)))
+    with pytest.raises(DrawRefused, match="site-10"):
+        mine.reveal(write_commitments(shown))
+
+
+def test_list_is_durable_before_the_secret_leaves(tmp_path: Path):
+    """Else a crash in between would allow a second list."""
+    everybody = Everybody({i: InMemory() for i in range(2, 11)})
+    everybody.memories[1] = FileMemory(tmp_path)
+    rule(everybody.memories[1]).reveal(write_commitments(everybody.commitments()))
+    later = FileMemory(tmp_path).read(DOCUMENT)["digits"]
+    assert len(later["commitments"]) == 10
+    assert later["sites"] == SITES
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(DRAW, num_groups=4),
+        draw_of(PARTIES.roster, SITES[:9], layout_digest=LAYOUT, num_groups=3),
+    ],
+    ids=["groups", "sites"],
+)
+def test_other_groups_of_one_lineage_are_refused(other: Any):
+    """Of other sites, or another number: by every step of the draw."""
+    everybody = Everybody()
+    half = everybody.draw()
+    mine = rule(everybody.memories[1], draw=other)
+    before = everybody.memories[1].read(DOCUMENT)
+    with pytest.raises(DrawRefused, match="has drawn 3 groups of site-01, site-02"):
+        mine.commit(PARTIES.sites[1])
+    with pytest.raises(DrawRefused, match="takes part in no other draw"):
+        mine.take_offer(write_group_offer(half.secrets, b"offer"))
+    assert everybody.memories[1].read(DOCUMENT) == before
+
+
+def test_another_lineage_has_a_draw_of_its_own():
+    """With another secret, which says nothing of the first."""
+    everybody = Everybody()
+    first = everybody.commitments()
+    other = everybody.commitments(lineage="scans", random_bytes=entropy("other"))
+    assert not set(first.values()) & set(other.values())
+    everybody.draw()
+    assert everybody.commitments(lineage="scans") == other
+
+
+def test_own_commitment_must_be_among_those_shown():
+    """A list with another one in this site's name is not for its secret."""
+    everybody = Everybody()
+    shown = everybody.commitments()
+    shown[1] = commit(DRAW, 1, bytes(32), PARTIES.sites[1])
+    with pytest.raises(DrawRefused, match="another commitment of this site"):
+        rule(everybody.memories[1]).reveal(write_commitments(shown))
+
+
+def test_steps_have_an_order():
+    """No secret before a commitment, no contract before a draw."""
+    everybody = Everybody()
+    half = everybody.draw()
+    fresh = rule(InMemory())
+    with pytest.raises(OutOfOrder, match="before it was asked for its own"):
+        fresh.reveal(half.commitments())
+    with pytest.raises(OutOfOrder, match="before groups were drawn"):
+        fresh.take_offer(write_group_offer(half.secrets, b"offer"))
+
+
+def test_offer_with_other_secrets_is_refused():
+    """The groups of the contract must follow from what the site was shown."""
+    everybody = Everybody()
+    half = everybody.draw()
+    secrets = {**half.secrets, 5: bytes(32)}
+    with pytest.raises(DrawRefused, match="'site-05'"):
+        rule(everybody.memories[1]).take_offer(write_group_offer(secrets, b"offer"))
+
+
+def test_site_refuses_the_contract_of_a_group_that_it_did_not_draw():
+    """The aggregator puts a victim beside sites of its own choice."""
+    everybody = Everybody()
+    half = everybody.draw()
+    group, _ = rule(everybody.memories[1]).take_offer(
+        write_group_offer(half.secrets, b"")
+    )
+    others = sorted(set(SITES) - group.sites)
+    chosen = group_contract(
+        PARTIES.contract(), [FIRST, *others[:2]], half.outcome().digest
+    )
+    with pytest.raises(ContractRefused, match="has drawn a sum with site-01"):
+        check_against_floor(chosen, PARTIES.floor(group=group))
+
+
+def test_damaged_memory_ends_the_draw(tmp_path: Path):
+    """A site that cannot know what it has drawn draws nothing."""
+    rule(FileMemory(tmp_path)).commit(PARTIES.sites[1])
+    path = tmp_path / "groups.json"
+    path.write_text(path.read_text().replace("secret", "s3cret"))
+    with pytest.raises(CorruptObject, match="does not match its digest"):
+        rule(FileMemory(tmp_path)).commit(PARTIES.sites[1])
