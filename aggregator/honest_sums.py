@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from federation.job import JobSpec
+from privacy.counts import coarse
 from privacy.dp import adaptive_clip
 from privacy.dp.held_out import MAX_LOSS
 from privacy.secagg import train
@@ -89,7 +90,7 @@ def _training_faults(totals: _Totals, asked: Asked) -> _Faults:
     yield from _sum_faults(train.TRAINING, totals, is_asked=is_asked)
     most = _most_trained_on(asked)
     if most is not None and train.counts_coarsely(asked.contract):
-        most = train.coarse(most)
+        most = coarse(most)
     count = totals[f"{train.TRAINING}_count"]
     if most is not None and count > asked.num_updates * most:
         yield (

@@ -46,7 +46,7 @@ class Rank:
         """
         if num_examples < self.world_size:
             raise ValueError(
-                f"{num_examples} examples are too few for {self.world_size} ranks: use "
+                f"the site has fewer examples than its {self.world_size} ranks: use "
                 "fewer ranks, or give the site more data"
             )
         return num_examples // self.world_size + (

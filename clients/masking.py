@@ -15,6 +15,7 @@ from federation.errors import ProtocolError
 from federation.messages import MetricSums
 from federation.protocols import LocalResult
 from federation.vectors import ByteVector, HeaderVector, Vector
+from privacy.counts import coarse
 from privacy.dp.adaptive_clip import CLIP_RANGE, noisy_bit
 from privacy.dp.ring_noise import RingNoise
 from privacy.secagg import train
@@ -201,7 +202,7 @@ def check_clip(contract: Contract, update_clip: float) -> None:
 def _weight(contract: Contract, num_examples: int) -> float:
     """Weight of a site, n / n_max of section 3, or 1 where every site counts the same.
 
-    Where rounds may go on without a site, n is on the grid of ``train.coarse``.
+    Where rounds may go on without a site, n is on the grid of ``privacy.counts``.
 
     Raises:
         UpdateOutOfRange: The site has more examples than the contract allows.
@@ -210,9 +211,8 @@ def _weight(contract: Contract, num_examples: int) -> float:
         return 1.0
     if num_examples > contract.max_examples:
         raise UpdateOutOfRange(
-            f"{num_examples} examples are more than the contract's "
-            f"{contract.max_examples}"
+            f"the site has more examples than the contract's {contract.max_examples}"
         )
     if train.counts_coarsely(contract):
-        num_examples = min(train.coarse(num_examples), contract.max_examples)
+        num_examples = min(coarse(num_examples), contract.max_examples)
     return num_examples / contract.max_examples

@@ -5,8 +5,11 @@ sample of the site's records, clips the gradient of every record, adds them up, 
 the Gaussian mechanism release the sum, and divides it by the number of records that
 were expected. A record is an example; of a language model it is one window of tokens.
 
-How many steps a site takes and how it samples is said here once, for those who take
-the steps and for those who account for them. The ledger is not here.
+How many steps a site takes and how it samples is defined here once, for training and
+for accounting. Both follow from the number of records rounded up to the grid of
+``privacy.counts``: the rate, delta and noise that leave a site would otherwise give
+its exact number of records away. The rate on the grid is the rate that steps really
+sample with, so the accountant needs no margin for it. The ledger is not here.
 
 Guarantee:
     The trainable weights after a round are post-processing of what ``event_of``
@@ -32,6 +35,7 @@ from clients.ranks.peers import NO_PEERS, Peers
 from federation.errors import SiteError
 from federation.job import JobSpec
 from federation.vectors import Layout, Vector
+from privacy.counts import coarse
 from privacy.dp.events import Event
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
@@ -101,23 +105,30 @@ def expected_batch(job: JobSpec) -> int:
 
 
 def sampling_rate(job: JobSpec, num_records: int) -> float:
-    """Probability of each record to be in a step.
+    """Probability of each record to be in a step: the batch over the coarse number.
+
+    A step samples as many records as the job's batch on average, or up to a fifth
+    fewer.
+
+    Args:
+        job: The job.
+        num_records: Training records that the site holds.
 
     Raises:
         SiteError: The site holds fewer records than a step is to sample.
     """
-    expected = expected_batch(job)
-    if num_records < expected:
+    expected, most = expected_batch(job), coarse(num_records)
+    if most < expected:
         raise SiteError(
-            f"the site holds {num_records} training records, and a private step "
+            f"the site holds at most {most} training records, and a private step "
             f"samples {expected} on average: lower training.batch_size or "
             "training.accumulate"
         )
-    return expected / num_records
+    return expected / most
 
 
 def num_private_steps(job: JobSpec, num_records: int) -> int:
-    """Steps of a round; an epoch is as many as sample every record once on average."""
+    """Steps of a round; an epoch samples every record once on average."""
     if job.training.local_steps is not None:
         return job.training.local_steps
     per_epoch = round(1 / sampling_rate(job, num_records))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 from clients.canaries import FACTORY, record_shape
 from clients.private_steps import (
@@ -13,10 +14,14 @@ from deploy.wiring import Federation
 from federation.errors import JobError
 from federation.job import JobSpec, ModelSpec
 from federation.privacy_job import SecureAggregationSpec
+from privacy.counts import coarse
 
 # Records of a private step: their sum is rounded, and a margin for that is taken from
 # the clip norm of each (``privacy.dp_sgd.clipping.sum_margin``), 6 % for 30,000.
 MAX_DRAWN = 100_000
+
+# What the sampling rate of an audited site may fall short of the job's, at most.
+_RATE_ROUNDING = Fraction(1, 100)
 
 _UNCLIPPED_NORM = 1.0  # Of a canary's gradient where nothing is clipped.
 _WELL_BEYOND = 2.0  # Times the clip norm: what is clipped is clipped to the norm.
@@ -112,27 +117,25 @@ def with_more_records(
     Returns:
         The job for this site, and how many records without a gradient bring the rate
         to that of ``job``: it is never above it, for that is what the ledger is
-        charged for, and less than one record's worth below. Batches are no larger,
-        so that they fit memory. Where sums are audited, the learning rate keeps what
-        one record changes of an update.
+        charged for, and less than 1 % below, or than one record's worth without
+        private steps. Batches are no larger, so that they fit memory. Where sums are
+        audited, the learning rate keeps what one record changes of an update.
 
     Raises:
         JobError: A private step would draw more records than ``MAX_DRAWN``.
     """
     training = job.training
     expected = training.batch_size * training.accumulate
-    least = -(-expected * (num_records + num_canaries) // num_records)
     is_private = job.privacy.differential_privacy.enabled
-    if is_private and least > MAX_DRAWN:
+    enlarge = _on_grid if is_private else _exactly
+    found = enlarge(job, num_records, num_records + num_canaries)
+    accumulate, batch_size, total = found
+    if is_private and accumulate * batch_size > MAX_DRAWN:
         raise JobError(
             f"with {num_canaries} canaries beside {num_records} records a step draws "
-            f"{least} records: take fewer canaries, so that it draws at most "
-            f"{MAX_DRAWN}"
+            f"{accumulate * batch_size} records: take fewer canaries, so that it draws "
+            f"at most {MAX_DRAWN}"
         )
-    fewest = -(-least // training.batch_size)
-    accumulate = min(range(fewest, 2 * fewest), key=lambda n: n * -(-least // n))
-    batch_size = -(-least // accumulate)
-    total = -(-accumulate * batch_size * num_records // expected)
     steps = training.local_steps
     if is_private:
         steps = num_private_steps(job, num_records)
@@ -152,3 +155,43 @@ def with_more_records(
             job, training=replace(training, optimizer=replace(optimizer, lr=lr))
         )
     return job, total - num_records - num_canaries
+
+
+def _exactly(job: JobSpec, num_records: int, least: int) -> tuple[int, int, int]:
+    """Enlarge a step of ordinary batches, and the records it is of, alike.
+
+    Returns:
+        Batches of a step, records of a batch, and records of the site: at least
+        ``least``.
+    """
+    expected, most = expected_batch(job), job.training.batch_size
+    drawn = -(-expected * least // num_records)
+    fewest = -(-drawn // most)
+    accumulate = min(range(fewest, 2 * fewest), key=lambda n: n * -(-drawn // n))
+    batch_size = -(-drawn // accumulate)
+    total = -(-accumulate * batch_size * num_records // expected)
+    return accumulate, batch_size, total
+
+
+def _on_grid(job: JobSpec, num_records: int, least: int) -> tuple[int, int, int]:
+    """Enlarge a private step, whose rate follows from coarse numbers of records.
+
+    Of the coarse numbers above ``least`` it takes the first for which whole batches
+    come near enough to the job's rate. Twice the site's own, or four times and so on,
+    always fits.
+
+    Returns:
+        As ``_exactly``.
+    """
+    expected, most = expected_batch(job), job.training.batch_size
+    own, total = coarse(num_records), coarse(least)
+    while True:
+        drawn = Fraction(expected * total, own)
+        fewest = math.ceil(drawn / most)
+        accumulate = max(range(fewest, 2 * fewest), key=lambda n: n * (drawn // n))
+        batch_size = drawn // accumulate
+        if accumulate * batch_size >= (1 - _RATE_ROUNDING) * drawn:
+            break
+        total = coarse(total + 1)
+    # The number as it is will do where it is rounded up to this.
+    return accumulate, batch_size, least if coarse(least) == total else total

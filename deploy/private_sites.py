@@ -1,8 +1,8 @@
 """Differential privacy of a run: what each site promises, and its ledger.
 
-Noise is calibrated for each site from the number of its own records. What the
-accountant is told and what the trainer does come from the same functions of
-``clients.private_steps``.
+Noise is calibrated for each site from the number of its own records, rounded up to
+the grid of ``privacy.counts``. What the accountant charges and what the trainer does
+come from the same functions of ``clients.private_steps``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +30,7 @@ from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, Trainer
+from privacy.counts import coarse
 from privacy.dp import accountant
 from privacy.dp.calibration import noise_multiplier
 from privacy.dp.events import Event
@@ -330,7 +331,7 @@ def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | N
     return HeldOutMechanism(
         noise_multiplier=multiplier,
         predictions=_predictions(job, data),
-        num_records=len(data),
+        num_records=coarse(len(data)),
     )
 
 

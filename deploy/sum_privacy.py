@@ -21,6 +21,7 @@ from deploy.wiring import Federation
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import JobSpec
+from privacy.counts import coarse
 from privacy.dp import adaptive_clip
 from privacy.dp.budget import (
     MIN_SIGNAL_TO_NOISE,
@@ -35,6 +36,7 @@ from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.ring import RingSpec
 
 _TABLE = "privacy.differential_privacy"
+_RECORDS = "training records (a number rounded up)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +171,15 @@ def _plan_sites(federation: Federation, wanted: float) -> SumPrivacy:
 def delta_of_records(job: JobSpec, train: Dataset, held_out: Dataset) -> float:
     """Delta of what a site promises of its records: the job's, or the default.
 
+    It leaves the site, so it follows from the coarse number of records, which is never
+    below the true one.
+
     Raises:
         JobError: The site has too few records, or the delta is too large for them.
     """
-    check_records(len(train), expected_batch(job))
+    check_records(coarse(len(train)), expected_batch(job))
     given = job.privacy.differential_privacy.delta
-    return _delta(given, num_protected(job, train, held_out))
+    return _delta(given, coarse(num_protected(job, train, held_out)))
 
 
 def num_protected(job: JobSpec, train: Dataset, held_out: Dataset) -> int:
@@ -186,7 +191,7 @@ def num_protected(job: JobSpec, train: Dataset, held_out: Dataset) -> int:
     return max(len(train), len(held_out) if has_noise else 0)
 
 
-def _delta(given: float | None, count: int, what: str = "training records") -> float:
+def _delta(given: float | None, count: int, what: str = _RECORDS) -> float:
     delta = default_delta(count) if given is None else given
     check_delta(delta, count, what=what)
     return delta

@@ -19,8 +19,8 @@ def check_shares(job: JobSpec, site: SiteId, train: Dataset, num_ranks: int) -> 
     """
     if len(train) < num_ranks:
         raise SiteError(
-            f"site {site!r} has {len(train)} training examples for {num_ranks} "
-            "ranks: start fewer"
+            f"site {site!r} has fewer training examples than its {num_ranks} ranks: "
+            "start fewer"
         )
     size = job.training.batch_size
     if isinstance(train, ReadsAhead) and size % num_ranks:

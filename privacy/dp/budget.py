@@ -76,7 +76,7 @@ def check_records(num_records: int, expected_batch: int) -> None:
     """
     if num_records < expected_batch:
         raise JobError(
-            f"a site has {num_records} training records, fewer than one batch of "
+            f"a site has at most {num_records} training records, fewer than a batch of "
             f"{expected_batch} (batch_size times accumulate): under differential "
             "privacy each step draws every record with probability batch / "
             "records, so choose "

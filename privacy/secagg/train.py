@@ -6,7 +6,7 @@ that sums over sites are exact and no slot can wrap.
 What a site says in every round of a run alike, its number of examples and of
 predictions, would be told exactly by the first round that it is absent from. Where
 rounds may go on without a site, such numbers are on a coarse public grid: see
-``coarse``.
+``privacy.counts``.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import numpy as np
 
 from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Vector
+from privacy.counts import coarse
 from privacy.secagg.canonical import Reader, fields, float64, u64
 from privacy.secagg.certificate import MAX_CERTIFICATE_BYTES
 from privacy.secagg.contract import DIGEST_BYTES, Contract, Setting
@@ -33,7 +34,6 @@ _LARGEST_NOISE = 1 << 16
 _MICRO = 1e6
 
 WEIGHT = "weight"
-_GRID_BITS = 3  # Significant ones: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 and so on.
 TRAINING, EVALUATION = "training", "evaluation"
 _SUMS = ("count", "loss", "correct")
 
@@ -110,22 +110,12 @@ def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSp
 
 
 def counts_coarsely(contract: Contract) -> bool:
-    """Whether sites put their numbers on the grid of ``coarse``.
+    """Whether sites put their numbers on the grid of ``privacy.counts``.
 
     They do where sums of one run may be over different sites. Under differential
     privacy numbers are withheld, noised or public anyway.
     """
     return contract.setting is Setting.P2 and contract.differential_privacy.is_none
-
-
-def coarse(count: int) -> int:
-    """Round a number up to one with three significant bits, by less than a quarter.
-
-    Args:
-        count: At least 0; up to 8 it stays as it is.
-    """
-    shift = max(0, count.bit_length() - _GRID_BITS)
-    return -(-count >> shift) << shift
 
 
 def coarse_sums(sums: MetricSums | None) -> MetricSums | None:

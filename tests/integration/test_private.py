@@ -82,7 +82,7 @@ def test_a_budget_for_no_round_is_refused():
     ("change", "key", "text"),
     [
         (f"{DP}.delta=0.01", f"{DP}.delta", "is too large for \\d+ "),
-        ("training.batch_size=1500", "training.batch_size", "fewer than one batch"),
+        ("training.batch_size=2000", "training.batch_size", "fewer than a batch"),
         (f"{DP}.target_epsilon=0.0001", f"{DP}.target_epsilon", "epsilon"),
     ],
 )

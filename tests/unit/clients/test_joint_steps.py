@@ -17,11 +17,14 @@ from clients.trainer import TorchTrainer
 from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.protocols import LocalResult
+from privacy.counts import coarse
 
 pytestmark = [pytest.mark.slow]  # The first of them waits for Opacus's import.
 
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
+# A batch of as many takes every record into a step.
+EVERYBODY = coarse(len(TRAIN))
 IN_SUM = PrivateTraining(clip_norm=1.0, noise_multiplier=1.0, in_sum=True)
 
 
@@ -46,7 +49,7 @@ def _fit(
 
 def _everybody(job: JobSpec) -> JobSpec:
     """A job that takes every record into the step."""
-    return replace(job, training=replace(job.training, batch_size=len(TRAIN)))
+    return replace(job, training=replace(job.training, batch_size=EVERYBODY))
 
 
 def test_step_is_the_mean_of_clipped_gradients():
@@ -66,7 +69,7 @@ def test_step_is_the_mean_of_clipped_gradients():
         parts = torch.autograd.grad(loss, (weight, bias))
         gradient = torch.cat([part.reshape(-1) for part in parts])
         expected_d -= (gradient * min(1.0, 1 / float(gradient.norm()))).numpy()
-    expected_d *= job.training.optimizer.lr / len(TRAIN)
+    expected_d *= job.training.optimizer.lr / EVERYBODY
     names = [spec.name for spec in pool.layout.tensors]
     assert [name.rsplit(".")[-1] for name in names] == ["weight", "bias"]
     np.testing.assert_allclose(result.weights_d, expected_d, rtol=2e-3, atol=2e-5)

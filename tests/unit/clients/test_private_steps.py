@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
@@ -25,6 +27,7 @@ from clients.trainer import TorchTrainer
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec
+from privacy.counts import coarse
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
 from privacy.dp_sgd.clipping import MARGIN, sum_margin
@@ -77,28 +80,42 @@ def fit(
 
 def test_sampling_is_as_large_as_a_batch_on_average():
     """All batches of a step are one sample; a round is steps or epochs of them."""
-    assert sampling_rate(private_job({"local_steps": 3}), 60) == 0.1
+    assert sampling_rate(private_job({"local_steps": 3}), 80) == 0.075
     accumulated = private_job({"local_steps": 3, "accumulate": 4})
-    assert sampling_rate(accumulated, 60) == 0.4
+    assert sampling_rate(accumulated, 80) == 0.3
     assert sampling_rate(accumulated, 24) == 1.0
-    assert num_private_steps(accumulated, 60) == 3
-    assert num_private_steps(private_job({"local_epochs": 2}), 60) == 20
+    assert num_private_steps(accumulated, 80) == 3
+    assert num_private_steps(private_job({"local_epochs": 2}), 48) == 16
     # Two and a half batches are two steps: an even number rounds down.
-    assert num_private_steps(private_job({"local_epochs": 3}), 15) == 6
+    halved = private_job({"local_epochs": 3, "batch_size": 8})
+    assert num_private_steps(halved, 20) == 6
+
+
+@given(records=st.integers(24, 1 << 40))
+def test_rate_and_steps_follow_from_a_coarse_number_of_records(records: int):
+    """They leave the site; the rate is never above batch over records."""
+    job = private_job({"local_epochs": 1, "accumulate": 4})
+    told = coarse(records)
+    rate = sampling_rate(job, records)
+    assert rate == sampling_rate(job, told) == 24 / told
+    assert 0.8 * 24 / records <= rate <= 24 / records
+    assert num_private_steps(job, records) == num_private_steps(job, told)
 
 
 def test_a_site_without_a_batch_of_records_is_refused():
     """With what it holds, what it needs and what to change."""
     job = private_job({"local_steps": 3, "accumulate": 4})
-    with pytest.raises(SiteError, match=r"holds 23 .* samples 24 on average: lower"):
-        sampling_rate(job, 23)
+    with pytest.raises(
+        SiteError, match=r"holds at most 20 .* samples 24 on average: lower"
+    ):
+        sampling_rate(job, 19)
 
 
 def test_event_is_of_the_mechanism_in_force():
     """The multiplier after rounding, and the slack of rounding."""
     mechanism = private().mechanism(15)
-    event = event_of(private_job({"local_steps": 3}), 60, mechanism)
-    assert (event.sampling_rate, event.steps) == (0.1, 3)
+    event = event_of(private_job({"local_steps": 3}), 80, mechanism)
+    assert (event.sampling_rate, event.steps) == (0.075, 3)
     assert event.noise_multiplier == mechanism.effective_multiplier >= 1.0
     assert event.slack == mechanism.slack > 0
 
@@ -117,7 +134,7 @@ def test_job_and_trainer_agree_on_privacy():
         TorchTrainer(job, SITE, pool=ModelPool(job), train=TRAIN, held_out=HELD_OUT)
     with pytest.raises(ValueError, match="private training"):
         fit(small_job(), private())
-    with pytest.raises(SiteError, match="holds 5"):
+    with pytest.raises(SiteError, match="holds at most 5"):
         fit(job, private(), TRAIN.subset(np.arange(5)))
 
 
@@ -159,7 +176,7 @@ def test_steps_are_those_of_the_algorithm(
         model.parameters(), lr=LR, weight_decay=0.0
     )
     for _ in range(5):
-        rows = poisson_indices(60, expected_size / 60, sampling)
+        rows = poisson_indices(60, expected_size / coarse(60), sampling)
         sum_d = clipped(model, rows, expected_size)
         mechanism.release_(sum_d, random_bytes)
         gradient = torch.from_numpy(sum_d / expected_size).float()
@@ -194,12 +211,12 @@ class Watched:
 
 @pytest.mark.slow
 def test_batches_are_cut_and_as_many_as_accounted():
-    """400 steps at rate 0.2: 4,800 examples, and 310 are five deviations."""
+    """400 steps at rate 12/64: 4,500 examples, and 310 are five deviations."""
     data = Watched()
     job = private_job({"local_steps": 400, "accumulate": 2})
     fit(job, private(random_bytes=known_bytes()), data)
     assert max(map(len, data.batches)) == 6
-    assert sum(map(len, data.batches)) == pytest.approx(4800, abs=310)
+    assert sum(map(len, data.batches)) == pytest.approx(4500, abs=310)
 
 
 @pytest.mark.slow
@@ -360,7 +377,7 @@ def test_autocast_and_a_language_model():
 
 def test_ranks_sample_records_of_their_own():
     """At rate 1 every record is at one rank."""
-    job = private_job({"local_steps": 1, "batch_size": 60})
+    job = private_job({"local_steps": 1, "batch_size": coarse(60)})
     model = nn.Linear(4, 3)
     drawn = []
     for rank in range(3):

@@ -108,7 +108,7 @@ def test_wrong_arguments():
     for rank, ranks in ((1, 1), (-1, 2)):
         with pytest.raises(ValueError, match=f"rank {rank} of {ranks} is not possible"):
             Rank(rank=rank, world_size=ranks)
-    with pytest.raises(ValueError, match="2 examples are too few for 3 ranks"):
+    with pytest.raises(ValueError, match="fewer examples than its 3 ranks"):
         shard_order(shards_of([1, 1]), rng(), window=1, rank=of_ranks(3)[0])
 
 

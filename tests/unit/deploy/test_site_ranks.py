@@ -115,7 +115,7 @@ def test_one_device_is_refused():
 
 def test_more_ranks_than_examples_are_refused():
     """At the roll call, and not in the first round."""
-    with pytest.raises(SiteError, match="60 training examples for 61 ranks"):
+    with pytest.raises(SiteError, match="fewer training examples than its 61 ranks"):
         site_ranks.check_job(small_job(), site_file(ranks=61), DATA)
 
 

@@ -99,5 +99,7 @@ def test_too_small_a_delta_is_refused(delta: float):
 def test_a_site_fills_one_batch():
     """Its sampling rate is at most one."""
     budget.check_records(64, 64)
-    with pytest.raises(JobError, match="63 training records, fewer than one batch"):
+    with pytest.raises(
+        JobError, match="at most 63 training records, fewer than a batch"
+    ):
         budget.check_records(63, 64)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from support.secagg_parties import RECORD, Parties
 
 from federation.messages import MetricSums
+from privacy.counts import coarse
 from privacy.secagg import train
 
 PARTIES = Parties(5)
@@ -13,17 +14,17 @@ PARTIES = Parties(5)
 
 def test_grid_has_three_significant_bits():
     """Four numbers for each doubling, and those up to eight."""
-    found = sorted({train.coarse(count) for count in range(33)})
+    found = sorted({coarse(count) for count in range(33)})
     assert found == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]
 
 
 @given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))
 def test_grid_is_above_and_near_and_in_order(one: int, other: int):
     """It is off by less than a quarter, and tells not even which side by order."""
-    found = train.coarse(one)
+    found = coarse(one)
     assert one <= found <= one * 1.25
-    assert train.coarse(found) == found
-    assert (one <= other) <= (found <= train.coarse(other))
+    assert coarse(found) == found
+    assert (one <= other) <= (found <= coarse(other))
 
 
 @given(st.integers(1, 1 << 40), st.floats(0, 10), st.floats(0, 1))
@@ -32,7 +33,7 @@ def test_means_stay(count: int, loss: float, accuracy: float):
     sums = MetricSums(count=count, loss_sum=loss * count, correct=int(accuracy * count))
     found = train.coarse_sums(sums)
     assert found is not None
-    assert found.count == train.coarse(count)
+    assert found.count == coarse(count)
     assert found.loss_sum / found.count == pytest.approx(loss)
     assert 0 <= found.correct <= found.count
     gap = abs(found.correct / found.count - sums.correct / count)
