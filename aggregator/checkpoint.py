@@ -39,7 +39,9 @@ from federation.errors import (
     RunConflict,
 )
 from federation.events import CheckpointSkipped, Emit
+from federation.ids import SiteId
 from federation.job_file import differences
+from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Buffer, Clock, ObjectStore, RunState
 from federation.vectors import Layout, Vector
 
@@ -134,6 +136,7 @@ class RunCheckpoints:
             rounds_completed=state.rounds_completed,
             lost_in_a_row=state.lost_in_a_row,
             update_clip=state.update_clip,
+            anchors=state.anchors,
             job=self._job,
             layout=self._layout,
             weights=weights,
@@ -147,6 +150,23 @@ class RunCheckpoints:
             raise self._conflict(manifest.key) from error
         self._retire(manifest.key)  # 3.
         return written + len(content)
+
+    def anchors(self) -> Mapping[SiteId, LedgerAnchor]:
+        """Return the largest anchor of each site that any manifest holds.
+
+        No blob is read, so that it is quick, and a checkpoint whose weights are
+        damaged counts.
+
+        Raises:
+            StoreUnavailable: The store is out of reach.
+        """
+        found: dict[SiteId, LedgerAnchor] = {}
+        for key in self._objects.manifest_keys():
+            with contextlib.suppress(Damaged, CheckpointMismatch):
+                manifest = self._objects.read_manifest(key)
+                for site, anchor in manifest.anchors.items():
+                    found[site] = found.get(site, NO_ANCHOR).joined(anchor)
+        return found
 
     def load_latest(self) -> RunState | None:
         """Return the newest state that is whole, or None if the run has none.
@@ -246,6 +266,7 @@ class RunCheckpoints:
             rounds_completed=manifest.rounds_completed,
             lost_in_a_row=manifest.lost_in_a_row,
             update_clip=manifest.update_clip,
+            anchors=manifest.anchors,
         )
 
     def _skip(self, manifest_key: str, damage: Damaged) -> None:

@@ -7,14 +7,18 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
+from federation.ids import SiteId
+from federation.messages import LedgerAnchor
 from federation.protocols import Buffer
 from federation.vectors import Layout, Role
 
-FORMAT = 2
+FORMAT = 3
+# Without anchors: of an earlier release, which ledgers are not held to.
+_WITHOUT_ANCHORS = 2
 MAX_MANIFEST_BYTES = 64 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -127,6 +131,7 @@ class Manifest:
         rounds_completed: Rounds after which the weights changed.
         lost_in_a_row: Rounds without result since the last completed one.
         update_clip: What updates are clipped to in the next round, if that adapts.
+        anchors: The largest anchor that each site's ledger has sent.
         job: The resolved job as nested plain values.
         layout: Layout of the model.
         weights: Integer and float values of the model.
@@ -140,6 +145,7 @@ class Manifest:
     rounds_completed: int
     lost_in_a_row: int
     update_clip: float | None = None
+    anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
     job: Mapping[str, Any]
     layout: Layout
     weights: Blob
@@ -166,6 +172,10 @@ def encode(manifest: Manifest) -> bytes:
         "rounds_completed": manifest.rounds_completed,
         "lost_in_a_row": manifest.lost_in_a_row,
         "update_clip": manifest.update_clip,
+        "anchors": {
+            site: [anchor.train, anchor.evaluate]
+            for site, anchor in manifest.anchors.items()
+        },
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -191,7 +201,7 @@ def decode(key: str, content: bytes) -> Manifest:
     """
     try:
         document = _verified(content)
-        if document["format"] == FORMAT:
+        if document["format"] in {FORMAT, _WITHOUT_ANCHORS}:
             return _parse(key, document)
     except _MALFORMED as error:
         raise CorruptObject(f"{key} is not a whole manifest: {error}") from error
@@ -236,6 +246,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         rounds_completed=document["rounds_completed"],
         lost_in_a_row=document["lost_in_a_row"],
         update_clip=document["update_clip"],
+        anchors=_parse_anchors(document),
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),
@@ -247,6 +258,17 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
     if not key.endswith(f"round-{manifest.round_index:06d}.json"):
         raise ValueError(f"it is of round {manifest.round_index}")
     return manifest
+
+
+def _parse_anchors(document: Mapping[str, Any]) -> dict[SiteId, LedgerAnchor]:
+    if document["format"] == _WITHOUT_ANCHORS:
+        return {}
+    found = {}
+    for site, (train, evaluate) in document["anchors"].items():
+        if not all(type(n) is int and n >= 0 for n in (train, evaluate)):
+            raise ValueError(f"the anchor of site {site!r} is no pair of counts")
+        found[SiteId(site)] = LedgerAnchor(train=train, evaluate=evaluate)
+    return found
 
 
 def _encode_blob(blob: Blob) -> dict[str, Any]:

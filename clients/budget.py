@@ -11,7 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from federation.messages import MetricSums, PrivacySpent
+from federation.messages import (
+    NO_ANCHOR,
+    LedgerAnchor,
+    MetricSums,
+    PrivacySpent,
+)
 from federation.protocols import LocalResult, Trainer
 from federation.vectors import IntegerVector, Layout, Vector
 from privacy.dp.events import Event
@@ -71,16 +76,25 @@ class BudgetedTrainer:
         """Layout of the model."""
         return self._trainer.layout()
 
-    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
         """Charge all that a round releases, or nothing.
 
         What an earlier payment was for and was not done is not to be done any more.
 
         Raises:
             BudgetExceeded: Some of it is beyond the budget; nothing was charged.
-            PrivacyError: The ledger cannot vouch for what was spent.
+            PrivacyError: The ledger cannot vouch for what was spent, or holds fewer
+                charges than ``anchor`` says that it held; nothing was charged.
         """
         self._trains, self._evaluations = False, 0
+        self._ledger.check_anchor(anchor)
         held_out = self._releases.held_out
         releases: list[Release] = []
         if trains:
@@ -131,4 +145,5 @@ class BudgetedTrainer:
             held_out_epsilon=(
                 None if self._releases.held_out is None else ledger.epsilon("evaluate")
             ),
+            anchor=ledger.anchor(),
         )

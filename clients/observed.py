@@ -5,7 +5,12 @@ For audits: the adversary of record-level privacy sees every update of a site.
 
 from collections.abc import Callable
 
-from federation.messages import MetricSums, PrivacySpent
+from federation.messages import (
+    NO_ANCHOR,
+    LedgerAnchor,
+    MetricSums,
+    PrivacySpent,
+)
 from federation.protocols import LocalResult, Trainer
 from federation.vectors import IntegerVector, Layout, Vector
 
@@ -27,10 +32,20 @@ class ObservedTrainer:
         """Layout of the model."""
         return self._trainer.layout()
 
-    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
         """Have the trainer pay."""
         self._trainer.pay(
-            round_index=round_index, trains=trains, evaluations=evaluations
+            round_index=round_index,
+            trains=trains,
+            evaluations=evaluations,
+            anchor=anchor,
         )
 
     def fit(

@@ -322,7 +322,10 @@ class SecureSite:
         trains = task.kind is TaskKind.TRAIN
         evaluates = task.evaluate or not trains
         trainer.pay(
-            round_index=task.round_index, trains=trains, evaluations=int(evaluates)
+            round_index=task.round_index,
+            trains=trains,
+            evaluations=int(evaluates),
+            anchor=task.anchor,
         )
         if evaluates:
             evaluation = trainer.evaluate(task.weights_d, integers_m)

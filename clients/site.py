@@ -94,7 +94,12 @@ class Site:
     def _evaluate(self, task: RoundTask, trainer: Trainer) -> SiteEvaluation:
         watch = _Stopwatch(self._clock)
         integers_m = self._kept.restore(task.integers_m, task.round_index)
-        trainer.pay(round_index=task.round_index, trains=False, evaluations=1)
+        trainer.pay(
+            round_index=task.round_index,
+            trains=False,
+            evaluations=1,
+            anchor=task.anchor,
+        )
         with watch.phase("evaluate"):
             sums = trainer.evaluate(task.weights_d, integers_m)
         return SiteEvaluation(
@@ -115,6 +120,7 @@ class Site:
             round_index=task.round_index,
             trains=True,
             evaluations=before + task.evaluate_after,
+            anchor=task.anchor,
         )
         if before:
             with watch.phase("evaluate"):

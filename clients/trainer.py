@@ -33,7 +33,7 @@ from clients.shards.order import ReadsAhead, telling_ahead
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job import JobSpec
-from federation.messages import MetricSums
+from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
 from federation.protocols import LocalResult
 from federation.vectors import IntegerVector, Layout, Vector
 
@@ -113,7 +113,14 @@ class TorchTrainer:
         with self._pool.borrow() as model:
             return weights.own_spans(model.module, self._pool.layout, is_first=is_first)
 
-    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
         """Keep no ledger; see ``clients.budget`` for a trainer that does."""
 
     def fit(

@@ -10,14 +10,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from deploy import site_file, site_run
 from deploy.run_folder import RunFolder
 from deploy.runs import find_run
+from deploy.site_run import LedgerKey
 from federation.errors import FederationError, RunNotFound
 from privacy.dp import accountant, cross_check
 from privacy.dp.errors import LedgerDamaged
 from privacy.dp.events import Event
-from privacy.dp.ledger_files import HEAD_NAME, LEDGER_NAME, read_file
+from privacy.dp.ledger_files import HEAD_NAME, LEDGER_NAME, HeadKey, read_file
 from privacy.dp.ledger_format import PURPOSES, Contents, Purpose
+from privacy.secagg import identity
 
 # Ledgers of a run, from its folder.
 _SITES = "sites"
@@ -59,26 +62,50 @@ def find(name: str, root: Path) -> list[Path]:
         return [direct / LEDGER_NAME]
     if direct.name == LEDGER_NAME:
         raise RunNotFound(f"there is no ledger {name}: name one, or a run")
+    # A site keeps no events of a run, so that its folder is not one of a run.
+    for folder in (direct, root / name):
+        if found := _below(folder):
+            return found
     run = find_run(name, root)
-    # Where only one of a ledger's two files is left, that is to be told.
-    folders = {
-        path.parent
-        for left in (LEDGER_NAME, HEAD_NAME)
-        for path in run.path.glob(f"{_SITES}/*/{left}")
-    }
-    found = sorted(folder / LEDGER_NAME for folder in folders)
-    if not found:
+    if not (found := _below(run.path)):
         raise RunNotFound(
             f"the run in {run.path} has no ledger ({PLACES}): its job asks for no "
-            "differential privacy, or its sites keep their ledgers themselves"
+            "differential privacy, or its sites keep their ledgers themselves: add "
+            "--config site.toml on a site's machine"
         )
     return found
 
 
-def examine(path: Path) -> Finding:
-    """Check one ledger."""
+def _below(folder: Path) -> list[Path]:
+    """Find the ledgers of a run's folder, also where one of two files is left."""
+    folders = {
+        path.parent
+        for left in (LEDGER_NAME, HEAD_NAME)
+        for path in folder.glob(f"{_SITES}/*/{left}")
+    }
+    return sorted(folder / LEDGER_NAME for folder in folders)
+
+
+def of_site(config_path: Path) -> tuple[Path, HeadKey]:
+    """Find the folder of a site's runs, and the key that signs its ledgers.
+
+    Raises:
+        JobError: The configuration is wrong.
+        KeyFileRefused: The site's key is missing, open to others or damaged.
+    """
+    config = site_file.load(config_path)
+    return site_run.runs_folder(config), LedgerKey(identity.load(config.identity))
+
+
+def examine(path: Path, key: HeadKey | None = None) -> Finding:
+    """Check one ledger.
+
+    Args:
+        path: The file.
+        key: Of the site, which must have signed its head; None to believe the head.
+    """
     try:
-        contents = read_file(path)
+        contents = read_file(path, key)
         _check_place(contents, path)
         _check_sums(contents, path)
     except FederationError as error:
@@ -148,11 +175,13 @@ def facts(finding: Finding) -> dict[str, Any]:
 
 def _spent(contents: Contents, purpose: Purpose) -> dict[str, Any]:
     events, delta = contents.events(purpose), contents.terms.delta
-    rounds = {c.round_index for c in contents.charges if c.purpose == purpose}
+    charged = [c.round_index for c in contents.charges if c.purpose == purpose]
+    rounds = {index for index in charged if index}
     prv = cross_check.epsilon(_gathered(events), delta)
     return {
         "rounds": len(rounds),
         "charges": len(events),
+        "recovered": charged.count(0),
         "steps": sum(event.steps for event in events),
         "epsilon": accountant.epsilon(events, delta),
         "epsilon_rdp": accountant.epsilon(events, delta, "rdp"),
@@ -211,6 +240,8 @@ def _spent_lines(purpose: str, spent: dict[str, Any]) -> Iterator[str]:
         f"{purpose:<11} {spent['rounds']} rounds, {spent['charges']} charges, "
         f"{spent['steps']} steps"
     )
+    if spent["recovered"]:
+        yield f"  recovered {spent['recovered']} charges, of rounds that are not known"
     yield (
         f"  epsilon   {spent['epsilon']:.4f} (pld); {spent['epsilon_rdp']:.4f} (rdp, a "
         f"bound); {spent['epsilon_prv']:.4f}, at most {spent['epsilon_prv_upper']:.4f} "

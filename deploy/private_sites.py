@@ -14,12 +14,19 @@ import numpy as np
 
 from clients.budget import BudgetedTrainer, ClippingTrainer, Releases
 from clients.datasets import Dataset
+from clients.ledger_memory import (
+    ClosableLedger,
+    RememberedLedger,
+    keep_anchor,
+    known_anchor,
+)
 from clients.private_steps import (
     PrivateTraining,
     event_of,
     num_private_steps,
     sampling_rate,
 )
+from clients.site_memory import SiteMemory
 from clients.trainer import TorchTrainer
 from deploy import sum_privacy
 from deploy.sum_privacy import SumPrivacy
@@ -29,15 +36,20 @@ from federation.errors import JobError
 from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
+from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, Trainer
 from privacy.counts import coarse
-from privacy.dp import accountant
+from privacy.dp import accountant, ledger_recovery
 from privacy.dp.calibration import noise_multiplier
+from privacy.dp.errors import LedgerBehind
 from privacy.dp.events import Event
 from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
 from privacy.dp.ledger import FileLedger, InMemoryLedger, Ledger
-from privacy.dp.ledger_format import Terms
+from privacy.dp.ledger_files import HEAD_NAME, LEDGER_NAME, RECOVER, HeadKey
+from privacy.dp.ledger_format import Purpose, Terms
+from privacy.dp.ledger_recovery import Recovered
 from privacy.dp.mechanism import SLACK
+from privacy.secagg.round_memory import FileRounds
 
 _RELATIONS = {
     "record": accountant.NEIGHBOURING_RELATION,
@@ -52,6 +64,24 @@ _SAMPLINGS = {
 
 
 MakePrivate = Callable[[PrivateTraining | None], ClippingTrainer]
+
+ROUNDS = "rounds"  # Folder of a site's round memory, beside its ledger.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a site keeps beside the ledger in a run's folder.
+
+    Attributes:
+        memory: Remembers charges over all runs; None in a simulation.
+        key: Signs heads of ledgers; None where sites have no keys.
+    """
+
+    memory: SiteMemory | None = None
+    key: HeadKey | None = None
+
+
+NOTHING_KEPT = Keeping()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +121,7 @@ class PrivateSites:
         folder: Path | None,
         clock: Clock,
         stated: Mapping[SiteId, float] | None = None,
+        keeping: Keeping = NOTHING_KEPT,
     ) -> None:
         """Plan every site whose data are here.
 
@@ -101,6 +132,7 @@ class PrivateSites:
             clock: Of the entries.
             stated: What sites have stated that they need, where noise adds up inside
                 the secure sum and some of them are elsewhere.
+            keeping: What a deployed site keeps beside its ledgers.
 
         Raises:
             JobError: The promise cannot be kept with these data, rounds and batches;
@@ -110,7 +142,9 @@ class PrivateSites:
         self._run_id = run_id
         self._folder = folder
         self._clock = clock
-        self._ledgers: dict[SiteId, FileLedger | InMemoryLedger] = {}
+        self._keeping = keeping
+        self._anchors: Mapping[SiteId, LedgerAnchor] = {}
+        self._ledgers: dict[SiteId, ClosableLedger] = {}
         self.in_sum: SumPrivacy | None = None
         self.plans: Mapping[SiteId, SitePlan]
         if federation.job.privacy.differential_privacy.in_sum:
@@ -129,6 +163,43 @@ class PrivateSites:
         """Close the ledgers."""
         for ledger in self._ledgers.values():
             ledger.close()
+
+    def expect(self, anchors: Mapping[SiteId, LedgerAnchor]) -> None:
+        """Refuse a ledger that is behind what a run's checkpoints know of it."""
+        self._anchors = anchors
+
+    def recover(self, name: SiteId, anchor: LedgerAnchor) -> Recovered:
+        """Charge again what a site's ledger has lost; see ``ledger_recovery``.
+
+        Raises:
+            PrivacyError: It cannot be done; the message says why.
+            StoreError: The ledger or the site's memory cannot be read or written.
+        """
+        plan, folder = self.plans[name], self._folder_of(name)
+        if folder is None:
+            raise ValueError("a run that keeps nothing has nothing to recover")
+        events: dict[Purpose, Event] = {"train": plan.round_event}
+        if plan.held_out is not None:
+            events["evaluate"] = plan.held_out.event()
+        memory = self._keeping.memory
+        if memory is not None:
+            anchor = anchor.joined(known_anchor(memory, self._run_id))
+        if _is_missing(folder):
+            rounds = FileRounds(folder / ROUNDS).last(self._run_id)
+            anchor = anchor.joined(
+                LedgerAnchor(train=rounds, evaluate=rounds * ("evaluate" in events))
+            )
+        found = ledger_recovery.recover(
+            folder,
+            self._terms(name, plan),
+            anchor=anchor,
+            events=events,
+            clock=self._clock,
+            key=self._keeping.key,
+        )
+        if memory is not None:
+            keep_anchor(memory, self._run_id, found.after)
+        return found
 
     def trainer(self, name: SiteId, make: MakePrivate | None = None) -> Trainer:
         """Make a site's trainer and open its ledger.
@@ -173,12 +244,11 @@ class PrivateSites:
             at=at,
         )
 
-    def _ledger(self, name: SiteId, plan: SitePlan) -> FileLedger | InMemoryLedger:
-        """Open a site's ledger; a site that restarts opens its own again."""
-        before = self._ledgers.pop(name, None)
-        if before is not None:
-            before.close()
-        terms = Terms(
+    def _folder_of(self, name: SiteId) -> Path | None:
+        return None if self._folder is None else self._folder / "sites" / name
+
+    def _terms(self, name: SiteId, plan: SitePlan) -> Terms:
+        return Terms(
             run_id=self._run_id,
             site=name,
             job_digest=job_digest.digest(self._federation.job).hex(),
@@ -186,15 +256,60 @@ class PrivateSites:
             epsilon_cap=plan.epsilon_cap,
             unit=self._federation.job.privacy.differential_privacy.unit,
         )
-        ledger: FileLedger | InMemoryLedger
-        if self._folder is not None:
-            ledger = FileLedger(self._folder / "sites" / name, terms, clock=self._clock)
+
+    def _ledger(self, name: SiteId, plan: SitePlan) -> Ledger:
+        """Open a site's ledger; a site that restarts opens its own again."""
+        before = self._ledgers.pop(name, None)
+        if before is not None:
+            before.close()
+        terms, folder = self._terms(name, plan), self._folder_of(name)
+        ledger: ClosableLedger
+        if folder is not None:
+            ledger = self._open(name, folder, terms)
         elif isinstance(before, InMemoryLedger):
             ledger = before  # A run that keeps nothing remembers while it lasts.
         else:
             ledger = InMemoryLedger(terms, clock=self._clock)
         self._ledgers[name] = ledger
         return ledger
+
+    def _open(self, name: SiteId, folder: Path, terms: Terms) -> ClosableLedger:
+        """Open a ledger, and hold it against everything that is known of it."""
+        memory, anchor = self._keeping.memory, self._anchors.get(name, NO_ANCHOR)
+        if memory is not None:
+            anchor = anchor.joined(known_anchor(memory, self._run_id))
+        _check_rounds(folder, self._run_id)
+        ledger = FileLedger(
+            folder, terms, clock=self._clock, anchor=anchor, key=self._keeping.key
+        )
+        return ledger if memory is None else RememberedLedger(ledger, memory)
+
+
+def _check_rounds(folder: Path, run_id: RunId) -> None:
+    """Refuse to begin a ledger where rounds of its run were answered in secret.
+
+    A ledger is begun before the first round.
+
+    Raises:
+        LedgerBehind: It is gone.
+    """
+    if not _is_missing(folder):
+        return
+    last = FileRounds(folder / ROUNDS).last(run_id)
+    if last:
+        raise LedgerBehind(
+            f"{folder / LEDGER_NAME} is gone, and this site has answered rounds of run "
+            f"{run_id} up to round {last}, so nothing is released. Bring the newest "
+            f"ledger back. {RECOVER}"
+        )
+
+
+def _is_missing(folder: Path) -> bool:
+    """Whether nothing of a ledger is there; an empty file is nothing."""
+    if (folder / HEAD_NAME).exists():
+        return False
+    path = folder / LEDGER_NAME
+    return not path.exists() or path.stat().st_size == 0
 
 
 def planned(

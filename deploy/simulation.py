@@ -223,6 +223,15 @@ class _Simulation:
 
     def _drive(self) -> RunState:
         """Run the round loop over the chosen engine."""
+        if self._private is not None:
+            checkpoints = wiring.run_checkpoints(
+                self._federation,
+                run_id=self._run_id,
+                store=self._record.store,
+                emit=self._record.emit,
+                clock=self._clock,
+            )
+            self._private.expect(checkpoints.anchors())
         if self._engine == "flower":
             from deploy import flower_engine  # noqa: PLC0415 -- an optional extra
 

@@ -30,7 +30,15 @@ from deploy.introduction import Introduction, Proposal, Statements
 from deploy.protection import code_hash, dropout_notice
 from deploy.site_file import SiteConfig
 from deploy.site_floor import check_job
-from deploy.site_run import MetRun, OpenRun, SiteKeys, open_run, order_seed
+from deploy.site_run import (
+    MetRun,
+    OpenRun,
+    SiteKeys,
+    open_run,
+    order_seed,
+    private_sites,
+    runs_folder,
+)
 from deploy.store_meters import StoreMeters, User, Watch
 from deploy.user_code import unable_to_exit
 from federation import job_digest, job_file, wire
@@ -44,9 +52,10 @@ from federation.event_log import EventWriter
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId, check_name
 from federation.job import JobSpec
-from federation.messages import SiteMessage, Task
+from federation.messages import NO_ANCHOR, SiteMessage, Task
 from federation.protocols import Clock
 from federation.vectors import Layout
+from privacy.dp.ledger_recovery import Recovered
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
 
@@ -130,6 +139,28 @@ class SiteAgent:
         self._tell_use(run)
         return answer
 
+    def recover(self, run_id: RunId) -> Recovered:
+        """Charge again what the ledger of a run has lost, as far as that is known.
+
+        Raises:
+            FederationError: The run was not proposed to this site, or what is missing
+                cannot be charged.
+        """
+        met = self._meet_again(run_id)
+        if not met.job.privacy.differential_privacy.enabled:
+            raise ProtocolError(
+                f"run {run_id!r} has no differential privacy, no ledger"
+            )
+        private = private_sites(
+            met,
+            config=self.config,
+            identity=self.identity,
+            folder=self._folder(run_id),
+            clock=self.clock,
+            stated=self._stated_before(met),
+        )
+        return private.recover(self.name, NO_ANCHOR)
+
     def layout(self, run_id: RunId) -> Layout:
         """Layout of the model of a run that was proposed before.
 
@@ -182,7 +213,7 @@ class SiteAgent:
 
     def _folder(self, run_id: RunId) -> Path:
         try:
-            return self.config.folder / "runs" / check_name(run_id)
+            return runs_folder(self.config) / check_name(run_id)
         except ValueError as error:
             raise ProtocolError(f"a run without a proper name: {error}") from None
 
@@ -195,17 +226,21 @@ class SiteAgent:
     def _open_again(self, run_id: RunId) -> OpenRun:
         """Take up a run after a restart of this process."""
         met = self._meet_again(run_id)
+        return self._open(met, keep={}, stated=self._stated_before(met))
+
+    def _stated_before(self, met: MetRun) -> Mapping[SiteId, float] | None:
+        """What all sites have stated to a run; None unless noise is in the sum."""
         if not met.job.privacy.differential_privacy.in_sum:
-            return self._open(met, keep={})
+            return None
         try:
-            sealed = (self._folder(run_id) / _STATEMENTS).read_bytes()
+            sealed = (self._folder(met.run_id) / _STATEMENTS).read_bytes()
         except OSError:
             raise ProtocolError(
                 f"site {self.name!r} has not been told what the others need in run "
-                f"{run_id!r}"
+                f"{met.run_id!r}"
             ) from None
         statements = introduction.open_statements(sealed, self.roster)
-        return self._open(met, keep={}, stated=self._stated(statements, met))
+        return self._stated(statements, met)
 
     def _meet_again(self, run_id: RunId) -> MetRun:
         try:
@@ -335,7 +370,7 @@ class SiteAgent:
             return
         promised = sum(
             _promised(path.parent)
-            for path in (self.config.folder / "runs").glob(f"*/{_PROPOSAL}")
+            for path in runs_folder(self.config).glob(f"*/{_PROPOSAL}")
             if path.parent.name != run_id
         )
         if promised + private.target_epsilon > floor.total_epsilon:

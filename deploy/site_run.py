@@ -13,7 +13,7 @@ from clients.secure_site import Protection, SecureSite
 from clients.site_memory import FileMemory, SiteMemory, fresh_secret
 from cloud_adapters.storage.local import LocalStore
 from deploy import site_ranks
-from deploy.private_sites import PrivateSites
+from deploy.private_sites import ROUNDS, Keeping, PrivateSites
 from deploy.protection import check_layout, group_rule
 from deploy.site_file import FloorSpec, SiteConfig, SiteFile
 from deploy.site_floor import contract_floor
@@ -27,7 +27,7 @@ from federation.protocols import Clock, SiteHandler, Trainer
 from federation.vectors import Layout
 from privacy.secagg.errors import CohortRefused
 from privacy.secagg.floor import LocalFloor
-from privacy.secagg.identity import Identity
+from privacy.secagg.identity import Identity, Label
 from privacy.secagg.roster import Roster
 from privacy.secagg.round_memory import FileRounds
 
@@ -110,8 +110,13 @@ def open_run(
     job, name = met.job, SiteId(config.file.name)
     private: PrivateSites | None = None
     if job.privacy.differential_privacy.enabled:
-        private = PrivateSites(
-            met.federation, run_id=met.run_id, folder=folder, clock=clock, stated=stated
+        private = private_sites(
+            met,
+            config=config,
+            identity=keys.identity,
+            folder=folder,
+            clock=clock,
+            stated=stated,
         )
         stack.enter_context(private)
     promise = None if private is None else _promise(private, config.file.floor)
@@ -205,7 +210,7 @@ def _secure_site(
         protection=Protection(
             identity=keys.identity,
             floor_of=floor_of,
-            memory=FileRounds(folder / "sites" / name / "rounds"),
+            memory=FileRounds(folder / "sites" / name / ROUNDS),
             random_bytes=os.urandom,
             noise=None if in_sum is None else in_sum.noise,
             cohorts=cohorts,
@@ -213,6 +218,52 @@ def _secure_site(
             threads=met.job.training.threads,
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerKey:
+    """A site's identity, which signs the heads of its ledgers."""
+
+    identity: Identity
+
+    def sign(self, body: bytes) -> bytes:
+        """See ``HeadKey.sign``."""
+        return self.identity.sign(Label.LEDGER, body)
+
+    def verify(self, body: bytes, signature: bytes) -> None:
+        """See ``HeadKey.verify``."""
+        self.identity.public.verify(Label.LEDGER, body, signature, who="this site")
+
+
+def private_sites(
+    met: MetRun,
+    *,
+    config: SiteConfig,
+    identity: Identity,
+    folder: Path,
+    clock: Clock,
+    stated: Mapping[SiteId, float] | None,
+) -> PrivateSites:
+    """Plan what a site promises in a run with differential privacy.
+
+    Arguments as for ``open_run``.
+
+    Raises:
+        JobError: The promise cannot be kept.
+    """
+    return PrivateSites(
+        met.federation,
+        run_id=met.run_id,
+        folder=folder,
+        clock=clock,
+        stated=stated,
+        keeping=Keeping(memory=site_memory(config), key=LedgerKey(identity)),
+    )
+
+
+def runs_folder(config: SiteConfig) -> Path:
+    """Where a site keeps what belongs to one run each."""
+    return config.folder / "runs"
 
 
 def site_memory(config: SiteConfig) -> SiteMemory:

@@ -88,7 +88,19 @@ def _add_ledger(verbs: Verbs, common: argparse.ArgumentParser) -> None:
         help="check the privacy ledgers of a run and show what was spent",
     )
     ledger.add_argument(
+        "action",
+        nargs="?",
+        choices=("recover",),
+        help="charge again what the ledgers have lost, as far as it is known",
+    )
+    ledger.add_argument(
         "run", metavar="RUN", help="folder, run id or job name; or a ledger.jsonl"
+    )
+    ledger.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the site.toml of a site, whose own ledger of the run is meant",
     )
     add_root(ledger)
     ledger.set_defaults(verb=_ledger)
@@ -278,10 +290,33 @@ def _transcript(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _recover(options: argparse.Namespace) -> int:
+    from deploy import ledger_recovery  # noqa: PLC0415 -- imports torch
+
+    if options.config is None:
+        found = ledger_recovery.in_simulation(options.run, options.root)
+    else:
+        found = ledger_recovery.at_site(options.config, options.run)
+    if options.json:
+        say_json({"recovered": [ledger_recovery.facts(each) for each in found]})
+        return DONE
+    for number, each in enumerate(found):
+        if number:
+            say("")
+        for line in ledger_recovery.lines(each):
+            say(line)
+    return DONE
+
+
 def _ledger(options: argparse.Namespace) -> int:
     from deploy import ledger  # noqa: PLC0415 -- imports torch
 
-    findings = [ledger.examine(path) for path in ledger.find(options.run, options.root)]
+    if options.action == "recover":
+        return _recover(options)
+    root, key = options.root, None
+    if options.config is not None:
+        root, key = ledger.of_site(options.config)
+    findings = [ledger.examine(path, key) for path in ledger.find(options.run, root)]
     damaged = sum(finding.contents is None for finding in findings)
     if options.json:
         known = [ledger.facts(finding) for finding in findings]

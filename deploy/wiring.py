@@ -236,21 +236,36 @@ def build_server(
         layout=layout,
         gather=gather,
         initial_state=initial_state,
-        checkpoints=RunCheckpoints(
-            store=store,
-            prefix="checkpoints/",
-            run_id=run_id,
-            job=job_digest.deciding(job),
-            layout=layout,
-            keep=job.storage.keep_checkpoints,
-            emit=emit,
-            clock=clock,
+        checkpoints=run_checkpoints(
+            federation, run_id=run_id, store=store, emit=emit, clock=clock
         ),
         draw_cohort=draw_cohort,
         optimizer=optimizer,
         clock=clock,
         emit=emit,
         stop_requested=stop_requested,
+    )
+
+
+def run_checkpoints(
+    federation: Federation,
+    *,
+    run_id: RunId,
+    store: ObjectStore,
+    emit: Emit,
+    clock: Clock,
+) -> RunCheckpoints:
+    """Find a run's checkpoints in its store; nothing is read yet."""
+    job = federation.job
+    return RunCheckpoints(
+        store=store,
+        prefix="checkpoints/",
+        run_id=run_id,
+        job=job_digest.deciding(job),
+        layout=federation.pool.layout,
+        keep=job.storage.keep_checkpoints,
+        emit=emit,
+        clock=clock,
     )
 
 

@@ -31,7 +31,7 @@ from federation.errors import (
 from federation.gather import Gather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.messages import TaskKind
+from federation.messages import NO_ANCHOR, LedgerAnchor, TaskKind
 from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
 from federation.round_record import RoundRecord
 from federation.vectors import Layout, Role, Vector, is_finite, norm
@@ -163,9 +163,18 @@ def _run_round(
             new_state, status = _step(parts, state, update_d, record)
             record.end_phase("apply")
     record.finish(status)
+    new_state = replace(new_state, anchors=_anchors(state, record))
     _save(parts, new_state)
     unused_d = state.weights_d if status == "completed" else spare_d
     return new_state, unused_d, record.complaints
+
+
+def _anchors(state: RunState, record: RoundRecord) -> dict[SiteId, LedgerAnchor]:
+    """Keep the largest anchor of each site, from this round and all before."""
+    found = dict(state.anchors)
+    for site, anchor in record.anchors.items():
+        found[site] = found.get(site, NO_ANCHOR).joined(anchor)
+    return found
 
 
 def _out_of_budget(record: RoundRecord) -> BudgetExceeded:

@@ -13,7 +13,7 @@ from typing import Protocol
 from federation.errors import InvalidUpdate, QuorumNotMet
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.messages import RoundTask, SiteUpdate, TaskKind
+from federation.messages import NO_ANCHOR, RoundTask, SiteUpdate, TaskKind
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.round_record import RoundRecord
 from federation.vectors import Layout, Vector
@@ -152,6 +152,7 @@ def round_tasks(
             evaluate=evaluates(job, state),
             evaluate_after=job.aggregation.weights == "dynamic",
             secure=secure(site),
+            anchor=state.anchors.get(site, NO_ANCHOR),
         )
         for site in record.cohort
     ]

@@ -81,6 +81,37 @@ class MetricSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerAnchor:
+    """How many charges a site's ledger of a run holds: its sequence numbers.
+
+    A site sends them with every answer, the aggregator keeps them with its
+    checkpoints and sends them back with every task. A ledger that holds fewer has
+    lost charges.
+
+    Attributes:
+        train: Charges on the training records.
+        evaluate: Charges on the held-out records.
+    """
+
+    train: int = 0
+    evaluate: int = 0
+
+    def is_within(self, other: "LedgerAnchor") -> bool:
+        """Whether ``other`` has at least as many charges of each kind."""
+        return self.train <= other.train and self.evaluate <= other.evaluate
+
+    def joined(self, other: "LedgerAnchor") -> "LedgerAnchor":
+        """Return the larger number of each kind."""
+        return LedgerAnchor(
+            train=max(self.train, other.train),
+            evaluate=max(self.evaluate, other.evaluate),
+        )
+
+
+NO_ANCHOR = LedgerAnchor()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacySpent:
     """What a site's ledger says, with the work of this answer charged.
 
@@ -89,11 +120,13 @@ class PrivacySpent:
         delta: The probability that goes with it.
         held_out_epsilon: Spent on the held-out records so far, which are other
             records; None if their results leave the site without noise.
+        anchor: How many charges the ledger holds.
     """
 
     epsilon: float
     delta: float
     held_out_epsilon: float | None
+    anchor: LedgerAnchor = NO_ANCHOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +163,8 @@ class RoundTask:
         secure: Under secure aggregation what its protocol says beside the model, as
             bytes of ``privacy.secagg.train``: hash of the setup, confirms,
             certificate, and what updates are clipped to; empty otherwise.
+        anchor: The largest that this site has sent in this run; its ledger must not
+            be behind it. It decides nothing but whether the site refuses.
     """
 
     run_id: RunId
@@ -142,6 +177,7 @@ class RoundTask:
     evaluate: bool
     evaluate_after: bool
     secure: bytes = b""
+    anchor: LedgerAnchor = NO_ANCHOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from federation.ids import SiteId
-from federation.messages import MetricSums, PrivacySpent, Reply, SiteMessage, Task
+from federation.messages import (
+    NO_ANCHOR,
+    LedgerAnchor,
+    MetricSums,
+    PrivacySpent,
+    Reply,
+    SiteMessage,
+    Task,
+)
 from federation.vectors import IntegerVector, Layout, Vector
 
 Buffer = bytes | bytearray | memoryview
@@ -98,17 +106,26 @@ class Trainer(Protocol):
         """Layout of the model that this trainer trains."""
         ...
 
-    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
         """Charge a round to the site's privacy budget, before any of its work.
 
         Args:
             round_index: The round.
             trains: Whether ``fit`` is called in it.
             evaluations: How often ``evaluate`` is.
+            anchor: How many charges the site's ledger must hold before this one.
 
         Raises:
             BudgetExceeded: The budget does not allow all of it; nothing was charged.
-            PrivacyError: It is not known what was spent.
+            PrivacyError: It is not known what was spent, or the ledger is behind
+                ``anchor``; nothing was charged.
         """
         ...
 
@@ -394,6 +411,7 @@ class RunState:
         lost_in_a_row: Rounds without result since the last completed one.
         update_clip: What updates are clipped to in the next round, where that
             adapts to them; otherwise None.
+        anchors: The largest anchor that each site's ledger has sent.
     """
 
     round_index: int
@@ -403,6 +421,7 @@ class RunState:
     rounds_completed: int
     lost_in_a_row: int
     update_clip: float | None = None
+    anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
 
 
 class Checkpoints(Protocol):

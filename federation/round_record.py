@@ -11,7 +11,9 @@ import numpy as np
 from federation import events
 from federation.ids import RunId, SiteId
 from federation.messages import (
+    NO_ANCHOR,
     FailureKind,
+    LedgerAnchor,
     MaskedUpdate,
     MetricSums,
     Phase,
@@ -40,6 +42,7 @@ class RoundRecord:
         update_clip: What each site's update was clipped to, in weight units, where
             that is agreed upon.
         next_clip: What they are clipped to in the next round, where that adapts.
+        anchors: How many charges the ledger of each site held that answered.
         out_of_budget: What sites said whose privacy budget does not allow the round.
         complaints: What is wrong with each answer that does not count, or with its
             absence, with the name of the site before it.
@@ -71,6 +74,7 @@ class RoundRecord:
         self.update_norm: float | None = None
         self.update_clip: float | None = None
         self.next_clip: float | None = None
+        self.anchors: dict[SiteId, LedgerAnchor] = {}
         self.out_of_budget: list[str] = []
         self.complaints: list[str] = []
         self._layout = layout
@@ -124,7 +128,7 @@ class RoundRecord:
             reply: How it came.
             weight: What it counts.
         """
-        self._note_spent(update.spent)
+        self._note_spent(update.site, update.spent)
         if update.training is not None:
             self._training = _pool(self._training, update.training)
         if update.evaluation is not None:
@@ -224,7 +228,7 @@ class RoundRecord:
         if self._kind is TaskKind.EVALUATE:
             self._journeys[update.site] = reply
             return  # In training the reply would keep a whole update in memory.
-        self._note_spent(update.spent)
+        self._note_spent(update.site, update.spent)
         self._emit(
             events.SiteAnswered(
                 at=self._clock.now(),
@@ -324,9 +328,11 @@ class RoundRecord:
             )
         )
 
-    def _note_spent(self, spent: PrivacySpent | None) -> None:
+    def _note_spent(self, site: SiteId, spent: PrivacySpent | None) -> None:
         if spent is not None:
             self._epsilon = max(self._epsilon or 0.0, spent.epsilon)
+            before = self.anchors.get(site, NO_ANCHOR)
+            self.anchors[site] = before.joined(spent.anchor)
 
     def _is_sound(self, reply: Reply) -> bool:
         self._bytes_down += reply.bytes_down

@@ -3,7 +3,7 @@
 A frame, all numbers little-endian::
 
     magic            8 bytes   b"crossfed"
-    version          u32       1
+    version          u32       2
     digest          32 bytes   SHA-256 of everything below
     kind             u32       1 task, 2 update, 3 evaluation, 4 failure,
                                5 secure task, 6 secure answer, 7 masked update
@@ -82,7 +82,7 @@ __all__ = [
 ]
 
 MAGIC = b"crossfed"
-VERSION = 1
+VERSION = 2
 
 MAX_HEADER_BYTES = 1 << 16
 

@@ -70,7 +70,7 @@ _KINDS: Mapping[type[WireMessage], Kind] = {
 # Fields of the dataclasses that stand in the header under their own names.
 _ABOUT = ("run_id", "round_index", "site")
 _PLAIN: Mapping[Kind, tuple[str, ...]] = {
-    Kind.TASK: ("kind", "layout_digest", "evaluate", "evaluate_after"),
+    Kind.TASK: ("kind", "layout_digest", "evaluate", "evaluate_after", "anchor"),
     Kind.UPDATE: (
         *("layout_digest", "num_examples", "num_steps"),
         *("training", "evaluation", "evaluation_after", "phases", "spent"),
@@ -190,6 +190,7 @@ _SPELLINGS: Mapping[str, Callable[[Any], Any]] = {
     "evaluation_after": wire_values.write_sums,
     "phases": wire_values.write_phases,
     "spent": wire_values.write_spent,
+    "anchor": wire_values.write_anchor,
     # A failure must not get lost for its text, which often is a library's.
     "message": wire_values.one_line,
 }
@@ -269,6 +270,7 @@ def _read_task(fields: Fields, parts: Fields) -> RoundTask:
         layout_digest=wire_values.read_digest(fields),
         evaluate=wire_values.read_flag(fields, "evaluate"),
         evaluate_after=wire_values.read_flag(fields, "evaluate_after"),
+        anchor=wire_values.read_anchor(fields["anchor"]),
         **parts,
     )
 

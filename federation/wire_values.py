@@ -12,6 +12,7 @@ from federation.errors import WireError
 from federation.ids import check_name
 from federation.messages import (
     FailureKind,
+    LedgerAnchor,
     MetricSums,
     Phase,
     PrivacySpent,
@@ -51,7 +52,8 @@ def one_line(text: str) -> str:
 
 _SUMS = frozenset({"count", "loss_sum", "correct"})
 _PHASE = frozenset({"name", "start_seconds", "seconds"})
-_SPENT = frozenset({"epsilon", "delta", "held_out_epsilon"})
+_SPENT = frozenset({"epsilon", "delta", "held_out_epsilon", "anchor"})
+_ANCHOR = frozenset({"train", "evaluate"})
 
 
 def check_members(value: object, names: frozenset[str]) -> Fields:
@@ -164,6 +166,15 @@ def read_spent(value: object) -> PrivacySpent | None:
         held_out_epsilon=(
             None if held_out is None else _epsilon(fields, "held_out_epsilon")
         ),
+        anchor=read_anchor(fields["anchor"]),
+    )
+
+
+def read_anchor(value: object) -> LedgerAnchor:
+    """Read how many charges a privacy ledger holds."""
+    fields = check_members(value, _ANCHOR)
+    return LedgerAnchor(
+        train=read_count(fields, "train"), evaluate=read_count(fields, "evaluate")
     )
 
 
@@ -210,7 +221,13 @@ def write_spent(spent: PrivacySpent | None) -> Fields | None:
         "epsilon": float(spent.epsilon).hex(),
         "delta": float(spent.delta).hex(),
         "held_out_epsilon": None if held_out is None else float(held_out).hex(),
+        "anchor": write_anchor(spent.anchor),
     }
+
+
+def write_anchor(anchor: LedgerAnchor) -> Fields:
+    """Spell how many charges a privacy ledger holds."""
+    return {"train": anchor.train, "evaluate": anchor.evaluate}
 
 
 def write_phases(phases: tuple[Phase, ...]) -> list[Fields]:

@@ -8,7 +8,7 @@ from clients.ranks.group import RankGroup, RankLost
 from clients.ranks.shared_model import SharedModel
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
-from federation.messages import MetricSums
+from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
 from federation.protocols import LocalResult
 from federation.vectors import IntegerVector, Layout, Vector
 
@@ -56,7 +56,14 @@ class RankedTrainer:
         """Layout of the model."""
         return self._layout
 
-    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
         """Keep no ledger; see ``clients.budget`` for a trainer that does."""
 
     def fit(

@@ -7,6 +7,7 @@ FederationError
     |-- BudgetExceeded        (of ``federation.errors``) a release beyond the cap
     |-- LedgerDamaged         a ledger that was edited, reordered or cannot be read
     |   `-- LedgerShortened   a ledger that lacks what was charged
+    |-- LedgerBehind          a ledger with fewer charges than were answered for
     |-- LedgerMismatch        a ledger of another run, site or job, or of other terms
     |-- LedgerBusy            a ledger that another process writes
     `-- ClockWentBackwards    a time before the ledger's last
@@ -28,6 +29,10 @@ class LedgerDamaged(PrivacyError):
 
 class LedgerShortened(LedgerDamaged):
     """A ledger ends before what is known to have been charged."""
+
+
+class LedgerBehind(PrivacyError):
+    """A ledger holds fewer charges than rounds of it are known to be answered."""
 
 
 class LedgerMismatch(PrivacyError):

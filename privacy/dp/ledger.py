@@ -16,25 +16,33 @@ A crash before 1 ends leaves a ledger without the line, or with a torn one, and 
 was released: the torn line is dropped, and a note of it is added. A crash between 1
 and 2 leaves a ledger ahead of its head: its lines count. So the head is
 never ahead of the ledger, unless lines were lost; the other order would leave the same
-picture after a crash as after a loss. What no file on the same disk can show is that
-both files were put back together, from one backup or snapshot: keep them where that
-does not happen, as the round numbers of secure aggregation.
+picture after a crash as after a loss. Where the site has a key, it signs the head.
+
+What no file on the same disk can show is that all of them are gone, or were put back
+together from one backup or snapshot. So every answer carries the number of charges
+that were made for it, the *anchor*; the aggregator keeps it and sends it back with
+every task. A ledger ahead of its anchor is normal: a charge was made, and its answer
+never arrived. One that is behind it is refused, until ``ledger_recovery`` has charged
+what is missing.
 """
 
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
 from federation.errors import BudgetExceeded, StoreUnavailable
+from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock
 from privacy.dp import ledger_files, ledger_format
 from privacy.dp.accountant import EpsilonCurve
-from privacy.dp.errors import ClockWentBackwards, LedgerMismatch
+from privacy.dp.errors import ClockWentBackwards, LedgerBehind, LedgerMismatch
 from privacy.dp.events import Event
+from privacy.dp.ledger_files import HeadKey
 from privacy.dp.ledger_format import PURPOSES, Charge, Contents, Purpose, Terms
 
 # A clock that is set by the network may step back by so much.
@@ -99,6 +107,18 @@ class Ledger(Protocol):
         """Everything that was charged, in its order."""
         ...
 
+    def anchor(self) -> LedgerAnchor:
+        """How many charges it holds, which goes out with every answer."""
+        ...
+
+    def check_anchor(self, anchor: LedgerAnchor) -> None:
+        """Check that no charge is missing that an answer was given for.
+
+        Raises:
+            LedgerBehind: It holds fewer charges than ``anchor``.
+        """
+        ...
+
 
 class _Account:
     """The arithmetic of a ledger: what was spent, and what may still be."""
@@ -129,7 +149,7 @@ class _Account:
         return self._curves[purpose].epsilon(*more)
 
     def prepare(
-        self, releases: Sequence[Release], round_index: int
+        self, releases: Sequence[Release], round_index: int, *, capped: bool = True
     ) -> tuple[Charge, ...]:
         """The next charges, if all of them may be made."""
         charges: list[Charge] = []
@@ -138,7 +158,8 @@ class _Account:
                 raise ValueError(f"no charge for round {round_index}, {purpose!r}")
             before = [c.event for c in charges if c.purpose == purpose]
             after = self.epsilon(purpose, *before, event)
-            self._check_cap(after, purpose, round_index)
+            if capped:
+                self._check_cap(after, purpose, round_index)
             charges.append(
                 Charge(
                     seq=self.seq + 1 + len(charges),
@@ -164,6 +185,23 @@ class _Account:
             "site's operator",
             epsilon=after,
             cap=cap,
+        )
+
+    def anchor(self) -> LedgerAnchor:
+        counts = Counter(charge.purpose for charge in self.charges)
+        return LedgerAnchor(train=counts["train"], evaluate=counts["evaluate"])
+
+    def check_anchor(self, anchor: LedgerAnchor, name: str) -> None:
+        here = self.anchor()
+        if anchor.is_within(here):
+            return
+        raise LedgerBehind(
+            f"{name} holds {here.train} charges of training and {here.evaluate} of "
+            f"evaluation, and site {self.terms.site!r} is known to have made "
+            f"{anchor.train} and {anchor.evaluate} in run {self.terms.run_id}: "
+            "charges are missing, as after a file was deleted or put back from a "
+            "backup, so nothing is released. Bring the newest ledger back. "
+            f"{ledger_files.RECOVER}"
         )
 
     def add(self, charge: Charge) -> None:
@@ -221,6 +259,16 @@ class InMemoryLedger:
         with self._lock:
             return tuple(self._account.charges)
 
+    def anchor(self) -> LedgerAnchor:
+        """See ``Ledger.anchor``."""
+        with self._lock:
+            return self._account.anchor()
+
+    def check_anchor(self, anchor: LedgerAnchor) -> None:
+        """See ``Ledger.check_anchor``."""
+        with self._lock:
+            self._account.check_anchor(anchor, "the ledger in memory")
+
     def close(self) -> None:
         """Nothing to do: there is nothing that outlives the process."""
 
@@ -235,8 +283,12 @@ class FileLedger:
         terms: What holds for every charge; those of a ledger that is there must be
             the same.
         clock: For the times of entries.
+        anchor: How many charges it is known to have held.
+        key: Signs the head, which must have been signed by it; None where sites have
+            no keys.
 
     Raises:
+        LedgerBehind: It holds fewer charges than ``anchor``.
         LedgerBusy: Another process writes it.
         LedgerDamaged: It was changed, or lines are missing (``LedgerShortened``).
         LedgerMismatch: It is of another run, site or job, or has other terms.
@@ -244,9 +296,18 @@ class FileLedger:
         StoreUnavailable: It cannot be read or written.
     """
 
-    def __init__(self, folder: Path, terms: Terms, *, clock: Clock) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        terms: Terms,
+        *,
+        clock: Clock,
+        anchor: LedgerAnchor = NO_ANCHOR,
+        key: HeadKey | None = None,
+    ) -> None:
         """Open the ledger, or begin it."""
         self._folder = folder
+        self._key = key
         self._path = folder / ledger_files.LEDGER_NAME
         self._account = _Account(terms, clock)
         self._lock = threading.Lock()
@@ -255,7 +316,7 @@ class FileLedger:
         self._handle: int | None = None
         try:
             self._handle = ledger_files.open_locked(folder)
-            self._begin_or_go_on()
+            self._begin_or_go_on(anchor)
         except OSError as error:
             self.close()
             raise self._unavailable(error) from error
@@ -285,17 +346,7 @@ class FileLedger:
     ) -> tuple[float, ...]:
         """See ``Ledger.charge_all``."""
         with self._lock:
-            charges = self._account.prepare(releases, round_index)
-            if not charges:
-                return ()
-            lines, digest = [], self._hash
-            for charge in charges:
-                line, digest = ledger_format.charge_line(charge, digest)
-                lines.append(line)
-            self._write(b"".join(lines), digest, charges[-1].seq)
-            for charge in charges:
-                self._account.add(charge)
-            return tuple(charge.epsilon_after for charge in charges)
+            return self._charge(releases, round_index, capped=True)
 
     def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
         """See ``Ledger.epsilon``."""
@@ -307,21 +358,65 @@ class FileLedger:
         with self._lock:
             return tuple(self._account.charges)
 
+    def anchor(self) -> LedgerAnchor:
+        """See ``Ledger.anchor``."""
+        with self._lock:
+            return self._account.anchor()
+
+    def check_anchor(self, anchor: LedgerAnchor) -> None:
+        """See ``Ledger.check_anchor``."""
+        with self._lock:
+            self._account.check_anchor(anchor, str(self._path))
+
+    def restore(self, event: Event, *, purpose: Purpose, count: int) -> None:
+        """Write down charges that were lost, whatever the cap.
+
+        They stand in round 0, since nobody knows theirs.
+
+        Args:
+            event: What each of them is charged as.
+            purpose: On which records.
+            count: How many.
+
+        Raises:
+            StoreUnavailable: As for ``charge``.
+        """
+        with self._lock:
+            self._charge([(event, purpose)] * count, 0, capped=False)
+
     def close(self) -> None:
         """Let another process write; charging is over."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
 
-    def _begin_or_go_on(self) -> None:
+    def _charge(
+        self, releases: Sequence[Release], round_index: int, *, capped: bool
+    ) -> tuple[float, ...]:
+        charges = self._account.prepare(releases, round_index, capped=capped)
+        if not charges:
+            return ()
+        lines, digest = [], self._hash
+        for charge in charges:
+            line, digest = ledger_format.charge_line(charge, digest)
+            lines.append(line)
+        self._write(b"".join(lines), digest, charges[-1].seq)
+        for charge in charges:
+            self._account.add(charge)
+        return tuple(charge.epsilon_after for charge in charges)
+
+    def _begin_or_go_on(self, anchor: LedgerAnchor) -> None:
         assert self._handle is not None  # noqa: S101 -- opened by the caller
         head = ledger_files.read_head(self._folder)
         data = ledger_files.read_all(self._path)
         if b"\n" in data or head is not None:
-            contents = ledger_files.verify(data, head, str(self._path))
+            contents = ledger_files.verify(data, head, str(self._path), self._key)
             _check_terms(contents.terms, self.terms, str(self._path))
             self._go_on(contents, len(data))
+            self._account.check_anchor(anchor, str(self._path))
             return
+        # Before anything is written: what is there stays as it was found.
+        self._account.check_anchor(anchor, str(self._path))
         # New, or killed while its first line was written: nothing was charged.
         os.ftruncate(self._handle, 0)
         self._account.time = self._account.now()
@@ -337,7 +432,7 @@ class FileLedger:
         now = account.now()
         if not contents.torn_bytes:
             # The head may be one behind, and must not fall further behind.
-            ledger_files.replace_head(self._folder, account.seq, self._hash)
+            ledger_files.replace_head(self._folder, account.seq, self._hash, self._key)
             return
         assert self._handle is not None  # noqa: S101 -- opened by the caller
         os.ftruncate(self._handle, size - contents.torn_bytes)
@@ -361,7 +456,7 @@ class FileLedger:
             )
         try:
             ledger_files.append(self._handle, line)
-            ledger_files.replace_head(self._folder, seq, digest)
+            ledger_files.replace_head(self._folder, seq, digest, self._key)
         except OSError as error:
             # How much of the line is durable is not known: who opens it next will see.
             self.close()

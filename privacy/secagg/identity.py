@@ -50,6 +50,7 @@ class Label(StrEnum):
     STATEMENTS = "statements"  # of all sites, passed on by the aggregator
     DRAW = "draw"  # of groups: what a site commits itself with
     ENROLMENT = "enrolment"  # of a site: all its public keys
+    LEDGER = "ledger head"  # of a site's privacy ledger, for itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,19 @@ class FileRounds:
         """Name the folder; nothing is read yet."""
         self._folder = folder
 
+    def last(self, run_id: RunId) -> int:
+        """Return the last round that was recorded; 0 for none.
+
+        Raises:
+            CorruptObject: The file does not hold a round number.
+            StoreUnavailable: It cannot be read.
+        """
+        path = self._folder / f"{check_name(run_id)}.round"
+        try:
+            return _read(path)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot read {path}: {error.strerror}") from error
+
     def advance(self, run_id: RunId, round_index: int) -> None:
         """See ``RoundMemory.advance``."""
         path = self._folder / f"{check_name(run_id)}.round"

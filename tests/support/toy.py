@@ -26,7 +26,9 @@ from federation.gather import PlainGather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.messages import (
+    NO_ANCHOR,
     FailureKind,
+    LedgerAnchor,
     MaskedUpdate,
     MetricSums,
     RoundTask,
@@ -104,7 +106,14 @@ class QuadraticTrainer:
         """Layout of the toy model."""
         return self._layout
 
-    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
         """Keep no privacy ledger."""
 
     def fit(

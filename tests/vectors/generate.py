@@ -16,6 +16,7 @@ from federation import wire
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
+    LedgerAnchor,
     MaskedUpdate,
     MetricSums,
     Phase,
@@ -30,7 +31,7 @@ from federation.messages import (
     TaskKind,
 )
 
-WIRE_V1 = Path(__file__).with_name("wire_v1.json")
+WIRE_V2 = Path(__file__).with_name("wire_v2.json")
 
 _RUN = RunId("20260102-030405-a1b2c3")
 _SITE = SiteId("aws-us-east-1")
@@ -47,6 +48,7 @@ WIRE_MESSAGES: dict[str, wire.WireMessage] = {
         integers_m=np.array([-1, 2**40], dtype=np.int64),
         evaluate=True,
         evaluate_after=False,
+        anchor=LedgerAnchor(train=2, evaluate=3),
     ),
     "round of secrets": RoundTask(
         run_id=_RUN,
@@ -87,7 +89,12 @@ WIRE_MESSAGES: dict[str, wire.WireMessage] = {
         evaluation=None,
         evaluation_after=None,
         phases=(),
-        spent=PrivacySpent(epsilon=1.25, delta=1e-5, held_out_epsilon=0.5),
+        spent=PrivacySpent(
+            epsilon=1.25,
+            delta=1e-5,
+            held_out_epsilon=0.5,
+            anchor=LedgerAnchor(train=3, evaluate=4),
+        ),
     ),
     "evaluation": SiteEvaluation(
         run_id=_RUN,
@@ -140,10 +147,10 @@ def main() -> int:
     parser.add_argument("--update-vectors", action="store_true")
     text = json.dumps(wire_vectors(), indent=2) + "\n"
     if parser.parse_args().update_vectors:
-        WIRE_V1.write_text(text, encoding="ascii")
+        WIRE_V2.write_text(text, encoding="ascii")
         return 0
-    same = WIRE_V1.read_text(encoding="ascii") == text
-    sys.stderr.write(f"{WIRE_V1.name}: {'same' if same else 'DIFFERENT'}\n")
+    same = WIRE_V2.read_text(encoding="ascii") == text
+    sys.stderr.write(f"{WIRE_V2.name}: {'same' if same else 'DIFFERENT'}\n")
     return 0 if same else 1
 
 

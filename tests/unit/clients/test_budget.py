@@ -15,7 +15,9 @@ from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
 from federation.ids import RunId, SiteId
 from federation.messages import (
+    NO_ANCHOR,
     FailureKind,
+    LedgerAnchor,
     MetricSums,
     RoundTask,
     SiteEvaluation,
@@ -48,7 +50,14 @@ class Watched:
     def layout(self) -> Layout:
         return LAYOUT
 
-    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
         raise AssertionError("what is private is paid for outside")
 
     def fit(

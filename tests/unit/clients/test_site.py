@@ -12,7 +12,9 @@ from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.ids import RunId, SiteId
 from federation.messages import (
+    NO_ANCHOR,
     FailureKind,
+    LedgerAnchor,
     MetricSums,
     RoundTask,
     SecureStep,
@@ -51,7 +53,14 @@ class AddOne:
     def layout(self) -> Layout:
         return LAYOUT
 
-    def pay(self, *, round_index: int, trains: bool, evaluations: int) -> None:
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
         pass
 
     def fit(

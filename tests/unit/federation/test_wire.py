@@ -70,6 +70,7 @@ SPENT = {
     "epsilon": (1.5).hex(),
     "delta": (1e-5).hex(),
     "held_out_epsilon": (0.0).hex(),
+    "anchor": {"train": 0, "evaluate": 0},
 }
 SMALL = [EVALUATION, FAILURE, SECURE_TASK, SECURE_ANSWER]
 MESSAGES = [TASK, SECURE_ROUND, UPDATE, MASKED, PRIVATE, *SMALL]
@@ -80,7 +81,7 @@ def frame(
     payload: bytes = b"",
     *,
     kind: int = 1,
-    version: int = 1,
+    version: int = 2,
     magic: bytes = b"crossfed",
     pad: bytes = b" ",
 ):
@@ -323,7 +324,7 @@ def test_trailing_bytes_are_refused():
 
 def test_other_version_is_named_before_anything_is_read():
     """An operator with two releases is told so, whatever else differs."""
-    refused(frame({}, version=2), "format version 2.*same release")
+    refused(frame({}, version=3), "format version 3.*same release")
 
 
 def test_other_magic_is_refused():

@@ -1,4 +1,4 @@
-"""The bytes on the wire are those that were published as version 1."""
+"""The bytes on the wire are those that were published as version 2."""
 
 import hashlib
 import json
@@ -6,11 +6,11 @@ import struct
 
 import numpy as np
 import pytest
-from vectors.generate import WIRE_MESSAGES, WIRE_V1, wire_vectors
+from vectors.generate import WIRE_MESSAGES, WIRE_V2, wire_vectors
 
 from federation import wire
 
-GOLDEN = json.loads(WIRE_V1.read_text(encoding="ascii"))
+GOLDEN = json.loads(WIRE_V2.read_text(encoding="ascii"))
 KINDS = {
     "task": 1,
     "round of secrets": 1,
@@ -30,7 +30,7 @@ def read(frame: bytes):
     kind, header_bytes, payload_bytes = struct.unpack_from("<IIQ", frame, 44)
     header = json.loads(frame[60 : 60 + header_bytes])
     payload = frame[60 + header_bytes :]
-    assert (magic, version, len(payload)) == (b"crossfed", 1, payload_bytes)
+    assert (magic, version, len(payload)) == (b"crossfed", 2, payload_bytes)
     assert digest == hashlib.sha256(frame[44:]).digest()
     assert (60 + header_bytes) % 64 == 0
     num_integers = header.get("num_integers", 0)
