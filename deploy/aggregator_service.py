@@ -23,6 +23,7 @@ from deploy import (
     folder_lock,
     host_secrets,
     log_files,
+    own_folder,
     ports,
     proxy,
     proxy_processes,
@@ -60,7 +61,7 @@ def initialise(folder: Path, hosts: Sequence[str], *, clock: Clock) -> Authority
         StoreUnavailable: The folder cannot be made.
     """
     with file_errors("make", folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder.make(folder)
     authority = Authority.create("crossfed aggregator", clock=clock)
     authority.save(folder)
     key = new_key()
@@ -107,9 +108,10 @@ class AggregatorService:
                 file of the folder is missing or damaged.
         """
         config = self.config
-        for folder in (config.flower, config.logs, config.runs):
+        for folder in (config.folder, config.flower, config.logs, config.runs):
             with file_errors("make", folder):
-                folder.mkdir(parents=True, exist_ok=True)
+                own_folder.make(folder)
+                own_folder.close(folder, self.listener)
         for site in enrolment_operator.prepare(config, clock=self.clock):
             self.listener(
                 f"sites.json is older than ca.crl and had forgotten that site {site!r} "

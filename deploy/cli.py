@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from deploy import (
@@ -15,6 +16,7 @@ from deploy import (
     data_verb,
     enrolment_verbs,
     model_verbs,
+    own_folder,
     run_verbs,
     service_verbs,
     simulate_verb,
@@ -44,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # A user's own models and data are found from where the command is run.
         sys.path.append(os.getcwd())  # noqa: PTH109 -- sys.path holds texts
-        code = int(options.verb(options))
+        # What a deployment leaves is for its own user.
+        closed = own_folder.private_umask() if options.private else nullcontext()
+        with closed:
+            code = int(options.verb(options))
         # Here and not at the interpreter's end, where no error can be handled.
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -71,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="crossfed",
         description="Train one model across clouds without moving data.",
     )
+    parser.set_defaults(private=False)
     common, job = common_arguments(), job_arguments()
     verbs: Verbs = parser.add_subparsers(required=True, metavar="VERB")
 

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from deploy import own_folder
 from deploy.keys import is_encrypted
 from deploy.releases import numbers
 from deploy.roster_file import describe
@@ -270,6 +271,22 @@ def check_pinned(public: PublicIdentity, pinned: Roster) -> Check:
         f"roster {pinned.serial} does not pin the key {public.fingerprint[:19]}...",
         "have it pinned with `crossfed keys trust`, or name another key",
     )
+
+
+def check_closed(folder: Path) -> Iterator[Check]:
+    """Whether other users of the host are kept out of a service's folder."""
+    try:
+        is_open, mode = own_folder.is_open(folder), stat.S_IMODE(folder.stat().st_mode)
+    except OSError:
+        return  # It is not there, which others say.
+    if is_open:
+        yield problem(
+            "folder mode",
+            f"other users may enter {folder} (mode {mode:04o})",
+            f"chmod 0700 {folder}, or start the service, which does it",
+        )
+    else:
+        yield ok("folder mode", f"{folder} is closed to other users")
 
 
 def check_folder(name: str, folder: Path, *, otherwise: str) -> Iterator[Check]:

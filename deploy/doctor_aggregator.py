@@ -49,6 +49,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     yield from doctor.check_identity(
         folder / "aggregator.pem", folder / "roster.toml", lost=_RESTORE
     )
+    yield from doctor.check_closed(config.folder)
     yield from _authority(config, clock)
     yield from _server(config, clock)
     yield from _programs(config)

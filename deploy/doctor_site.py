@@ -54,6 +54,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     yield from doctor.check_folder(
         "folder", config.folder, otherwise="name another in site.toml (folder)"
     )
+    yield from doctor.check_closed(config.folder)
     yield from _data(config)
     yield from doctor_exchange.checks(
         config.file.exchange, site=config.file.name, clock=clock

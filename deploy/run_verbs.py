@@ -51,7 +51,7 @@ def add_verbs(
         action="store_true",
         help="go on with the job's newest run, which ended before its last round",
     )
-    run.set_defaults(verb=_run)
+    run.set_defaults(verb=_run, private=True)
     ps = verbs.add_parser(
         "ps",
         parents=[common, place],
@@ -65,7 +65,7 @@ def add_verbs(
     ):
         parser = verbs.add_parser(name, parents=[common, place], help=text)
         parser.add_argument("run", metavar="RUN", help="run id or job name")
-        parser.set_defaults(verb=verb)
+        parser.set_defaults(verb=verb, private=True)
 
 
 def _run(options: argparse.Namespace) -> int:

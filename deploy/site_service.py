@@ -6,7 +6,8 @@ from pathlib import Path
 
 from cloud_adapters.flower_node import FlowerNode
 from cloud_adapters.flower_site import agent_app
-from deploy import exchange, site_file, site_folder
+from cloud_adapters.storage.part_file import file_errors
+from deploy import exchange, own_folder, site_file, site_folder
 from deploy.site_agent import SiteAgent
 from federation.clock import SystemClock
 from federation.errors import JobError
@@ -50,6 +51,9 @@ def serve(
         config=config, identity=me, roster=members, clock=clock, listener=listener
     )
     scratch = config.folder / "scratch"
+    with file_errors("make", config.folder):
+        own_folder.make(config.folder)
+        own_folder.close(config.folder, listener)
     with (
         site_folder.only_one(config.folder),
         exchange.opened(config.file.exchange, scratch, watch=agent.watch) as frames,

@@ -64,6 +64,7 @@ def prepare(database: Path) -> int:
     before = database.stat().st_size if database.exists() else 0
     try:
         with contextlib.closing(sqlite3.connect(database)) as connection:
+            database.chmod(0o600)
             (mode,) = connection.execute("PRAGMA auto_vacuum").fetchone()
             if mode == _FULL:
                 return 0
@@ -78,7 +79,6 @@ def prepare(database: Path) -> int:
             f"cannot prepare the SuperLink's state {database}: {error}; free some "
             "space, or restore the file from its copy"
         ) from error
-    database.chmod(0o600)
     return max(0, before - database.stat().st_size)
 
 

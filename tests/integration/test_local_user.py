@@ -3,6 +3,7 @@
 import json
 import os
 import sqlite3
+import stat
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from support.deployment import (
 )
 
 from cloud_adapters import flower_simulation
-from deploy import host_secrets
+from deploy import host_secrets, own_folder
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,6 +41,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = {"aggregator.toml", "ca.crt", "ca.crl", "server.crt", "roster.toml"}
 USER = 54321  # Not nginx's, which is "nobody" where root has started it.
 
 
@@ -64,9 +66,9 @@ class Attack:
 
     @property
     def family(self) -> set[int]:
-        """The service and all that it has started."""
-        pid = self.host.processes["aggregator"].pid
-        return {pid, *descendants(pid)}
+        """The service, the agent of a site and all that they have started."""
+        started = {process.pid for process in self.host.processes.values()}
+        return started.union(*map(descendants, started))
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,9 @@ def attack() -> Iterator[Attack]:
                 crossfed(
                     "enroll", invited.stdout.split()[-1], "--folder", str(folder / site)
                 )
+            host.start_site(SITES[0])
+            log = folder / f"{SITES[0]}.log"
+            wait_for(lambda: "connected to" in log.read_text(), "a site connects")
             job = str(ROOT / "jobs" / "private.toml")
             crossfed("run", job, "--detach", "--aggregator", host.config)
             wait_for(lambda: _token(host) != "", "a coordinator works")
@@ -108,6 +113,7 @@ def _attack(host: Deployment, address: str, token: str) -> dict[str, Any]:
         [
             *(sys.executable, "-P", "-m", "support.local_user"),
             *(str(USER), address, str(authority)),
+            *(str(host.folder / name) for name in ("aggregator", *SITES)),
         ],
         input=token,
         capture_output=True,
@@ -154,3 +160,60 @@ def test_processes_show_their_arguments_alone(attack: Attack):
     """Neither environment nor memory nor files."""
     opened = {int(path.split("/")[2]) for path in attack.found["opened"]}
     assert not opened & attack.family, [command_of(pid) for pid in opened]
+
+
+def _opened(folder: Path) -> set[str]:
+    """Files and folders below one that others could reach if they might enter it."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if stat.S_IMODE(path.lstat().st_mode) & 0o077 and not path.is_symlink()
+    }
+
+
+def test_no_file_of_the_aggregator_is_readable(attack: Attack):
+    """Its folder is closed, and what is in it is for its user alone, too."""
+    assert attack.found["files"] == []
+    assert stat.S_IMODE(attack.home.stat().st_mode) == 0o700
+    # Certificates, the roster and the configuration are no secrets.
+    assert _opened(attack.home) <= PUBLIC
+    names = {path.name for path in attack.home.rglob("*")}
+    assert {"state.db", "job.toml", "request.json", "superlink.log", "ca.key"} <= names
+
+
+def test_no_file_of_a_site_is_readable(attack: Attack):
+    """Likewise keys, ledgers and what it keeps of runs."""
+    site = attack.host.folder / SITES[0]
+    assert stat.S_IMODE(site.stat().st_mode) == 0o700
+    assert _opened(site) <= PUBLIC
+    assert {"site.toml", "site.key"} & {path.name for path in site.rglob("*")}
+
+
+def test_agent_listens_nowhere(attack: Attack):
+    """Other users of a site's host find nothing to connect to."""
+    agent = attack.host.processes[SITES[0]].pid
+    own = {
+        link.removeprefix("socket:[").removesuffix("]")
+        for pid in (agent, *descendants(agent))
+        for link in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir())
+        if link.startswith("socket:")
+    }
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{agent}/net/{name}").read_text().splitlines()[1:]
+    ]
+    assert own
+    assert not [row for row in rows if row[3] == "0A" and row[9] in own]
+
+
+def test_folder_of_an_earlier_release_is_closed(tmp_path: Path):
+    """When the service starts, which says so."""
+    said: list[str] = []
+    folder = tmp_path / "aggregator"
+    folder.mkdir()
+    folder.chmod(0o755)
+    own_folder.close(folder, said.append)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    own_folder.close(folder, said.append)
+    assert said == [f"{folder} had mode 0755: it is closed to other users now"]

@@ -73,7 +73,7 @@ class Federation:
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.aggregator.mkdir()
+        self.aggregator.mkdir(mode=0o700)
         authority = Authority.create("test", clock=self.clock)
         authority.save(self.aggregator)
         key = new_key()

@@ -1,7 +1,7 @@
 """Another user of the aggregator's host, who tries everything that a user can try.
 
-``python -P -m support.local_user USER ADDRESS AUTHORITY`` as root: it gives up its
-rights for those of a user without any, and then attacks. The attacker has the
+``python -P -m support.local_user USER ADDRESS AUTHORITY FOLDER...`` as root: it gives
+up its rights for those of a user without any, and then attacks. The attacker has the
 authority's certificate, which is public, and whatever the processes of the host show.
 Prints one JSON object: what came of each attempt.
 """
@@ -10,7 +10,7 @@ import json
 import os
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,9 @@ class Caller(ProtobufClient):
         return super()._send(context, stream=stream)
 
 
-def main(user: int, address: str, authority: Path, token: str) -> None:
+def main(
+    user: int, address: str, authority: Path, folders: Sequence[Path], token: str
+) -> None:
     """Attack as a user."""
     root = authority.read_bytes()
     os.setgroups([])
@@ -115,7 +117,7 @@ def main(user: int, address: str, authority: Path, token: str) -> None:
         },
         "commands": dict(_commands()),
         "opened": list(_opened_of_processes()),
-        "files": list(_files(authority.parent)),
+        "files": [path for folder in folders for path in _files(folder)],
     }
     json.dump(found, sys.stdout)
 
@@ -183,7 +185,7 @@ def _opened_of_processes() -> Iterator[str]:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Whatever of the aggregator's folder can be listed or read."""
+    """Whatever of a folder can be listed or read."""
     for parent, _, names in os.walk(folder):
         yield parent
         for name in names:
@@ -196,4 +198,5 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.stdin.read())
+    _, name, place, certificate, *others = sys.argv
+    main(int(name), place, Path(certificate), list(map(Path, others)), sys.stdin.read())

@@ -95,6 +95,15 @@ def test_certificate_that_ended_or_lacks_a_host(federation: Federation):
     assert "expired 1 days ago" in examined(federation)["certificate"].found
 
 
+def test_folder_that_others_may_enter(federation: Federation):
+    """It is named, with what to do."""
+    federation.aggregator.chmod(0o750)
+    found = examined(federation)["folder mode"]
+    assert found.status == "problem"
+    assert "(mode 0750)" in found.found
+    assert "chmod 0700" in found.advice
+
+
 @pytest.mark.parametrize(
     "name", ["ca.key", "control.secret", "superexec.secret", "sites.json"]
 )
