@@ -10,7 +10,8 @@ Drives ``privacy.secagg`` over a grid, one exchange after another::
 Each masked update is folded into one accumulator as it lands, so that memory is one
 model whatever the number of sites. A round is tried once: what is lost is not asked
 for again, since two sums of one round differ by a single update. The setup is made
-before the first round, and again when a site has lost its keys: ``secure_setup``.
+before the first round, and again when a site has lost its keys: ``secure_setup``. Sites
+that deal or release wrong shares are not asked again: ``blame``.
 
 Shape suffixes: d float values of the model, h words of the header.
 """
@@ -21,6 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from aggregator.blame import Blame
 from aggregator.honest_sums import Asked, check_totals
 from aggregator.secure_exchange import (
     SecureExchange,
@@ -86,6 +88,7 @@ class SecureGather:
             deadline_seconds=self._deadline_seconds,
             run_setup_of=lambda _: self._run_setup,
         )
+        self._blame = Blame(contract)
         self._opened: OpenedRound | None = None  # The newest round with a sum.
 
     def sites(self) -> Sequence[SiteId]:
@@ -154,11 +157,15 @@ class SecureGather:
                 task_digest=train.task_digest(tasks[0], self._clip(state)),
             ),
         )
-        header_h = self._fold(tasks, record, current, total)
-        survivors = current.close_masked()
-        if setup.contract.setting is Setting.P2:
-            self._agree_and_reveal(record, current, survivors)
-        corrections = current.corrections()
+        header_h = self._fold(self._asked(tasks, record), record, current, total)
+        try:
+            survivors = current.close_masked()
+            if setup.contract.setting is Setting.P2:
+                self._agree_and_reveal(record, current, survivors)
+            corrections = current.corrections()
+        finally:
+            for said in self._blame.note(current):
+                record.warn(f"round {record.round_index}: {said}")
         if total is not None:
             total.apply_masks_(train.masks(corrections.vector))
         apply_masks_(header_h, train.masks(corrections.header))
@@ -303,6 +310,15 @@ class SecureGather:
                 )
             ),
         )
+
+    def _asked(
+        self, tasks: Sequence[RoundTask], record: RoundRecord
+    ) -> list[RoundTask]:
+        """The tasks of all sites but those that are left out."""
+        left_out = self._blame.left_out()
+        for site, reason in left_out.items():
+            record.leave_out(site, f"left out: {reason}")
+        return [task for task in tasks if task.site not in left_out]
 
     def _clip(self, state: RunState) -> float:
         """What updates are clipped to in the next round."""

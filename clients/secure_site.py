@@ -142,7 +142,7 @@ class SecureSite:
         elif task.step is SecureStep.SURVIVORS:
             body = self._consent(task.body)
         elif task.step is SecureStep.REVEAL:
-            body = self._current_session().on_reveal(task.body)
+            body = self._reveal(task)
         else:
             raise ProtocolError(f"{task.step.value} is not a step to ask for")
         return _step(task, task.step, body)
@@ -181,6 +181,14 @@ class SecureSite:
                 session.expire(0)  # It erases the round: its sum stays closed.
                 raise
         return consent
+
+    def _reveal(self, task: SecureTask) -> bytes:
+        """Release shares; say in the log what was wrong with those of others."""
+        session = self._current_session()
+        shares = session.on_reveal(task.body)
+        for dispute in session.disputes:
+            _LOG.warning("round %s: %s", task.round_index, dispute)
+        return shares
 
     def _begin_setup(self, group: Group | None) -> SiteSetup:
         """Begin a new setup, of a group's sites or of all.

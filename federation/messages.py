@@ -226,7 +226,7 @@ class MaskedUpdate:
             shape ``(bytes,)``, uint8.
         header_h: The masked header, shape ``(h,)``, uint64: sums of weights,
             counts, losses and hits.
-        body: Signed head and sealed shares, bytes of ``privacy.secagg``.
+        body: Signed head, sealed shares and commitments, bytes of ``privacy.secagg``.
         spent: Under differential privacy what the site has spent; public.
     """
 

@@ -255,6 +255,18 @@ class RoundRecord:
         self._training = training
         self._secret_evaluation = evaluation
 
+    def leave_out(self, site: SiteId, reason: str) -> None:
+        """Settle a site of the cohort that is not asked."""
+        failure = SiteFailure(
+            run_id=self.run_id,
+            round_index=self.round_index,
+            site=site,
+            kind=FailureKind.INVALID,
+            message=reason,
+        )
+        self._state.accept(failure)
+        self._emit_failure(failure, None)
+
     def revoke(
         self, update: SiteUpdate | MaskedUpdate, reply: Reply, reason: str
     ) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from privacy.secagg.certificate import ModelTrail
+from privacy.secagg.commitments import SECRET, commit, dealt_digest, secrets_of
 from privacy.secagg.contract import DIGEST_BYTES, Contract, Setting
 from privacy.secagg.errors import (
     BadShare,
@@ -54,12 +55,11 @@ from privacy.secagg.messages import (
     Reveal,
     Shares,
     Survivors,
-    sealed_digest,
     sign,
     verify,
 )
 from privacy.secagg.round_memory import RoundMemory
-from privacy.secagg.shamir import SHARE_BYTES, split
+from privacy.secagg.shamir import SHARE_BYTES, encode_secret, split
 from privacy.secagg.steps import Steps
 
 
@@ -76,8 +76,16 @@ class _Shared:
     """P2: what this site sealed for the others and keeps until R3."""
 
     sealed: Mapping[int, bytes]
+    rows: Mapping[int, bytes]  # commitments, by holder
     receive: Mapping[int, Secret]  # channel keys, by sender
     own: bytearray  # this site's shares of its own secrets
+
+    def dealt(self) -> dict[int, bytes]:
+        """What the head says of each holder."""
+        return {
+            x: dealt_digest(self.sealed.get(x, b""), row)
+            for x, row in self.rows.items()
+        }
 
     def erase(self) -> None:
         for key in self.receive.values():
@@ -85,7 +93,7 @@ class _Shared:
         wipe(self.own)
 
 
-_NOTHING_SHARED = _Shared(sealed={}, receive={}, own=bytearray())
+_NOTHING_SHARED = _Shared(sealed={}, rows={}, receive={}, own=bytearray())
 
 
 class _Round:
@@ -100,6 +108,7 @@ class _Round:
         self.shared = shared
         self.head = b""
         self.survivors: tuple[int, ...] = ()
+        self.dealt: dict[int, bytes] = {}  # To this site, as survivors signed it.
         self.steps = Steps(_Step.MASKED, aborted=_Step.ABORTED, erase=self.erase)
 
     def erase(self) -> None:
@@ -117,6 +126,9 @@ class SiteSession:
         memory: Where the last round's number is kept.
         random_bytes: Source of self masks and of the sharing's coefficients.
         audit: See ``keys.Audit``; tests only.
+
+    Attributes:
+        disputes: What was wrong with shares that others dealt, in the newest reveal.
 
     Raises:
         WrongContext: ``secrets`` are of another contract.
@@ -142,6 +154,7 @@ class SiteSession:
         self._random_bytes = random_bytes
         self._audit = audit
         self._round: _Round | None = None
+        self.disputes: list[str] = []
         self._trail = ModelTrail(
             contract, number=secrets.number, setup_hash=secrets.setup_hash
         )
@@ -277,10 +290,14 @@ class SiteSession:
                 context=current.context,
                 vector_digest=vector_digest,
                 header_digest=header_digest,
-                sealed_digest=sealed_digest(current.shared.sealed),
+                dealt=current.shared.dealt(),
             )
             current.head = sign(head, self._identity).to_bytes()
-            message = Masked(head=current.head, sealed=current.shared.sealed)
+            message = Masked(
+                head=current.head,
+                sealed=current.shared.sealed,
+                rows=current.shared.rows,
+            )
             data = message.to_bytes()
             current.masks.erase()
         if single:
@@ -308,7 +325,7 @@ class SiteSession:
             survivors = tuple(sorted(heads))
             self._check_survivors(survivors, current)
             for number, encoded in heads.items():
-                self._check_head(number, encoded, current)
+                current.dealt[number] = self._check_head(number, encoded, current)
             if heads[self.number] != current.head:
                 raise InconsistentSurvivors("the list shows another head of this site")
             current.survivors = survivors
@@ -321,6 +338,9 @@ class SiteSession:
     def on_reveal(self, data: bytes) -> bytes:
         """R3: check the consents, open the inbox and release this site's shares.
 
+        What a survivor sealed and is not what it committed to is disputed: the answer
+        names the survivor and has no share that it dealt.
+
         Returns:
             An encoded ``Shares``. The round is erased before it is returned.
 
@@ -328,9 +348,9 @@ class SiteSession:
             TooFewSites: Fewer than t sites consented.
             InconsistentSurvivors: A consent is about another list, or the inbox is
                 not that of the survivors.
+            BadShare: What the aggregator shows is not what a survivor signed.
             WrongContext: A consent is of another round or model.
             BadSignature: A consent is not signed by its site.
-            BadShare: A sealed share was changed, exchanged or cut.
             MalformedMessage: The bytes are not a reveal.
             OutOfOrder: No reveal is due.
         """
@@ -338,7 +358,7 @@ class SiteSession:
         with current.steps.take(_Step.REVEAL, then=_Step.DONE):
             reveal = Reveal.from_bytes(data)
             self._check_consents(reveal.consents, current)
-            opened = self._open_inbox(reveal.inbox, current)
+            opened = self._open_inbox(reveal, current)
             try:
                 message = self._release(opened, current)
             finally:
@@ -388,13 +408,19 @@ class SiteSession:
     ) -> _Shared:
         """Split b_i and every k_ij, and seal each site's shares for it."""
         cohort, threshold = self._contract.cohort, self._contract.threshold
-        bundles = {j: bytearray() for j in cohort}
+        bundles = {j: bytearray() for j in (SECRET, *cohort)}
         for secret in (self_mask, *(pairs[peer].mask for peer in sorted(pairs))):
+            bundles[SECRET] += encode_secret(secret.buffer)
             shares = split(
                 secret.buffer, threshold, cohort, random_bytes=self._random_bytes
             )
             for j in cohort:
                 bundles[j] += shares[j]
+        rows = {
+            x: self._row(context, bundle, dealer=self.number, holder=x)
+            for x, bundle in bundles.items()
+        }
+        wipe(bundles.pop(SECRET))
         own = bundles.pop(self.number)
         sealed = {}
         for j, bundle in bundles.items():
@@ -402,7 +428,19 @@ class SiteSession:
             sealed[j] = seal(pairs[j].send, bundle, data)
             wipe(bundle)
         receive = {j: pairs[j].receive for j in bundles}
-        return _Shared(sealed=sealed, receive=receive, own=own)
+        return _Shared(sealed=sealed, rows=rows, receive=receive, own=own)
+
+    def _row(
+        self, context: bytes, bundle: bytearray, *, dealer: int, holder: int
+    ) -> bytes:
+        """Commitments to the shares of a bundle."""
+        return commit(
+            bundle,
+            context=context,
+            dealer=dealer,
+            holder=holder,
+            cohort=self._contract.cohort,
+        )
 
     def _check_survivors(self, survivors: tuple[int, ...], current: _Round) -> None:
         if not set(survivors) <= set(current.facts.cohort):
@@ -421,7 +459,8 @@ class SiteSession:
                 f"{self._contract.quorum}"
             )
 
-    def _check_head(self, number: int, encoded: bytes, current: _Round) -> None:
+    def _check_head(self, number: int, encoded: bytes, current: _Round) -> bytes:
+        """Check a survivor's head; what it says of what this site is dealt."""
         head = Head.from_bytes(encoded)
         if head.number != number:
             raise InconsistentSurvivors(f"head {head.number} is shown as {number}")
@@ -432,6 +471,11 @@ class SiteSession:
                 f"site {member.site!r} answered another round, model or setup than "
                 "this site"
             )
+        if self.number not in head.dealt:
+            raise InconsistentSurvivors(
+                f"the head of {member.site!r} does not say what this site is dealt"
+            )
+        return head.dealt[self.number]
 
     def _check_consents(self, consents: Mapping[int, bytes], current: _Round) -> None:
         for number, encoded in consents.items():
@@ -459,44 +503,63 @@ class SiteSession:
                 f"{self._contract.threshold}"
             )
 
-    def _open_inbox(
-        self, inbox: Mapping[int, bytes], current: _Round
-    ) -> dict[int, bytearray]:
-        """Shares by sender, this site's own among them."""
+    def _open_inbox(self, reveal: Reveal, current: _Round) -> dict[int, bytearray]:
+        """Shares by dealer, this site's own among them, and without disputed ones."""
         senders = set(current.survivors) - {self.number}
-        if set(inbox) != senders:
-            raise InconsistentSurvivors(
-                f"the inbox holds shares of sites {sorted(inbox)}, the other "
-                f"survivors are {sorted(senders)}"
-            )
-        opened = {self.number: bytearray(current.shared.own)}
-        for sender, sealed in inbox.items():
-            member = self._contract.member(sender)
-            shares = unseal(
-                current.shared.receive[sender],
-                sealed,
-                channel_data(current.context, sender, self.number),
-                who=f"site {member.site!r}",
-            )
-            if len(shares) != SHARE_BYTES * len(current.facts.cohort):
-                raise BadShare(
-                    f"site {member.site!r} sealed {len(shares)} bytes of shares, "
-                    f"{SHARE_BYTES * len(current.facts.cohort)} are right"
+        for shown in (reveal.inbox, reveal.rows):
+            if set(shown) != senders:
+                raise InconsistentSurvivors(
+                    f"the inbox is of sites {sorted(shown)}, the other survivors are "
+                    f"{sorted(senders)}"
                 )
-            opened[sender] = shares
+        for sender in senders:
+            digest = dealt_digest(reveal.inbox[sender], reveal.rows[sender])
+            if digest != current.dealt[sender]:
+                raise BadShare(
+                    "the aggregator shows other shares or commitments of "
+                    f"{self._contract.member(sender).site!r} than it signed"
+                )
+        opened = {self.number: bytearray(current.shared.own)}
+        self.disputes = []
+        for sender in sorted(senders):
+            sealed, row = reveal.inbox[sender], reveal.rows[sender]
+            try:
+                opened[sender] = self._open_bundle(sender, sealed, row, current)
+            except BadShare as error:
+                self.disputes.append(str(error))
         return opened
+
+    def _open_bundle(
+        self, sender: int, sealed: bytes, row: bytes, current: _Round
+    ) -> bytearray:
+        """Shares as a survivor dealt them, checked against its commitments.
+
+        Raises:
+            BadShare: They are not what it committed to.
+        """
+        who = f"site {self._contract.member(sender).site!r}"
+        shares = unseal(
+            current.shared.receive[sender],
+            sealed,
+            channel_data(current.context, sender, self.number),
+            who=who,
+        )
+        size = SHARE_BYTES * len(current.facts.cohort)
+        found = self._row(current.context, shares, dealer=sender, holder=self.number)
+        if len(shares) == size and found == row:
+            return shares
+        wipe(shares)
+        raise BadShare(f"{who} dealt this site other shares than it committed to")
 
     def _release(self, opened: Mapping[int, bytearray], current: _Round) -> Shares:
         """The structural rule: b_j for j in A; k_jl for j in A and l not in A."""
         cohort = current.facts.cohort
         dropped = [x for x in cohort if x not in current.survivors]
         self_shares, pair_shares = {}, {}
-        for j in current.survivors:
-            shares = opened[j]
+        for j, shares in opened.items():
+            about = secrets_of(j, cohort)
             self_shares[j] = bytes(shares[:SHARE_BYTES])
-            # After b_j come k_jl for l in the cohort without j, in order.
-            others = [x for x in cohort if x != j]
-            starts = [SHARE_BYTES * (1 + others.index(x)) for x in dropped]
+            starts = [SHARE_BYTES * about.index(x) for x in dropped]
             pair_shares[j] = b"".join(
                 shares[start : start + SHARE_BYTES] for start in starts
             )
@@ -505,4 +568,5 @@ class SiteSession:
             context=current.context,
             self_shares=self_shares,
             pair_shares=pair_shares,
+            disputed=tuple(j for j in current.survivors if j not in opened),
         )

@@ -46,6 +46,8 @@ MAX_CONTRACT_BYTES = 1 << 16
 _MAX_SHARES_BYTES = MAX_MEMBERS * SHARE_BYTES
 _MAX_SEALED_BYTES = _MAX_SHARES_BYTES + TAG_BYTES
 _MAX_ADVERT_BYTES = 2048
+_MAX_ROW_BYTES = MAX_MEMBERS * DIGEST_BYTES
+_MAX_HEAD_BYTES = 4096  # At 64 sites 3.4 kB, of which 65 digests take most.
 
 
 def _number(reader: Reader) -> int:
@@ -240,7 +242,8 @@ class Head:
         context: ctx_r as the site sees it.
         vector_digest: h_y, SHA-256 of the masked vector as it travels.
         header_digest: SHA-256 of the masked header as it travels.
-        sealed_digest: h_enc, see ``sealed_digest``.
+        dealt: P2: for each holder x, 0 among them, the ``commitments.dealt_digest``
+            of what x is dealt. Empty in P1.
         signature: By the site, over ``signed``.
     """
 
@@ -250,15 +253,14 @@ class Head:
     context: bytes
     vector_digest: bytes
     header_digest: bytes
-    sealed_digest: bytes
+    dealt: Mapping[int, bytes]
     signature: bytes = b""
 
     @property
     def signed(self) -> bytes:
         """What ``signature`` is over."""
-        return u64(self.number) + fields(
-            self.context, self.vector_digest, self.header_digest, self.sealed_digest
-        )
+        digests = fields(self.context, self.vector_digest, self.header_digest)
+        return u64(self.number) + digests + byte_map(self.dealt)
 
     def to_bytes(self) -> bytes:
         """The canonical encoding."""
@@ -273,45 +275,46 @@ class Head:
             context=reader.field("context", size=DIGEST_BYTES),
             vector_digest=reader.field("vector_digest", size=DIGEST_BYTES),
             header_digest=reader.field("header_digest", size=DIGEST_BYTES),
-            sealed_digest=reader.field("sealed_digest", size=DIGEST_BYTES),
+            dealt=reader.byte_map(
+                "dealt", max_entries=MAX_MEMBERS + 1, size=DIGEST_BYTES
+            ),
             signature=reader.field("signature", size=SIGNATURE_BYTES),
         )
         reader.end()
         return message
 
 
-def sealed_digest(sealed: Mapping[int, bytes]) -> bytes:
-    """h_enc: SHA-256 of the map from j to the SHA-256 of what is sealed for j."""
-    digests = {j: hashlib.sha256(data).digest() for j, data in sealed.items()}
-    return hashlib.sha256(byte_map(digests)).digest()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masked:
-    """R1, site to aggregator: the head, and P2's sealed shares.
+    """R1, site to aggregator: the head, and P2's sealed shares and commitments.
 
     Attributes:
         head: Encoded ``Head``.
         sealed: For each other site j, what ``keys.seal`` makes of its shares: of b_i,
             then of k_il for every l but i, in the order of l, one after another.
             Empty in P1.
+        rows: For each holder, this site and 0 among them, the commitments to what it
+            is dealt: ``commitments.commit``. Empty in P1.
     """
 
     TAG: ClassVar[bytes] = b"xsa-v2/masked"
     head: bytes
     sealed: Mapping[int, bytes]
+    rows: Mapping[int, bytes]
 
     def to_bytes(self) -> bytes:
         """The canonical encoding."""
-        return fields(self.TAG, self.head) + byte_map(self.sealed)
+        dealt = byte_map(self.sealed) + byte_map(self.rows)
+        return fields(self.TAG, self.head) + dealt
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Masked":
         """Read the canonical encoding; ``MalformedMessage`` if it is none."""
         reader = Reader(data, cls.TAG)
         message = cls(
-            head=reader.field("head", limit=_MAX_ADVERT_BYTES),
+            head=reader.field("head", limit=_MAX_HEAD_BYTES),
             sealed=_sealed(reader),
+            rows=_rows(reader),
         )
         reader.end()
         return message
@@ -375,9 +378,7 @@ class Survivors:
     def from_bytes(cls, data: bytes) -> "Survivors":
         """Read the canonical encoding; ``MalformedMessage`` if it is none."""
         reader = Reader(data, cls.TAG)
-        heads = reader.byte_map(
-            "heads", max_entries=MAX_MEMBERS, limit=_MAX_ADVERT_BYTES
-        )
+        heads = reader.byte_map("heads", max_entries=MAX_MEMBERS, limit=_MAX_HEAD_BYTES)
         reader.end()
         return cls(heads=heads)
 
@@ -432,15 +433,18 @@ class Reveal:
     Attributes:
         consents: Encoded consents by number.
         inbox: For each other survivor j, what j sealed for this site.
+        rows: For each other survivor j, its commitments to these shares.
     """
 
     TAG: ClassVar[bytes] = b"xsa-v2/reveal"
     consents: Mapping[int, bytes]
     inbox: Mapping[int, bytes]
+    rows: Mapping[int, bytes]
 
     def to_bytes(self) -> bytes:
         """The canonical encoding."""
-        return lp(self.TAG) + byte_map(self.consents) + byte_map(self.inbox)
+        maps = map(byte_map, (self.consents, self.inbox, self.rows))
+        return lp(self.TAG) + b"".join(maps)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Reveal":
@@ -451,6 +455,7 @@ class Reveal:
                 "consents", max_entries=MAX_MEMBERS, limit=_MAX_ADVERT_BYTES
             ),
             inbox=_sealed(reader),
+            rows=_rows(reader),
         )
         reader.end()
         return message
@@ -463,9 +468,11 @@ class Shares:
     Attributes:
         number: The site's number i.
         context: ctx_r.
-        self_shares: For each j in A, the share of b_j.
-        pair_shares: For each j in A, the shares of k_jl for every l that dropped
+        self_shares: For each j in A that is not disputed, the share of b_j.
+        pair_shares: For each of them, the shares of k_jl for every l that dropped
             out, in the order of l, one after another.
+        disputed: Survivors that dealt this site something else than they committed
+            to, increasing. No share of theirs is released, and none is opened.
         signature: By the site, over ``signed``.
     """
 
@@ -475,6 +482,7 @@ class Shares:
     context: bytes
     self_shares: Mapping[int, bytes]
     pair_shares: Mapping[int, bytes]
+    disputed: tuple[int, ...] = ()
     signature: bytes = b""
 
     @property
@@ -486,6 +494,7 @@ class Shares:
                 lp(self.context),
                 byte_map(self.self_shares),
                 byte_map(self.pair_shares),
+                numbers(self.disputed),
             ]
         )
 
@@ -506,10 +515,15 @@ class Shares:
             pair_shares=reader.byte_map(
                 "pair_shares", max_entries=MAX_MEMBERS, limit=_MAX_SHARES_BYTES
             ),
+            disputed=reader.numbers("disputed", limit=MAX_MEMBERS),
             signature=reader.field("signature", size=SIGNATURE_BYTES),
         )
         reader.end()
         return message
+
+
+def _rows(reader: Reader) -> dict[int, bytes]:
+    return reader.byte_map("rows", max_entries=MAX_MEMBERS + 1, limit=_MAX_ROW_BYTES)
 
 
 def _sealed(reader: Reader) -> dict[int, bytes]:

@@ -12,14 +12,26 @@ is the sum of the survivors' updates::
 
 A wrong message is refused and changes nothing; its site counts as silent unless it
 sends a right one. Exchanges may lose sites as long as t are left.
+
+Every share is compared with its dealer's signed commitment before it is used. What
+that shows of sites is in ``faults``, which nobody can bring upon an honest site, and
+in ``disputes``, where one of two sites is at fault and nobody can tell which.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Literal
 
 from federation.ids import SiteId
 from privacy.secagg.certificate import OpenedRound
-from privacy.secagg.contract import Contract, Member, Setting
+from privacy.secagg.commitments import (
+    SECRET,
+    commit_one,
+    dealt_digest,
+    in_row,
+    secrets_of,
+)
+from privacy.secagg.contract import DIGEST_BYTES, Contract, Member, Setting
 from privacy.secagg.errors import (
     BadShare,
     InconsistentSurvivors,
@@ -45,11 +57,10 @@ from privacy.secagg.messages import (
     Reveal,
     Shares,
     Survivors,
-    sealed_digest,
     verify,
 )
 from privacy.secagg.setup import SetupRecord
-from privacy.secagg.shamir import SHARE_BYTES, check_consistent, check_share, combine
+from privacy.secagg.shamir import SHARE_BYTES, combine, encode_secret
 
 
 class _Phase(Enum):
@@ -66,6 +77,11 @@ class AggregatorRound:
     Args:
         setup: What the setup gave.
         facts: The round as the aggregator sees it.
+
+    Attributes:
+        faults: What a site has signed that no honest site signs, by its name.
+        disputes: Pairs of sites: the first says that the second dealt it other
+            shares than it committed to. One of the two lies, or both do.
 
     Raises:
         WrongCohort: The cohort is not the contract's: sites would refuse it.
@@ -89,10 +105,13 @@ class AggregatorRound:
         self._phase = _Phase.MASKED
         self._heads: dict[int, bytes] = {}
         self._sealed: dict[int, Mapping[int, bytes]] = {}
+        self._rows: dict[int, Mapping[int, bytes]] = {}
         self._declined: set[int] = set()
         self._survivors: tuple[int, ...] = ()
         self._consents: dict[int, bytes] = {}
         self._shares: dict[int, Shares] = {}
+        self.faults: dict[SiteId, str] = {}
+        self.disputes: list[tuple[SiteId, SiteId]] = []
 
     @property
     def num_masked(self) -> int:
@@ -138,10 +157,11 @@ class AggregatorRound:
             raise WrongContext(
                 f"the vector or header of {member.site!r} is not the one that it signed"
             )
-        self._check_sealed(head, masked.sealed, member)
+        self._check_dealt(head, masked, member)
         self._check_first(member)
         self._heads[member.number] = masked.head
         self._sealed[member.number] = masked.sealed
+        self._rows[member.number] = masked.rows
         return member.site
 
     def on_decline(self, data: bytes) -> SiteId:
@@ -233,14 +253,19 @@ class AggregatorRound:
         """
         self._check_phase(_Phase.SHARES)
         number = self._survivor(self._contract.member_named(site).number).number
-        inbox = {j: self._sealed[j][number] for j in self._survivors if j != number}
-        return Reveal(consents=self._consents, inbox=inbox).to_bytes()
+        others = [j for j in self._survivors if j != number]
+        return Reveal(
+            consents=self._consents,
+            inbox={j: self._sealed[j][number] for j in others},
+            rows={j: self._rows[j][number] for j in others},
+        ).to_bytes()
 
     def on_shares(self, data: bytes) -> SiteId:
         """R3: take a survivor's shares.
 
         Raises:
-            BadShare: They are not exactly those that A opens.
+            BadShare: They are not exactly those that A opens, or not those that were
+                committed to: the site is at fault, and none of them is used.
             InconsistentSurvivors: The site is no survivor.
             OutOfOrder: Shares are not due, or it has sent them.
             ProtocolError: The message is malformed, of another round or unsigned.
@@ -250,10 +275,17 @@ class AggregatorRound:
         member = self._survivor(shares.number)
         verify(shares, member)
         self._check_context(shares.context, member)
-        self._check_shares(shares, member)
         if member.number in self._shares:
             raise OutOfOrder(f"site {member.site!r} has sent its shares already")
+        try:
+            self._check_shares(shares, member)
+        except BadShare as error:
+            self.faults[member.site] = str(error)
+            raise
         self._shares[member.number] = shares
+        self.disputes += [
+            (member.site, self._contract.member(j).site) for j in shares.disputed
+        ]
         return member.site
 
     def corrections(self) -> RoundMasks:
@@ -264,8 +296,10 @@ class AggregatorRound:
         Erase them with ``RoundMasks.erase`` after use.
 
         Raises:
-            TooFewSites: Fewer than t survivors have sent shares.
-            BadShare: Shares contradict one another.
+            TooFewSites: Fewer than t survivors have sent shares, or have shares that
+                a survivor dealt and they do not dispute.
+            BadShare: The shares of a survivor do not meet in the secret that it
+                committed to: it is at fault.
             OutOfOrder: The round is not that far, or the corrections were given.
         """
         if self._contract.setting is Setting.P1:
@@ -274,21 +308,16 @@ class AggregatorRound:
         self._check_phase(_Phase.SHARES)
         self._check_enough(len(self._shares), "sets of shares")
         self._phase = _Phase.DONE
-        dropped = [x for x in self._contract.cohort if x not in self._survivors]
-        secrets: list[tuple[bytearray, int]] = []
-        for j in self._survivors:
-            secrets.append((self._restore(self._self_shares(j)), -1))
-            for at, x in enumerate(dropped):
-                secret = self._restore(self._pair_shares(j, at))
-                secrets.append((secret, -sign_of(j, x)))
-        masks = masks_of(
-            [(secret, 1 if sign > 0 else -1) for secret, sign in secrets],
-            self._context,
-        )
-        for secret, _ in secrets:
-            wipe(secret)
-        self._shares.clear()
-        return masks
+        secrets: list[tuple[bytearray, Literal[1, -1]]] = []
+        try:
+            wrong = self._restore_into(secrets)
+            if wrong:
+                raise BadShare("; ".join(wrong))
+            return masks_of(secrets, self._context)
+        finally:
+            for secret, _ in secrets:
+                wipe(secret)
+            self._shares.clear()
 
     def opened(self, *, sum_digest: bytes, header_digest: bytes) -> OpenedRound:
         """After ``corrections``: the round as a certificate tells of it.
@@ -309,18 +338,55 @@ class AggregatorRound:
             header_digest=header_digest,
         )
 
-    def _self_shares(self, j: int) -> dict[int, bytes]:
-        return {i: shares.self_shares[j] for i, shares in self._shares.items()}
+    def _restore_into(
+        self, secrets: list[tuple[bytearray, Literal[1, -1]]]
+    ) -> list[str]:
+        """Restore all that A opens, each with the sign that takes its mask away.
 
-    def _pair_shares(self, j: int, at: int) -> dict[int, bytes]:
-        piece = slice(SHARE_BYTES * at, SHARE_BYTES * (at + 1))
-        return {i: shares.pair_shares[j][piece] for i, shares in self._shares.items()}
+        Returns:
+            What is wrong with the secrets that did not come out.
+        """
+        dropped = [x for x in self._contract.cohort if x not in self._survivors]
+        wrong = []
+        for j in self._survivors:
+            holders = [
+                i for i, shares in self._shares.items() if j in shares.self_shares
+            ]
+            if len(holders) < self._contract.threshold:
+                raise TooFewSites(
+                    f"{len(holders)} sites released shares that site "
+                    f"{self._contract.member(j).site!r} dealt: the contract demands "
+                    f"{self._contract.threshold}"
+                )
+            try:
+                secrets.append((self._restore(j, j, holders, 0), -1))
+                for at, x in enumerate(dropped):
+                    secret = self._restore(j, x, holders, 1 + at)
+                    secrets.append((secret, sign_of(x, j)))  # What j added, less.
+            except BadShare as error:
+                wrong.append(str(error))
+        return wrong
 
-    def _restore(self, shares: Mapping[int, bytes]) -> bytearray:
+    def _restore(
+        self, dealer: int, about: int, holders: Sequence[int], at: int
+    ) -> bytearray:
+        """Restore one secret; ``at`` is its place in what a holder releases."""
         threshold = self._contract.threshold
-        check_consistent(shares, threshold)
-        holders = sorted(shares)[:threshold]
-        return combine([(i, shares[i]) for i in holders], threshold)
+        shares = [
+            (i, _released(self._shares[i], dealer)[at])
+            for i in sorted(holders)[:threshold]
+        ]
+        member = self._contract.member(dealer)
+        try:
+            secret = combine(shares, threshold)
+            self._check_share(encode_secret(secret), dealer, SECRET, about)
+        except BadShare:
+            self.faults[member.site] = (
+                f"site {member.site!r} dealt shares that do not meet in the secret "
+                "that it committed to"
+            )
+            raise BadShare(self.faults[member.site]) from None
+        return secret
 
     def _check_phase(self, phase: _Phase) -> None:
         if self._phase is not phase:
@@ -338,34 +404,65 @@ class AggregatorRound:
         if member.number in self._heads or member.number in self._declined:
             raise OutOfOrder(f"site {member.site!r} has answered this round already")
 
-    def _check_sealed(
-        self, head: Head, sealed: Mapping[int, bytes], member: Member
-    ) -> None:
+    def _check_dealt(self, head: Head, masked: Masked, member: Member) -> None:
+        """Check sealed shares and commitments: complete, and as the head says."""
         single = self._contract.setting is Setting.P1
-        others = set() if single else set(self._contract.cohort) - {member.number}
-        size = SHARE_BYTES * self._contract.num_sites + TAG_BYTES
-        if set(sealed) != others or any(len(data) != size for data in sealed.values()):
+        holders = set() if single else {SECRET, *self._contract.cohort}
+        num_sites = self._contract.num_sites
+        sealed_bytes = SHARE_BYTES * num_sites + TAG_BYTES
+        if (
+            set(masked.sealed) != holders - {SECRET, member.number}
+            or set(masked.rows) != holders
+            or any(len(data) != sealed_bytes for data in masked.sealed.values())
+            or any(len(row) != DIGEST_BYTES * num_sites for row in masked.rows.values())
+        ):
             raise BadShare(
                 f"site {member.site!r} did not seal one bundle of shares for each "
-                "other site"
+                "other site, or did not commit to all of them"
             )
-        if sealed_digest(sealed) != head.sealed_digest:
+        dealt = {
+            x: dealt_digest(masked.sealed.get(x, b""), row)
+            for x, row in masked.rows.items()
+        }
+        if dealt != head.dealt:
             raise BadShare(
-                f"the sealed shares of {member.site!r} are not those that it signed"
+                f"the sealed shares or commitments of {member.site!r} are not those "
+                "that it signed"
             )
 
     def _check_shares(self, shares: Shares, member: Member) -> None:
-        dropped = self._contract.num_sites - len(self._survivors)
-        survivors = set(self._survivors)
-        if set(shares.self_shares) != survivors or set(shares.pair_shares) != survivors:
+        """Check released shares: those that A opens, as their dealers committed."""
+        dropped = [x for x in self._contract.cohort if x not in self._survivors]
+        dealers = set(self._survivors) - set(shares.disputed)
+        if (
+            set(shares.self_shares) != dealers
+            or set(shares.pair_shares) != dealers
+            or not set(shares.disputed) <= set(self._survivors) - {member.number}
+        ):
             raise BadShare(f"site {member.site!r} sent shares of other sites")
-        for joined in shares.pair_shares.values():
-            if len(joined) != SHARE_BYTES * dropped:
+        for dealer in dealers:
+            released = _released(shares, dealer)
+            if len(shares.pair_shares[dealer]) != SHARE_BYTES * len(dropped):
                 raise BadShare(f"site {member.site!r} sent too few or too many shares")
-        for pieces in (shares.self_shares, shares.pair_shares):
-            for joined in pieces.values():
-                for at in range(0, len(joined), SHARE_BYTES):
-                    check_share(member.number, joined[at : at + SHARE_BYTES])
+            for share, about in zip(released, (dealer, *dropped), strict=True):
+                self._check_share(share, dealer, member.number, about)
+
+    def _check_share(self, share: bytes, dealer: int, holder: int, about: int) -> None:
+        """Compare a share with its dealer's commitment.
+
+        Raises:
+            BadShare: It is another.
+        """
+        at = secrets_of(dealer, self._contract.cohort).index(about)
+        found = commit_one(
+            share, context=self._context, dealer=dealer, holder=holder, about=about
+        )
+        if found != in_row(self._rows[dealer][holder], at):
+            raise BadShare(
+                f"site {self._contract.member(holder or dealer).site!r} released "
+                "another share than site "
+                f"{self._contract.member(dealer).site!r} dealt it"
+            )
 
     def _check_enough(self, count: int, what: str) -> None:
         if count < self._contract.threshold:
@@ -381,3 +478,9 @@ class AggregatorRound:
                 f"site {member.site!r} is not a survivor of this round"
             )
         return member
+
+
+def _released(shares: Shares, dealer: int) -> list[bytes]:
+    """What was released of a dealer's secrets: of its self mask, then of pairs."""
+    joined = shares.self_shares[dealer] + shares.pair_shares[dealer]
+    return [joined[at : at + SHARE_BYTES] for at in range(0, len(joined), SHARE_BYTES)]

@@ -8,10 +8,10 @@ Secrets, as 32 bytes, and shares, as 33, are numbers in big-endian order.
 This is the only primitive of the protocol that is ours. Python's integers do not
 take constant time: whoever can time the splitting process on its own machine is
 inside the boundary of the site's agent already. Shares carry no authentication
-here; ``messages`` seals and signs them.
+here: dealers commit to them in ``commitments``, and ``messages`` signs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from privacy.secagg.errors import BadShare
@@ -72,7 +72,7 @@ def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytearray:
 
     Returns:
         The 32 bytes, in an array that the caller can overwrite. A share that was
-        changed gives another secret, not an error: see ``messages`` for signatures.
+        changed gives another secret, not an error: see ``commitments``.
 
     Raises:
         BadShare: The shares are too many or too few, a holder stands twice, or a
@@ -90,34 +90,6 @@ def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytearray:
     if value >> (8 * SECRET_BYTES):
         raise BadShare("the shares do not meet in a 32-byte secret")
     return bytearray(value.to_bytes(SECRET_BYTES, "big"))
-
-
-def check_share(holder: int, share: bytes) -> None:
-    """Check that a share is 33 bytes of a field element.
-
-    Raises:
-        BadShare: It is not.
-    """
-    _decode(holder, share)
-
-
-def check_consistent(shares: Mapping[int, bytes], threshold: int) -> None:
-    """Check that all shares lie on one polynomial of degree ``threshold - 1``.
-
-    Raises:
-        BadShare: A share beyond the first ``threshold`` contradicts them.
-    """
-    holders = sorted(shares)
-    base = tuple(holders[:threshold])
-    values = [_decode(x, shares[x]) for x in base]
-    for x in holders[threshold:]:
-        weights = _weights_at(base, x)
-        value = sum(w * v for w, v in zip(weights, values, strict=True)) % PRIME
-        if value != _decode(x, shares[x]):
-            raise BadShare(
-                f"the shares of sites {', '.join(map(str, holders))} contradict one "
-                "another: at least one of them is wrong"
-            )
 
 
 def _coefficients(count: int, random_bytes: RandomBytes) -> list[int]:
@@ -138,8 +110,8 @@ def _evaluate(coefficients: list[int], constant: int, x: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _weights_at(holders: tuple[int, ...], at: int) -> tuple[int, ...]:
-    """Lagrange weights of the value at ``at``; holders are public."""
+def _weights_at_zero(holders: tuple[int, ...]) -> tuple[int, ...]:
+    """Lagrange weights of the value at 0; holders are public."""
     if len(set(holders)) != len(holders):
         raise BadShare("a holder of a share is named twice")
     if not all(1 <= x < MAX_SHARES for x in holders):
@@ -149,14 +121,15 @@ def _weights_at(holders: tuple[int, ...], at: int) -> tuple[int, ...]:
         top = bottom = 1
         for other in holders:
             if other != x:
-                top *= at - other
+                top *= -other
                 bottom *= x - other
         weights.append(top * pow(bottom, -1, PRIME) % PRIME)
     return tuple(weights)
 
 
-def _weights_at_zero(holders: tuple[int, ...]) -> tuple[int, ...]:
-    return _weights_at(holders, 0)
+def encode_secret(secret: bytes | bytearray) -> bytes:
+    """A secret as the share that holder 0 would have."""
+    return _encode(int.from_bytes(secret, "big"))
 
 
 def _encode(value: int) -> bytes:

@@ -428,7 +428,7 @@ def test_signed_garbage_loses_the_round_and_not_the_run(
     monkeypatch.setattr(SecureSite, "_work", garbage)
     secure = run(secure_job())
     assert secure.statuses() == ["lost", "completed", "completed"]
-    assert any("or an update is corrupt" in text for text in secure.warnings())
+    assert any("a site lied" in text for text in secure.warnings())
 
 
 # Runs that are interrupted.
@@ -493,16 +493,23 @@ HEADERS = {
     "SiteFailure": {"run_id", "round_index", "site", "kind", "message"},
 }
 BODIES = {
-    "Masked": {"head", "sealed"},
+    "Masked": {"head", "sealed", "rows"},
     "Head": {
-        *("number", "context", "vector_digest", "header_digest", "sealed_digest"),
+        *("number", "context", "vector_digest", "header_digest", "dealt"),
         "signature",
     },
     "Advert": {"contract_hash", "number", "keys", "nonce", "signature"},
     "Confirm": {"setup_hash", "number", "ciphertexts", "signature"},
     "Decline": {"number", "context", "signature"},
     "Consent": {"number", "context", "survivors", "signature"},
-    "Shares": {"number", "context", "self_shares", "pair_shares", "signature"},
+    "Shares": {
+        "number",
+        "context",
+        "self_shares",
+        "pair_shares",
+        "disputed",
+        "signature",
+    },
 }
 STEP_BODIES = {
     SecureStep.ADVERTISE: "Advert",

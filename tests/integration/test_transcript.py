@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 JOBS = Path(__file__).parents[2] / "jobs"
 ROUNDS = {"secure": 4, "quickstart": 2}  # In every other round of `secure` one drops.
 SITES = {"secure": 5, "quickstart": 2}
-NUM_VALUES, NUM_SLOTS, WORD_BYTES = 29_066, 8, 4
+NUM_VALUES, NUM_SLOTS, WORD_BYTES = 29_066, 7, 4
 FALSE_ALARM = 1e-9  # Of each statistical test, in a run without a fault.
 
 # Header fields of each kind of message from a site: addresses, sizes, and the digest
@@ -55,9 +55,10 @@ BODIES = {
         "head.context": DIGEST,
         "head.vector_digest": DIGEST,
         "head.header_digest": DIGEST,
-        "head.sealed_digest": DIGEST,
+        "head.dealt[]": DIGEST,
         "head.signature": SIGNATURE,
         "sealed[]": BLOB,
+        "rows[]": BLOB,
     },
     "advert": {
         "contract_hash": DIGEST,
@@ -85,6 +86,7 @@ BODIES = {
         "context": DIGEST,
         "self_shares[]": SHARE,
         "pair_shares[]": rf"{SHARE}|",  # Of one site that dropped out, or of none.
+        "disputed": r"\[\]",
         "signature": SIGNATURE,
     },
     "decline": {"number": NUMBER, "context": DIGEST, "signature": SIGNATURE},

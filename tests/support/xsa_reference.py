@@ -341,6 +341,25 @@ class Round:
             for j in self.others(i)
         }
 
+    def rows(self, i: int) -> dict[int, bytes]:
+        """Commitments of i: for each holder one row; holder 0 has the secrets."""
+        if not self.run.dropouts_allowed:
+            return {}
+        about = [i, *self.others(i)]
+        secrets = [self.self_masks[i], *(self.pair_secrets[i, j] for j in about[1:])]
+        values = {0: [bytes(1) + secret for secret in secrets]}
+        for x, bundle in self.bundles(i).items():
+            values[x] = [bundle[at : at + 33] for at in range(0, len(bundle), 33)]
+        return {
+            x: b"".join(
+                sha256(
+                    lp("xsa-v2/share", self.context) + u64(i) + u64(x) + u64(at) + lp(v)
+                )
+                for at, v in zip(about, listed, strict=True)
+            )
+            for x, listed in values.items()
+        }
+
     def associated(self, i: int, j: int) -> bytes:
         return self.context + u64(i) + u64(j)
 
@@ -349,8 +368,10 @@ class Round:
             sha256(on_wire(self.masked(i, part), bits))
             for part, bits in self.widths.items()
         ]
-        sealed_digest = sha256(byte_map({j: sha256(s) for j, s in sealed.items()}))
-        body = u64(i) + lp(self.context, *digests, sealed_digest)
+        dealt = {
+            x: sha256(lp(sealed.get(x, b""), row)) for x, row in self.rows(i).items()
+        }
+        body = u64(i) + lp(self.context, *digests) + byte_map(dealt)
         return signed("head", "masked head", body, self.run.sites[i].identity)
 
     def play(self) -> Json:
@@ -359,7 +380,7 @@ class Round:
         sealed = {i: self.sealed(i) for i in answering}
         heads = {i: self.head(i, sealed[i]) for i in answering}
         answers = {
-            i: lp("xsa-v2/masked", head) + byte_map(sealed[i])
+            i: lp("xsa-v2/masked", head) + byte_map(sealed[i]) + byte_map(self.rows(i))
             for i, head in heads.items()
         }
         trace = {
@@ -419,10 +440,11 @@ class Round:
         self.shares: dict[int, tuple[dict[int, bytes], dict[int, bytes]]] = {}
         for i in [x for x in consents if x not in self.given["no_shares"]]:
             inbox = byte_map({j: sealed[j][i] for j in alive if j != i})
-            reveals[i] = lp("xsa-v2/reveal") + byte_map(consents) + inbox
+            rows = byte_map({j: self.rows(j)[i] for j in alive if j != i})
+            reveals[i] = lp("xsa-v2/reveal") + byte_map(consents) + inbox + rows
             self.shares[i] = self.released(i, alive)
             maps = [byte_map(pieces) for pieces in self.shares[i]]
-            body = u64(i) + lp(self.context) + b"".join(maps)
+            body = u64(i) + lp(self.context) + b"".join(maps) + numbers([])
             shares[i] = signed("shares", "shares", body, identity[i])
         return {
             "survivors": survivors.hex(),

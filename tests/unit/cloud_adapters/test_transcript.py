@@ -304,16 +304,18 @@ def test_messages_inside_messages_are_decoded():
         context=b"\x03" * 32,
         vector_digest=b"\x04" * 32,
         header_digest=b"\x05" * 32,
-        sealed_digest=b"\x06" * 32,
+        dealt={2: b"\x06" * 32},
         signature=b"\x07" * 64,
     )
-    masked = Masked(head=head.to_bytes(), sealed={2: b"\x08" * 181})
+    masked = Masked(
+        head=head.to_bytes(), sealed={2: b"\x08" * 181}, rows={2: b"\x09" * 160}
+    )
     found = transcript_bodies.decode(masked.to_bytes())
     assert found["head.number"] == 1
     assert found["head.vector_digest"] == "04" * 32
     digest = hashlib.sha256(b"\x08" * 181).hexdigest()
     assert found["sealed[2]"] == f"181 bytes, sha256 {digest}"
-    assert len(found) == 7
+    assert len(found) == 8
 
 
 def test_nonsense_within_nonsense_is_not_followed_for_ever():

@@ -95,7 +95,9 @@ class Liar:
         self, number: int, consents: dict[int, bytes], senders: tuple[int, ...]
     ) -> None:
         """R3; what comes back is kept."""
-        request = Reveal(consents=consents, inbox=self.inbox(number, senders))
+        rows = {j: self.masked[j].rows[number] for j in senders if j != number}
+        inbox = self.inbox(number, senders)
+        request = Reveal(consents=consents, inbox=inbox, rows=rows)
         answer = self.run.sessions[number].on_reveal(request.to_bytes())
         self.given.append(Shares.from_bytes(answer))
 

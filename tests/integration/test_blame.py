@@ -1,0 +1,160 @@
+"""A secure run in which one site's shares are wrong goes on without it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from support.dealers import flipped
+from support.secure_runs import MASK, Run, run, secure_job, step_of
+
+from federation.messages import SecureAnswer, SecureStep, SiteMessage, Task
+from privacy.secagg.commitments import SECRET, dealt_digest
+from privacy.secagg.messages import Head, Masked, Shares, sign
+
+LIAR, PEER = "site-1", "site-3"
+NUMBER = {f"site-{i}": i + 1 for i in range(5)}
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Lying:
+    """A site that changes what it deals and what it releases, and signs it."""
+
+    site: Any
+    deal: Callable[[Masked], Masked] = lambda masked: masked
+    release: Callable[[Shares], Shares] = lambda shares: shares
+
+    def handle(self, task: Task) -> SiteMessage:
+        message = self.site.handle(task)
+        if step_of(task) == MASK:
+            return replace(message, body=self._dealt(message.body))
+        if isinstance(message, SecureAnswer) and message.step is SecureStep.REVEAL:
+            shares = self.release(Shares.from_bytes(message.body))
+            return replace(message, body=self._signed(shares).to_bytes())
+        return message
+
+    def _signed(self, message: Any) -> Any:
+        return sign(message, self.site._protection.identity)
+
+    def _dealt(self, body: bytes) -> bytes:
+        masked = self.deal(Masked.from_bytes(body))
+        dealt = {
+            x: dealt_digest(masked.sealed.get(x, b""), row)
+            for x, row in masked.rows.items()
+        }
+        head = replace(Head.from_bytes(masked.head), dealt=dealt)
+        signed = self._signed(head).to_bytes()
+        self.site._session._round.head = signed
+        return replace(masked, head=signed).to_bytes()
+
+
+def spoilt_for(*holders: int) -> Callable[[Masked], Masked]:
+    """One bit of what is sealed for some holders."""
+
+    def deal(masked: Masked) -> Masked:
+        wrong = {x: flipped(masked.sealed[x]) for x in holders}
+        return replace(masked, sealed={**masked.sealed, **wrong})
+
+    return deal
+
+
+def without_a_secret(masked: Masked) -> Masked:
+    """A commitment to another secret than is shared."""
+    wrong = flipped(masked.rows[SECRET])
+    return replace(masked, rows={**masked.rows, SECRET: wrong})
+
+
+def wrong_share(shares: Shares) -> Shares:
+    """One bit of a share that a peer dealt."""
+    peer = NUMBER[PEER]
+    wrong = {**shares.self_shares, peer: flipped(shares.self_shares[peer])}
+    return replace(shares, self_shares=wrong)
+
+
+def accusing(*dealers: int) -> Callable[[Shares], Shares]:
+    """Dispute what some sites dealt, which was right."""
+
+    def release(shares: Shares) -> Shares:
+        kept = [j for j in shares.self_shares if j not in dealers]
+        return replace(
+            shares,
+            self_shares={j: shares.self_shares[j] for j in kept},
+            pair_shares={j: shares.pair_shares[j] for j in kept},
+            disputed=tuple(sorted({*dealers} & shares.self_shares.keys())),
+        )
+
+    return release
+
+
+def lied(**lies: Any) -> Run:
+    """Three rounds of five sites, of which four are enough."""
+    return run(secure_job(), wraps={LIAR: lambda site: Lying(site, **lies)})
+
+
+def left_out(found: Run, round_index: int) -> list[str]:
+    """Who was not asked in a round."""
+    return [
+        site
+        for site, text in found.failures(round_index)
+        if text.startswith("left out: ")
+    ]
+
+
+def warned(found: Run, text: str) -> bool:
+    return any(text in warning for warning in found.warnings())
+
+
+def test_dealer_of_a_wrong_share_is_left_out():
+    """The round has its sum, and the next ones are of the four others."""
+    found = lied(deal=spoilt_for(NUMBER[PEER]))
+    assert found.statuses() == ["completed"] * 3
+    assert warned(found, f"site '{PEER}' says that site '{LIAR}' dealt it")
+    assert set(found.answered(1)) == set(NUMBER)
+    assert [left_out(found, r) for r in (1, 2, 3)] == [[], [LIAR], [LIAR]]
+    assert set(found.answered(3)) == set(NUMBER) - {LIAR}
+
+
+def test_dealer_of_wrong_shares_to_most_costs_one_round():
+    """Too few are left to open its mask; without it there is a sum again."""
+    found = lied(deal=spoilt_for(1, 3, 4))
+    assert found.statuses() == ["lost", "completed", "completed"]
+    assert left_out(found, 2) == [LIAR]
+
+
+def test_dealer_of_shares_without_a_secret_costs_one_round():
+    """Its own commitments name it."""
+    found = lied(deal=without_a_secret)
+    assert found.statuses() == ["lost", "completed", "completed"]
+    assert warned(found, f"site '{LIAR}' is at fault")
+    assert left_out(found, 2) == left_out(found, 3) == [LIAR]
+
+
+def test_site_that_releases_a_wrong_share_is_left_out():
+    """It is named in its round, which four others open."""
+    found = lied(release=wrong_share)
+    assert found.statuses() == ["completed"] * 3
+    assert warned(found, f"site '{LIAR}' is at fault")
+    (failure,) = found.failures(1)
+    assert failure[0] == LIAR
+    assert "released another share" in failure[1]
+    assert left_out(found, 2) == left_out(found, 3) == [LIAR]
+
+
+def test_false_accuser_keeps_one_honest_site_out_at_most():
+    """With the next accusation it is the accuser that is left out."""
+    found = lied(release=accusing(NUMBER[PEER]))
+    assert left_out(found, 2) == left_out(found, 3) == [PEER]
+    assert found.statuses() == ["completed"] * 3
+    found = lied(release=accusing(NUMBER[PEER], NUMBER["site-0"]))
+    assert left_out(found, 2) == left_out(found, 3) == [LIAR]
+    assert set(found.answered(3)) == set(NUMBER) - {LIAR}
+
+
+def test_honest_run_blames_nobody():
+    """Or nothing above could fail."""
+    found = lied()
+    assert found.statuses() == ["completed"] * 3
+    assert not found.warnings()
+    assert not any(found.failures(r) for r in (1, 2, 3))
