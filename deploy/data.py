@@ -17,6 +17,7 @@ from clients.shards.verify import verify_dataset
 from cloud_adapters.storage.cached import ObjectCache
 from cloud_adapters.storage.encrypted_format import MAGIC
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
+from deploy import source_check
 from deploy.encryption import DATASET, NO_KEY, KeyName, encrypted_with
 from deploy.store_meters import Watch
 from federation.errors import JobError, ObjectExists, ObjectNotFound
@@ -142,6 +143,7 @@ def shard(
             shard_bytes=shard_bytes,
             workers=workers,
             replace=replace,
+            preprocessing=source_check.declared(source, train, key="SOURCE"),
             report=report,
         )
     finally:
@@ -202,6 +204,7 @@ def facts(index: DatasetIndex, url: str) -> dict[str, Any]:
         "dataset": index.dataset,
         "version": index.version,
         "encoding": index.encoding,
+        "preprocessing": index.preprocessing,
         "train": _split_facts(index.train),
         "held_out": _split_facts(index.held_out),
     }

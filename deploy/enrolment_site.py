@@ -60,6 +60,10 @@ authority = "ca.crt"            # the only authority that may speak for it
 # A function of yours, `module:function`, that returns (train, held_out), or the URL of
 # shards. As long as it is empty the site takes its part of the job's own dataset.
 source = ""
+# What the source takes from the data to prepare records, if it does not declare it:
+# "none" (each record by itself), "public" (constants from elsewhere), "own" (a mean of
+# this site's data, say) or "pooled" (of several sites). You vouch for it.
+# preprocessing = "none"
 
 [floor]
 # What every job must promise, or this site does not take part.

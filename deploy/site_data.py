@@ -5,6 +5,7 @@ import logging
 from deploy import wiring
 from deploy.data import load_data
 from deploy.site_file import SiteFile
+from deploy.source_check import check_deployed
 from deploy.store_meters import Watch
 from deploy.user_code import unable_to_exit
 from federation.errors import FederationError, JobError, SiteError
@@ -23,11 +24,22 @@ def load(file: SiteFile, job: JobSpec, watch: Watch) -> wiring.SiteData:
         watch: Notes what the store is used for that holds them.
 
     Raises:
-        JobError: They would be at an address that somebody else gave.
+        JobError: They would be at an address that somebody else gave, or the job's
+            unit of privacy does not permit how they were prepared.
         SiteError: They cannot be loaded; why, is told to the site's log alone.
     """
-    if file.data.source:
-        return _own(file, watch)
+    data = _own(file, watch) if file.data.source else _rehearsed(file, job)
+    check_deployed(
+        job,
+        file.name,
+        data[0],
+        source=file.data.source,
+        vouched=file.data.preprocessing,
+    )
+    return data
+
+
+def _rehearsed(file: SiteFile, job: JobSpec) -> wiring.SiteData:
     named = [job.data, *(site.data for site in job.sites)]
     if job.data is None or any(d is not None and "://" in d.source for d in named):
         # A site opens no address that somebody else gives it.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clients.preprocessing import PREPROCESSINGS
 from deploy import exchange
 from deploy.addresses import parse_address
 from deploy.exchange import ExchangeSpec
@@ -40,6 +41,17 @@ class SiteDataSpec:
     )
     options: Mapping[str, Any] = key(
         "Keyword arguments of the function, or options of the URL.", default={}
+    )
+    preprocessing: str = key(
+        "What the source takes from the data to prepare records, where it does not "
+        "declare that itself: `none`, each record is prepared by itself; `public`, "
+        "constants that come from elsewhere; `own`, exact statistics of this site's "
+        "data; `pooled`, statistics over the data of several sites. The units `record` "
+        "and `joint` permit the first two, `site` the first three. Empty if you do not "
+        "vouch for it: every unit of privacy then refuses a source that declares "
+        "nothing.",
+        default="",
+        choices=("", *PREPROCESSINGS),
     )
 
 

@@ -21,6 +21,7 @@ from clients.site import Site
 from clients.trainer import TorchTrainer
 from deploy import store_meters
 from deploy.data import load_data
+from deploy.source_check import check_simulated
 from deploy.store_meters import StoreMeters, User, Watch
 from federation import job_digest
 from federation.coordinator import ServerParts
@@ -90,10 +91,13 @@ def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federat
         meters: Note what the stores of the sites' data are used for.
 
     Raises:
-        JobError: A factory cannot be imported or called.
+        JobError: A factory cannot be imported or called, or the job's unit of privacy
+            does not permit how the data were prepared.
         SiteError: The data is not what a site can use, or a site gets none.
     """
-    return Federation(job=job, pool=ModelPool(job), site_data=deal_data(job, meters))
+    site_data = deal_data(job, meters)
+    check_simulated(job, site_data)
+    return Federation(job=job, pool=ModelPool(job), site_data=site_data)
 
 
 def check_sites_are_here(job: JobSpec) -> None:

@@ -388,6 +388,12 @@ class SimulationSpec:
         low=0,
     )
     faults: tuple[FaultSpec, ...] = key("Misfortunes to rehearse.", default=())
+    vouch_for_sources: bool = key(
+        "Accept, under a unit of privacy, sources that do not declare their "
+        "preprocessing. Deployed sites look at `data.preprocessing` of their own "
+        "`site.toml` instead.",
+        default=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from clients.preprocessing import PREPROCESSINGS
 from cloud_adapters.storage.encrypted_format import MAGIC
 from federation.errors import CorruptObject, ObjectNotFound, SiteError
 from federation.protocols import ObjectStore
@@ -96,12 +97,15 @@ class DatasetIndex:
         encoding: ``tar`` or ``parquet``.
         train: Training examples.
         held_out: Held-out examples.
+        preprocessing: What the source declared, see ``clients.preprocessing``; empty
+            if it declared nothing. The version does not depend on it.
     """
 
     dataset: str
     encoding: str
     train: Split
     held_out: Split
+    preprocessing: str = ""
 
     @property
     def version(self) -> str:
@@ -123,6 +127,7 @@ class DatasetIndex:
             "format_version": FORMAT_VERSION,
             "dataset": self.dataset,
             "version": self.version,
+            **({"preprocessing": self.preprocessing} if self.preprocessing else {}),
             **self._content(),
         }
         return (json.dumps(document, indent=1) + "\n").encode()
@@ -213,16 +218,23 @@ def _decode(raw: bytes, url: str) -> DatasetIndex:
             encoding=document["encoding"],
             train=_split(document["splits"]["train"]),
             held_out=_split(document["splits"]["held_out"]),
+            preprocessing=str(document.get("preprocessing", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _contradiction(where, f"{type(error).__name__}: {error}") from error
-    if index.encoding not in ENCODINGS:
-        raise _contradiction(where, f"encoding {index.encoding!r}")
+    _check_words(index, where)
     if index.version != document.get("version"):
         raise _contradiction(where, "its version does not follow from its content")
     for part in (index.train, index.held_out):
         _check_split(part, where)
     return index
+
+
+def _check_words(index: DatasetIndex, where: str) -> None:
+    if index.encoding not in ENCODINGS:
+        raise _contradiction(where, f"encoding {index.encoding!r}")
+    if index.preprocessing not in ("", *PREPROCESSINGS):
+        raise _contradiction(where, f"preprocessing {index.preprocessing!r}")
 
 
 def _contradiction(where: str, what: str) -> CorruptObject:

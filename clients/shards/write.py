@@ -65,6 +65,7 @@ def write_dataset(
     shard_bytes: int = SHARD_BYTES,
     workers: int = 4,
     replace: bool = False,
+    preprocessing: str = "",
     report: Callable[[Progress], None] = lambda _: None,
 ) -> DatasetIndex:
     """Write a dataset; whoever reads meanwhile sees the old one, or the new one.
@@ -85,6 +86,7 @@ def write_dataset(
             memory.
         replace: Whether another version may be replaced. Its shards are deleted, and
             so are those that a writer left who never came to its index.
+        preprocessing: What the source declares; empty for nothing.
         report: Is told after each shard, from this thread.
 
     Raises:
@@ -113,6 +115,7 @@ def write_dataset(
         encoding=encoding,
         train=writer.split("train", train),  # 1.
         held_out=writer.split("held_out", held_out),
+        preprocessing=preprocessing,
     )
     _publish(store, index, before, replace=replace)  # 2.
     if replace:

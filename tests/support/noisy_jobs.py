@@ -10,11 +10,13 @@ from support.small_jobs import blobs, small_job
 from torch import nn
 
 from clients.datasets import Examples
+from clients.preprocessing import preprocessing
 from federation.job import JobSpec
 
 WIDTH = 4096  # Inputs that are always 0, after four that are not.
 
 
+@preprocessing("none")
 def wide_blobs(
     num_train: int = 400, num_held_out: int = 80
 ) -> tuple[Examples, Examples]:
@@ -51,6 +53,7 @@ def overflowing(inputs: int = 4 + WIDTH, classes: int = 3) -> nn.Sequential:
     return model
 
 
+@preprocessing("none")
 def one_each(num_sites: int, inputs: int) -> tuple[Examples, Examples]:
     """Ten records for each site, of which nothing can be learned."""
 

@@ -10,11 +10,13 @@ from support.small_jobs import blobs
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from clients.datasets import Examples
+from clients.preprocessing import preprocessing
 
 MEASURED = "MEASURED_FOLDER"
 VOCABULARY, LENGTH = 64, 17
 
 
+@preprocessing("none")
 def tokens() -> tuple[Examples, Examples]:
     """Windows of tokens that count up, with mistakes; see ``measure``."""
     measure()
@@ -28,6 +30,7 @@ def tokens() -> tuple[Examples, Examples]:
     return draw(41), draw(9)
 
 
+@preprocessing("none")
 def measured_blobs() -> tuple[Examples, Examples]:
     """Those of ``blobs``; see ``measure``."""
     measure()

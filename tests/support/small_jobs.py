@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from clients.datasets import Examples
+from clients.preprocessing import preprocessing
 from federation import job_file
 from federation.job import JobSpec
 
@@ -30,6 +31,7 @@ def small_job(
     return job_file.parse(document | tables)
 
 
+@preprocessing("none")
 def blobs(num_train: int = 60, num_held_out: int = 12) -> tuple[Examples, Examples]:
     """Three overlapping clouds of points in four dimensions."""
     rng = np.random.default_rng(11)
@@ -43,6 +45,7 @@ def blobs(num_train: int = 60, num_held_out: int = 12) -> tuple[Examples, Exampl
     return draw(num_train), draw(num_held_out)
 
 
+@preprocessing("none")
 def square_blobs() -> tuple[Examples, Examples]:
     """Those of ``blobs``, each as two rows of two."""
     train, held_out = (

@@ -1,0 +1,116 @@
+"""Under a unit of privacy no record is prepared with statistics of others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.noisy_jobs import noisy_job
+from support.small_jobs import small_job
+
+from deploy import data, site_data, wiring
+from deploy.site_file import AggregatorSpec, SiteDataSpec, SiteFile
+from federation.errors import JobError
+from federation.job import JobSpec
+
+USERS = "support.users_module"
+MODEL = {"options": {"inputs": 2, "classes": 2}}
+
+
+def job_of(unit: str, source: str, *, is_dealt: bool = True, **tables: Any) -> JobSpec:
+    """A job of three sites whose data come from a source."""
+    sites = [{"name": f"site-{i}"} for i in range(3)]
+    if is_dealt:
+        tables |= {"data": {"source": source}}
+    else:
+        sites = [site | {"data": {"source": source}} for site in sites]
+    if unit == "none":
+        model = {"factory": "clients.models:logistic_regression", **MODEL}
+        return small_job(model=model, **(tables | {"sites": sites}))
+    return noisy_job(unit, **({"model": MODEL, "sites": sites} | tables))
+
+
+def build(unit: str, source: str, **options: Any) -> None:
+    wiring.build_federation(job_of(unit, source, **options))
+
+
+@pytest.mark.parametrize("unit", ["joint", "site"])
+def test_undeclared_sources_are_refused(unit: str):
+    """With the key, what to write and where; unless the job vouches for them."""
+    source = f"{USERS}:undeclared"
+    expected = (
+        rf"data.source: {source} does not declare its preprocessing, .*'{unit}'"
+        r".*undeclared.preprocessing = \"none\""
+    )
+    with pytest.raises(JobError, match=expected):
+        build(unit, source)
+    with pytest.raises(JobError, match=r"sites\[0\].data.source: .*does not declare"):
+        build(unit, source, is_dealt=False)
+    build(unit, source, simulation={"vouch_for_sources": True})
+    build("none", source)
+
+
+@pytest.mark.parametrize("vouched", [False, True])
+def test_own_statistics_are_for_whole_sites_with_data_of_their_own(*, vouched: bool):
+    """Of data that is dealt out they are everybody's. Vouching does not help."""
+    source, simulation = f"{USERS}:own_means", {"vouch_for_sources": vouched}
+    build("site", source, is_dealt=False, simulation=simulation)
+    build("none", source)
+    with pytest.raises(JobError, match="statistics over the data of several sites"):
+        build("site", source, simulation=simulation)
+    with pytest.raises(JobError, match="exact statistics of the site's own data"):
+        build("joint", source, is_dealt=False, simulation=simulation)
+
+
+def test_shards_keep_what_their_source_declares(tmp_path: Path):
+    """A dataset of an older release, or of an undeclared source, says nothing."""
+    for name in ("own_means", "undeclared"):
+        url = f"file://{tmp_path / name}"
+        data.shard(f"{USERS}:{name}", url, {}, name=name, report=lambda _: None)
+    assert data.info(f"file://{tmp_path / 'own_means'}")["preprocessing"] == "own"
+    assert data.info(f"file://{tmp_path / 'undeclared'}")["preprocessing"] == ""
+    build("site", f"file://{tmp_path / 'own_means'}", is_dealt=False)
+    with pytest.raises(JobError, match="exact statistics of the site's own data"):
+        build("joint", f"file://{tmp_path / 'own_means'}", is_dealt=False)
+    with pytest.raises(JobError, match="crossfed data shard --replace"):
+        build("joint", f"file://{tmp_path / 'undeclared'}", is_dealt=False)
+
+
+def deployed(job: JobSpec, **table: Any) -> None:
+    """Load a deployed site's data."""
+    site = SiteFile(
+        name="site-1",
+        aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
+        data=SiteDataSpec(**table),
+    )
+    site_data.load(site, job, lambda store, *_: store)
+
+
+def test_operators_vouch_for_their_sources():
+    """Nothing that a job says does so for them."""
+    source = f"{USERS}:undeclared"
+    job = job_of("joint", source, simulation={"vouch_for_sources": True})
+    for table in ({"source": source}, {}):
+        with pytest.raises(JobError, match=r"'site-1' does not declare.*data.preproc"):
+            deployed(job, **table)
+        for kind in ("none", "public"):
+            deployed(job, preprocessing=kind, **table)
+        for kind in ("own", "pooled"):
+            with pytest.raises(JobError, match="have no noise"):
+                deployed(job, preprocessing=kind, **table)
+    deployed(job_of("site", source), source=source, preprocessing="own")
+    with pytest.raises(JobError, match="several sites"):
+        deployed(job_of("site", source), preprocessing="own")
+    deployed(job_of("none", source), source=source)
+
+
+def test_operator_and_source_may_not_contradict_each_other():
+    """One of the two is wrong."""
+    source = f"{USERS}:own_means"
+    with pytest.raises(JobError, match=r"says 'none' in site.toml .* declares 'own'"):
+        deployed(job_of("site", source), source=source, preprocessing="none")
+
+
+def test_a_site_that_names_no_data_is_held_to_its_part_of_the_jobs():
+    """Also where the job gives that site a source of its own."""
+    job = job_of("site", f"{USERS}:own_means", is_dealt=False)
+    deployed(job)
