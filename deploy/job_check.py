@@ -37,8 +37,28 @@ def promises(federation: Federation) -> Sequence[str]:
         private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
     if job.privacy.secure_aggregation.enabled:
         rehearse(federation, run_id, private)
-    notice = dropout_notice(job)
+    notices = [text for text in (dropout_notice(job), bad_site_notice(job)) if text]
     if private is None:
-        return (notice,) if notice else ()
+        return tuple(notices)
     planned = private.planned(at=clock.now())
-    return tuple(privacy_words.lines(planned, _MAX_SITES_WITH_LINES))
+    return (*privacy_words.lines(planned, _MAX_SITES_WITH_LINES), *notices)
+
+
+def bad_site_notice(job: JobSpec) -> str:
+    """Say what bounds a bad site's part in a secure sum; empty without such sums."""
+    secure, rule = job.privacy.secure_aggregation, job.aggregation.combine
+    if not secure.enabled:
+        return ""
+    if secure.groups is None:
+        return (
+            f"one sum over {len(job.sites)} sites: a bad site can move the mean by up "
+            f"to the clip norm, {job.update_clip_norm:g}. For a robust rule see "
+            "privacy.secure_aggregation.groups"
+        )
+    bad = job.aggregation.byzantine_sites
+    sites = "site" if bad == 1 else "sites"
+    return (
+        f"{rule} over {secure.groups} groups of {job.sites_in_sum} or more sites, "
+        "which all sites draw together: withstands "
+        f"{bad} bad {sites}, wherever they are"
+    )

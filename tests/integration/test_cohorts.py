@@ -5,7 +5,7 @@ own; the runs are short and their data is small.
 """
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
 from support.secure_runs import Run, in_the_clear, run, secure_job, silence
 from support.small_jobs import small_job
 
+from clients.site_memory import FileMemory
 from cloud_adapters.faults import Restartable
 from deploy.deployed_run import DeployedRun
 from deploy.run_folder import RunFolder
@@ -31,6 +32,7 @@ from privacy.secagg import train
 pytestmark = pytest.mark.slow
 
 SITES = tuple(f"site-{i}" for i in range(7))
+TEN = tuple(f"site-{i}" for i in range(10))
 FLOOR = {**OPEN_FLOOR, "min_sites": 3, "accept_dropouts": False}
 
 
@@ -43,11 +45,12 @@ class World:
     seen: list[events.Event] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
     silent: Collection[str] = ()
+    names: Sequence[str] = SITES
 
     def __post_init__(self) -> None:
-        self.members: Consortium = consortium(*SITES)
+        self.members: Consortium = consortium(*self.names)
         self.numbers = itertools.count(1)
-        self.grid = AgentGrid({name: self.agent(name) for name in SITES})
+        self.grid = AgentGrid({name: self.agent(name) for name in self.names})
 
     def agent(self, name: str) -> Any:
         """A site's agent, as it is after a start of its process."""
@@ -208,6 +211,66 @@ def test_equal_seeds_do_not_give_equal_batches_under_secure_aggregation(
     assert norm(one, other) > 1e-3
     again = simulate(made).weights
     assert norm(again, simulate(made).weights) < 1e-5  # A rehearsal repeats itself.
+
+
+def by_groups(sites: Collection[str], **changes: Any) -> JobSpec:
+    """One round by the median of three groups."""
+    median = {"combine": "median", "byzantine_sites": 1, "weights": "uniform"}
+    options = {"num_train": 150, "num_held_out": 30}
+    data = {"source": "support.small_jobs:blobs", "options": options}
+    return job_of(sites, groups=3, aggregation=median, data=data, **changes)
+
+
+def cohorts_of(world: World) -> dict[str, set[frozenset[str]]]:
+    """What each site remembers of the sums that it has joined."""
+    found = {}
+    for name in world.names:
+        known = FileMemory(world.folder / name / "memory").read("cohorts")
+        listed = [group for mine in known.values() for group in mine["cohorts"]]
+        found[name] = set(map(frozenset, listed))
+    return found
+
+
+def test_groups_are_the_same_in_every_run_of_a_lineage(tmp_path: Path):
+    """Whatever job and seed, and after every agent's restart: one cohort each."""
+    world = World(tmp_path, names=TEN[:9])
+    world.run(by_groups(TEN[:9]))
+    before = cohorts_of(world)
+    for name in world.names:
+        world.grid.agents[name] = world.agent(name)
+    world.run(by_groups(TEN[:9], seed=9, name="other", rounds=2))
+    assert before == cohorts_of(world)
+    for name, (group,) in before.items():
+        assert name in group
+        assert len(group) == 3
+        assert all(before[other] == {group} for other in group)
+
+
+def test_groups_of_other_sites_are_not_drawn_on_the_same_data(tmp_path: Path):
+    """Or an aggregator could change the sites until it likes the groups."""
+    world = World(tmp_path, names=TEN)
+    world.run(by_groups(TEN[:9]))
+    before = cohorts_of(world)
+    with pytest.raises(FederationError, match="has drawn 3 groups of site-0, site-1"):
+        world.run(by_groups(TEN, schedule={"max_lost_rounds": 1}))
+    assert {**before, "site-9": set()} == {**cohorts_of(world), "site-9": set()}
+
+
+def test_one_sum_over_all_goes_with_groups_of_enough(tmp_path: Path):
+    """Its difference to sums of groups is a group's sum, which was opened anyway."""
+    world = World(tmp_path, names=TEN[:9])
+    world.run(by_groups(TEN[:9]))
+    world.run(job_of(TEN[:9]))
+    with pytest.raises(SiteError, match="would single out"):
+        world.run(job_of(TEN[:8]))
+
+
+def test_groups_below_an_operators_floor_are_refused(tmp_path: Path):
+    """By the keys of the job, before anything is drawn."""
+    world = World(tmp_path, {"min_sites": 4}, names=TEN[:9])
+    with pytest.raises(SiteError, match=r"demands 4 in a sum \(floor\.min_sites\)"):
+        world.run(by_groups(TEN[:9]))
+    assert not list(tmp_path.glob("*/memory/groups.json"))
 
 
 def tolerant(num_sites: int = 5, *, threshold: int = 4, **changes: Any) -> JobSpec:

@@ -1,0 +1,319 @@
+"""What robust rules over groups stop, and what they cost, under secure aggregation.
+
+    python benchmarks/group_sums.py [--job jobs/poisoned.toml] [--sites 9]
+        [--groups 3] [--seeds 3] [--rounds 15] [--smoke]
+
+The job's model, data and training, with so many sites, one of which keeps to the
+protocol and lies about its update in every round:
+
+    none     it does not lie
+    garbage  random words instead of masked ones, as in the job's own fault
+    noise    a random vector, another one in each round
+    flip     its update, reversed
+    push     one random direction, the same in every round
+
+The last three have the largest norm that no check finds in a sum over all sites: n C
+less the other sites' updates, whose norms it takes to be its own. C, the clip norm, is
+twice the largest norm of a site's update in the first round of an honest run.
+
+For each attack the final accuracy on the held-out data of all sites, by the mean of one
+sum over all sites and by the job's rule over groups: mean and range over the seeds,
+which are the same for both. Then what a round costs: bytes, processor time, and the
+number of sites in a sum.
+
+JSON lines on stdout, the machine first; a table on stderr.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import machine
+import numpy as np
+
+from clients.masking import Masking
+from clients.secure_site import SecureSite
+from cloud_adapters.inproc_grid import InProcessGrid
+from cloud_adapters.storage.memory import MemoryStore
+from deploy import wiring
+from deploy.protection import Rehearsal, rehearse
+from federation import events, job_file
+from federation.clock import SystemClock
+from federation.coordinator import run_federation
+from federation.errors import FederationError
+from federation.ids import RunId, SiteId
+from federation.job import AggregationSpec, JobSpec
+from federation.messages import RoundTask
+from federation.protocols import LocalResult, Trainer
+from federation.vectors import ByteVector, HeaderVector, Vector, norm
+from privacy.secagg.measure import subtract_
+
+Work = Callable[[RoundTask, Trainer, Masking], tuple[ByteVector, HeaderVector]]
+
+ATTACKS = ("none", "garbage", "noise", "flip", "push")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run came to."""
+
+    accuracy: float
+    lost: int
+    bytes_up: float
+    bytes_down: float
+    cpu_seconds: float
+
+
+class Liar:
+    """Adds to a site's masked words what makes of its update another vector."""
+
+    def __init__(
+        self, site: SecureSite, attack: str, seed: int, num_sites: int
+    ) -> None:
+        self._attack, self._num_sites = attack, num_sites
+        self._random = np.random.default_rng([seed, 1])
+        self._push_d: Vector | None = None
+        self._update_d: Vector = np.empty(0, np.float32)
+        self._honest_work = replace_work(site, self._work)
+
+    def _work(
+        self, task: RoundTask, trainer: Trainer, masking: Masking
+    ) -> tuple[ByteVector, HeaderVector]:
+        watched: Any = _Watched(trainer, task.weights_d, self._keep)
+        words, header_h = self._honest_work(task, watched, masking)
+        if not words.size:
+            return words, header_h
+        if self._attack == "garbage":
+            return self._random.integers(256, size=words.size, dtype=np.uint8), header_h
+        ring = masking.contract.ring()
+        told_d = self._update_d * min(1.0, ring.clip_norm / norm(self._update_d))
+        steps_d = (self._lie(ring.clip_norm) - told_d).astype(np.float64) * ring.scale
+        view = words.view(ring.wire_dtype)
+        view += np.rint(steps_d).astype(np.int64).astype(view.dtype)
+        return words, header_h
+
+    def _keep(self, update_d: Vector) -> None:
+        self._update_d = update_d
+
+    def _lie(self, clip_norm: float) -> Vector:
+        own = norm(self._update_d)
+        n = self._num_sites
+        most = max(clip_norm, 0.95 * (n * clip_norm - (n - 1) * own))
+        if self._attack == "flip":
+            return self._update_d * np.float32(-most / own)
+        if self._attack == "noise" or self._push_d is None:
+            self._push_d = self._random.standard_normal(
+                self._update_d.size, dtype=np.float32
+            )
+        return self._push_d * np.float32(most / norm(self._push_d))
+
+
+class _Watched:
+    """A trainer whose update somebody keeps."""
+
+    def __init__(
+        self, trainer: Trainer, weights_d: Vector, keep: Callable[[Vector], None]
+    ) -> None:
+        self._trainer, self._weights_d, self._keep = trainer, weights_d, keep
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def fit(self, *args: Any, round_index: int) -> LocalResult:
+        result = self._trainer.fit(*args, round_index=round_index)
+        update_d = result.weights_d.copy()
+        subtract_(update_d, self._weights_d)
+        self._keep(update_d)
+        return result
+
+
+def run(
+    job: JobSpec, attack: str, watch: Callable[[Vector], None] | None = None
+) -> Result:
+    """Run a job whose last site attacks."""
+    federation = wiring.build_federation(job)
+    federation.pool.reserve(1)
+    rehearsal = rehearse(federation, RunId("run"), None)
+    store, clock = MemoryStore(), SystemClock()
+    seen: list[events.Event] = []
+    groups = job.privacy.secure_aggregation.groups
+    sites = {
+        SiteId(spec.name): _site(federation, rehearsal, SiteId(spec.name), store)
+        for spec in job.sites
+    }
+    if watch is not None:
+        for site in sites.values():
+            _watch(site, watch)
+    elif attack != "none":
+        liar = sites[SiteId(job.sites[-1].name)]
+        in_sum = len(job.sites) if groups is None else job.sites_in_sum
+        Liar(liar, attack, job.seed, in_sum)
+    start = time.process_time()
+    with (
+        wiring.torch_threads(job),
+        InProcessGrid(sites, clock=clock, workers=1) as grid,
+    ):
+        parts = wiring.build_server(
+            federation,
+            run_id=RunId("run"),
+            engine="inproc",
+            gather=rehearsal.gather(grid),
+            store=store,
+            clock=clock,
+            emit=seen.append,
+            stop_requested=lambda: False,
+        )
+        run_federation(job, parts)
+    cpu = time.process_time() - start
+    ends = [e for e in seen if isinstance(e, events.RoundFinished)]
+    told = [e.pooled for e in seen if isinstance(e, events.ModelEvaluated)]
+    return Result(
+        accuracy=told[-1].correct / told[-1].count,
+        lost=sum(e.status != "completed" for e in ends),
+        bytes_up=statistics.fmean(e.bytes_up for e in ends),
+        bytes_down=statistics.fmean(e.bytes_down for e in ends),
+        cpu_seconds=cpu / len(ends),
+    )
+
+
+def _site(
+    federation: wiring.Federation,
+    rehearsal: Rehearsal,
+    name: SiteId,
+    store: MemoryStore,
+) -> SecureSite:
+    make = partial(federation.trainer, name)
+    return rehearsal.site(name, make_trainer=make, store=store, folder=None)
+
+
+def replace_work(site: SecureSite, work: Work) -> Work:
+    """Have a site do other work than its own, which is returned."""
+    patched: Any = site
+    honest: Work = patched._work  # noqa: SLF001  # A liar changes what it runs.
+    patched._work = work  # noqa: SLF001
+    return honest
+
+
+def _watch(site: SecureSite, keep: Callable[[Vector], None]) -> None:
+    def work(
+        task: RoundTask, trainer: Trainer, masking: Masking
+    ) -> tuple[ByteVector, HeaderVector]:
+        watched: Any = _Watched(trainer, task.weights_d, keep)
+        return honest(task, watched, masking)
+
+    honest = replace_work(site, work)
+
+
+def jobs(
+    path: str, *, sites: int, groups: int, rounds: int, seed: int
+) -> list[JobSpec]:
+    """The job by the mean of one sum, and by its rule over groups."""
+    base = job_file.load(Path(path))
+    named = tuple(
+        replace(base.sites[0], name=f"site-{at:02d}") for at in range(1, sites + 1)
+    )
+    base = replace(
+        base,
+        seed=seed,
+        rounds=rounds,
+        sites=named,
+        simulation=replace(base.simulation, faults=()),
+        schedule=replace(base.schedule, max_lost_rounds=rounds),
+    )
+    secure = replace(base.privacy.secure_aggregation, enabled=True, clip_norm=100.0)
+    norms: list[float] = []
+    first = replace(
+        base,
+        rounds=1,
+        aggregation=AggregationSpec(weights="uniform"),
+        privacy=replace(base.privacy, secure_aggregation=secure),
+    )
+    run(first, "none", watch=lambda update_d: norms.append(norm(update_d)))
+    secure = replace(secure, clip_norm=float(f"{2 * max(norms):.2g}"))
+    whole = replace(
+        first, rounds=rounds, privacy=replace(base.privacy, secure_aggregation=secure)
+    )
+    grouped = replace(secure, groups=groups)
+    apart = replace(base, privacy=replace(base.privacy, secure_aggregation=grouped))
+    return [whole, apart]
+
+
+def measure(job: JobSpec, attack: str) -> Result | None:
+    """Run a job; None if the attack ends it without a model."""
+    try:
+        return run(job, attack)
+    except FederationError as error:
+        sys.stderr.write(f"{attack}: {error}\n")
+        return None
+
+
+def line(attack: str, of: str, jobs: Sequence[JobSpec]) -> dict[str, object]:
+    """Run a job with every seed; what it came to as a JSON line."""
+    results = [measure(job, attack) for job in jobs]
+    known = [result for result in results if result is not None]
+    accuracies = [result.accuracy for result in known] or [math.nan]
+    return {
+        "attack": attack,
+        "of": of,
+        "clip_norm": jobs[0].update_clip_norm,
+        "accuracy": statistics.fmean(accuracies),
+        "low": min(accuracies),
+        "high": max(accuracies),
+        "runs": len(jobs),
+        "without_model": len(jobs) - len(known),
+        "lost_rounds": sum(result.lost for result in known),
+        "bytes_up": statistics.fmean([r.bytes_up for r in known] or [math.nan]),
+        "bytes_down": statistics.fmean([r.bytes_down for r in known] or [math.nan]),
+        "cpu_seconds": statistics.median([r.cpu_seconds for r in known] or [math.nan]),
+    }
+
+
+def main() -> int:
+    """Measure and print; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", default="jobs/poisoned.toml")
+    parser.add_argument("--sites", type=int, default=9)
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--attacks", default=",".join(ATTACKS))
+    parser.add_argument("--smoke", action="store_true", help="one seed, two rounds")
+    given = parser.parse_args()
+    if given.smoke:
+        given.seeds, given.rounds = 1, 2
+    settings = {k: v for k, v in vars(given).items() if k != "smoke"}
+    print(json.dumps(machine.facts("group_sums", **settings)), flush=True)
+    by_seed = [
+        jobs(
+            given.job,
+            sites=given.sites,
+            groups=given.groups,
+            rounds=given.rounds,
+            seed=seed,
+        )
+        for seed in range(1, given.seeds + 1)
+    ]
+    rule = by_seed[0][1].aggregation.combine
+    for attack in given.attacks.split(","):
+        for at, of in enumerate(("mean", f"{rule} of groups")):
+            found = line(attack, of, [both[at] for both in by_seed])
+            print(json.dumps(found), flush=True)
+            sys.stderr.write(
+                f"{attack:8} {of:24} {found['accuracy']:.2%} "
+                f"({found['low']:.2%} to {found['high']:.2%}), "
+                f"{found['lost_rounds']} rounds lost, "
+                f"{found['without_model']} runs without a model\n"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
