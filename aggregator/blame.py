@@ -7,23 +7,25 @@ What a round shows is of two kinds (``privacy.secagg.server``):
   not the one it committed to. One of them lies and nobody can tell which, since the
   share came sealed. At most one of the two is left out.
 
-An honest site has disputes with faulty ones only. So a site that has more of them
-than sites may fail at all, N - t, is at fault. Of the disputes that remain the fewest
-sites are left out that settle all: first those with most of them, and the one that
-dealt where two have as many. Then a liar keeps at most one honest site out: with its
-second lie it is the one that most disputes have in common, and who it accused is
-asked again.
+An honest site has disputes with faulty ones only. So the faulty sites settle all
+disputes, and what is left out is the smallest set of sites that does. Then a liar
+keeps at most one honest site out: with its second lie it is the one that both
+disputes have in common, and who it accused first is asked again. Of two sites with as
+many disputes it is the one that was silent more often, or else the one that dealt.
 
-Who is left out counts among the N - t sites that may be missing. Beyond that nobody
-is: a round would have no sum either way.
+Who is left out counts among the N - t sites that may be missing. If no set of so few
+settles all disputes, more sites are faulty than a round can do without, and only
+those that are at fault for certain are left out.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from federation.ids import SiteId
 from privacy.secagg.contract import Contract
 from privacy.secagg.server import AggregatorRound
+
+Pair = tuple[SiteId, SiteId]  # Who says it, and of whom.
 
 
 class Blame:
@@ -33,7 +35,8 @@ class Blame:
         """Begin with nobody under suspicion."""
         self._most = contract.num_sites - contract.quorum
         self._faults: dict[SiteId, str] = {}
-        self._disputes: dict[tuple[SiteId, SiteId], None] = {}
+        self._disputes: dict[Pair, None] = {}
+        self._silences: Counter[SiteId] = Counter()
 
     def note(self, current: AggregatorRound) -> list[str]:
         """Take in what a round has shown.
@@ -42,6 +45,7 @@ class Blame:
             What is new of it, in words.
         """
         said = []
+        self._silences.update(current.silent - self.left_out().keys())
         for site, fault in current.faults.items():
             if site not in self._faults:
                 self._faults[site] = fault
@@ -57,24 +61,40 @@ class Blame:
 
     def left_out(self) -> Mapping[SiteId, str]:
         """Sites that are not asked any more, and why."""
-        found = dict(self._faults)
-        for site, others in self._opponents().items():
-            if len(others) > self._most:
-                found.setdefault(site, f"in dispute with {_listed(others)}")
-        while open_ := [pair for pair in self._disputes if not found.keys() & {*pair}]:
-            count = Counter(site for pair in open_ for site in pair)
-            dealers = {dealer for _, dealer in open_}
-            worst = max(sorted(count), key=lambda s: (count[s], s in dealers))
-            found[worst] = f"in dispute with {_listed(self._opponents()[worst])}"
-        return dict(list(found.items())[: self._most])
+        found = dict(list(self._faults.items())[: self._most])
+        open_ = [pair for pair in self._disputes if not found.keys() & {*pair}]
+        for site in self._settling(open_, self._most - len(found)) or ():
+            others = {x for pair in open_ if site in pair for x in pair} - {site}
+            found[site] = f"in dispute with {', '.join(map(repr, sorted(others)))}"
+        return found
 
-    def _opponents(self) -> dict[SiteId, set[SiteId]]:
-        found: dict[SiteId, set[SiteId]] = {}
-        for accuser, dealer in self._disputes:
-            found.setdefault(accuser, set()).add(dealer)
-            found.setdefault(dealer, set()).add(accuser)
+    def _settling(self, open_: Collection[Pair], most: int) -> list[SiteId] | None:
+        """The smallest set of sites that has one of each pair; None if it is larger.
+
+        Either a site is in it or all that it is in dispute with are. The search tries
+        both for the site with most disputes, so its depth is ``most`` at most.
+        """
+        if not open_:
+            return []
+        degree = _degrees(open_)
+        if sum(degree.values()) > 2 * most * max(degree.values()):
+            return None  # So few sites are in too few of the disputes.
+        dealers = {dealer for _, dealer in open_}
+        worst = max(
+            sorted(degree),
+            key=lambda s: (degree[s], self._silences[s], s in dealers),
+        )
+        found: list[SiteId] | None = None
+        others = sorted({x for pair in open_ if worst in pair for x in pair} - {worst})
+        for chosen in ([worst], others)[: degree[worst]]:  # One is as good as one.
+            left = [pair for pair in open_ if not {*chosen} & {*pair}]
+            room = (most if found is None else len(found) - 1) - len(chosen)
+            more = self._settling(left, room) if room >= 0 else None
+            if more is not None:
+                found = [*chosen, *more]
         return found
 
 
-def _listed(sites: set[SiteId]) -> str:
-    return ", ".join(map(repr, sorted(sites)))
+def _degrees(pairs: Collection[Pair]) -> Counter[SiteId]:
+    """In dispute with how many others each site is."""
+    return Counter(site for pair in {frozenset(p) for p in pairs} for site in pair)

@@ -110,8 +110,19 @@ class AggregatorRound:
         self._survivors: tuple[int, ...] = ()
         self._consents: dict[int, bytes] = {}
         self._shares: dict[int, Shares] = {}
+        self._released: set[int] = set()  # Who sent them; they are not kept.
         self.faults: dict[SiteId, str] = {}
         self.disputes: list[tuple[SiteId, SiteId]] = []
+
+    @property
+    def silent(self) -> frozenset[SiteId]:
+        """Sites that have not done what they were asked to in this round so far."""
+        missing = set(self._contract.cohort) - self._heads.keys()
+        if self._contract.setting is Setting.P2:
+            missing |= set(self._survivors) - self._consents.keys()
+            if self._phase in {_Phase.SHARES, _Phase.DONE}:
+                missing |= self._consents.keys() - self._released
+        return frozenset(self._contract.member(i).site for i in missing)
 
     @property
     def num_masked(self) -> int:
@@ -283,6 +294,7 @@ class AggregatorRound:
             self.faults[member.site] = str(error)
             raise
         self._shares[member.number] = shares
+        self._released.add(member.number)
         self.disputes += [
             (member.site, self._contract.member(j).site) for j in shares.disputed
         ]
@@ -373,7 +385,7 @@ class AggregatorRound:
         """Restore one secret; ``at`` is its place in what a holder releases."""
         threshold = self._contract.threshold
         shares = [
-            (i, _released(self._shares[i], dealer)[at])
+            (i, _pieces(self._shares[i], dealer)[at])
             for i in sorted(holders)[:threshold]
         ]
         member = self._contract.member(dealer)
@@ -441,7 +453,7 @@ class AggregatorRound:
         ):
             raise BadShare(f"site {member.site!r} sent shares of other sites")
         for dealer in dealers:
-            released = _released(shares, dealer)
+            released = _pieces(shares, dealer)
             if len(shares.pair_shares[dealer]) != SHARE_BYTES * len(dropped):
                 raise BadShare(f"site {member.site!r} sent too few or too many shares")
             for share, about in zip(released, (dealer, *dropped), strict=True):
@@ -480,7 +492,7 @@ class AggregatorRound:
         return member
 
 
-def _released(shares: Shares, dealer: int) -> list[bytes]:
+def _pieces(shares: Shares, dealer: int) -> list[bytes]:
     """What was released of a dealer's secrets: of its self mask, then of pairs."""
     joined = shares.self_shares[dealer] + shares.pair_shares[dealer]
     return [joined[at : at + SHARE_BYTES] for at in range(0, len(joined), SHARE_BYTES)]

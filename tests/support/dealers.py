@@ -4,15 +4,18 @@ Whatever they send is signed with their own key and sealed under the right one: 
 the commitments can show what is wrong.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from support.secagg_parties import DIGEST, HEADER, Run, alter, site_name
+import numpy as np
+from support.secagg_parties import DIGEST, Run, alter, site_name
 
 from privacy.secagg.commitments import commit, dealt_digest
 from privacy.secagg.errors import ProtocolError
 from privacy.secagg.keys import RoundMasks, channel_data, seal, unseal
 from privacy.secagg.messages import Head, Masked, Shares, sign
+from privacy.secagg.prg import Mask, apply_masks_
 from privacy.secagg.server import AggregatorRound
 
 SHARE = 33
@@ -51,7 +54,10 @@ class Dealer:
         masked = Masked.from_bytes(data)
         head = Head.from_bytes(masked.head)
         sealed, rows = dict(masked.sealed), dict(masked.rows)
-        for holder, change in {**self.bundles, **self.committed}.items():
+        changes = {**self.bundles, **self.committed}
+        for holder, change in changes.items():
+            if not _takes_part(run, holder, head.context):
+                continue  # Its key is with it alone.
             bundle = change(_opened(run, number, holder, head.context, sealed))
             if holder in self.committed:
                 rows[holder] = commit(
@@ -82,6 +88,11 @@ class Dealer:
         return sign(shares, run.parties.sites[number]).to_bytes()
 
 
+def _takes_part(run: Run, holder: int, context: bytes) -> bool:
+    current = run.sessions[holder]._round
+    return current is not None and current.context == context
+
+
 def _channel(run: Run, dealer: int, holder: int) -> object:
     current = run.sessions[holder]._round
     assert current is not None
@@ -106,6 +117,7 @@ class Played:
 
     Attributes:
         server: The aggregator's half.
+        total: The opened sum of the sites' values.
         masks: What opens the sum; None if nothing does.
         error: Why.
         refused: Whose shares were refused.
@@ -113,6 +125,7 @@ class Played:
     """
 
     server: AggregatorRound
+    total: list[int] = field(default_factory=list)
     masks: RoundMasks | None = None
     error: ProtocolError | None = None
     refused: set[int] = field(default_factory=set)
@@ -139,10 +152,18 @@ def play(
     server = run.aggregator_round(round_index)
     cohort = [i for i in run.contract.cohort if i not in absent]
     played = Played(server)
-    answers = {i: run.masked(i, round_index) for i in cohort}
-    for i, data in answers.items():
+    total = np.zeros(len(value_of(1)), np.uint64)
+    answers = {i: _masked(run, i, round_index) for i in cohort}
+    for i, (words, data) in answers.items():
         dealt = dealers.get(i, Dealer()).deal(run, i, data)
-        server.on_masked(dealt, vector_digest=DIGEST, header_digest=HEADER)
+        digest = hashlib.sha256(words).digest()
+        try:
+            server.on_masked(dealt, vector_digest=DIGEST, header_digest=digest)
+        except ProtocolError:
+            played.refused.add(i)
+        else:
+            total += words
+    cohort = [i for i in cohort if i not in played.refused]
     try:
         server.close_masked()
         heads = server.survivors()
@@ -158,9 +179,31 @@ def play(
             except ProtocolError:
                 played.refused.add(i)
         played.masks = server.corrections()
+        apply_masks_(total, masks_of(played.masks))
+        played.total = total.tolist()
     except ProtocolError as error:
         played.error = error
     return played
+
+
+def value_of(number: int) -> list[int]:
+    """What a site adds to the sum."""
+    return [number, 10**number]
+
+
+def _masked(run: Run, number: int, round_index: int) -> tuple[np.ndarray, bytes]:
+    """A site's masked value, and the message that goes with it."""
+    session = run.sessions[number]
+    masks = session.begin_round(run.facts(round_index))
+    words = np.array(value_of(number), np.uint64)
+    apply_masks_(words, masks_of(masks))
+    digest = hashlib.sha256(words).digest()
+    return words, session.finish_masked(vector_digest=DIGEST, header_digest=digest)
+
+
+def masks_of(masks: RoundMasks) -> list[Mask]:
+    """The header's streams."""
+    return [Mask(key=s.key, sign=s.sign) for s in masks.header]
 
 
 def in_bundle(at: int, change: Bytes = flipped) -> Bytes:

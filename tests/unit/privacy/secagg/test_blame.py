@@ -10,6 +10,7 @@ from support.dealers import (
     flipped,
     in_bundle,
     play,
+    value_of,
     wrong_share,
 )
 from support.secagg_parties import DIGEST, HEADER, Run, alter, site_name, start
@@ -20,8 +21,10 @@ from privacy.secagg.messages import Masked, Reveal
 
 
 def keys_of(played: Played) -> set[bytes]:
-    """The streams that open the sum."""
+    """The streams that open the sum, which is right."""
     assert played.masks is not None
+    rows = [value_of(i) for i in played.server._survivors]
+    assert played.total == [sum(column) for column in zip(*rows, strict=True)]
     return {bytes(s.key) for s in (*played.masks.vector, *played.masks.header)}
 
 
@@ -80,11 +83,12 @@ def test_flipped_bit_in_a_commitment_is_disputed():
     assert played.server.disputes == [(site_name(1), site_name(2))]
 
 
-def test_shares_of_another_length_are_disputed():
-    """They fit no row of commitments."""
-    run = start_alike()
-    with pytest.raises(BadShare, match="one bundle of shares"):
-        play(run, {2: Dealer(bundles={1: lambda bundle: bundle[:-33]})})
+def test_shares_of_another_length_are_refused():
+    """Its answer does not count, and its site is named like everyone who fails."""
+    played = lie({2: Dealer(bundles={1: lambda bundle: bundle[:-33]})})
+    assert played.refused == {2}
+    assert keys_of(played) == expected(absent=(2,))
+    assert not faulty(played)
 
 
 @pytest.mark.parametrize("bit", [0, 100, 33 * 8 - 1])
