@@ -200,6 +200,7 @@ class DeployedRun:
         clock: Clock,
         listeners: Sequence[Emit] = (),
         stop_requested: Callable[[], bool] = lambda: False,
+        goes_on: Callable[[BaseException], bool] = lambda _error: False,
     ) -> None:
         """Read a run's job and build its model.
 
@@ -209,6 +210,7 @@ class DeployedRun:
             clock: Tells time.
             listeners: Called with every event.
             stop_requested: Asked after every round.
+            goes_on: Whether another coordinator goes on with the run after an error.
 
         Raises:
             JobError: The job cannot be run.
@@ -217,6 +219,7 @@ class DeployedRun:
         self._parties = parties
         self._clock = clock
         self._stop_requested = stop_requested
+        self._goes_on = goes_on
         self._job = job_file.loads(run.read_job())
         begun = run.run_id()
         check(self._job, parties, resumed=begun is not None)
@@ -250,6 +253,7 @@ class DeployedRun:
             meters=meters,
             introduce=self._facts,
             listeners=listeners,
+            goes_on=goes_on,
         )
 
     @property
@@ -363,5 +367,6 @@ class DeployedRun:
             clock=self._clock,
             emit=self._record.emit,
             stop_requested=self._stop_requested,
+            goes_on=self._goes_on,
         )
         return run_federation(self._job, parts)

@@ -20,7 +20,7 @@ from deploy.deployed_run import Connect, DeployedRun, Parties
 from deploy.enrolment_book import BookFile
 from deploy.roll_call import SignedRollCall
 from deploy.run_folder import RunFolder
-from deploy.run_queue import STOP, Outcome, is_full, leave_outcome
+from deploy.run_queue import STOP, Outcome, goes_on, leave_outcome
 from deploy.run_result import RunResult
 from federation import job_file
 from federation.clock import SystemClock
@@ -62,6 +62,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
             Parties.of_run(config.folder, run),
             clock=SystemClock(),
             stop_requested=(run.path / STOP).exists,
+            goes_on=goes_on,
         )
         with exchange.opened(
             config.file.exchange, run.path / "scratch", watch=deployed.watch
@@ -69,12 +70,10 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
             wait = SiteWait(stop=run.path / STOP)
             connect = _connector(api, config, frames, deployed, wait)
             result = _run(deployed, run, connect, frames)
-    except RunConflict:
-        raise
     except FederationError as error:
-        if is_full(error):
-            raise
-        leave_outcome(run, Outcome(code=exit_codes.of_error(error), message=str(error)))
+        if not goes_on(error):
+            code = exit_codes.of_error(error)
+            leave_outcome(run, Outcome(code=code, message=str(error)))
         raise
     code = exit_codes.BY_STATUS[result.status]
     leave_outcome(run, Outcome(code=code, message=result.status))

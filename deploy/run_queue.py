@@ -8,9 +8,10 @@ service starts another once there is room, which goes on from the newest checkpo
 ``stop`` asks it to end after its round.
 """
 
+import contextlib
 import errno
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ from federation import job_file
 from federation.errors import (
     CheckpointMismatch,
     CorruptObject,
+    FederationError,
     RunConflict,
     RunNotFound,
 )
+from federation.event_log import from_line
+from federation.events import Event
 from federation.job import JobSpec
+from federation.round_count import completed_rounds
 from federation.typed_json import decode, encode, refuse_constant
 
 REQUEST, COORDINATOR = "request.json", "coordinator.json"
@@ -36,6 +41,7 @@ OUTCOME, STOP = "outcome.json", "stop"
 # What a run's disk must have room for before a coordinator is started.
 ROOM_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_COUNTED = (b'"event": "RunStarted"', b'"event": "RoundFinished"')
 
 MISSED_LOOKS = 3
 
@@ -60,8 +66,8 @@ class Coordinator:
 
     Attributes:
         flower_run: Flower's number for it, as text: it has 64 bits.
-        fruitless: Starts since the last one after which a round was finished.
-        rounds: Rounds that were finished when it was started.
+        fruitless: Starts since the last one after which a round was completed.
+        rounds: Rounds that were completed when it was started.
     """
 
     flower_run: str
@@ -102,8 +108,8 @@ class Handed:
 
     @property
     def rounds(self) -> int:
-        """Rounds that are finished; counted anew, from all events."""
-        return _finished_rounds(self.run)
+        """Rounds that are completed; counted anew, from all events."""
+        return _completed_rounds(self.run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +233,17 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def goes_on(error: BaseException) -> bool:
+    """Whether a run outlives an error that ends its coordinator.
+
+    The service starts another one: where this one was ended from outside, met an error
+    that crossfed does not expect, found the disk full, or found another at work.
+    """
+    if not isinstance(error, FederationError):
+        return True
+    return isinstance(error, RunConflict) or is_full(error)
 
 
 def check_room(run: RunFolder) -> None:
@@ -365,11 +382,23 @@ def _withdraw(one: Handed, flower: Mapping[int, FlowerRun]) -> GiveUp:
     return GiveUp(handed=one, code=STOPPED, reason=reason, at_work=at_work)
 
 
-def _finished_rounds(run: RunFolder) -> int:
+def _completed_rounds(run: RunFolder) -> int:
     if not run.exists():
         return 0
-    finished = b'"event": "RoundFinished"'
-    return run.events.read_bytes().count(finished)
+    # The last line may be torn: its writer was killed, or is still writing.
+    *lines, _ = run.events.read_bytes().split(b"\n")
+    return completed_rounds(_counted_events(lines))
+
+
+def _counted_events(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        # Most lines are of other events, and reading one as JSON takes time.
+        if any(name in line for name in _COUNTED):
+            # A damaged line is for those to name who read all of them.
+            with contextlib.suppress(ValueError):
+                event = from_line(line)
+                if event is not None:
+                    yield event
 
 
 def _write(path: Path, value: Any) -> None:

@@ -19,7 +19,7 @@ from federation.protocols import Clock, ObjectStore, RunState
 from federation.vectors import Layout
 from monitoring.run_fold import RunFold
 from monitoring.run_result import result
-from monitoring.run_view import COMPLETED, EXHAUSTED
+from monitoring.run_view import COMPLETED, EXHAUSTED, INTERRUPTED
 
 # What ends a coordinator that a person or a supervisor has asked to end.
 _ENDED = (KeyboardInterrupt, SystemExit)
@@ -43,6 +43,7 @@ class RunRecord:
         meters: StoreMeters,
         introduce: Callable[[], Iterable[Event]],
         listeners: Sequence[Emit] = (),
+        goes_on: Callable[[BaseException], bool] = lambda _error: False,
     ) -> None:
         """Write nothing yet.
 
@@ -56,6 +57,7 @@ class RunRecord:
             introduce: Makes the events that tell of data and promises, once the run
                 has begun.
             listeners: Called with every event after it has been noted.
+            goes_on: Whether another coordinator goes on with the run after an error.
         """
         self._job = job
         self._run = run
@@ -64,6 +66,7 @@ class RunRecord:
         self._meters = meters
         self._introduce = introduce
         self._listeners = listeners
+        self._goes_on = goes_on
         self._start = clock.monotonic()
         self._fold = RunFold()
         # What takes note of events first; those who only look on come after it.
@@ -170,12 +173,17 @@ class RunRecord:
             if self._copies is not None:
                 self._copies.leave()
 
+    def _status_after(self, error: BaseException) -> str:
+        if self._goes_on(error):
+            return INTERRUPTED
+        return "stopped" if isinstance(error, _ENDED) else "failed"
+
     def _note_end(self, error: BaseException) -> None:
         """Record an end that the round loop did not foresee."""
         view = self._fold.view()
         event = RunFinished(
             at=self._clock.now(),
-            status="stopped" if isinstance(error, _ENDED) else "failed",
+            status=self._status_after(error),
             rounds_completed=view.rounds_completed,
             last_round=view.rounds[-1].index if view.rounds else 0,
             message=f"{type(error).__name__}: {error}",

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,7 +151,8 @@ def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
         raise RunNotFound(f"the run in {run.path} has gone")
     status = exit_codes.status_of(handed.outcome.code)
     if options.json and run.result.is_file():
-        say(run.result.read_text())
+        # Its last coordinator may not have known how the run would end.
+        say_json({**json.loads(run.result.read_text()), "status": status})
     elif options.json:
         say_json({"status": status, "run_id": run.path.name, "folder": str(run.path)})
     elif run.exists():

@@ -218,6 +218,7 @@ def build_server(
     clock: Clock,
     emit: Emit,
     stop_requested: Callable[[], bool],
+    goes_on: Callable[[BaseException], bool] = lambda _error: False,
 ) -> ServerParts:
     """Bring together what the round loop works with."""
     job, layout = federation.job, federation.pool.layout
@@ -248,6 +249,7 @@ def build_server(
         clock=clock,
         emit=emit,
         stop_requested=stop_requested,
+        goes_on=goes_on,
     )
 
 

@@ -53,6 +53,7 @@ class ServerParts:
         clock: Time.
         emit: Where events go.
         stop_requested: Whether a person wants the run to stop after this round.
+        goes_on: Whether another coordinator goes on with the run after an error.
     """
 
     run_id: RunId
@@ -66,6 +67,7 @@ class ServerParts:
     clock: Clock
     emit: events.Emit
     stop_requested: Callable[[], bool]
+    goes_on: Callable[[BaseException], bool] = lambda _error: False
 
 
 def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
@@ -115,6 +117,8 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
             )
     except (FederationError, KeyboardInterrupt) as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        if parts.goes_on(error):
+            status = "interrupted"
         _emit_finished(parts, state, status, str(error), start)
         raise
     status = "completed" if is_complete else "exhausted" if exhausted else "stopped"

@@ -450,7 +450,8 @@ class RunFinished:
     Attributes:
         at: When.
         status: ``completed``, ``stopped`` (on request), ``exhausted`` (the sites'
-            privacy budgets allow no further round) or ``failed``.
+            privacy budgets allow no further round), ``failed``, or ``interrupted``
+            (the service goes on with the run by another coordinator).
         rounds_completed: Rounds after which the weights changed.
         last_round: Index of the last round that ended.
         message: Why it ended, if not completed.

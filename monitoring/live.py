@@ -28,10 +28,15 @@ from federation.events import (
 from federation.messages import FailureKind
 from federation.protocols import Clock
 from monitoring import privacy_words
-from monitoring.progress import introduced, printable, training_loss
+from monitoring.progress import (
+    attempt_failed,
+    introduced,
+    printable,
+    training_loss,
+)
 from monitoring.round_view import RoundView, loss_of, perplexity
 from monitoring.run_fold import RunFold
-from monitoring.run_view import COMPLETED, EXHAUSTED, RunView
+from monitoring.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, RunView
 from monitoring.units import (
     format_bytes,
     format_count,
@@ -50,7 +55,11 @@ _MIN_ROWS = 6
 _FRAME_LINES = 10  # everything of the live picture that is not a table row
 _NARROW = 100
 _BARS = "▁▂▃▄▅▆▇█"
-_STATUS_STYLES = {COMPLETED: "bold green", EXHAUSTED: "bold cyan"}
+_STATUS_STYLES = {
+    COMPLETED: "bold green",
+    EXHAUSTED: "bold cyan",
+    INTERRUPTED: "bold yellow",
+}
 _ASCII_BARS = "_.-=+*#@"
 
 
@@ -89,7 +98,7 @@ class LiveProgress:
             self._rounds = event.rounds
         for notice in _notices(event, self._rounds):
             self._console.print(notice)
-        if isinstance(event, RunFinished):
+        if isinstance(event, RunFinished) and event.status != INTERRUPTED:
             self.close()
         elif not self._live.is_started and not self._is_closed:
             self._live.start()
@@ -159,7 +168,9 @@ def _notices(event: Event, rounds: int) -> Iterator[Text]:
 
 
 def _end_notice(event: RunFinished) -> Iterator[Text]:
-    if event.status == EXHAUSTED:
+    if event.status == INTERRUPTED:
+        yield Text(printable(attempt_failed(event)), style="yellow")
+    elif event.status == EXHAUSTED:
         line = f"the privacy budget is spent: {event.message or 'as planned'}"
         yield Text(printable(line), style="bold cyan")
     elif event.message:

@@ -24,7 +24,7 @@ from federation.events import (
 from federation.messages import FailureKind
 from monitoring import privacy_words
 from monitoring.round_view import accuracy_of, loss_of, perplexity
-from monitoring.run_view import COMPLETED, EXHAUSTED, LANGUAGE
+from monitoring.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, LANGUAGE
 from monitoring.units import (
     format_bytes,
     format_count,
@@ -51,6 +51,12 @@ def introduced(event: SitesIntroduced) -> str:
     named = [f"{n:,} at {site}" for site, n in order[:MAX_SITES_WITH_LINES]]
     more = len(order) - len(named)
     return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+def attempt_failed(event: RunFinished) -> str:
+    """That a coordinator has ended before its run did."""
+    why = f": {event.message}" if event.message else ""
+    return f"attempt failed; another coordinator goes on with the run{why}"
 
 
 class PlainProgress:
@@ -180,6 +186,9 @@ class PlainProgress:
 
     def _finish(self, event: RunFinished) -> None:
         self.close()
+        if event.status == INTERRUPTED:
+            self._write(attempt_failed(event))
+            return
         message = f"  {event.message}" if event.message else ""
         if event.status == EXHAUSTED:
             message = f"  the privacy budget is spent:{message[1:] or ' as planned'}"

@@ -38,6 +38,7 @@ from monitoring.site_view import (
 
 COMPLETED = "completed"
 EXHAUSTED = "exhausted"
+INTERRUPTED = "interrupted"
 DEPLOYED = "deployed"
 LANGUAGE = "causal_lm"
 
@@ -90,7 +91,7 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """``running``, ``completed``, ``stopped``, ``exhausted`` or ``failed``."""
+        """A word of ``RunFinished``, or ``running``."""
         return RUNNING if self.finished is None else self.finished.status
 
     @property

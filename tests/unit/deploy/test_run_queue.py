@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import event_samples
 from support.small_jobs import small_job
 
 from cloud_adapters.flower_facts import FlowerRun
@@ -12,6 +13,7 @@ from deploy import folder_lock, run_queue
 from deploy.run_folder import RunFolder
 from deploy.run_queue import GiveUp, Handed, Outcome, Start
 from federation.errors import (
+    BudgetExceeded,
     CheckpointMismatch,
     CorruptObject,
     FederationError,
@@ -19,6 +21,8 @@ from federation.errors import (
     RunNotFound,
     StoreUnavailable,
 )
+from federation.event_log import to_line
+from federation.events import RoundFinished, RunStarted
 
 RUNNING = FlowerRun(is_over=False, status="running")
 OVER = FlowerRun(is_over=True, status="finished failed")
@@ -35,9 +39,15 @@ def started(root: Path, flower_run: int, *, fruitless: int) -> None:
     run_queue.note_start(one, flower_run, fruitless=fruitless)
 
 
-def finish_rounds(run: RunFolder, number: int) -> None:
-    line = '{"event": "RoundFinished", "round_index": 1}\n'
-    run.events.write_text(line * number)
+def finish_rounds(run: RunFolder, number: int, *, times: int = 1) -> None:
+    """Complete so many rounds, each so many times."""
+    coordinator = [
+        event
+        for event in event_samples.two_sites(number)
+        if isinstance(event, (RunStarted, RoundFinished))
+    ]
+    lines = [f"{to_line(event)}\n" for event in coordinator]
+    run.events.write_text("".join(lines * times))
 
 
 def test_the_oldest_is_started_and_alone(tmp_path: Path):
@@ -175,8 +185,46 @@ def test_ended_runs_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def count(_: RunFolder) -> int:
         raise AssertionError("events were read")
 
-    monkeypatch.setattr(run_queue, "_finished_rounds", count)
+    monkeypatch.setattr(run_queue, "_completed_rounds", count)
     assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {})]
+
+
+def test_repeated_rounds_are_no_progress(tmp_path: Path):
+    """Neither in ``ps`` nor where a coordinator is judged by what it has done."""
+    run = handed(tmp_path, "a", 1.0)
+    finish_rounds(run, 3)
+    started(tmp_path, 7, fruitless=run_queue.MAX_FRUITLESS_STARTS)
+    finish_rounds(run, 3, times=2)
+    (one,) = run_queue.handed_over(tmp_path).runs
+    assert one.rounds == 3
+    (action,) = run_queue.decide([one], {7: OVER})
+    assert isinstance(action, GiveUp)
+    finish_rounds(run, 4)
+    (one,) = run_queue.handed_over(tmp_path).runs
+    (action,) = run_queue.decide([one], {7: OVER})
+    assert isinstance(action, Start)
+    assert action.fruitless == 1
+
+
+def test_rounds_of_a_damaged_record_are_counted_without_it(tmp_path: Path):
+    """A torn or damaged line ends neither the service nor ``ps``."""
+    run = handed(tmp_path, "a", 1.0)
+    finish_rounds(run, 2)
+    with run.events.open("ab") as events:
+        events.write(b'{"event": "RoundFinished", "round_index": \n')
+        events.write(b'{"event": "RoundFinished", "round')
+    (one,) = run_queue.handed_over(tmp_path).runs
+    assert one.rounds == 2
+
+
+def test_errors_that_a_run_outlives():
+    """The service starts another coordinator; of any other error the run ends."""
+    full = StoreUnavailable("the disk is full")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    for error in (full, RunConflict("another"), KeyError("bug"), SystemExit(1)):
+        assert run_queue.goes_on(error), error
+    for error in (BudgetExceeded("spent"), StoreUnavailable("gone")):
+        assert not run_queue.goes_on(error), error
 
 
 def test_a_folder_holds_one_run(tmp_path: Path):

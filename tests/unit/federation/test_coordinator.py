@@ -393,6 +393,14 @@ def test_stopped_by_lost_rounds_and_resumed():
     assert run.told(RunStarted)[1].first_round == 5
 
 
+def test_run_that_another_coordinator_goes_on_with_has_not_failed():
+    """Its record says that this attempt has ended, and nothing of the run's end."""
+    run = toy.Toy(job=toy.job({"rounds": 6}), **failing((A, 2), (A, 3), (A, 4)))
+    with pytest.raises(QuorumNotMet):
+        run.run(goes_on=lambda error: isinstance(error, QuorumNotMet))
+    assert [event.status for event in run.told(RunFinished)] == ["interrupted"]
+
+
 def test_run_that_failed_in_its_last_round_stays_failed():
     """Resuming does not make a success of it."""
     run = toy.Toy(job=toy.job(), **failing(*((A, r) for r in (1, 2, 3))))

@@ -422,6 +422,34 @@ def test_live_failure_message_is_shown():
     assert "failed" in text
 
 
+def _interrupted() -> list[Event]:
+    """A coordinator that ends after two rounds, and one that goes on."""
+    events = run(Script(stop_after=2))
+    *before, last = events
+    assert isinstance(last, RunFinished)
+    end = replace(last, status="interrupted", message="No space left on device")
+    return [*before, end, *run(Script(first_round=3))]
+
+
+def test_attempt_that_failed_is_not_called_the_runs_end():
+    """In a pipe: only the last word is of the run."""
+    lines = _lines(_interrupted())
+    ends = [line for line in lines if line.startswith(("run ", "attempt "))]
+    started, attempt, resumed, ended = ends
+    assert " starts " in started
+    assert " resumes " in resumed
+    assert ended.startswith("run completed")
+    assert attempt.startswith("attempt failed")
+    assert attempt.endswith("goes on with the run: No space left on device")
+
+
+def test_live_picture_goes_on_after_an_attempt():
+    """On a terminal: the next coordinator draws again."""
+    text = _live(_interrupted(), color_system=None)
+    assert "attempt failed; another coordinator goes on" in text
+    assert "completed  round 10/10" in text
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
