@@ -78,13 +78,16 @@ def contract_floor(
         code_hashes=frozenset({code_hash()}),
         layout_digest=bytes.fromhex(layout.digest),
         num_values=layout.size,
+        sites=frozenset(SiteId(site.name) for site in job.sites),
         min_sites=floor.fewest_in_sum(_sum_size(job)),
         colluding=floor.colluding_sites,
         ring_bits=frozenset(floor.ring_bits),
         max_clip_norm=floor.max_clip_norm,
         max_element_bound=floor.max_element_bound,
         weight_rules=frozenset(floor.weight_rules),
-        privacy_profiles=frozenset(accepted_units(floor)),
+        # That of the job, which was accepted: where a contract claims more than its
+        # job does, the claim would lift the rule for two sites.
+        privacy_profiles=frozenset({job.privacy.differential_privacy.unit}),
         max_epsilon=floor.max_epsilon if floor.demands_privacy else math.inf,
         max_delta=floor.max_delta if floor.demands_privacy else 1.0,
         max_rounds=floor.max_rounds + 1,

@@ -45,7 +45,9 @@ class LocalFloor:
         num_values: Length d of that model.
         approved: Hashes h_Q that the operator has approved, or None to accept any
             contract above this floor.
-        min_sites: Fewest updates in a sum.
+        sites: Sites of the job that was proposed: without groups all of them must
+            be members. None for any of the roster.
+        min_sites: Fewest updates in a sum, in a run of two as in any other.
         colluding: Other sites that may collude with the aggregator, n_C.
         ring_bits: Rings that are accepted.
         max_clip_norm: Largest clip norm, in weight units.
@@ -76,6 +78,7 @@ class LocalFloor:
     layout_digest: bytes
     num_values: int
     approved: frozenset[bytes] | None = None
+    sites: frozenset[SiteId] | None = None
     min_sites: int = 3
     colluding: int = 0
     ring_bits: frozenset[int] = frozenset(RING_BITS)
@@ -148,11 +151,14 @@ def _group_faults(q: Contract, floor: LocalFloor) -> _Faults:
             "partition",
             "it rests on other groups than those that this site has drawn",
         )
-    if group is not None and {member.site for member in q.members} != group.sites:
+    members = {member.site for member in q.members}
+    if group is not None and members != group.sites:
         yield (
             "members",
             f"this site has drawn a sum with {', '.join(sorted(group.sites))}",
         )
+    if group is None and floor.sites is not None and members != floor.sites:
+        yield "members", "they are not the sites of the job that was proposed"
 
 
 def _pin_faults(q: Contract, floor: LocalFloor) -> _Faults:
@@ -207,8 +213,7 @@ def _strength_faults(q: Contract, floor: LocalFloor) -> _Faults:
                 "differential privacy"
             ),
         )
-    # A run of two, waived or private, is the one case below the usual number.
-    if q.num_sites != _PAIR and q.min_sites < floor.min_sites:
+    if q.min_sites < floor.min_sites:
         yield (
             "min_sites",
             (

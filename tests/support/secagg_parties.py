@@ -139,6 +139,7 @@ class Parties:
             "code_hashes": frozenset({CODE}),
             "layout_digest": LAYOUT,
             "num_values": 1000,
+            "min_sites": min(self.num_sites, 3),
             "max_clip_norm": 1.0,
             "max_rounds": 50,
             "header_slots": ("weight", "loss"),

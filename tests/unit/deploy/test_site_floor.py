@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.agents import RUN_ID, consortium
+from support.secagg_parties import RECORD as NOISED
 from support.secure_runs import secure_job
 from support.small_jobs import small_job
 
@@ -14,9 +15,11 @@ from clients.model_pool import ModelPool
 from deploy import site_floor
 from deploy.protection import contract_of
 from deploy.site_file import UNITS, FloorSpec
+from federation import job_digest
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import JobSpec
+from privacy.secagg.contract import Contract
 from privacy.secagg.errors import ContractRefused
 from privacy.secagg.floor import check_against_floor
 
@@ -348,3 +351,34 @@ def test_sum_of_three_is_demanded_where_the_operator_says_nothing():
     assert [f.fewest_in_sum(5) for f in (record, none, pair)] == [2, 3, 3]
     assert FloorSpec(privacy="none", min_sites=2).fewest_in_sum(5) == 2
     assert FloorSpec(min_sites=4, accept_two_sites=True).fewest_in_sum(2) == 4
+
+
+@pytest.mark.parametrize("lie", ["members", "differential_privacy.profile"])
+def test_contract_is_that_of_the_job(lie: str):
+    """Or a site and an accomplice would be a sum that hides nothing.
+
+    The job is above the floor, and the contract says another thing: fewer sites, or
+    noise that nobody adds and that would lift the rule for two sites.
+    """
+    job, floor = secure_job(5, threshold=5), FloorSpec(**OPEN, functions=MODELS)
+    site_floor.check_job(job, floor, SITE)
+    roster, pool = consortium(*(site.name for site in job.sites)).roster, ModelPool(job)
+    demands = site_floor.contract_floor(
+        job, pool.layout, run_id=RUN_ID, floor=floor, roster=roster, noise_share=None
+    )
+
+    def contract(told: JobSpec) -> Contract:
+        terms = {"run_id": RUN_ID, "roster": roster, "promises": (), "max_examples": 9}
+        found = contract_of(told, pool.layout, **terms)
+        return replace(found, job_digest=job_digest.digest(job))
+
+    check_against_floor(contract(job), demands)
+    if lie == "members":
+        fewer = secure_job(3, threshold=3)
+        assert {site.name for site in fewer.sites} < {site.name for site in job.sites}
+        told = contract(fewer)
+    else:
+        told = replace(contract(job), differential_privacy=NOISED)
+    with pytest.raises(ContractRefused) as caught:
+        check_against_floor(told, demands)
+    assert caught.value.key == lie

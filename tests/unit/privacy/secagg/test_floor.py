@@ -12,7 +12,7 @@ from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.errors import ContractRefused, StaleRoster
 from privacy.secagg.floor import check_against_floor
 from privacy.secagg.noise_shares import NoiseShare
-from privacy.secagg.terms import NO_PRIVACY
+from privacy.secagg.terms import NO_PRIVACY, PrivacyTerms
 
 PARTIES = Parties(5)
 CONTRACT = PARTIES.contract()
@@ -270,3 +270,30 @@ def test_larger_clip_norm_than_planned_is_refused_where_sites_are_the_unit():
     check_against_floor(_with_noise("joint"), floor)
     with pytest.raises(ContractRefused, match="noise is made for"):
         check_against_floor(_with_noise("site"), floor)
+
+
+@pytest.mark.parametrize("terms", [NO_PRIVACY, RECORD], ids=["waived", "private"])
+def test_two_sites_are_no_exception_to_the_fewest_in_a_sum(terms: PrivacyTerms):
+    """An aggregator may choose so few that the operator's number means nothing."""
+    sites = {member.site for member in CONTRACT.members[:2]}
+    contract = PARTIES.contract(
+        members=members_of(PARTIES.roster, sites),
+        threshold=2,
+        min_sites=2,
+        two_site_waiver=True,
+        differential_privacy=terms,
+    )
+    with pytest.raises(ContractRefused) as caught:
+        check_against_floor(contract, PARTIES.floor(min_sites=3))
+    assert caught.value.key == "min_sites"
+
+
+def test_members_are_the_sites_of_the_job():
+    """A sum of fewer would be another run than the operator has accepted."""
+    sites = frozenset(member.site for member in CONTRACT.members)
+    check_against_floor(CONTRACT, PARTIES.floor(sites=sites))
+    fewer = members_of(PARTIES.roster, {m.site for m in CONTRACT.members[:4]})
+    contract = PARTIES.contract(members=fewer, threshold=4)
+    with pytest.raises(ContractRefused) as caught:
+        check_against_floor(contract, PARTIES.floor(sites=sites))
+    assert caught.value.key == "members"
