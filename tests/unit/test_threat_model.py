@@ -1,7 +1,12 @@
-"""The threat model names tests: each of them is there, and every claim names one."""
+"""The threat model names tests: each of them is there, and every claim names one.
+
+A claim that no test attacks says that it rests on argument alone. The tests run with
+``make test``: none of a suite of attacks is among the long ones.
+"""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,16 @@ PAGE = TESTS.parent / "docs" / "explanation" / "threat-model.md"
 
 ROW = re.compile(r"^\| (?P<attempt>.+?) \| (?P<defence>.+?) \|(?P<shown>.*)\|$")
 NAME = re.compile(r"`([^`]+)`")
+UNTESTED = "argument alone"
+SUITES = {
+    "test_malicious_server.py",
+    "test_hostile_aggregator.py",
+    "test_split_jobs.py",
+    "test_hostile_site.py",
+    "test_hostile_node.py",
+    "test_scaled_model.py",
+    "test_local_user.py",
+}
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -25,15 +40,42 @@ every_row = pytest.mark.parametrize(
 )
 
 
-def found_in(name: str) -> set[str]:
-    """Tests in the files of a name; unit and integration tests may share one."""
-    files = [path for path in TESTS.rglob("*.py") if path.name == name]
+def named(shown: str) -> Iterator[tuple[list[Path], str]]:
+    """Files of each test that is named, and its own name; empty for all in a file.
+
+    A name that begins with ``::`` is in the file that was named before it. Unit and
+    integration tests may share a file's name.
+    """
+    files: list[Path] = []
+    for name in NAME.findall(shown):
+        before, _, test = name.partition("::")
+        if before:
+            pattern = before.removeprefix("tests/")
+            found = TESTS.rglob(Path(before).name)
+            files = [path for path in found if path.match(pattern)]
+        yield files, test
+
+
+def known_in(path: Path) -> dict[str, bool]:
+    """Tests of a file, and whether each is among the long ones, whatever its cases."""
+    tree = ast.parse(path.read_text("utf-8"))
+    all_long = any(
+        isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "pytestmark"
+        and _is_long(node.value)
+        for node in tree.body
+    )
     return {
-        node.name
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        node.name: all_long or any(map(_is_long, node.decorator_list))
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
+
+
+def _is_long(node: ast.expr) -> bool:
+    # One case of a parameter may be long, for all that.
+    text = ast.unparse(node)
+    return "pytest.mark.long" in text and "parametrize" not in text
 
 
 def test_the_page_has_rows():
@@ -43,22 +85,42 @@ def test_the_page_has_rows():
 
 @every_row
 def test_named_tests_exist(attempt: str, defence: str, shown: str):
-    """A name that begins with ``::`` is in the file that was named before it."""
-    file = ""
-    for name in NAME.findall(shown):
-        before, _, test = name.partition("::")
-        file = before or file
-        if "/" in file:
-            assert (TESTS.parent / file).exists(), name
-            known = found_in(Path(file).name)
-        else:
-            known = found_in(file)
-            assert known, f"there is no {file}"
-        assert not test or test in known, name
+    """And what is named is a test."""
+    for files, test in named(shown):
+        assert files, f"{test}: there is no such file"
+        known = set().union(*(known_in(path) for path in files))
+        assert known
+        assert not test or test in known, test
 
 
 @every_row
-def test_every_claim_is_shown(attempt: str, defence: str, shown: str):
-    """By a test, or by a page that says more; where nothing helps nothing is shown."""
-    names = NAME.findall(shown) + re.findall(r"\]\(([^)]+)\)", shown)
-    assert bool(names) != defence.startswith("nothing:")
+def test_every_claim_is_attacked_or_an_argument(attempt: str, defence: str, shown: str):
+    """A link to a page is neither; where nothing helps there is nothing to show."""
+    if defence.startswith("nothing:"):
+        assert not shown.strip()
+        return
+    attacks = [
+        is_long
+        for files, test in named(shown)
+        for path in files
+        for name, is_long in known_in(path).items()
+        if test in {"", name}
+    ]
+    assert bool(attacks) != (UNTESTED in defence + shown)
+    assert not attacks or not all(attacks), "make test runs none of them"
+
+
+@pytest.mark.parametrize("name", sorted(SUITES))
+def test_suites_of_attacks_run_with_make_test(name: str):
+    """None of them is long."""
+    (path,) = TESTS.rglob(name)
+    found = known_in(path)
+    assert found
+    assert not any(found.values())
+
+
+def test_make_test_leaves_out_nothing_but_what_is_long():
+    """As the suites above count on."""
+    makefile = (TESTS.parent / "Makefile").read_text("utf-8")
+    (command,) = re.findall(r"^test:.*\n\t(.*)$", makefile, re.MULTILINE)
+    assert command == '$(PYTEST) -m "not long" -n 2 --dist loadgroup'
