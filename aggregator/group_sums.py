@@ -361,7 +361,6 @@ class GroupGather:
         whole, num_groups = self._whole, self._job.privacy.secure_aggregation.groups
         assert num_groups is not None  # noqa: S101  # Else there is one sum.
         draw = Draw(
-            layout_digest=whole.layout_digest,
             members=whole.members,
             num_groups=num_groups,
         )

@@ -3,9 +3,9 @@
 Robust rules over sums of groups rest on groups that nobody chose
 (``privacy.secagg.groups``). An aggregator that could have them drawn again would
 choose all the same, by throwing away what it does not like. So a site takes part in
-one draw for each lineage: the runs on the same data and model layout, whatever their
-job or seed. What it committed itself with, and the commitments of the others for which
-it revealed its secret, are durable before they leave.
+one draw for each dataset, whatever the job, its seed or its model, all of which the
+aggregator chooses. What a site committed itself with, and the commitments of the others
+for which it revealed its secret, are durable before they leave.
 """
 
 from collections.abc import Mapping
@@ -36,14 +36,15 @@ class GroupRule:
     Attributes:
         site: This site.
         memory: Holds the draw, beyond the run.
-        lineage: Which runs have the same groups: ``clients.cohorts.lineage``.
+        dataset: What the operator calls the data, or a digest of where it is: runs on
+            the same have the same groups.
         draw: What is drawn, from the job that this site works on.
         random_bytes: Source of its secret.
     """
 
     site: SiteId
     memory: SiteMemory
-    lineage: str
+    dataset: str
     draw: Draw
     random_bytes: RandomBytes
 
@@ -51,20 +52,20 @@ class GroupRule:
         """Commit to a secret that is drawn once; an encoded ``groups.Commitment``.
 
         Raises:
-            DrawRefused: The groups of this lineage are others.
+            DrawRefused: The groups of this dataset are others.
             StoreError: The secret cannot be read or made durable.
         """
 
         def draw_secret(document: Document) -> Document:
-            mine = document.get(self.lineage, {})
+            mine = document.get(self.dataset, {})
             self._check_context(mine)
             if "secret" in mine:
                 return document
             mine = {**mine, "secret": self.random_bytes(SECRET_BYTES).hex()}
-            return {**document, self.lineage: mine}
+            return {**document, self.dataset: mine}
 
         after = self.memory.update(DOCUMENT, draw_secret)
-        secret = bytes.fromhex(after[self.lineage]["secret"])
+        secret = bytes.fromhex(after[self.dataset]["secret"])
         return commit(self.draw, self._number, secret, identity)
 
     def reveal(self, data: bytes) -> bytes:
@@ -82,7 +83,7 @@ class GroupRule:
         shown = read_commitments(self.draw, data)
 
         def note(document: Document) -> Document:
-            mine = document.get(self.lineage, {})
+            mine = document.get(self.dataset, {})
             self._check_context(mine)
             if "secret" not in mine:
                 raise OutOfOrder(
@@ -101,10 +102,10 @@ class GroupRule:
                 "num_groups": self.draw.num_groups,
                 "commitments": listed,
             }
-            return {**document, self.lineage: {**mine, **facts}}
+            return {**document, self.dataset: {**mine, **facts}}
 
         after = self.memory.update(DOCUMENT, note)
-        secret = bytes.fromhex(after[self.lineage]["secret"])
+        secret = bytes.fromhex(after[self.dataset]["secret"])
         return write_reveal(self._number, secret)
 
     def take_offer(self, data: bytes) -> tuple[Group, bytes]:
@@ -117,7 +118,7 @@ class GroupRule:
             StoreError: The memory cannot be read.
         """
         secrets, offer = read_group_offer(data)
-        mine = self.memory.read(DOCUMENT).get(self.lineage, {})
+        mine = self.memory.read(DOCUMENT).get(self.dataset, {})
         self._check_context(mine)
         if "commitments" not in mine:
             raise OutOfOrder("was offered a contract before groups were drawn")
@@ -135,10 +136,10 @@ class GroupRule:
         if known is not None and known != self.draw.context.hex():
             raise DrawRefused(
                 f"has drawn {mine['num_groups']} groups of {', '.join(mine['sites'])} "
-                "for runs on these data and this model, and takes part in no other "
-                "draw: whoever could have groups drawn again could choose them. Run "
-                "with the same sites and number of groups; or have every operator "
-                f"remove memory/{DOCUMENT}.json"
+                "for runs on these data, and takes part in no other draw: whoever "
+                "could have groups drawn again could choose them. Run with the same "
+                "sites and number of groups; or have every operator remove "
+                f"memory/{DOCUMENT}.json"
             )
 
     def _check_same(
@@ -152,9 +153,9 @@ class GroupRule:
         if changed:
             raise DrawRefused(
                 f"{', '.join(changed)} committed to another secret than when the "
-                "groups of these data and this model were drawn: a site has lost its "
-                "memory, or the aggregator wants other groups. If every operator "
-                f"agrees to draw again, each removes memory/{DOCUMENT}.json"
+                "groups of these data were drawn: a site has lost its memory, or the "
+                "aggregator wants other groups. If every operator agrees to draw "
+                f"again, each removes memory/{DOCUMENT}.json"
             )
 
 

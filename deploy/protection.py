@@ -138,9 +138,8 @@ class Rehearsal:
             job,
             site=name,
             roster=self.roster,
-            layout=self.federation.pool.layout,
             memory=memory,
-            lineage="simulation",
+            dataset="simulation",
             random_bytes=lambda size: hashlib.shake_256(seed).digest(size),
         )
 
@@ -190,9 +189,8 @@ def group_rule(
     *,
     site: SiteId,
     roster: Roster,
-    layout: Layout,
     memory: SiteMemory,
-    lineage: str,
+    dataset: str,
     random_bytes: RandomBytes,
 ) -> GroupRule | None:
     """Make a site's part in drawing the groups of a job; None if it has none."""
@@ -202,11 +200,10 @@ def group_rule(
     return GroupRule(
         site=site,
         memory=memory,
-        lineage=lineage,
+        dataset=dataset,
         draw=draw_of(
             roster,
             [SiteId(spec.name) for spec in job.sites],
-            layout_digest=bytes.fromhex(layout.digest),
             num_groups=num_groups,
         ),
         random_bytes=random_bytes,

@@ -187,9 +187,8 @@ def _secure_site(
         met.job,
         site=name,
         roster=keys.roster,
-        layout=layout,
         memory=site_memory(config),
-        lineage=_lineage(met, config),
+        dataset=_lineage(config, b""),
         random_bytes=os.urandom,
     )
 
@@ -300,12 +299,11 @@ def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:
     return int.from_bytes(parts.digest(), "big")
 
 
-def _lineage(met: MetRun, config: SiteConfig) -> str:
-    data, layout = config.file.data, met.federation.pool.layout
+def _lineage(config: SiteConfig, layout_digest: bytes) -> str:
+    """Name runs on the site's data: with a model's layout, or whatever the model."""
+    data = config.file.data
     return lineage(
-        dataset=data.source,
-        options=data.options,
-        layout_digest=bytes.fromhex(layout.digest),
+        dataset=data.source, options=data.options, layout_digest=layout_digest
     )
 
 
@@ -316,11 +314,12 @@ def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
         JobError: Together they would single out too few sites.
         StoreError: The site's memory cannot be read.
     """
+    layout = bytes.fromhex(met.federation.pool.layout.digest)
     floor, by_group = config.file.floor, met.job.privacy.secure_aggregation.groups
     num_sites = len(met.job.sites) if by_group is None else met.job.sites_in_sum
     rule = CohortRule(
         memory=site_memory(config),
-        lineage=_lineage(met, config),
+        lineage=_lineage(config, layout),
         smallest=floor.smallest_group(num_sites),
         accept_dropouts=floor.accept_dropouts,
     )

@@ -13,7 +13,7 @@ a secret before it sees any other's, and reveals it once all have committed::
 
 The groups follow from all secrets, so one honest site makes them random. What a site
 commits to, and to whose commitments it has revealed its secret, it keeps for all runs
-on the same data and layout (``clients.groups``). SHA-256 binds, so for each site there
+on the same data (``clients.groups``). SHA-256 binds, so for each site there
 is one outcome of the draw: to begin again gives the same groups or none.
 
 The digest of the outcome is in each group's contract, hence in every mask key.
@@ -50,12 +50,10 @@ class Draw:
     """What is drawn. Each party takes it from the job that it works on.
 
     Attributes:
-        layout_digest: Of the model's layout.
         members: All sites of the job with their pinned keys, numbered from 1.
         num_groups: Into how many groups they are divided.
     """
 
-    layout_digest: bytes
     members: tuple[Member, ...]
     num_groups: int
 
@@ -75,7 +73,7 @@ class Draw:
     def context(self) -> bytes:
         """SHA-256 of what is drawn; keys are not in it, since a site may renew its."""
         names = [lp(site.encode()) for site in self.sites]
-        head = fields(b"xsa-v2/draw", self.layout_digest) + u64(self.num_groups)
+        head = lp(b"xsa-v2/draw") + u64(self.num_groups)
         return hashlib.sha256(head + u64(len(names)) + b"".join(names)).digest()
 
     def commitment(self, number: int, secret: bytes) -> bytes:
@@ -84,12 +82,10 @@ class Draw:
         return hashlib.sha256(head + u64(number) + lp(secret)).digest()
 
 
-def draw_of(
-    roster: Roster, sites: Sequence[SiteId], *, layout_digest: bytes, num_groups: int
-) -> Draw:
+def draw_of(roster: Roster, sites: Sequence[SiteId], *, num_groups: int) -> Draw:
     """What is drawn for some sites of a roster."""
     members = members_of(roster, set(sites))
-    return Draw(layout_digest=layout_digest, members=members, num_groups=num_groups)
+    return Draw(members=members, num_groups=num_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +254,8 @@ def read_commitment(draw: Draw, data: bytes) -> Commitment:
     )
     if message.context != draw.context:
         raise DrawRefused(
-            f"site {member.site!r} takes part in another draw: of other sites, of "
-            "another number of groups, or of another model"
+            f"site {member.site!r} takes part in another draw: of other sites or of "
+            "another number of groups"
         )
     return message
 

@@ -231,14 +231,15 @@ def cohorts_of(world: World) -> dict[str, set[frozenset[str]]]:
     return found
 
 
-def test_groups_are_the_same_in_every_run_of_a_lineage(tmp_path: Path):
-    """Whatever job and seed, and after every agent's restart: one cohort each."""
+def test_groups_are_the_same_in_every_run_on_the_same_data(tmp_path: Path):
+    """Whatever job, seed and model, and after every agent's restart: one cohort."""
     world = World(tmp_path, names=TEN[:9])
     world.run(by_groups(TEN[:9]))
     before = cohorts_of(world)
     for name in world.names:
         world.grid.agents[name] = world.agent(name)
-    world.run(by_groups(TEN[:9], seed=9, name="other", rounds=2))
+    model = {"factory": "clients.models:mlp", "options": {"inputs": 4, "classes": 3}}
+    world.run(by_groups(TEN[:9], seed=9, name="other", rounds=2, model=model))
     assert before == cohorts_of(world)
     for name, (group,) in before.items():
         assert name in group

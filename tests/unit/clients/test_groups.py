@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.secagg_parties import LAYOUT, Parties, entropy, site_name
+from support.secagg_parties import Parties, entropy, site_name
 
 from clients.groups import DOCUMENT, GroupRule
 from clients.site_memory import FileMemory, InMemory, SiteMemory
@@ -24,7 +24,7 @@ from privacy.secagg.groups import (
 
 PARTIES = Parties(10)
 SITES = [site_name(i) for i in range(1, 11)]
-DRAW = draw_of(PARTIES.roster, SITES, layout_digest=LAYOUT, num_groups=3)
+DRAW = draw_of(PARTIES.roster, SITES, num_groups=3)
 FIRST = SITES[0]
 
 
@@ -32,7 +32,7 @@ def rule(memory: SiteMemory, number: int = 1, **changes: Any) -> GroupRule:
     """A site's rule."""
     values = {
         "site": site_name(number),
-        "lineage": "digits",
+        "dataset": "digits",
         "draw": DRAW,
         "random_bytes": entropy(f"draw {number}"),
     }
@@ -125,11 +125,11 @@ def test_list_is_durable_before_the_secret_leaves(tmp_path: Path):
     "other",
     [
         replace(DRAW, num_groups=4),
-        draw_of(PARTIES.roster, SITES[:9], layout_digest=LAYOUT, num_groups=3),
+        draw_of(PARTIES.roster, SITES[:9], num_groups=3),
     ],
     ids=["groups", "sites"],
 )
-def test_other_groups_of_one_lineage_are_refused(other: Any):
+def test_other_groups_of_one_dataset_are_refused(other: Any):
     """Of other sites, or another number: by every step of the draw."""
     everybody = Everybody()
     half = everybody.draw()
@@ -142,14 +142,14 @@ def test_other_groups_of_one_lineage_are_refused(other: Any):
     assert everybody.memories[1].read(DOCUMENT) == before
 
 
-def test_another_lineage_has_a_draw_of_its_own():
+def test_another_dataset_has_a_draw_of_its_own():
     """With another secret, which says nothing of the first."""
     everybody = Everybody()
     first = everybody.commitments()
-    other = everybody.commitments(lineage="scans", random_bytes=entropy("other"))
+    other = everybody.commitments(dataset="scans", random_bytes=entropy("other"))
     assert not set(first.values()) & set(other.values())
     everybody.draw()
-    assert everybody.commitments(lineage="scans") == other
+    assert everybody.commitments(dataset="scans") == other
 
 
 def test_own_commitment_must_be_among_those_shown():
