@@ -44,7 +44,6 @@ from cloud_adapters.flower_fleet import (
     HEARTBEAT_SECONDS,
     MAX_TURN_SECONDS,
     PASSING,
-    Dropped,
     FleetCalls,
     Lost,
     Taken,
@@ -52,7 +51,7 @@ from cloud_adapters.flower_fleet import (
 )
 from cloud_adapters.redelivery import Inbox
 from cloud_adapters.tls import client_context
-from federation.errors import FederationError, ProtocolError, SiteError
+from federation.errors import FederationError, JobError, ProtocolError, SiteError
 from federation.messages import TaskKind
 from federation.protocols import Clock
 
@@ -69,6 +68,7 @@ STOP_POLL_SECONDS = 0.2
 MAX_WAITING = 16
 AFTER_DROP_SECONDS = 1.0
 CALL_SECONDS = 30.0
+LEAVE_SECONDS = 1.0
 # How long a connection is kept for the next request: less than our proxy keeps it
 # (75 s), and less than firewalls remember one.
 KEPT_SECONDS = 60.0
@@ -146,7 +146,22 @@ class FlowerNode:
                     most = MAX_TURN_SECONDS if isinstance(error, Taken) else math.inf
                     self._calls.pause(error, attempt, most=most)
 
-    def _client(self) -> FleetHttpClient:
+    def leave(self) -> None:
+        """Say that this node is no longer there; from any thread, and not for long.
+
+        Or the same key would be refused until the last heartbeat is old.
+        """
+        if self.node_id is None:
+            return
+        request = DeactivateNodeRequest(node_id=self.node_id)
+        # A connection of its own: another thread may wait for an answer on the others.
+        with (
+            contextlib.suppress(httpx.HTTPError, JobError),
+            self._client(LEAVE_SECONDS) as client,
+        ):
+            client.DeactivateNode(request)
+
+    def _client(self, seconds: float = CALL_SECONDS) -> FleetHttpClient:
         tls = None
         if self.root_certificates is not None:
             tls = client_context(self.root_certificates, self.certificate)
@@ -157,13 +172,13 @@ class FlowerNode:
                 NodeAuthHttpInterceptor(self.key, self.key.public_key()),
             ],
             verify=tls or False,
-            timeout=CALL_SECONDS,
+            timeout=seconds,
         )
         # Its own forgets connections after 5 s, and to make one with TLS takes two
         # round trips more than to ask.
         client._client = httpx.Client(  # noqa: SLF001 -- there is no other way in
             verify=tls or False,
-            timeout=CALL_SECONDS,
+            timeout=seconds,
             limits=httpx.Limits(keepalive_expiry=KEPT_SECONDS),
         )
         return client
@@ -210,13 +225,7 @@ class FlowerNode:
                 if isinstance(letter, Exception):
                     raise letter
                 self._take_or_drop(connection, letter)
-            with contextlib.suppress(Lost, Dropped, SiteError):
-                # Or the same key would be refused until the last heartbeat is old.
-                self._calls.call(
-                    lambda: client.DeactivateNode(
-                        DeactivateNodeRequest(node_id=node.node_id)
-                    )
-                )
+            self.leave()
         finally:
             ended.set()
             for thread in threads:

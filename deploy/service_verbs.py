@@ -146,11 +146,19 @@ def _aggregator_up(options: argparse.Namespace) -> int:
 
 
 def _site_up(options: argparse.Namespace) -> int:
+    from deploy import prompt_end  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.site_service import serve  # noqa: PLC0415 -- imports torch and Flower
 
     stopped = threading.Event()
+    end = prompt_end.PromptEnd(stopped, tell)
     with interrupts(stopped.set):
-        serve(options.config, stopped=stopped, listener=tell)
+        serve(
+            options.config,
+            stopped=stopped,
+            listener=tell,
+            begun=lambda node: end.say_before(node.leave),
+        )
+        prompt_end.leave()
     return DONE
 
 

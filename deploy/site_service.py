@@ -17,7 +17,11 @@ from privacy.secret_files import read_private
 
 
 def serve(
-    path: Path, *, stopped: threading.Event, listener: Callable[[str], None]
+    path: Path,
+    *,
+    stopped: threading.Event,
+    listener: Callable[[str], None],
+    begun: Callable[[FlowerNode], None] = lambda _node: None,
 ) -> None:
     """Take part in runs until ``stopped`` is set.
 
@@ -25,6 +29,7 @@ def serve(
         path: ``site.toml``.
         stopped: Ends it.
         listener: Called with a word about what happens.
+        begun: Called with the node before it connects.
 
     Raises:
         JobError: The configuration is wrong, or the roster does not pin this site's
@@ -68,6 +73,7 @@ def serve(
             stopped=stopped,
             listener=listener,
         )
+        begun(node)
         site_folder.keep_fresh(config, clock, stopped, listener)
         try:
             node.run()

@@ -1,0 +1,61 @@
+"""A process that ends within seconds of being asked to, whatever it is at.
+
+An agent may be at work on a task for minutes, or wait for an aggregator that hangs.
+Nothing is lost if it does not finish: whatever must last is on its disk before it
+counts, since a machine may fail at any time. Only what others should know at once is
+said first.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from deploy.exit_codes import DONE
+
+# Together with the farewell and what a busy machine adds, within three seconds.
+GRACE_SECONDS = 1.2
+FAREWELL_SECONDS = 0.8
+
+
+class PromptEnd:
+    """Watches that a process ends, from a thread of its own."""
+
+    def __init__(
+        self, stopped: threading.Event, listener: Callable[[str], None]
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            stopped: Set when the process is to end.
+            listener: Called with a word if it has to be ended.
+        """
+        self._stopped = stopped
+        self._listener = listener
+        self._farewell: Callable[[], None] = lambda: None
+        threading.Thread(target=self._watch, name="end", daemon=True).start()
+
+    def say_before(self, farewell: Callable[[], None]) -> None:
+        """Have something said, from another thread, if the process has to be ended.
+
+        Args:
+            farewell: It is given ``FAREWELL_SECONDS``, and may fail.
+        """
+        self._farewell = farewell
+
+    def _watch(self) -> None:
+        self._stopped.wait()
+        # A process that ends by itself does so meanwhile, and this thread with it.
+        threading.Event().wait(GRACE_SECONDS)
+        self._listener("ended without waiting; a task that was at work comes again")
+        speaker = threading.Thread(target=self._farewell, daemon=True)
+        speaker.start()
+        speaker.join(FAREWELL_SECONDS)
+        leave()
+
+
+def leave() -> None:
+    """End the process now: to take apart what is loaded may take seconds."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(DONE)
