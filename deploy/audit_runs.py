@@ -47,8 +47,13 @@ from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.protocols import LocalResult, RunState, Trainer
 from federation.vectors import Vector
-from monitoring.audit_findings import Membership, Promise, SiteFindings
-from privacy.dp import accountant, auditing
+from monitoring.audit_findings import (
+    CurveFindings,
+    Membership,
+    Promise,
+    SiteFindings,
+)
+from privacy.dp import accountant, auditing, curve_tests
 from privacy.dp.ledger import InMemoryLedger
 from privacy.dp.ledger_format import Terms
 from privacy.dp_sgd.clipping import choose
@@ -60,6 +65,10 @@ DEFAULT_CONFIDENCE = 0.95
 # best of several numbers would be none. In Gaussian noise 5 % gives about the highest
 # bound, unless canaries are so few that the guesses themselves limit it.
 _GUESSED_SHARE, _MOST_GUESSED_SHARE, _FEW_GUESSES = 0.05, 0.1, 500
+
+# Guesses for the trade-off curve, likewise. A third gives about the smallest p-value
+# for half the noise, and more than this number hardly change it.
+_CURVE_SHARE, _MOST_CURVE_GUESSES = 1 / 3, 5_000
 
 # Records of each kind that membership inference looks at, at most.
 MAX_RECORDS = 20_000
@@ -91,6 +100,11 @@ def guesses_for(num_canaries: int) -> int:
     """Number of guesses about so many canaries."""
     few = min(_FEW_GUESSES, int(_MOST_GUESSED_SHARE * num_canaries))
     return max(few, int(_GUESSED_SHARE * num_canaries))
+
+
+def curve_guesses_for(num_canaries: int) -> int:
+    """Number of guesses that test the trade-off curve."""
+    return min(_MOST_CURVE_GUESSES, int(_CURVE_SHARE * num_canaries))
 
 
 class CanaryRun:
@@ -134,6 +148,7 @@ class CanaryRun:
             for name, first in self._first.items()
         }
         self._trainers: dict[SiteId, Trainer] = {}
+        self._ledgers: dict[SiteId, InMemoryLedger] = {}
 
     @property
     def noise_shares(self) -> int | None:
@@ -147,7 +162,11 @@ class CanaryRun:
         for name in self._federation.site_data:
             job, data = self._canaried(name)
             federation = replace(self._federation, job=job)
-            trainer = _trainer(federation, name, data, self._plan(name))
+            plan = self._plan(name)
+            if plan is not None:
+                self._ledgers[name] = _ledger(federation, name, plan)
+            ledger = self._ledgers.get(name)
+            trainer = _trainer(federation, name, data, plan, ledger)
             scores = self._scores.get(name)
             if scores is not None and self.noise_shares is None:
                 trainer = ObservedTrainer(trainer, _see_update(scores))
@@ -206,6 +225,7 @@ class CanaryRun:
             site=name,
             promise=promise,
             guesses=auditing.guess(scores_m, is_in_m, num_guesses=num_guesses),
+            curve=self._curve(name),
             confidence=self._attack.confidence,
             scores_m=scores_m,
             is_in_m=is_in_m,
@@ -217,6 +237,22 @@ class CanaryRun:
                 confidence=self._attack.confidence,
             ),
             membership=membership,
+        )
+
+    def _curve(self, name: SiteId) -> CurveFindings | None:
+        """Test the curve of all that the site's ledger was charged for training."""
+        if name not in self._ledgers:
+            return None
+        charges = self._ledgers[name].charges()
+        curve = accountant.trade_off(c.event for c in charges if c.purpose == "train")
+        scores_m, is_in_m = self._scores[name].scores_m, self._is_in[name]
+        guesses = auditing.guess(
+            scores_m, is_in_m, num_guesses=curve_guesses_for(len(scores_m))
+        )
+        return CurveFindings(
+            guesses=guesses,
+            one_run=curve_tests.one_run(curve, guesses),
+            independent=curve_tests.independent(curve, scores_m, is_in_m),
         )
 
     def _promise(self, name: SiteId) -> Promise:
@@ -254,7 +290,9 @@ class PlainRun:
         trainers: dict[SiteId, Trainer] = {}
         plans = _plans(self._private)
         for name, data in self._federation.site_data.items():
-            trainer = _trainer(self._federation, name, data, plans.get(name))
+            plan = plans.get(name)
+            ledger = None if plan is None else _ledger(self._federation, name, plan)
+            trainer = _trainer(self._federation, name, data, plan, ledger)
             if name in self._seen:
                 trainer = ObservedTrainer(trainer, self._keep(name))
             trainers[name] = trainer
@@ -331,8 +369,9 @@ def _trainer(
     name: SiteId,
     data: SiteData,
     plan: SitePlan | None,
+    ledger: InMemoryLedger | None,
 ) -> Trainer:
-    """Make a site's trainer as a run does, with a ledger that nobody keeps."""
+    """Make a site's trainer as a run does."""
     train, held_out = data
     trainer = TorchTrainer(
         federation.job,
@@ -342,8 +381,13 @@ def _trainer(
         held_out=held_out,
         private=None if plan is None else plan.training,
     )
-    if plan is None:
+    if plan is None or ledger is None:
         return trainer
+    return plan.budgeted(trainer, ledger)
+
+
+def _ledger(federation: Federation, name: SiteId, plan: SitePlan) -> InMemoryLedger:
+    """Make a ledger that nobody keeps."""
     terms = Terms(
         run_id=throwaway_id(),
         site=name,
@@ -352,7 +396,7 @@ def _trainer(
         epsilon_cap=plan.epsilon_cap,
         unit=federation.job.privacy.differential_privacy.unit,
     )
-    return plan.budgeted(trainer, InMemoryLedger(terms, clock=SystemClock()))
+    return InMemoryLedger(terms, clock=SystemClock())
 
 
 def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalResult], None]:

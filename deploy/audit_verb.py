@@ -51,7 +51,7 @@ def add_verb(
         "--confidence",
         type=float,
         metavar="P",
-        help="of the lower bound on epsilon (default: 0.95)",
+        help="of the verdict and of the lower bound on epsilon (default: 0.95)",
     )
     audit.add_argument(
         "--out",
@@ -86,7 +86,7 @@ def show(findings: "Findings", folder: Path, *, as_json: bool) -> int:
         folder: Where it was left.
         as_json: Print the content of ``audit.json``.
     """
-    from monitoring.audit_findings import document, lines  # noqa: PLC0415
+    from monitoring.audit_findings import document, format_p, lines  # noqa: PLC0415
 
     if as_json:
         say_json({**document(findings), "folder": str(folder)})
@@ -98,16 +98,16 @@ def show(findings: "Findings", folder: Path, *, as_json: bool) -> int:
     for site in findings.broken:
         tell(
             f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, and the "
-            f"attack proves at least {site.bound:.2f} at confidence "
-            f"{site.confidence:.0%}: what it promises does not hold. Stop releasing "
+            f"attack succeeds more often than that allows (p-value "
+            f"{format_p(site.p_value)}): the promise does not hold. Stop releasing "
             "its models, and look for what takes away from noise or clipping"
         )
     for site in findings.inconclusive:
         tell(
             f"site {site.site!r} reports epsilon {site.promise.epsilon:.2f}, and this "
-            f"audit could show {site.largest_bound:.2f} at most: it says nothing "
-            "about the promise. Audit with more --canaries, or the same code at a "
-            "smaller target_epsilon"
+            "audit would not notice if there were no noise: it says nothing about the "
+            "promise. Audit with more --canaries, or the same code at a smaller "
+            "target_epsilon"
         )
     if findings.broken:
         return FAILED

@@ -13,7 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitoring.units import format_delta, format_epsilon
-from privacy.dp.auditing import Guesses, Roc
+from privacy.dp.auditing import Guesses, Roc, p_value
+from privacy.dp.curve_tests import CurveTest
+
+# Tests that decide about a promise. Each has its part of the risk of a false alarm, so
+# that all of them together have the confidence.
+_TESTS = 3
 
 FALSE_POSITIVES = (0.001, 0.01)  # At which membership inference is reported.
 
@@ -61,14 +66,31 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CurveFindings:
+    """Tests of the trade-off curve of all that a site's ledger was charged.
+
+    Attributes:
+        guesses: How canaries were told apart for ``one_run``.
+        one_run: Holds whatever canaries do to each other.
+        independent: Holds if canaries do not influence each other.
+    """
+
+    guesses: Guesses
+    one_run: CurveTest
+    independent: CurveTest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFindings:
     """What the audit found of one site.
 
     Attributes:
         site: Its name.
         promise: What the guarantee says.
-        guesses: How canaries were told apart.
-        confidence: Of the bounds.
+        guesses: How canaries were told apart for the bound on epsilon.
+        curve: Tests of the trade-off curve; None where nothing is promised.
+        confidence: Of the verdict, and of each bound by itself: a promise that is
+            kept is called broken with a probability of at most one minus it.
         scores_m: Score of each canary, shape ``(m,)``.
         is_in_m: Whether it was in the data, shape ``(m,)``.
         canaries: How well canaries' scores tell who was in.
@@ -80,6 +102,7 @@ class SiteFindings:
     site: str
     promise: Promise
     guesses: Guesses
+    curve: CurveFindings | None
     confidence: float
     scores_m: NDArray[np.float64]
     is_in_m: NDArray[np.bool_]
@@ -89,7 +112,7 @@ class SiteFindings:
 
     @property
     def bound(self) -> float:
-        """Lower bound on epsilon."""
+        """Lower bound on epsilon, at the confidence by itself."""
         return self.guesses.epsilon(
             delta=self.promise.delta, confidence=self.confidence
         )
@@ -102,17 +125,50 @@ class SiteFindings:
         )
 
     @property
+    def p_value(self) -> float:
+        """Probability of such findings, at most, if the promise holds.
+
+        Of all tests together (Bonferroni).
+        """
+        found = [self._p_value_of(self.guesses.correct)]
+        if self.curve is not None:
+            found += [self.curve.one_run.p_value, self.curve.independent.p_value]
+        return min(1.0, _TESTS * min(found))
+
+    @property
+    def least_p_value(self) -> float:
+        """The p-value if scores had told every canary's coin, as without noise."""
+        found = [self._p_value_of(self.guesses.guesses)]
+        if self.curve is not None:
+            found += [
+                self.curve.one_run.least_p_value,
+                self.curve.independent.least_p_value,
+            ]
+        return min(1.0, _TESTS * min(found))
+
+    def _p_value_of(self, correct: int) -> float:
+        if not self.promise.is_private:
+            return 1.0
+        return p_value(
+            self.guesses.canaries,
+            self.guesses.guesses,
+            correct,
+            epsilon=self.promise.epsilon,
+            delta=self.promise.delta,
+        )
+
+    @property
     def verdict(self) -> Verdict:
         """What follows for the promise.
 
-        An audit whose largest bound is below epsilon would not have contradicted it
-        even without any noise, and says so: ``INCONCLUSIVE``.
+        ``BROKEN`` if the p-value is below one minus the confidence. If even training
+        without any noise would not have been called so, ``INCONCLUSIVE``.
         """
         if not self.promise.is_private:
             return Verdict.NONE
-        if self.bound > self.promise.epsilon:
+        if self.p_value < 1 - self.confidence:
             return Verdict.BROKEN
-        if self.largest_bound <= self.promise.epsilon:
+        if self.least_p_value >= 1 - self.confidence:
             return Verdict.INCONCLUSIVE
         return Verdict.NOT_BROKEN
 
@@ -188,6 +244,9 @@ def _site_document(site: SiteFindings) -> dict[str, Any]:
         "lower_bound": site.bound,
         "largest_lower_bound": site.largest_bound,
         "lower_bound_if_independent": site.independent_bound,
+        "p_value": site.p_value,
+        "least_p_value": site.least_p_value,
+        "trade_off": None if site.curve is None else _curve_document(site.curve),
         "canaries": guesses.canaries,
         "canaries_in": int(site.is_in_m.sum()),
         "guesses": guesses.guesses,
@@ -199,6 +258,17 @@ def _site_document(site: SiteFindings) -> dict[str, Any]:
             if site.membership.local is None
             else _roc_document(site.membership.local)
         ),
+    }
+
+
+def _curve_document(curve: CurveFindings) -> dict[str, Any]:
+    return {
+        "guesses": curve.guesses.guesses,
+        "correct": curve.guesses.correct,
+        "p_value_one_run": curve.one_run.p_value,
+        "least_p_value_one_run": curve.one_run.least_p_value,
+        "p_value_independent": curve.independent.p_value,
+        "least_p_value_independent": curve.independent.least_p_value,
     }
 
 
@@ -240,16 +310,30 @@ def _site_lines(site: SiteFindings) -> Iterator[str]:
         f"canaries     {guesses.canaries}, {guesses.guesses} guesses, "
         f"{guesses.correct} correct"
     )
+    if site.curve is not None:
+        curve = site.curve
+        yield (
+            f"trade-off    p-value {format_p(curve.independent.p_value)} if canaries "
+            f"are independent; {format_p(curve.one_run.p_value)} in any case, "
+            f"{curve.guesses.guesses} guesses, {curve.guesses.correct} correct"
+        )
     yield f"membership   {roc_line(site.membership.final)}"
     yield f"promise      {_verdict_line(site)}"
 
 
 def _verdict_line(site: SiteFindings) -> str:
+    found = format_p(site.p_value)
     why = {
-        Verdict.BROKEN: ": the bound exceeds epsilon",
-        Verdict.INCONCLUSIVE: ": not even without noise would the bound exceed epsilon",
+        Verdict.BROKEN: f": the p-value of all tests is {found}",
+        Verdict.INCONCLUSIVE: ": this audit would not notice if there were no noise",
+        Verdict.NOT_BROKEN: f": the p-value of all tests is {found}",
     }
     return f"{site.verdict}{why.get(site.verdict, '')}"
+
+
+def format_p(value: float) -> str:
+    """Write a p-value with two digits."""
+    return f"{value:.2g}"
 
 
 def roc_line(roc: Roc) -> str:

@@ -11,12 +11,15 @@ Every epsilon holds for Poisson sampling, for one record that is added or remove
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+import numpy as np
+
 from privacy.dp import composition
 from privacy.dp.events import Event, total_slack
+from privacy.dp.trade_off import EPSILONS, TradeOff
 
 NEIGHBOURING_RELATION = "add or remove one record"
 SITE_RELATION = "one site's data present or absent"
@@ -78,10 +81,7 @@ class EpsilonCurve:
         left = self._delta - total_slack(events) - _ROUNDING
         if left <= 0:
             return float("inf")
-        steps = Counter[composition.Mechanism]()
-        for event in events:
-            steps[_mechanism(event)] += event.steps
-        return composition.epsilon(steps, left)
+        return composition.epsilon(_steps(events), left)
 
 
 def epsilon(
@@ -108,6 +108,21 @@ def epsilon(
     return _renyi(_merge(tuple(events)), delta)
 
 
+def trade_off(events: Iterable[Event]) -> TradeOff:
+    """Bound every attack on all events together: epsilon and delta at once.
+
+    Args:
+        events: What was released; every event is about the same records.
+
+    Returns:
+        The curve of ``pld``; nothing that these events release lies above it.
+    """
+    merged = _merge(tuple(events))
+    slack = total_slack(merged) + _ROUNDING
+    found = composition.deltas(_steps(merged), EPSILONS)
+    return TradeOff(np.minimum(found + slack, 1.0))
+
+
 def _merge(events: tuple[Event, ...]) -> tuple[Event, ...]:
     """Events of one kind as one event."""
     steps = Counter[tuple[float, float, float]]()
@@ -119,8 +134,12 @@ def _merge(events: tuple[Event, ...]) -> tuple[Event, ...]:
     )
 
 
-def _mechanism(event: Event) -> composition.Mechanism:
-    return composition.Mechanism(event.noise_multiplier, event.sampling_rate)
+def _steps(events: tuple[Event, ...]) -> Mapping[composition.Mechanism, int]:
+    steps = Counter[composition.Mechanism]()
+    for event in events:
+        mechanism = composition.Mechanism(event.noise_multiplier, event.sampling_rate)
+        steps[mechanism] += event.steps
+    return steps
 
 
 def _renyi(events: tuple[Event, ...], delta: float) -> float:

@@ -53,6 +53,9 @@ _WINDOW_SHARE = 1e-6
 # stay a number.
 MAX_EPSILON = 500.0
 
+# The window of a whole curve is made for a delta as small as this.
+_LEAST_DELTA = 2.0**-40
+
 # Below this the loss of a single step is beyond MAX_EPSILON.
 _MIN_MULTIPLIER = 0.02
 
@@ -112,6 +115,34 @@ def epsilon(steps: Mapping[Mechanism, int], delta: float) -> float:
     return max(
         _epsilon(direction, grid.width, merged, delta) for direction in grid.directions
     )
+
+
+def deltas(
+    steps: Mapping[Mechanism, int], epsilons: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Smallest delta for each epsilon of so many steps, as an upper bound.
+
+    Args:
+        steps: How often each mechanism is used, at least once.
+        epsilons: From 0 on, shape ``(e,)``.
+
+    Returns:
+        Upper bounds, at most 1, shape ``(e,)``.
+    """
+    merged = _merge_gaussians(steps)
+    if not merged:
+        return np.zeros_like(epsilons)
+    if any(mechanism.noise_multiplier < _MIN_MULTIPLIER for mechanism in merged):
+        return np.ones_like(epsilons)
+    capacities = tuple(sorted((m, _capacity(m, n)) for m, n in merged.items()))
+    grid = _grid(capacities, _LEAST_DELTA)
+    found = np.maximum(
+        *(
+            _deltas(direction, grid.width, merged, epsilons)
+            for direction in grid.directions
+        )
+    )
+    return np.minimum(found + _STEP_ROUNDING * sum(steps.values()), np.float64(1))
 
 
 def _merge_gaussians(steps: Mapping[Mechanism, int]) -> dict[Mechanism, int]:
@@ -253,10 +284,36 @@ def _epsilon(
     steps: Mapping[Mechanism, int],
     delta: float,
 ) -> float:
-    """Epsilon of one direction: the smallest that leaves no more than delta.
+    """Epsilon of one direction: the smallest that leaves no more than delta."""
+    losses, probs, infinite = _losses(direction, width, steps)
+    if not len(losses):
+        return math.inf if infinite >= delta else 0.0
+    return _invert(losses, probs, infinite, delta)
 
-    delta(epsilon) = sum over losses above epsilon of p * (1 - exp(epsilon - loss)),
-    plus the probability of an infinite loss (arXiv:2207.04380, equation 1).
+
+def _deltas(
+    direction: _Direction,
+    width: float,
+    steps: Mapping[Mechanism, int],
+    epsilons: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Find delta of one direction for each epsilon."""
+    losses, probs, infinite = _losses(direction, width, steps)
+    above, weighed = _tails(losses, probs, infinite)
+    first = np.searchsorted(losses, epsilons, side="right")
+    above, weighed = np.append(above, infinite), np.append(weighed, 0.0)
+    # Beyond the last loss nothing is weighed, and no exponential is needed.
+    factors = np.exp(np.minimum(epsilons, MAX_EPSILON))
+    found: NDArray[np.float64] = above[first] - factors * weighed[first]
+    return np.clip(found, 0, 1)
+
+
+def _losses(
+    direction: _Direction, width: float, steps: Mapping[Mechanism, int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Compose one direction: losses above 0, and the probability of each.
+
+    The third value is the probability of an infinite loss, or one too large to count.
     """
     spectrum: Any = 1.0
     log_finite = 0.0
@@ -268,16 +325,27 @@ def _epsilon(
     # Cell i of the transform is loss i modulo the length; only losses above 0 matter.
     top = direction.lowest + direction.length
     first = max(direction.lowest, 1)
-    if top <= first:
-        return math.inf if infinite >= delta else 0.0
-    cells = np.arange(first, top)
+    cells = np.arange(first, max(top, first))
     losses: NDArray[np.float64] = cells * np.float64(width)
     probs = np.maximum(probs[cells % direction.length], np.float64(0))
-    if losses[-1] > MAX_EPSILON:
+    if len(losses) and losses[-1] > MAX_EPSILON:
         kept = int(np.searchsorted(losses, MAX_EPSILON))
         infinite += float(probs[kept:].sum())
         losses, probs = losses[:kept], probs[:kept]
-    return _invert(losses, probs, infinite, delta)
+    return losses, probs, infinite
+
+
+def _tails(
+    losses: NDArray[np.float64], probs: NDArray[np.float64], infinite: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Sums of p, and of p * exp(-loss), over each loss and those above it.
+
+    delta(epsilon) = sum over losses above epsilon of p * (1 - exp(epsilon - loss)),
+    plus the probability of an infinite loss (arXiv:2207.04380, equation 1).
+    """
+    above = infinite + np.cumsum(probs[::-1])[::-1]
+    weighed = np.cumsum((probs * np.exp(-losses))[::-1])[::-1]
+    return above, weighed
 
 
 def _power(values: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
@@ -299,8 +367,7 @@ def _invert(
 ) -> float:
     if infinite >= delta:
         return math.inf
-    above = infinite + np.cumsum(probs[::-1])[::-1]
-    weighed = np.cumsum((probs * np.exp(-losses))[::-1])[::-1]
+    above, weighed = _tails(losses, probs, infinite)
     # delta(epsilon) where epsilon is just below each loss, and at 0.
     left = above - np.exp(losses) * weighed
     # The last of them is what is infinite, and that is below delta.

@@ -29,7 +29,7 @@ from federation.errors import JobError, SiteError
 from federation.events import RunFinished
 from federation.ids import SiteId
 from federation.job import JobSpec
-from monitoring.audit_findings import Findings, document
+from monitoring.audit_findings import Findings, Verdict, document
 
 pytestmark = pytest.mark.slow
 
@@ -292,19 +292,50 @@ def test_exit_code_of_a_broken_promise_is_one(
     ]
 
 
-def test_exit_code_of_an_audit_that_could_find_nothing_is_four(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """A thousandth of the noise at an epsilon of 8: every guess is right."""
+def test_thousandth_of_the_noise_is_found_at_a_large_epsilon():
+    """Every guess is right; the bound on epsilon alone could not say more.
+
+    Without the tests of the trade-off curve the audit has to be inconclusive.
+    """
     found = audited(private_job(0.62), canaries=2000, noise_times=0.001)
     (site,) = found.sites
     assert site.guesses.correct == site.guesses.guesses
     assert site.largest_bound < 7.5 < site.promise.epsilon < 9
+    assert site.verdict is Verdict.BROKEN
+    assert replace(site, curve=None).verdict is Verdict.INCONCLUSIVE
+
+
+def test_exit_code_of_an_audit_that_could_find_nothing_is_four(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A hundred canaries, at an epsilon that only thousands can contradict."""
+    found = audited(private_job(0.25), canaries=100, noise_times=0.001)
+    assert found.inconclusive == found.sites
     audit_verb.leave(found, tmp_path / "new")
     assert audit_verb.show(found, tmp_path / "new", as_json=False) == 4
     streams = capsys.readouterr()
     assert "not broken" not in streams.out
-    assert "it says nothing about the promise" in streams.err
+    assert "would not notice if there were no noise" in streams.err
+
+
+@pytest.mark.parametrize(
+    "training",
+    [{}, {"local_steps": 8, "batch_size": 100}],
+    ids=["one-release", "sampling"],
+)
+def test_half_the_noise_is_found_at_an_epsilon_of_eight(training: Any):
+    """By the trade-off curve; guesses alone are too few for such an epsilon."""
+    job = private_job(0.62 if not training else 0.8, **training)
+    kept = audited(job, canaries=2000)
+    halved = audited(job, canaries=2000, noise_times=0.5)
+    (site,) = kept.sites
+    assert 6 < site.promise.epsilon < 9
+    assert site.verdict is Verdict.NOT_BROKEN
+    assert site.p_value > 0.5
+    (site,) = halved.sites
+    assert site.bound < site.promise.epsilon
+    assert site.verdict is Verdict.BROKEN
+    assert site.p_value < 0.01
 
 
 @pytest.mark.slow

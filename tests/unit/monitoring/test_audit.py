@@ -11,6 +11,7 @@ import pytest
 from federation.errors import StoreUnavailable
 from monitoring import audit_page
 from monitoring.audit_findings import (
+    CurveFindings,
     Findings,
     Membership,
     Promise,
@@ -20,7 +21,10 @@ from monitoring.audit_findings import (
     lines,
 )
 from monitoring.audit_page import render, write_audit
-from privacy.dp.auditing import guess, roc
+from privacy.dp import curve_tests
+from privacy.dp.auditing import Guesses, guess, roc
+from privacy.dp.curve_tests import CurveTest
+from privacy.dp.trade_off import EPSILONS, TradeOff
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +33,12 @@ TERMS = "unit record, neighbours: add or remove one record"
 
 
 def site(
-    name: str = "left", *, epsilon: float = 8.0, shift: float = 2.0, num: int = 1000
+    name: str = "left",
+    *,
+    epsilon: float = 8.0,
+    shift: float = 2.0,
+    num: int = 1000,
+    curve: CurveFindings | None = None,
 ) -> SiteFindings:
     """Findings of normal scores, so far apart."""
     is_in = RNG.random(num) < 0.5
@@ -39,6 +48,7 @@ def site(
         site=name,
         promise=Promise(epsilon=epsilon, delta=1e-5, terms=TERMS),
         guesses=guess(scores, is_in, num_guesses=min(100, num // 10)),
+        curve=curve,
         confidence=0.95,
         scores_m=scores,
         is_in_m=is_in,
@@ -57,6 +67,17 @@ def findings(*sites: SiteFindings) -> Findings:
         rounds=3,
         seconds=12.5,
         sites=sites,
+    )
+
+
+def with_p_values(
+    independent: float, one_run: float, *, least: float = 1e-9
+) -> CurveFindings:
+    """Tests of a curve with these p-values."""
+    return CurveFindings(
+        guesses=Guesses(canaries=1000, guesses=300, correct=290, low=-1.0, high=1.0),
+        one_run=CurveTest(p_value=one_run, least_p_value=least),
+        independent=CurveTest(p_value=independent, least_p_value=least),
     )
 
 
@@ -86,9 +107,43 @@ def test_epsilon_out_of_reach_of_every_guess_is_inconclusive():
         "inconclusive",
         "none",
     ]
-    assert "promise      inconclusive: not even without noise" in "\n".join(
-        lines(findings(DEAF))
+    assert "inconclusive: this audit would not notice if there were no noise" in (
+        "\n".join(lines(findings(DEAF)))
     )
+
+
+@pytest.mark.parametrize(
+    ("independent", "one_run", "verdict"),
+    [
+        (0.016, 1.0, Verdict.BROKEN),
+        (1.0, 0.016, Verdict.BROKEN),
+        (0.017, 0.017, Verdict.NOT_BROKEN),
+        (1.0, 1.0, Verdict.NOT_BROKEN),
+    ],
+)
+def test_three_tests_share_the_risk_of_a_false_alarm(
+    independent: float, one_run: float, verdict: Verdict
+):
+    """Each has a third of it; so little is certain at a confidence of 95 %."""
+    found = site(curve=with_p_values(independent, one_run))
+    assert found.verdict is verdict
+    assert found.p_value == min(1.0, 3 * min(independent, one_run))
+    told = document(findings(found))["sites"][0]
+    assert told["p_value"] == found.p_value
+    assert told["trade_off"]["p_value_one_run"] == one_run
+    assert told["trade_off"]["p_value_independent"] == independent
+    text = "\n".join(lines(findings(found)))
+    assert f"trade-off    p-value {independent:.2g} if canaries are" in text
+    assert f"{found.p_value:.2g}" in render(findings(found))
+
+
+def test_tests_that_could_not_contradict_are_inconclusive():
+    """A curve that allows everything, beside a bound that cannot reach epsilon."""
+    found = site(shift=40.0, curve=with_p_values(1.0, 1.0, least=0.017))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    all_allowed = TradeOff(np.ones_like(EPSILONS))
+    test = curve_tests.independent(all_allowed, found.scores_m, found.is_in_m)
+    assert (test.p_value, test.least_p_value) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("num_canaries", [100, 1000, 20_000])
@@ -107,8 +162,8 @@ def test_lines_say_what_was_promised_and_what_was_proved():
     assert f"epsilon      2.50 at delta 1e-05\n             {TERMS}" in text
     assert f"lower bound  {KEPT.bound:.2f} at delta 1e-05, confidence 95%" in text
     assert f"canaries     1000, 100 guesses, {KEPT.guesses.correct} correct" in text
-    assert text.count("not broken") == 1
-    assert text.count("BROKEN: the bound exceeds epsilon") == 1
+    assert text.count("not broken: the p-value of all tests is") == 1
+    assert text.count("BROKEN: the p-value of all tests is") == 1
     assert "infinite: the job has no differential privacy" in text
 
 
@@ -127,7 +182,7 @@ def test_page_shows_every_site_and_escapes_names():
     """Two figures each, a verdict, and nothing from the network."""
     page = render(findings(BROKEN, FREE))
     assert page.count('<svg class="plot"') == 4
-    assert "What it promises does not hold" in page
+    assert "The promise does not hold" in page
     assert "<b>job</b>" not in page
     assert "<i>bad</i>" not in page
     assert "<script" not in page
@@ -141,7 +196,7 @@ def test_page_without_a_broken_promise_does_not_promise_safety():
     assert "proves nothing about attacks that were not tried" in render(findings(KEPT))
     deaf = render(findings(KEPT, DEAF))
     assert "proves nothing about attacks" not in deaf
-    assert "It is inconclusive" in deaf
+    assert "this audit is inconclusive" in deaf
     free = render(findings(FREE))
     assert "has no differential privacy" in free
     assert "most that epsilon allows" not in free

@@ -1,0 +1,189 @@
+"""Tests of a claimed trade-off curve by canaries.
+
+Null hypothesis: what the attacker saw bounds every attack on one record as the curve
+says. A small p-value contradicts it. There are two tests, because a stronger assumption
+buys much more power:
+
+- ``one_run`` assumes nothing but the coins that put canaries in (Mahloujifar, Melis and
+  Chaudhuri 2024, arXiv:2410.22235). Scores may depend on each other in any way. One
+  accident may then make all guesses right at once, so that its p-values fall slowly
+  with the number of canaries: half the noise gives about 0.01.
+- ``independent`` assumes that canaries do not influence each other: given the coins,
+  scores are independent. That is part of what DP-SGD claims if each canary has a
+  coordinate of its own: sampling and noise are independent for each.
+
+Shape suffixes: m canaries, i scores of canaries that were in, o of those that were out,
+t thresholds.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import betaincinv
+
+from privacy.dp.auditing import Guesses, Scores, Truth
+from privacy.dp.trade_off import TradeOff
+
+# Logarithm of the least p-value that is told from 0, and halvings to find one.
+_LEAST_LOG, _HALVINGS = -60.0, 24
+
+# Thresholds that the first half of the canaries chooses from.
+_THRESHOLDS = 32
+
+_LEAST_SCORES = 4  # Of each kind: half of them choose a threshold, half test it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveTest:
+    """What a test of a curve found.
+
+    Attributes:
+        p_value: Largest probability of a result as clear as this under the hypothesis.
+        least_p_value: The p-value if scores had told every canary's coin.
+    """
+
+    p_value: float
+    least_p_value: float
+
+
+def one_run(curve: TradeOff, guesses: Guesses) -> CurveTest:
+    """Test a curve by the number of right guesses, whatever canaries do to each other.
+
+    Args:
+        curve: Of adding or removing one canary.
+        guesses: Their number was fixed before scores were looked at.
+    """
+    return CurveTest(
+        p_value=p_value_of_guesses(
+            curve, guesses.canaries, guesses.guesses, guesses.correct
+        ),
+        least_p_value=p_value_of_guesses(
+            curve, guesses.canaries, guesses.guesses, guesses.guesses
+        ),
+    )
+
+
+def p_value_of_guesses(
+    curve: TradeOff, canaries: int, guesses: int, correct: int
+) -> float:
+    """Largest probability of so many right guesses under the curve.
+
+    arXiv:2410.22235, Theorem 8 and Algorithm 3. Let ``p_i`` be the probability of
+    exactly i right guesses out of r about m canaries, and
+
+        right(i) = sum over j >= i of p_j * j / m
+        wrong(i) = sum over j >= i of p_j * (r - j) / m
+
+    the probabilities, for the average canary, of at least i right guesses and of one
+    right or wrong about this canary. If its coin alone were turned, a right guess with
+    i right ones in all would be a wrong one with i - 1; so ``wrong(i - 1)`` is a false
+    positive rate, and ``right(i)`` the true positive rate of the same attack. From the
+    probability of at least v right guesses follow, one by one, the least probabilities
+    of v - 1, v - 2, ..., and their sum must not exceed 1.
+
+    Args:
+        curve: Of adding or removing one canary.
+        canaries: m, each in the data with probability 1/2, independently.
+        guesses: r at most m; which canaries are guessed may depend on the output.
+        correct: v at most r.
+
+    Returns:
+        At most 1; an upper bound.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+    if not 0 <= correct <= guesses <= canaries:
+        raise ValueError(f"{correct} of {guesses} guesses about {canaries} canaries")
+    low, high = _LEAST_LOG, 0.0
+    if _is_possible(curve, canaries, guesses, correct, 1.0):
+        return 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _is_possible(curve, canaries, guesses, correct, math.exp(middle)):
+            low = middle
+        else:
+            high = middle
+    return math.exp(high)
+
+
+def _is_possible(
+    curve: TradeOff, canaries: int, guesses: int, correct: int, probability: float
+) -> bool:
+    """Whether so many right guesses or more may have this probability."""
+    right = probability * correct / canaries
+    wrong = probability * (guesses - correct) / canaries
+    for fewer in range(correct - 1, -1, -1):
+        least = curve.least_false_positives(right)
+        if least > wrong:
+            right += (least - wrong) * fewer / (guesses - fewer)
+            wrong = least
+        if right + wrong > guesses / canaries:
+            return False
+    return right + wrong <= guesses / canaries
+
+
+def independent(curve: TradeOff, scores_m: Scores, is_in_m: Truth) -> CurveTest:
+    """Test a curve by the rates of an attack, if canaries are independent.
+
+    The first half of the canaries chooses a threshold, and the second half tests the
+    curve there: Clopper-Pearson limits of both rates, each with half of the risk. It
+    is done for "in" above a threshold and for "out" below one, and the p-value is
+    twice the smaller one.
+
+    Args:
+        curve: Of adding or removing one canary.
+        scores_m: Shape ``(m,)``; the higher, the more a canary seems to be in.
+        is_in_m: Shape ``(m,)``; whether it is.
+    """
+    in_i, out_o = scores_m[is_in_m], scores_m[~is_in_m]
+    return CurveTest(
+        p_value=_both_ways(curve, in_i, out_o),
+        least_p_value=_both_ways(curve, np.ones_like(in_i), np.zeros_like(out_o)),
+    )
+
+
+def _both_ways(curve: TradeOff, in_i: Scores, out_o: Scores) -> float:
+    if min(len(in_i), len(out_o)) < _LEAST_SCORES:
+        return 1.0
+    found = min(_one_way(curve, in_i, out_o), _one_way(curve, -out_o, -in_i))
+    return min(1.0, 2 * found)
+
+
+def _one_way(curve: TradeOff, first: Scores, second: Scores) -> float:
+    """Test the share of ``first`` over that of ``second`` above a threshold."""
+    choosing = np.sort(np.concatenate((first[::2], second[::2])))
+    places = np.linspace(0, len(choosing) - 1, _THRESHOLDS)
+    thresholds_t = choosing[np.rint(places).astype(np.int64)]
+    chosen = _p_values(curve, first[::2], second[::2], thresholds_t).argmin()
+    tested = thresholds_t[chosen : chosen + 1]
+    return float(_p_values(curve, first[1::2], second[1::2], tested)[0])
+
+
+def _p_values(
+    curve: TradeOff, first: Scores, second: Scores, thresholds_t: Scores
+) -> Scores:
+    hits_t, errors_t = _reached(first, thresholds_t), _reached(second, thresholds_t)
+    low_t = np.full(len(thresholds_t), _LEAST_LOG)
+    high_t = np.zeros(len(thresholds_t))
+    for _ in range(_HALVINGS):
+        middle_t = (low_t + high_t) / 2
+        tails_t = np.exp(middle_t) / 2
+        least_t = _least_rate(hits_t, len(first), tails_t)
+        most_t = 1 - _least_rate(len(second) - errors_t, len(second), tails_t)
+        is_contradicted_t = least_t > curve.most_true_positives(most_t)
+        low_t = np.where(is_contradicted_t, low_t, middle_t)
+        high_t = np.where(is_contradicted_t, middle_t, high_t)
+    return np.exp(high_t)
+
+
+def _least_rate(hits_t: NDArray[np.int64], trials: int, tails_t: Scores) -> Scores:
+    """Clopper-Pearson's lower limit for each number of hits."""
+    least = betaincinv(np.maximum(hits_t, 1), trials - hits_t + 1, tails_t)
+    return np.where(hits_t > 0, least, 0.0)
+
+
+def _reached(scores: Scores, thresholds_t: Scores) -> NDArray[np.int64]:
+    return len(scores) - np.searchsorted(np.sort(scores), thresholds_t, side="left")

@@ -1,0 +1,217 @@
+"""Tests of a claimed curve: their level, their power, and what they assume.
+
+Seeds are fixed: every figure is that of these very draws.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+from scipy.stats import binom, norm
+
+from privacy.dp import accountant
+from privacy.dp.auditing import Guesses, guess
+from privacy.dp.curve_tests import independent, one_run, p_value_of_guesses
+from privacy.dp.events import Event
+from privacy.dp.trade_off import TradeOff
+
+# One of jobs/private.toml's sites; what one release of the same epsilon would be; and
+# steps that seldom draw a record.
+PRIVATE = Event(noise_multiplier=2.4957, sampling_rate=0.392, steps=120)
+RELEASE = Event(noise_multiplier=0.62, sampling_rate=1.0, steps=1)
+SELDOM = Event(noise_multiplier=0.9, sampling_rate=0.02, steps=2000)
+EVENTS = {"private": PRIVATE, "release": RELEASE, "seldom": SELDOM}
+
+Draw = tuple[np.ndarray, np.ndarray]
+
+
+def drawn(event: Event, canaries: int, seed: int, *, noise_times: float = 1.0) -> Draw:
+    """Scores of canaries with coordinates of their own, and their coins."""
+    rng = np.random.default_rng(seed)
+    is_in = rng.random(canaries) < 0.5
+    deviation = noise_times * event.noise_multiplier * math.sqrt(event.steps)
+    times_drawn = rng.binomial(event.steps, event.sampling_rate, size=canaries)
+    return deviation * rng.normal(size=canaries) + is_in * times_drawn, is_in
+
+
+def guessed(found: Draw) -> Guesses:
+    return guess(*found, num_guesses=len(found[0]) // 3)
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_correct_mechanisms_are_contradicted_no_more_often_than_the_level_says(
+    name: str,
+):
+    """Of 60 draws with the claimed noise at most 5 % have a p-value below 0.05."""
+    curve = accountant.trade_off([EVENTS[name]])
+    found = [drawn(EVENTS[name], 500, seed) for seed in range(60)]
+    assert sum(independent(curve, *draw).p_value < 0.05 for draw in found) <= 3
+    assert sum(one_run(curve, guessed(d)).p_value < 0.05 for d in found[:20]) <= 1
+
+
+@pytest.mark.parametrize("level", [0.01, 0.05, 0.2])
+def test_level_is_kept_where_the_attack_reaches_the_curve(level: float):
+    """One release: the score is the likelihood ratio, and no attack is better."""
+    curve = accountant.trade_off([Event(noise_multiplier=1, sampling_rate=1, steps=1)])
+    event = Event(noise_multiplier=1.0, sampling_rate=1.0, steps=1)
+    below = sum(
+        independent(curve, *drawn(event, 400, seed)).p_value < level
+        for seed in range(100)
+    )
+    assert below <= binom.ppf(0.999, 100, level)
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_half_the_noise_is_found(name: str):
+    """Of 20 draws all, by 2,000 independent canaries."""
+    event = EVENTS[name]
+    curve = accountant.trade_off([event])
+    found = [drawn(event, 2000, seed, noise_times=0.5) for seed in range(20)]
+    assert all(independent(curve, *draw).p_value < 0.05 / 3 for draw in found)
+
+
+def test_half_the_noise_is_found_without_assuming_independence():
+    """By 5,000 canaries and an accountant's epsilon of 8."""
+    curve = accountant.trade_off([PRIVATE])
+    draws = [drawn(PRIVATE, 5000, seed, noise_times=0.5) for seed in range(5)]
+    found = [one_run(curve, guessed(draw)).p_value for draw in draws]
+    assert max(found) < 0.05 / 3
+    assert min(found) > 1e-4  # One accident may explain all guesses at once.
+
+
+def test_less_noise_is_clearer():
+    """On the same draws, the p-value never rises as noise falls."""
+    curve = accountant.trade_off([PRIVATE])
+    for seed in range(5):
+        found = [
+            independent(curve, *drawn(PRIVATE, 2000, seed, noise_times=times)).p_value
+            for times in (1.0, 0.7, 0.5, 0.25)
+        ]
+        assert found == sorted(found, reverse=True)
+        assert found[0] > 0.05 > found[2]
+
+
+def test_more_right_guesses_are_clearer():
+    """And fewer guesses, all of them right, are less clear."""
+    curve = accountant.trade_off([PRIVATE])
+    found = [p_value_of_guesses(curve, 1000, 300, right) for right in range(200, 301)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == 1.0
+    fewer = [p_value_of_guesses(curve, 1000, n, n) for n in (10, 100, 300)]
+    assert fewer == sorted(fewer, reverse=True)
+
+
+def largest_probability(
+    curve: TradeOff, canaries: int, guesses: int, correct: int
+) -> float:
+    """Maximise the probability over all distributions, by linear programming."""
+    right_j = np.arange(guesses + 1)
+    slack_e = np.linspace(0.001, 0.999, 400)
+    most_e = curve.most_true_positives(slack_e)
+    rows, limits = [], []
+    for i in range(1, guesses + 1):
+        hits = np.where(right_j >= i, right_j / canaries, 0)
+        errors = np.where(right_j >= i - 1, (guesses - right_j) / canaries, 0)
+        # Tangents of the curve, which is concave: between neighbouring points.
+        slopes = np.diff(most_e) / np.diff(slack_e)
+        for slope, rate, most in zip(slopes, slack_e, most_e, strict=False):
+            rows.append((hits - slope * errors) / max(1.0, slope))
+            limits.append((most - slope * rate) / max(1.0, slope))
+    found = linprog(
+        -(right_j >= correct).astype(float),
+        A_ub=np.array(rows),
+        b_ub=np.array(limits),
+        A_eq=np.ones((1, guesses + 1)),
+        b_eq=[1],
+        bounds=(0, 1),
+        method="highs",
+    )
+    return -float(found.fun)
+
+
+@pytest.mark.parametrize(("canaries", "guesses"), [(10, 10), (20, 8), (40, 20)])
+@pytest.mark.parametrize("name", ["private", "release"])
+def test_p_value_of_guesses_is_the_optimum_of_a_linear_program(
+    name: str, canaries: int, guesses: int
+):
+    """Over all distributions of right guesses that the curve allows."""
+    curve = accountant.trade_off([EVENTS[name]])
+    for correct in range(guesses // 2, guesses + 1, 2):
+        found = p_value_of_guesses(curve, canaries, guesses, correct)
+        optimum = largest_probability(curve, canaries, guesses, correct)
+        assert found == pytest.approx(optimum, rel=0.02)
+
+
+def reveals_all(correct: int, canaries: int, right: float, delta: float) -> float:
+    """All coins are shown at once with probability delta, or answered at random."""
+    return delta + (1 - delta) * float(binom.sf(correct - 1, canaries, right))
+
+
+def reveals_none(correct: int, canaries: int, right: float, delta: float) -> float:
+    """Every answer is at random."""
+    return (1 - delta) * float(binom.sf(correct - 1, canaries, right))
+
+
+@pytest.mark.parametrize("cheat", [reveals_all, reveals_none])
+def test_p_value_of_guesses_covers_mechanisms_that_join_canaries(
+    cheat: Callable[[int, int, float, float], float],
+):
+    """Whatever canaries do to each other, the true probability is not above it."""
+    delta, level, canaries = 0.01, 1.0, 60
+    epsilons = np.linspace(0, 10, 401)
+    right = math.exp(level) / (1 + math.exp(level))
+    # Delta of randomised response below its epsilon, and the leak on top.
+    kept = np.maximum(0.0, right - np.exp(epsilons) * (1 - right))
+    curve = TradeOff(delta + (1 - delta) * kept, epsilons)
+    for correct in range(30, 61, 5):
+        found = p_value_of_guesses(curve, canaries, canaries, correct)
+        assert found >= 0.999 * cheat(correct, canaries, right, delta)
+
+
+def test_one_accident_contradicts_independence_and_not_the_other_test():
+    """A mechanism that shows all coins at once, seldom enough for its curve."""
+    curve = accountant.trade_off([Event(noise_multiplier=1, sampling_rate=1, steps=1)])
+    rng = np.random.default_rng(3)
+    is_in = rng.random(1000) < 0.5
+    all_shown = np.where(is_in, 1.0, 0.0)
+    assert independent(curve, all_shown, is_in).p_value < 1e-12
+    assert one_run(curve, guessed((all_shown, is_in))).p_value > 1e-5
+
+
+def test_what_could_be_found_is_told_beforehand():
+    """The least p-value is that of scores without noise, and does not need them."""
+    curve = accountant.trade_off([PRIVATE])
+    scores, is_in = drawn(PRIVATE, 1000, 5)
+    found = independent(curve, scores, is_in)
+    clear = independent(curve, is_in.astype(float), is_in)
+    assert found.p_value > found.least_p_value == clear.p_value
+    guesses = guessed((scores, is_in))
+    least = one_run(curve, guesses).least_p_value
+    assert least == p_value_of_guesses(curve, 1000, len(scores) // 3 // 2 * 2, 332)
+
+
+def test_scores_upside_down_say_nothing():
+    """Nor do those of canaries of one kind, or too few."""
+    curve = accountant.trade_off([PRIVATE])
+    scores, is_in = drawn(PRIVATE, 1000, 7, noise_times=0.1)
+    assert independent(curve, scores, is_in).p_value < 1e-9
+    assert independent(curve, -scores, is_in).p_value == 1.0
+    assert independent(curve, scores, np.ones(1000, np.bool_)).p_value == 1.0
+    assert independent(curve, scores[:6], is_in[:6]).p_value == 1.0
+
+
+@pytest.mark.parametrize("numbers", [(10, 11, 5), (10, 5, 6), (10, 5, -1)])
+def test_numbers_of_guesses_that_cannot_be_are_refused(numbers: tuple[int, int, int]):
+    """More guesses than canaries, or more right ones than guesses."""
+    curve = accountant.trade_off([PRIVATE])
+    with pytest.raises(ValueError, match="guesses about"):
+        p_value_of_guesses(curve, *numbers)
+
+
+def test_rate_at_the_threshold_is_compared_with_the_curve():
+    """One release of noise 1, by hand: 50 % against 16 % is what the curve allows."""
+    curve = accountant.trade_off([Event(noise_multiplier=1, sampling_rate=1, steps=1)])
+    hit, error = 0.5, float(norm.cdf(-1.0))
+    assert curve.least_false_positives(hit) == pytest.approx(error, rel=1e-3)
