@@ -11,14 +11,20 @@ opened.
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from itertools import chain
+from itertools import chain, count
 
 from google.auth.credentials import Credentials
 
 from cloud_adapters.storage import gcs_errors
 from cloud_adapters.storage.checksums import Checksums, checksums_of
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of
-from cloud_adapters.storage.gcs_lookup import Resource, lookup, object_path, told_apart
+from cloud_adapters.storage.gcs_lookup import (
+    Resource,
+    lookup,
+    number_in,
+    object_path,
+    told_apart,
+)
 from cloud_adapters.storage.gcs_read import Reading
 from cloud_adapters.storage.gcs_upload import (
     BLOCK_BYTES,
@@ -44,6 +50,8 @@ from cloud_adapters.storage.keys import (
 from cloud_adapters.storage.retry import Retry
 from federation.errors import ObjectChanged, ObjectNotFound, StoreError, StoreForbidden
 from federation.protocols import Buffer, ObjectInfo
+
+MAX_SESSIONS = 3  # Of one write, where the service forgets them.
 
 _FIELDS = "name,size,generation,crc32c,metadata,updated"
 _OWN_METADATA = frozenset({PUT_ID, SHA256})
@@ -118,7 +126,9 @@ class GcsStore:
         parts = chunks(data, self._chunk_bytes)
         first = next(parts)
         if not first.is_last:
-            return self._upload(writing, chain([first], parts), checksums_of(data))
+            again = None if iter(data) is data else data
+            parts = chain([first], parts)
+            return self._upload(writing, parts, checksums_of(data), again=again)
         whole = Checksums()
         whole.update(first.content)
         resource = writing.repeated(
@@ -156,12 +166,32 @@ class GcsStore:
         )
 
     def _upload(
-        self, writing: Writing, parts: Iterable[Chunk], known: Checksums | None
+        self,
+        writing: Writing,
+        parts: Iterable[Chunk],
+        known: Checksums | None,
+        *,
+        again: Iterable[Buffer] | None = None,
     ) -> ObjectInfo:
-        """Send a content by an upload session."""
+        """Send a content by an upload session.
+
+        Args:
+            writing: The write.
+            parts: The content.
+            known: Of the content, where it was read before.
+            again: The content once more, where it can be read again: for another
+                session if the service forgets the first.
+        """
         new = writing.new
-        session = UploadSession(self._http, self._retry, new, known)
-        resource = writing.through(session, parts)
+        for number in count(1):
+            session = UploadSession(self._http, self._retry, new, known)
+            try:
+                resource = writing.through(session, parts)
+                break
+            except gcs_errors.UploadGone:
+                if again is None or number == MAX_SESSIONS:
+                    raise
+            parts = chunks(again, self._chunk_bytes)
         sums = known or session.sums
         self._check(resource, new, size=sums.size, crc32c=sums.crc32c)
         return _info(new.name.removeprefix(self._prefix), resource)
@@ -174,10 +204,14 @@ class GcsStore:
         Raises:
             CorruptObject: It is not.
         """
-        actual = f"{resource['size']} bytes of CRC32C {decoded(resource['crc32c'])}"
+        found = number_in(resource, "size", new.doing)
+        if "crc32c" not in resource:
+            raise gcs_errors.UNCLEAR.told(new.doing, "no crc32c in its answer")
+        actual = f"{found} bytes of CRC32C {decoded(resource['crc32c'])}"
         expected = f"{size} bytes of CRC32C {crc32c}"
         if actual != expected:
-            self._delete(new.name, new.doing, str(resource["generation"]))
+            generation = number_in(resource, "generation", new.doing)
+            self._delete(new.name, new.doing, str(generation))
             raise gcs_errors.corrupt(new.doing, f"{actual} instead of {expected}")
 
     def read(
@@ -244,7 +278,7 @@ class GcsStore:
             )
             page = self._json(ask)
             for resource in page.get("items", ()):
-                key = key_in(self._prefix, str(resource["name"]))
+                key = key_in(self._prefix, str(resource.get("name", "")))
                 if key is not None and key > start_after:
                     yield _info(key, resource)
             if "nextPageToken" not in page:
@@ -285,8 +319,10 @@ class GcsStore:
             generation=ABSENT if if_absent else None,
         )
         resource = writing.repeated(Rewrite(self._http, found, new))
-        size, crc32c = int(found["size"]), decoded(found["crc32c"])
-        self._check(resource, new, size=size, crc32c=crc32c)
+        size = number_in(found, "size", doing)
+        if "crc32c" not in found:
+            raise gcs_errors.UNCLEAR.told(doing, "no crc32c in its answer")
+        self._check(resource, new, size=size, crc32c=decoded(found["crc32c"]))
         return _info(target, resource)
 
     def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
@@ -340,12 +376,13 @@ def _generation(version: str | None, doing: str) -> str | None:
 def _info(key: str, resource: Resource) -> ObjectInfo:
     """Take from the API's resource what we tell of an object."""
     metadata: Mapping[str, str] = resource.get("metadata", {})
+    doing = f"look at {key!r}"
     crc = resource.get("crc32c")
     updated = resource.get("updated")
     return ObjectInfo(
         key=key,
-        size=int(resource["size"]),
-        version=str(resource["generation"]),
+        size=number_in(resource, "size", doing),
+        version=str(number_in(resource, "generation", doing)),
         crc32c=None if crc is None else decoded(crc),
         sha256=metadata.get(SHA256),
         metadata={k: v for k, v in metadata.items() if k not in _OWN_METADATA},

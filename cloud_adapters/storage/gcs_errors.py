@@ -80,8 +80,14 @@ _THROTTLED = Meaning(
     "per second): use fewer workers, or other keys",
     is_temporary=True,
 )
+
+
+class UploadGone(StoreUnavailable):
+    """An upload session that the service has forgotten, with all that it had."""
+
+
 _UPLOAD_GONE = Meaning(
-    StoreUnavailable,
+    UploadGone,
     "the upload session has ended before the upload: put the object again",
 )
 _TOO_LARGE = Meaning(
@@ -97,6 +103,12 @@ _KEPT = Meaning(
 _UNSUPPORTED = Meaning(
     StoreUnavailable,
     "the endpoint does not do this: it has to speak Cloud Storage's JSON API",
+)
+UNCLEAR = Meaning(
+    StoreUnavailable,
+    "the endpoint does not answer as Cloud Storage does: check its URL, and proxies "
+    "on the way",
+    is_temporary=True,
 )
 _TLS = Meaning(
     StoreUnavailable,

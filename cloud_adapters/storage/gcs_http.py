@@ -173,7 +173,9 @@ def json_of(response: requests.Response, doing: str) -> dict[str, Any]:
         StoreUnavailable: It is something else.
     """
     with translated(doing):
-        body: dict[str, Any] = response.json()
+        body = response.json()
+    if not isinstance(body, dict):
+        raise gcs_errors.UNCLEAR.told(doing, "its answer is no object of JSON")
     return body
 
 

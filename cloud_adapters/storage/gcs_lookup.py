@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from cloud_adapters.storage import gcs_errors
 from cloud_adapters.storage.gcs_http import Ask, GcsHttp, json_of, quoted
 from federation.errors import ObjectNotFound, StoreError, StoreForbidden
 
@@ -12,6 +13,18 @@ Resource = Mapping[str, Any]
 def object_path(bucket: str, name: str) -> str:
     """Where an object lies below the endpoint."""
     return f"/storage/v1/b/{bucket}/o/{quoted(name)}"
+
+
+def number_in(resource: Resource, name: str, doing: str) -> int:
+    """Read a number that nothing can be done without: a size, or a generation.
+
+    Raises:
+        StoreUnavailable: The service does not say it.
+    """
+    text = str(resource.get(name, ""))
+    if not (text.isascii() and text.isdecimal()):
+        raise gcs_errors.UNCLEAR.told(doing, f"no {name} in its answer")
+    return int(text)
 
 
 def lookup(

@@ -59,6 +59,8 @@ class Reading:
             StoreError: See ``gcs_errors``. What has arrived is kept for the next
                 attempt.
         """
+        if self._generation is None:
+            self._forget()  # What has arrived may be of another generation.
         try:
             response = self._http.send(self._ask(start, length))
         except ObjectChanged as error:

@@ -32,6 +32,7 @@ from cloud_adapters.storage.s3_calls import (
     GivenClient,
     S3Calls,
     ServerSideEncryption,
+    check_said,
     updated_of,
     version_of,
 )
@@ -190,8 +191,10 @@ class S3Store:
                 **asked,
             )
             for entry in answer.get("Contents", ()):
+                check_said(f"list {calls.where(prefix)}", entry, ("Key",))
                 key = key_in(calls.prefix, entry["Key"])
                 if key is not None:
+                    check_said(f"list {calls.where(key)}", entry, ("Size", "ETag"))
                     yield _listed(key, entry)
             if not answer.get("IsTruncated"):
                 return

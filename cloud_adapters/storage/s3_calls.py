@@ -6,7 +6,7 @@ that break off (``s3_read``).
 
 import base64
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeVar
@@ -37,15 +37,15 @@ NUM_CONNECTIONS = 32
 
 # What the service says in every answer to an operation that went well.
 _ALWAYS_THERE = {
-    "complete_multipart_upload": "ETag",
-    "copy_object": "CopyObjectResult",
-    "create_multipart_upload": "UploadId",
-    "get_object": "ETag",
-    "head_object": "ETag",
-    "list_objects_v2": "IsTruncated",
-    "put_object": "ETag",
-    "upload_part": "ETag",
-    "upload_part_copy": "CopyPartResult",
+    "complete_multipart_upload": ("ETag",),
+    "copy_object": ("CopyObjectResult",),
+    "create_multipart_upload": ("UploadId",),
+    "get_object": ("ETag", "ContentLength"),
+    "head_object": ("ETag", "ContentLength"),
+    "list_objects_v2": ("IsTruncated",),
+    "put_object": ("ETag",),
+    "upload_part": ("ETag",),
+    "upload_part_copy": ("CopyPartResult",),
 }
 
 Answer = Mapping[str, Any]
@@ -237,9 +237,14 @@ class S3Calls:
 
     def _check_answer(self, operation: str, doing: str, answer: Answer) -> None:
         """Take no empty answer for a short one: an end of all objects, for example."""
-        field_name = _ALWAYS_THERE.get(operation)
-        if field_name is not None and field_name not in answer:
-            raise s3_errors.UNCLEAR.told(doing, f"no {field_name} in its answer")
+        try:
+            check_said(doing, answer, _ALWAYS_THERE.get(operation, ()))
+            if answer.get("IsTruncated"):
+                check_said(doing, answer, ("NextContinuationToken",))
+        except StoreError:
+            if "Body" in answer:
+                answer["Body"].close()
+            raise
 
     def understand(self, doing: str, request: Callable[[], _Result]) -> _Result:
         """Do something with the client or its streams, and translate what it raises."""
@@ -308,6 +313,19 @@ class S3Calls:
         # Keys come in order: the key itself would be the first of its own prefix.
         if all(entry["Key"] != name for entry in answer.get("Contents", ())):
             raise ObjectNotFound(f"there is no {self.where(key)}") from forbidden
+
+
+def check_said(doing: str, said: Answer, names: Iterable[str]) -> None:
+    """Check that the service says what nothing can be done without.
+
+    An ETag that is empty is none: as a version it would be that of every object.
+
+    Raises:
+        StoreUnavailable: It does not.
+    """
+    for name in names:
+        if said.get(name) is None or said[name] in ("", '""'):
+            raise s3_errors.UNCLEAR.told(doing, f"no {name} in its answer")
 
 
 def info_of(key: str, answer: Answer) -> ObjectInfo:

@@ -52,7 +52,7 @@ REFUSALS = [
     (404, "notFound", "No such object: b/k", ObjectNotFound, "no such object"),
     (404, "notFound", "The specified bucket does not exist.", BucketNotFound, "name"),
     (405, "methodNotAllowed", "", StoreUnavailable, "JSON API"),
-    (410, "gone", "", StoreUnavailable, "put the object again"),
+    (410, "gone", "", gcs_errors.UploadGone, "put the object again"),
     (412, "conditionNotMet", "", ObjectChanged, "version"),
     (413, "uploadTooLarge", "", StoreUnavailable, "5 TiB"),
     (418, "teapot", "", StoreUnavailable, "correct what it names"),
@@ -93,7 +93,7 @@ def test_session_that_is_gone_is_no_missing_object(status: int):
     """404 of an upload session is not 404 of an object."""
     response = refusal(status, "notFound", "Not Found")
     error = gcs_errors.of_answer(response, DOING, is_session=True)
-    assert type(error) is StoreUnavailable
+    assert type(error) is gcs_errors.UploadGone
     assert "upload session" in str(error)
 
 

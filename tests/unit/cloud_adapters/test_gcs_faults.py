@@ -1,14 +1,16 @@
 """What only Cloud Storage does over a bad network; see also tests/contract."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support import gcs_stores
+from support import gcs_stores, tcp_proxy
 from support.bad_lines import LOST_REPLY, Line, google_error
 from support.fake_gcs import KIB_256, FakeGcs
 from support.tcp_proxy import Fault
 
+from cloud_adapters.storage.gcs import MAX_SESSIONS
 from federation.errors import (
     CorruptObject,
     ObjectChanged,
@@ -46,8 +48,30 @@ def test_session_that_is_gone_behind_the_last_chunk(gcs_line: Line):
     assert gcs_line.near.read("key", if_version=info.version) == gcs_line.big
 
 
-def test_session_that_is_gone(gcs_line: Line):
-    """An upload that the service has forgotten is said to be one."""
+@pytest.mark.parametrize(("status", "reason"), [(404, "notFound"), (410, "gone")])
+@pytest.mark.parametrize("after", [0, 2])
+def test_session_that_is_gone_is_begun_again(
+    gcs_line: Line, status: int, reason: str, after: int
+):
+    """With a content that can be read again: from its first byte, as one write."""
+    gcs_line.proxy.fail("PUT", google_error(status, reason), after=after)
+    info = gcs_line.far.put("key", [gcs_line.big], if_absent=True)
+    assert gcs_line.near.read("key", if_version=info.version) == gcs_line.big
+    assert gcs_line.near.stat("key").sha256 is not None
+    assert gcs_line.proxy.count("POST") == 2
+
+
+def test_sessions_are_begun_again_so_often_and_no_more(gcs_line: Line):
+    """A service that forgets every one is broken."""
+    gcs_line.proxy.fail("PUT", google_error(410, "gone"), times=100)
+    with pytest.raises(StoreUnavailable, match="put the object again"):
+        gcs_line.far.put("key", [gcs_line.big])
+    assert gcs_line.proxy.count("POST") == MAX_SESSIONS
+    assert list(gcs_line.near.list()) == []
+
+
+def test_session_that_is_gone_with_a_stream(gcs_line: Line):
+    """An upload that cannot be begun again is said to be forgotten."""
     gcs_line.proxy.fail("PUT", google_error(404, "notFound"), after=2, times=100)
     with pytest.raises(StoreUnavailable, match="put the object again"):
         gcs_line.far.put("key", gcs_line.pieces(), if_absent=True)
@@ -141,3 +165,26 @@ def test_one_of_many_big_writers_wins(gcs_line: Line, gcs_server: FakeGcs):
     assert sum(won) == 1
     assert gcs_line.near.read("prize") == contents[won.index(True)]
     assert len(gcs_server.uploads) <= 1
+
+
+RESOURCE = {"name": "run/key", "size": "7", "generation": "5", "crc32c": "AAAAAA=="}
+
+
+@pytest.mark.parametrize("lost", ["size", "generation"])
+@pytest.mark.parametrize("verb", ["stat", "list"])
+def test_answer_that_leaves_out_what_is_needed(gcs_line: Line, lost: str, verb: str):
+    """Is an endpoint that does not answer as Cloud Storage does, and no KeyError."""
+    said = {name: value for name, value in RESOURCE.items() if name != lost}
+    body = json.dumps({"items": [said]} if verb == "list" else said).encode()
+    fault = tcp_proxy.answer(200, body, "Content-Type: application/json")
+    gcs_line.proxy.fail("GET", fault, times=1000)
+    with pytest.raises(StoreUnavailable, match=f"no {lost} in its answer"):
+        _ = list(gcs_line.far.list()) if verb == "list" else gcs_line.far.stat("key")
+
+
+def test_answer_that_is_no_object(gcs_line: Line):
+    """JSON of another kind."""
+    fault = tcp_proxy.answer(200, b"[]", "Content-Type: application/json")
+    gcs_line.proxy.fail("GET", fault, times=1000)
+    with pytest.raises(StoreUnavailable, match="no object of JSON"):
+        gcs_line.far.stat("key")

@@ -1,5 +1,7 @@
 """What only S3 does over a bad network; see also tests/contract."""
 
+from collections.abc import Callable
+
 import pytest
 from support import tcp_proxy
 from support.bad_lines import LOST_REPLY, Line
@@ -155,3 +157,54 @@ def test_forbidden_may_mean_absent(s3_line: Line):
             verb("ke")
         with pytest.raises(StoreUnavailable, match=r"grant it.*AccessDenied"):
             verb("key")
+
+
+HEAD = "HTTP/1.1 200 OK\r\n"
+LISTED = (
+    "<ListBucketResult><IsTruncated>false</IsTruncated>"
+    "<Contents><Key>run/key</Key>{}</Contents></ListBucketResult>"
+)
+TRUNCATED = "<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+
+
+def said(headers: str, body: str = "") -> Fault:
+    """An answer with these headers and no others."""
+    return Fault(answer=f"{HEAD}{headers}Connection: close\r\n\r\n{body}".encode())
+
+
+SHORT: dict[str, tuple[str, Fault, str]] = {
+    "no size": ("HEAD", said('ETag: "a"\r\n'), "no ContentLength"),
+    "no ETag": ("HEAD", said("Content-Length: 7\r\n"), "no ETag"),
+    "an empty ETag": ("HEAD", said("Content-Length: 7\r\nETag: \r\n"), "no ETag"),
+    "quotes alone": ("HEAD", said('Content-Length: 7\r\nETag: ""\r\n'), "no ETag"),
+    "read without size": ("GET", said('ETag: "a"\r\n', "content"), "no ContentLength"),
+    "read without ETag": ("GET", said("Content-Length: 1\r\n", "c"), "no ETag"),
+    "written without ETag": ("PUT", said("Content-Length: 0\r\n"), "no ETag"),
+    "listed without size": (
+        "LIST",
+        said("", LISTED.format("<ETag>a</ETag>")),
+        "no Size",
+    ),
+    "listed without ETag": (
+        "LIST",
+        said("", LISTED.format("<Size>7</Size>")),
+        "no ETag",
+    ),
+    "cut without a token": ("LIST", said("", TRUNCATED), "no NextContinuationToken"),
+}
+
+
+@pytest.mark.parametrize(("verb", "answer", "text"), SHORT.values(), ids=SHORT)
+def test_answer_that_leaves_out_what_is_needed(
+    s3_line: Line, verb: str, answer: Fault, text: str
+):
+    """Is an endpoint that does not answer as S3 does: no KeyError, no version ""."""
+    s3_line.proxy.fail("", answer, times=1000)
+    verbs: dict[str, Callable[[], object]] = {
+        "HEAD": lambda: s3_line.far.stat("key"),
+        "GET": lambda: s3_line.far.read("key"),
+        "PUT": lambda: s3_line.far.put("key", [b"content"]),
+        "LIST": lambda: list(s3_line.far.list()),
+    }
+    with pytest.raises(StoreUnavailable, match=f"{text} in its answer"):
+        verbs[verb]()
