@@ -64,12 +64,17 @@ source = ""
 # "none" (each record by itself), "public" (constants from elsewhere), "own" (a mean of
 # this site's data, say) or "pooled" (of several sites). You vouch for it.
 # preprocessing = "none"
+# name = "records"              # whose budget `total_epsilon` is; see below
 
 [floor]
 # What every job must promise, or this site does not take part.
 privacy = "record"              # "none" for jobs without differential privacy
 max_epsilon = 8.0               # of one run
-# total_epsilon = 16.0          # of all runs together, which nothing else limits
+# Of all runs on these records together: every release of every run counts, on training
+# and held-out records alike, and no deleted folder gives any of it back. One run at
+# epsilon 8 that also evaluates comes to about 12. When it is spent, no job with
+# differential privacy trains here any more.
+total_epsilon = 16.0
 max_delta = 1e-4
 secure_aggregation = true
 # min_sites = 3                 # fewest updates in a sum; 2 do with "record" above

@@ -5,11 +5,14 @@ were written at the time are checked against them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from clients import ledger_memory
+from clients.ledger_memory import LifetimeBudget, LifetimeSpent, dataset_of
+from clients.site_memory import FileMemory
 from deploy import site_file, site_run
 from deploy.run_folder import RunFolder
 from deploy.runs import find_run
@@ -38,11 +41,13 @@ class Finding:
         path: The file.
         contents: What it says; None if it is damaged.
         error: What is wrong; empty if it is sound.
+        lifetime: What all runs on the data have spent; None if nobody remembers.
     """
 
     path: Path
     contents: Contents | None
     error: str
+    lifetime: LifetimeSpent | None = None
 
 
 def find(name: str, root: Path) -> list[Path]:
@@ -108,9 +113,24 @@ def examine(path: Path, key: HeadKey | None = None) -> Finding:
         contents = read_file(path, key)
         _check_place(contents, path)
         _check_sums(contents, path)
+        lifetime = _lifetime(path, contents.terms.run_id)
     except FederationError as error:
         return Finding(path, None, str(error))
-    return Finding(path, contents, "")
+    return Finding(path, contents, "", lifetime)
+
+
+def _lifetime(path: Path, run_id: str) -> LifetimeSpent | None:
+    """Ask the memory of the site, or that beside a simulated run."""
+    site = path.absolute().parent
+    if site.parent.name != _SITES:
+        return None
+    run = RunFolder(site.parents[1])
+    for folder in (run.memory / site.name, run.path.parents[1] / "memory"):
+        memory = FileMemory(folder)
+        dataset = dataset_of(memory, run_id)
+        if dataset is not None:
+            return ledger_memory.lifetime(memory, LifetimeBudget(dataset=dataset))
+    return None
 
 
 def _check_place(contents: Contents, path: Path) -> None:
@@ -170,6 +190,7 @@ def facts(finding: Finding) -> dict[str, Any]:
             for purpose in PURPOSES
             if contents.events(purpose)
         },
+        "lifetime": None if finding.lifetime is None else asdict(finding.lifetime),
     }
 
 
@@ -228,6 +249,11 @@ def lines(finding: Finding) -> Iterator[str]:
         yield "spent       nothing"
     for purpose, spent in known["spent"].items():
         yield from _spent_lines(purpose, spent)
+    if (all_runs := finding.lifetime) is not None:
+        yield (
+            f"lifetime    epsilon {all_runs.epsilon:.4f} at delta {all_runs.delta:g}, "
+            f"runs on {all_runs.dataset!r}: {all_runs.num_runs}"
+        )
     if known["num_recoveries"] or known["torn_bytes"]:
         yield (
             f"note        {known['num_recoveries']} unfinished lines were taken away "

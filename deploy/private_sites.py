@@ -6,17 +6,20 @@ come from the same functions of ``clients.private_steps``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
+from clients import ledger_memory
 from clients.budget import BudgetedTrainer, ClippingTrainer, Releases
 from clients.datasets import Dataset
 from clients.ledger_memory import (
     ClosableLedger,
+    LifetimeBudget,
     RememberedLedger,
+    check_plan,
     keep_anchor,
     known_anchor,
 )
@@ -45,7 +48,13 @@ from privacy.dp.errors import LedgerBehind
 from privacy.dp.events import Event
 from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
 from privacy.dp.ledger import FileLedger, InMemoryLedger, Ledger
-from privacy.dp.ledger_files import HEAD_NAME, LEDGER_NAME, RECOVER, HeadKey
+from privacy.dp.ledger_files import (
+    HEAD_NAME,
+    LEDGER_NAME,
+    RECOVER,
+    HeadKey,
+    read_file,
+)
 from privacy.dp.ledger_format import Purpose, Terms
 from privacy.dp.ledger_recovery import Recovered
 from privacy.dp.mechanism import SLACK
@@ -68,17 +77,25 @@ MakePrivate = Callable[[PrivateTraining | None], ClippingTrainer]
 ROUNDS = "rounds"  # Folder of a site's round memory, beside its ledger.
 
 
+_UNLIMITED = LifetimeBudget(dataset="records")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
     """What a site keeps beside the ledger in a run's folder.
 
     Attributes:
-        memory: Remembers charges over all runs; None in a simulation.
+        memory: Remembers charges over all runs; None if nothing does.
         key: Signs heads of ledgers; None where sites have no keys.
+        budget: Of all runs on the site's data.
+        is_anchor: Whether a ledger is held to what the memory knows of its run. In a
+            simulation it is not: a person may copy a run and go on with both.
     """
 
     memory: SiteMemory | None = None
     key: HeadKey | None = None
+    budget: LifetimeBudget = _UNLIMITED
+    is_anchor: bool = True
 
 
 NOTHING_KEPT = Keeping()
@@ -94,6 +111,8 @@ class SitePlan:
         training: Noise and clipping of a step; None where whole sites are the unit.
         round_event: The steps of a round, for the accountant.
         held_out: Noise of held-out results; None if these are public.
+        num_rounds: Rounds that may be trained, with those held in reserve.
+        num_evaluations: Evaluations that may be charged, likewise.
     """
 
     epsilon_cap: float
@@ -101,6 +120,18 @@ class SitePlan:
     training: PrivateTraining | None
     round_event: Event
     held_out: HeldOutMechanism | None
+    num_rounds: int
+    num_evaluations: int
+
+    @property
+    def planned(self) -> tuple[Event, ...]:
+        """All that the run releases, if everything that is held in reserve is used."""
+        event = self.round_event
+        found = [replace(event, steps=event.steps * self.num_rounds)]
+        if self.held_out is not None:
+            event = self.held_out.event()
+            found.append(replace(event, steps=event.steps * self.num_evaluations))
+        return tuple(found)
 
     def budgeted(self, trainer: ClippingTrainer, ledger: Ledger) -> BudgetedTrainer:
         """Have a trainer ask a ledger before each release that is planned here."""
@@ -121,7 +152,7 @@ class PrivateSites:
         folder: Path | None,
         clock: Clock,
         stated: Mapping[SiteId, float] | None = None,
-        keeping: Keeping = NOTHING_KEPT,
+        keeping: Callable[[SiteId], Keeping] = lambda _name: NOTHING_KEPT,
     ) -> None:
         """Plan every site whose data are here.
 
@@ -132,7 +163,7 @@ class PrivateSites:
             clock: Of the entries.
             stated: What sites have stated that they need, where noise adds up inside
                 the secure sum and some of them are elsewhere.
-            keeping: What a deployed site keeps beside its ledgers.
+            keeping: What a site keeps beside its ledgers.
 
         Raises:
             JobError: The promise cannot be kept with these data, rounds and batches;
@@ -176,14 +207,13 @@ class PrivateSites:
             StoreError: The ledger or the site's memory cannot be read or written.
         """
         plan, folder = self.plans[name], self._folder_of(name)
+        keeping = self._keeping(name)
         if folder is None:
             raise ValueError("a run that keeps nothing has nothing to recover")
         events: dict[Purpose, Event] = {"train": plan.round_event}
         if plan.held_out is not None:
             events["evaluate"] = plan.held_out.event()
-        memory = self._keeping.memory
-        if memory is not None:
-            anchor = anchor.joined(known_anchor(memory, self._run_id))
+        anchor = anchor.joined(self._remembered(keeping))
         if _is_missing(folder):
             rounds = FileRounds(folder / ROUNDS).last(self._run_id)
             anchor = anchor.joined(
@@ -195,10 +225,13 @@ class PrivateSites:
             anchor=anchor,
             events=events,
             clock=self._clock,
-            key=self._keeping.key,
+            key=keeping.key,
         )
-        if memory is not None:
-            keep_anchor(memory, self._run_id, found.after)
+        if keeping.memory is not None:
+            keep_anchor(keeping.memory, self._run_id, found.after)
+            charges = read_file(folder / LEDGER_NAME).charges
+            terms, dataset = self._terms(name, plan), keeping.budget.dataset
+            ledger_memory.adopt(keeping.memory, dataset, terms, charges)
         return found
 
     def trainer(self, name: SiteId, make: MakePrivate | None = None) -> Trainer:
@@ -244,17 +277,25 @@ class PrivateSites:
             at=at,
         )
 
+    def _remembered(self, keeping: Keeping) -> LedgerAnchor:
+        if keeping.memory is None or not keeping.is_anchor:
+            return NO_ANCHOR
+        return known_anchor(keeping.memory, self._run_id)
+
     def _folder_of(self, name: SiteId) -> Path | None:
         return None if self._folder is None else self._folder / "sites" / name
 
     def _terms(self, name: SiteId, plan: SitePlan) -> Terms:
+        unit = self._federation.job.privacy.differential_privacy.unit
         return Terms(
             run_id=self._run_id,
             site=name,
             job_digest=job_digest.digest(self._federation.job).hex(),
             delta=plan.delta,
             epsilon_cap=plan.epsilon_cap,
-            unit=self._federation.job.privacy.differential_privacy.unit,
+            unit=unit,
+            relation=_RELATIONS[unit],
+            sampling="none" if unit == "site" else "poisson",
         )
 
     def _ledger(self, name: SiteId, plan: SitePlan) -> Ledger:
@@ -265,24 +306,45 @@ class PrivateSites:
         terms, folder = self._terms(name, plan), self._folder_of(name)
         ledger: ClosableLedger
         if folder is not None:
-            ledger = self._open(name, folder, terms)
-        elif isinstance(before, InMemoryLedger):
+            ledger = self._open(name, folder, plan)
+        elif before is not None:
             ledger = before  # A run that keeps nothing remembers while it lasts.
         else:
-            ledger = InMemoryLedger(terms, clock=self._clock)
+            ledger = self._with_memory(
+                name, plan, InMemoryLedger(terms, clock=self._clock)
+            )
         self._ledgers[name] = ledger
         return ledger
 
-    def _open(self, name: SiteId, folder: Path, terms: Terms) -> ClosableLedger:
+    def _open(self, name: SiteId, folder: Path, plan: SitePlan) -> ClosableLedger:
         """Open a ledger, and hold it against everything that is known of it."""
-        memory, anchor = self._keeping.memory, self._anchors.get(name, NO_ANCHOR)
-        if memory is not None:
-            anchor = anchor.joined(known_anchor(memory, self._run_id))
+        keeping = self._keeping(name)
+        anchor = self._anchors.get(name, NO_ANCHOR).joined(self._remembered(keeping))
         _check_rounds(folder, self._run_id)
+        terms = self._terms(name, plan)
+        if keeping.memory is not None:  # Before anything is written of the run.
+            check_plan(keeping.memory, keeping.budget, terms, plan.planned)
         ledger = FileLedger(
-            folder, terms, clock=self._clock, anchor=anchor, key=self._keeping.key
+            folder,
+            terms,
+            clock=self._clock,
+            anchor=anchor,
+            key=keeping.key,
         )
-        return ledger if memory is None else RememberedLedger(ledger, memory)
+        try:
+            return self._with_memory(name, plan, ledger)
+        except BaseException:
+            ledger.close()
+            raise
+
+    def _with_memory(
+        self, name: SiteId, plan: SitePlan, ledger: ClosableLedger
+    ) -> ClosableLedger:
+        """Have a site's memory count what is charged to a ledger, if it has one."""
+        keeping = self._keeping(name)
+        if keeping.memory is None:
+            return ledger
+        return RememberedLedger(ledger, keeping.memory, keeping.budget, plan.planned)
 
 
 def _check_rounds(folder: Path, run_id: RunId) -> None:
@@ -372,6 +434,8 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         training=training,
         round_event=event_of(job, num_records, mechanism),
         held_out=_held_out(job, held_out, delta),
+        num_rounds=rounds,
+        num_evaluations=_num_evaluations(job),
     )
 
 
@@ -396,6 +460,8 @@ def _plans_in_sum(federation: Federation, shared: SumPrivacy) -> dict[SiteId, Si
             training=training,
             round_event=event,
             held_out=_held_out(job, federation.site_data[name][1], shared.deltas[name]),
+            num_rounds=job.rounds + private.reserve_rounds,
+            num_evaluations=_num_evaluations(job),
         )
         for name, event in shared.events.items()
     }
@@ -438,16 +504,23 @@ def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | N
     private, every = job.privacy.differential_privacy, job.evaluation.every
     if every == 0 or private.held_out == "public" or private.target_epsilon is None:
         return None
-    # The initial model, every so many rounds, the last one, and for a resume.
-    releases = 2 + job.rounds // every + private.reserve_rounds
     multiplier = noise_multiplier(
-        private.target_epsilon, delta, 1.0, releases, slack=SLACK
+        private.target_epsilon, delta, 1.0, _num_evaluations(job), slack=SLACK
     )
     return HeldOutMechanism(
         noise_multiplier=multiplier,
         predictions=_predictions(job, data),
         num_records=coarse(len(data)),
     )
+
+
+def _num_evaluations(job: JobSpec) -> int:
+    """The initial model, every so many rounds, the last one, and for a resume."""
+    every = job.evaluation.every
+    if every == 0:
+        return 0
+    reserve = job.privacy.differential_privacy.reserve_rounds
+    return 2 + job.rounds // every + reserve
 
 
 def _predictions(job: JobSpec, data: Dataset) -> int:

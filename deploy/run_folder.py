@@ -47,6 +47,11 @@ class RunFolder:
         return self.path / "job.toml"
 
     @property
+    def memory(self) -> Path:
+        """What simulated sites remember of it, and of the runs beside it."""
+        return self.path.parent / ".memory"
+
+    @property
     def events(self) -> Path:
         """Everything that happened, a JSON line each."""
         return self.path / "events.jsonl"

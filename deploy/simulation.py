@@ -6,11 +6,13 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from clients.ledger_memory import LifetimeBudget
+from clients.site_memory import FileMemory, InMemory
 from cloud_adapters.faults import FaultInjector, Restartable
 from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.transcript import check_fresh, recorded
 from deploy import model_export, run_store, wiring
-from deploy.private_sites import PrivateSites
+from deploy.private_sites import Keeping, PrivateSites
 from deploy.protection import Rehearsal, dropout_notice, rehearse
 from deploy.run_folder import RunFolder
 from deploy.run_record import RunRecord
@@ -152,6 +154,21 @@ def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
     return result_of(view, weights, run, rounds_now=0)
 
 
+def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> Keeping:
+    """What a simulated site remembers over the runs beside this one."""
+    (site,) = [site for site in job.sites if site.name == name]
+    data = job.data if site.data is None else site.data
+    return Keeping(
+        memory=InMemory() if run is None else FileMemory(run.memory / name),
+        budget=LifetimeBudget(
+            dataset="records" if data is None else data.source,
+            epsilon=job.simulation.total_epsilon,
+            key="simulation.total_epsilon",
+        ),
+        is_anchor=False,
+    )
+
+
 class _Simulation:
     """One call of ``simulate``, once its arguments are checked."""
 
@@ -186,6 +203,7 @@ class _Simulation:
                 run_id=self._run_id,
                 folder=None if run is None else run.path,
                 clock=self._clock,
+                keeping=partial(keeping, self._job, run),
             )
         self._rehearsal: Rehearsal | None = None
         if self._job.privacy.secure_aggregation.enabled:

@@ -311,7 +311,7 @@ class SiteAgent:
         job = job_file.loads(proposal.job)
         check_job(job, self.config.file.floor, self.name)
         _check_same_job(job, folder, roster)
-        self._check_total(run_id, job)
+        self._check_total(job)
         notice = dropout_notice(job)
         if notice:
             self.listener(f"run {run_id}: {notice}")
@@ -363,21 +363,17 @@ class SiteAgent:
         for name, content in files.items():
             replace_file(folder / name, [content])
 
-    def _check_total(self, run_id: RunId, job: JobSpec) -> None:
-        """Hold what all runs may spend of the same records against the floor."""
-        floor, private = self.config.file.floor, job.privacy.differential_privacy
-        if floor.total_epsilon is None or private.target_epsilon is None:
-            return
-        promised = sum(
-            _promised(path.parent)
-            for path in runs_folder(self.config).glob(f"*/{_PROPOSAL}")
-            if path.parent.name != run_id
-        )
-        if promised + private.target_epsilon > floor.total_epsilon:
+    def _check_total(self, job: JobSpec) -> None:
+        """Demand a limit for all runs together.
+
+        Whether this one is within the limit is looked at when its ledger is opened.
+        """
+        private = job.privacy.differential_privacy.enabled
+        if private and self.config.file.floor.total_epsilon is None:
             raise JobError(
-                f"site {self.name!r} has promised {promised:g} to earlier runs and "
-                f"allows {floor.total_epsilon:g} in all (floor.total_epsilon)",
-                key="privacy.differential_privacy.target_epsilon",
+                f"site {self.name!r} states no limit for all runs on its records "
+                "together: its operator must set floor.total_epsilon in site.toml",
+                key="privacy.differential_privacy.unit",
             )
 
     def _introduction(
@@ -408,16 +404,6 @@ class SiteAgent:
                 site=self.name, here=introduction.release(), there=proposal.release
             )
         )
-
-
-def _promised(folder: Path) -> float:
-    """Epsilon that was promised to a run; 0 before all sites' needs were known."""
-    sealed = (folder / _PROPOSAL).read_bytes()
-    job = job_file.loads(introduction.kept_proposal(sealed).job)
-    private = job.privacy.differential_privacy
-    if private.in_sum and not (folder / _STATEMENTS).exists():
-        return 0.0
-    return private.target_epsilon or 0.0
 
 
 def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:

@@ -53,6 +53,12 @@ class SiteDataSpec:
         default="",
         choices=("", *PREPROCESSINGS),
     )
+    name: str = key(
+        "What the records are called whose budget over all runs is "
+        "`floor.total_epsilon`. Another name is another budget, so give one to other "
+        "people's records only: not to a new version of the same data.",
+        default="records",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +120,17 @@ class FloorSpec:
         default=False,
     )
     total_epsilon: float | None = key(
-        "Largest sum of the target epsilons of all runs that this site has taken part "
-        "in (basic composition, delta likewise adds up); no limit by default.",
+        "Largest epsilon of all runs on these records together, from everything that "
+        "they have released of training and held-out records. Jobs with differential "
+        "privacy are refused without it.",
         default=None,
         above=0.0,
+    )
+    total_delta: float | None = key(
+        "Delta that goes with it; by default the smallest of all the runs.",
+        default=None,
+        above=0.0,
+        below=1.0,
     )
     secure_aggregation: bool = key(
         "Whether updates must be summed in secret.", default=True

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from clients.cohorts import Cohort, CohortRule, lineage
 from clients.kept_integers import KeptIntegers
+from clients.ledger_memory import LifetimeBudget, adopt, known_anchor
 from clients.secure_site import Protection, SecureSite
 from clients.site_memory import FileMemory, SiteMemory, fresh_secret
 from cloud_adapters.storage.local import LocalStore
@@ -23,8 +24,11 @@ from federation.errors import JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
+from federation.messages import NO_ANCHOR
 from federation.protocols import Clock, SiteHandler, Trainer
 from federation.vectors import Layout
+from privacy.dp.errors import LedgerDamaged
+from privacy.dp.ledger_files import LEDGER_NAME, read_file
 from privacy.secagg.errors import CohortRefused
 from privacy.secagg.floor import LocalFloor
 from privacy.secagg.identity import Identity, Label
@@ -110,6 +114,7 @@ def open_run(
     job, name = met.job, SiteId(config.file.name)
     private: PrivateSites | None = None
     if job.privacy.differential_privacy.enabled:
+        adopt_ledgers(config, met.run_id)
         private = private_sites(
             met,
             config=config,
@@ -256,8 +261,47 @@ def private_sites(
         folder=folder,
         clock=clock,
         stated=stated,
-        keeping=Keeping(memory=site_memory(config), key=LedgerKey(identity)),
+        keeping=lambda _name: Keeping(
+            memory=site_memory(config),
+            key=LedgerKey(identity),
+            budget=lifetime_budget(config),
+        ),
     )
+
+
+def lifetime_budget(config: SiteConfig) -> LifetimeBudget:
+    """What an operator allows all runs on the site's data together."""
+    return LifetimeBudget(
+        dataset=config.file.data.name,
+        epsilon=config.file.floor.total_epsilon,
+        delta=config.file.floor.total_delta,
+    )
+
+
+def adopt_ledgers(config: SiteConfig, run_id: RunId) -> None:
+    """Have the site's memory count every ledger in the folders of other runs.
+
+    It knows them already, unless they are of an earlier release, or the memory was
+    put back from a backup.
+
+    Raises:
+        PrivacyError: One that it does not know is damaged, so that what it spent is
+            not known.
+        StoreError: One cannot be read, or the memory cannot be written.
+    """
+    memory, dataset = site_memory(config), config.file.data.name
+    for folder in sorted(runs_folder(config).glob(f"*/sites/{config.file.name}")):
+        path = folder / LEDGER_NAME
+        other = folder.parents[1].name
+        if other == run_id or not path.exists() or not path.stat().st_size:
+            continue
+        try:
+            found = read_file(path)
+        except LedgerDamaged:
+            if known_anchor(memory, RunId(other)) == NO_ANCHOR:
+                raise
+        else:
+            adopt(memory, dataset, found.terms, found.charges)
 
 
 def runs_folder(config: SiteConfig) -> Path:

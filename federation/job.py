@@ -394,6 +394,13 @@ class SimulationSpec:
         "`site.toml` instead.",
         default=False,
     )
+    total_epsilon: float | None = key(
+        "Largest epsilon of all private runs beside this one on the same data, as a "
+        "deployed site demands it with `floor.total_epsilon`; by default it is "
+        "counted, and not limited.",
+        default=None,
+        above=0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,7 @@ accept_two_sites = true
 accept_dropouts = true
 max_clip_norm = 100.0
 max_epsilon = 1000.0
+total_epsilon = 1000.0
 """
 
 

@@ -12,6 +12,7 @@ from support.network import Network
 JOBS = Path(__file__).parents[2] / "jobs"
 FLOOR = """
 privacy = "record"
+total_epsilon = 1000.0
 max_delta = 1e-3
 max_clip_norm = 100.0
 """

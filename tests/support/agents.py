@@ -45,6 +45,7 @@ OPEN_FLOOR: Mapping[str, Any] = {
     "accept_two_sites": True,
     "accept_dropouts": True,
     "max_clip_norm": 100.0,
+    "total_epsilon": 1000.0,
     "functions": [
         "clients.models:*",
         "clients.frozen_features:oriented_gradients",

@@ -396,21 +396,24 @@ def test_delta_that_only_the_plan_tells_is_held_against_the_floor(
 
 def test_all_runs_share_a_total(tmp_path: Path, members: Consortium):
     """A new run is a new ledger of the same records; the same run is not."""
-    floor = {**OPEN_FLOOR, "privacy": "record", "max_delta": 0.1, "total_epsilon": 12.0}
+    floor = {**OPEN_FLOOR, "privacy": "record", "max_delta": 0.1, "total_epsilon": 15.0}
     agent = agents.agent(tmp_path, NAME, members, floor=floor)
-    first, second, third = (f"20260102-030405-00000{n}" for n in range(3))
+    first, second, third = (RunId(f"20260102-030405-00000{n}") for n in range(3))
     job = private_job()
     for run_id in (first, first):
         assert not agents.propose(
             agent, members, agents.proposal(job, run_id=run_id)
         ).refused
+    for index in range(1, 4):
+        task = train_task(job, round_index=index, run_id=first, evaluate=True)
+        assert isinstance(agent.answer(task), SiteUpdate)
     found = agents.propose(agent, members, agents.proposal(job, run_id=second))
-    assert "has promised 8 to earlier runs and allows 12 in all" in found.refused
+    assert "and 15 is allowed (floor.total_epsilon)" in found.refused
     cheap = private_job(
         privacy={
             "differential_privacy": {
                 "unit": "record",
-                "target_epsilon": 4.0,
+                "target_epsilon": 0.5,
                 "clip_norm": 1.0,
             }
         }
