@@ -65,6 +65,35 @@ class _Noting(nn.Module):
         return self.linear(x)
 
 
+class _Recalling(nn.Module):
+    """Adds to each batch what it has noted of those before, and notes its records."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.place = place
+        if place == "frozen":
+            self.notes = nn.Parameter(torch.zeros(4), requires_grad=False)
+        elif place != "nowhere":
+            self.register_buffer(
+                "notes", torch.zeros(4), persistent=place == "persistent"
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.place == "nowhere":
+            return self.linear(x)
+        logits = self.linear(x + self.notes)
+        self.notes.data.copy_(x.detach().sum(0))
+        return logits
+
+
+def recalling_network(place: str) -> nn.Module:
+    """A module whose later batches depend on the records of earlier ones."""
+    return _Recalling(place)
+
+
 def noting_network() -> nn.Module:
     """A module that carries away what it sees by other ways than gradients."""
     return _Noting()

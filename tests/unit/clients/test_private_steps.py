@@ -283,6 +283,26 @@ def test_only_what_has_noise_leaves():
     }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("in_sum", [False, True])
+@pytest.mark.parametrize("place", ["persistent", "not persistent", "frozen"])
+def test_no_batch_depends_on_what_a_layer_noted_of_others(place: str, *, in_sum: bool):
+    """Of a record that was sampled once all later batches would tell, without noise."""
+    training = {"local_steps": 1 if in_sum else 4, "accumulate": 3}
+    found = []
+    for where in ("nowhere", place):
+        options = {"place": where}
+        model = {"factory": f"{USERS}:recalling_network", "options": options}
+        how = private(random_bytes=known_bytes(), in_sum=in_sum)
+        result, pool = fit(private_job(training, model=model), how)
+        views = pool.layout.float_views(result.weights_d)
+        found.append(
+            {spec.name: view.copy() for spec, view in views if spec.name != "notes"}
+        )
+    for name, expected in found[0].items():
+        np.testing.assert_array_equal(found[1][name], expected)
+
+
 class Charged:
     """Random bytes for keys, of which somebody counts the draws."""
 
