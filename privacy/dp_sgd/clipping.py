@@ -8,19 +8,28 @@ linear layers and embeddings; other layers have few weights and go the way of
 ``hooks``. ``hooks`` needs memory for all weights times the records of a batch.
 
 Guarantee:
-    With ``hooks``, the sums of neighbouring samples differ by at most ``clip_norm``,
-    but with a probability below 2^-100, if every record's gradient is the same float32
-    vector in both. A record whose gradient holds NaN or infinity, or whose norm is over
-    1.8e19, adds zero. The proof: squares are added in float32 over at most 256
-    values, in whatever order, and in float64 beyond that; the norm is then off by a
-    factor of at most 1 + 128 * 2^-24 and the scaling by 2^-23. Both fit into the margin
-    of 2^-12 by which records are clipped below the bound, thirty times. What the sum
-    rounds has a margin of its own: ``sum_margin``.
-    With ``ghost`` the norm comes from inner products that may cancel, so 2^-18 times
-    the square of the sum of the terms' norms is added to its square: this bounds the
-    error of inner products over up to 500 values that are added in 16 lanes, as BLAS
-    does, and is not a proof for every order of addition. Its weighted sum is one
-    product of matrices for a batch; of its rounding there is no proof either.
+    The sums of neighbouring samples differ by at most ``clip_norm``, but with a
+    probability below 2^-100, if every record's gradient (for ``ghost``: the factors
+    that it is the product of, and their inner products) is the same float32 values in
+    both. A record whose gradient holds NaN or infinity, or whose norm is over 1.8e19,
+    adds zero.
+
+    The proof for ``hooks``: squares are added in float32 over at most 256 values, in
+    whatever order, and in float64 beyond that; the norm is then off by a factor of at
+    most 1 + 128 * 2^-24 and the scaling by 2^-23. Both fit into the margin of 2^-12 by
+    which records are clipped below the bound, thirty times. What the sum rounds has a
+    margin of its own: ``sum_margin``.
+
+    The proof for ``ghost``: the square of a matrix's norm comes from inner products
+    that may cancel. What they may be wrong by, for the widths at hand and in whatever
+    order of addition, is added to it: r A^2, where A is the sum of the terms' norms
+    and r at least 3 * 2^-24 (``privacy.dp_sgd.ghost``). So A is at most 2^11.3 times
+    the norm that the record is clipped by. Factors are scaled in float32, each value
+    by itself: off by 2^-24 A, which the margin of 2^-12 has room for. Weighted sums
+    are taken in float64: off by at most 2^-53 P A for each record, where a step has P
+    places. A model and a batch for which this is more than ``sum_margin`` has room
+    for are refused, and so are matrix products of less than float32.
+
     Not covered: that matrix products may round the values of a record otherwise in a
     batch of another size.
 
@@ -44,6 +53,7 @@ from privacy.dp_sgd.ghost import (
     Matrices,
     add_weighted_,
     bias_gradients,
+    check_places,
     gram_norms_square,
     split,
 )
@@ -100,9 +110,12 @@ class ClippedSum:
         self._layers = trained_layers(module)
         margin = MARGIN + sum_margin(expected_records or batch_size)
         self._limit = clip_norm * (1 - margin)
+        self._most_records = most_records(expected_records or batch_size)
         self.clipping = clipping
         if clipping == "auto":
             self.clipping = choose(self.sum_d.numel(), batch_size=batch_size)
+        if self.clipping == "ghost":
+            _check_precision()
         self._workspace = Workspace()
         self._is_checked = False
 
@@ -148,6 +161,8 @@ class ClippedSum:
         matrices: Matrices = {}
         if self.clipping == "ghost":
             matrices, calls = split(calls)
+            for uses in matrices.values():
+                check_places(uses, self._most_records)
         self._workspace.begin()
         gradients = _sum_by_parameter(calls, self._workspace)
         for uses in matrices.values():
@@ -167,11 +182,18 @@ class ClippedSum:
                 add_weighted_(matrix_oi, use, factors, bad)
 
 
+def most_records(expected_records: int) -> float:
+    """Records of a Poisson sample, but with a probability below 2^-100.
+
+    S = E + 12 sqrt(E) + 60, where E are expected, by Bernstein's inequality.
+    """
+    return expected_records + 12 * math.sqrt(expected_records) + 60
+
+
 def sum_margin(expected_records: int) -> float:
     """What the clip norm is lowered by, as a part of it, for the rounding of a sum.
 
-    A Poisson sample has at most S = E + 12 sqrt(E) + 60 records, where E are expected,
-    but with a probability below 2^-100 (Bernstein's inequality). Up to 16 at a time
+    A Poisson sample has at most S records: see ``most_records``. Up to 16 at a time
     are added in float32, in whatever order: off by at most 2^-20 times the sum of
     their norms, to first order (Higham 2002, Accuracy and Stability of Numerical
     Algorithms, section 3.1). These sums are added in float64. Two sums are off by at
@@ -184,8 +206,7 @@ def sum_margin(expected_records: int) -> float:
     Raises:
         JobError: So many that half of the clip norm would be left, or less.
     """
-    records = expected_records + 12 * math.sqrt(expected_records) + 60
-    margin = records * 2.0**-19 * (1 + 2.0**-6)
+    margin = most_records(expected_records) * 2.0**-19 * (1 + 2.0**-6)
     if margin >= _MOST_MARGIN:
         raise JobError(
             f"private steps of {expected_records} records are not to be summed "
@@ -208,6 +229,22 @@ def choose(num_values: int, *, batch_size: int) -> str:
     """
     num_bytes = 4 * num_values * batch_size
     return "hooks" if num_bytes <= _MOST_GRADIENT_BYTES else "ghost"
+
+
+def _check_precision() -> None:
+    """Refuse products of matrices whose rounding the proof does not know.
+
+    Raises:
+        JobError: This process has lowered torch's precision.
+    """
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest":
+        raise JobError(
+            f"norms of 'ghost' need matrix products of float32, and this process has "
+            f"set torch.set_float32_matmul_precision({precision!r}): take that out, or "
+            "choose 'hooks'",
+            key="privacy.differential_privacy.clipping",
+        )
 
 
 def _sum_by_parameter(calls: Sequence[Call], workspace: Workspace) -> Gradients:

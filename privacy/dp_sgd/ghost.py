@@ -8,10 +8,17 @@ embedding's it is the same with ``l_t`` a unit vector. Its squared norm is ``sum
 Source: Li et al. 2021, arXiv:2110.05679, section 4.1; Bu et al. 2022,
 arXiv:2210.00038, for the weighted sum.
 
+What the norms are proven with: an inner product of n float32 values, added in whatever
+order and with or without fused operations, is off by at most g(n) |x| |y|, where g(n) =
+n u / (1 - n u) and u = 2^-24 (Higham 2002, Accuracy and Stability of Numerical
+Algorithms, equation 3.5), and by n times 2^-125 (1 + |x| + |y|) where values or
+products underflow. The weighted sums are taken in float64.
+
 Shape suffixes: B records, T places (all axes between the first and the last), o rows
 and i columns of a matrix.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -19,14 +26,18 @@ from itertools import combinations
 import torch
 from torch import nn
 
+from federation.errors import JobError
 from privacy.dp_sgd.capture import Use
 from privacy.dp_sgd.layers import Gradients, known_type, trainable
 
 Call = tuple[Use, torch.Tensor]
 """A use of a layer, and the gradient by its outputs."""
 
-# Of the square of the sum of the terms' norms: what inner products may be wrong by.
-_ROUNDING = 2.0**-18
+_UNIT = 2.0**-24  # u
+_TINY = 2.0**-125
+_TINY_ROOT = 2.0**-62
+_ROOM = 2.0**-20  # of a sum's margin, for one of two sums; for each record
+_CHUNK_VALUES = 1 << 22  # of both factors of a weighted sum, in float64 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +128,73 @@ def gram_norms_square(uses: Sequence[MatrixUse]) -> torch.Tensor:
     Returns:
         Shape ``(B,)``, float64.
     """
-    bound = torch.stack([_lengths(use) for use in uses]).sum(0).square()
+    found = [_lengths(use) for use in uses]
+    bound = torch.stack([length for length, _ in found]).sum(0).square()
     if len(uses) == 1 and uses[0].columns_bti.shape[1] == 1:
         return bound  # One term, and nothing that could cancel.
     products = [_inner(use, use) for use in uses]
     products += [2 * _inner(a, b) for a, b in combinations(uses, 2)]
     total = torch.stack(products).sum(0)
-    return total.clamp(min=0.0) + _ROUNDING * bound
+    sizes = torch.stack([size for _, size in found]).sum(0)
+    widest = max(_width(use) for use in uses)
+    underflow = _TINY * widest * (1 + sizes) ** 4
+    return total.clamp(min=0.0) + _rounding(uses) * bound + underflow
 
 
-def _lengths(use: MatrixUse) -> torch.Tensor:
-    """Sum over the places of ``|l_t| |r_t|``, float64."""
-    lengths_bt: torch.Tensor = torch.linalg.vector_norm(use.columns_bti, dim=2).double()
-    if not use.is_embedding:
-        lengths_bt = lengths_bt * torch.linalg.vector_norm(use.rows, dim=2)
-    return lengths_bt.sum(1)
+def check_places(uses: Sequence[MatrixUse], most_records: float) -> None:
+    """Refuse sums over so many places that their rounding is beyond what is proven.
+
+    Args:
+        uses: All uses of a matrix.
+        most_records: Records of a step.
+
+    Raises:
+        JobError: Too many; see ``privacy.dp_sgd.clipping``.
+    """
+    places = sum(use.columns_bti.shape[1] for use in uses)
+    largest = 1.0 if places == 1 else _rounding(uses) ** -0.5
+    if most_records * places * largest * 2.0**-53 > _ROOM:
+        raise JobError(
+            f"private steps of up to {most_records:.0f} records with {places} places "
+            "each are not proven to be summed accurately enough by 'ghost': take "
+            "smaller steps, or choose 'hooks'",
+            key="privacy.differential_privacy.clipping",
+        )
+
+
+def _rounding(uses: Sequence[MatrixUse]) -> float:
+    """What inner products may be wrong by, as a part of the largest they could be.
+
+    The two inner products of a term have at most ``o`` and ``i`` values, and their
+    product is rounded once. All terms are added in float64.
+    """
+    rows = max(0 if use.is_embedding else use.rows.shape[2] for use in uses)
+    columns = max(use.columns_bti.shape[2] for use in uses)
+    places = sum(use.columns_bti.shape[1] for use in uses)
+    logs = math.log1p(-rows * _UNIT) + math.log1p(-columns * _UNIT) - 2 * _UNIT
+    return math.expm1(-logs) + 4 * places**2 * 2.0**-53
+
+
+def _width(use: MatrixUse) -> int:
+    return use.columns_bti.shape[2] + (0 if use.is_embedding else use.rows.shape[2])
+
+
+def _lengths(use: MatrixUse) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the places of ``|l_t| |r_t|`` and of ``|l_t| + |r_t|``, float64.
+
+    Neither is less than it is: norms are added in float32, in whatever order.
+    """
+    columns_bt = _norms(use.columns_bti)
+    rows_bt = torch.ones_like(columns_bt) if use.is_embedding else _norms(use.rows)
+    lengths_b = (columns_bt * rows_bt).sum(1) * (1 + _UNIT)
+    return lengths_b, (columns_bt + rows_bt).sum(1)
+
+
+def _norms(values: torch.Tensor) -> torch.Tensor:
+    """Norms over the last axis, float64, not less than they are."""
+    width = values.shape[-1]
+    norms: torch.Tensor = torch.linalg.vector_norm(values, dim=-1).double()
+    return norms * (1 + (width + 8) * _UNIT) + _TINY_ROOT * math.sqrt(width)
 
 
 def _inner(a: MatrixUse, b: MatrixUse) -> torch.Tensor:
@@ -181,4 +244,11 @@ def add_weighted_(
         rows = rows * scale
     else:
         columns_bti = columns_bti * scale
-    sum_oi.add_(torch.mm(rows.flatten(0, 1).t(), columns_bti.flatten(0, 1)))
+    width = columns_bti[0].numel() + rows[0].numel()
+    at_once = max(1, _CHUNK_VALUES // width)
+    for start in range(0, len(rows), at_once):
+        part = slice(start, start + at_once)
+        sum_oi.addmm_(
+            rows[part].flatten(0, 1).double().t(),
+            columns_bti[part].flatten(0, 1).double(),
+        )

@@ -11,8 +11,15 @@ from torch.nn import functional
 
 from clients import models
 from federation.errors import JobError
-from privacy.dp_sgd.clipping import MARGIN, ClippedSum, choose, sum_margin
+from privacy.dp_sgd.clipping import (
+    MARGIN,
+    ClippedSum,
+    choose,
+    most_records,
+    sum_margin,
+)
 from privacy.dp_sgd.fit import fit_for_privacy
+from privacy.dp_sgd.ghost import MatrixUse, check_places, gram_norms_square
 
 # The first of them imports Opacus, which takes seconds.
 pytestmark = pytest.mark.slow
@@ -272,6 +279,61 @@ def test_large_batches_add_up_within_their_margin():
     # The norms' own error, which is a part of a record and not of its sum.
     norms = 1003 * 2.0**-20
     assert (total.sum_d - exact).norm().item() <= sum_margin(1003) / 2 + norms
+
+
+def uses_of(columns: torch.Tensor, rows: torch.Tensor):
+    """One use of a linear layer's matrix."""
+    layer = nn.Linear(columns.shape[2], rows.shape[2])
+    return [MatrixUse(layer=layer, rows=rows, columns_bti=columns)]
+
+
+@pytest.mark.parametrize("width", [1, 7, 600, 5000])
+@pytest.mark.parametrize("places", [1, 2, 9])
+@pytest.mark.parametrize("scale", [1e-30, 3e-21, 1e-15, 1.0, 1e15])
+def test_ghost_norms_are_not_less_than_they_are(scale: float, places: int, width: int):
+    """Also where terms cancel, squares underflow, and inner products are long."""
+    for cancels in (False, True):
+        columns = torch.randn(3, places, width)
+        rows = torch.randn(3, places, width + 1)
+        if cancels:
+            columns = columns[:, :1] * (1 + 1e-4 * columns)
+            rows = rows[:, :1] * (-1.0) ** torch.arange(places).view(1, -1, 1)
+        columns, rows = columns * scale, rows * min(1e18, 1 / scale)
+        exact = torch.zeros(3, dtype=torch.float64)
+        for number, (a, b) in enumerate(zip(columns, rows, strict=True)):
+            gram = (a.double() @ a.double().T) * (b.double() @ b.double().T)
+            exact[number] = gram.sum().clamp(min=0.0)
+        found = gram_norms_square(uses_of(columns, rows))
+        # One that is not finite makes a record add nothing.
+        assert not (found < exact * (1 - 1e-12)).any()
+        if not cancels and scale == 1.0:  # And not much more either.
+            assert (found <= exact * 1.02).all()
+
+
+def test_places_of_ghost_add_up_within_their_margin():
+    """Records that are all alike, in one product of matrices."""
+    model, number = nn.Linear(1, 1, bias=False), 100_000
+    records = torch.full((number, 1), 1 / 3)
+    total = ClippedSum(model, clip_norm=1.0, clipping="ghost", batch_size=number)
+    total.add_(lambda: model(records).sum(), number)
+    exact = number * records[0].double().item()
+    assert abs(total.sum_d.item() - exact) <= number * 2.0**-40
+
+
+def test_ghost_refuses_what_it_is_not_proven_for():
+    """So many places that float64 is not enough, and coarse products of matrices."""
+    narrow = uses_of(torch.ones(1, 2048, 1), torch.ones(1, 2048, 1))
+    check_places(narrow, most_records(1000))
+    with pytest.raises(JobError, match="2597 records with 2048 places"):
+        check_places(narrow, most_records(2000))
+    check_places(uses_of(torch.ones(1, 1, 9), torch.ones(1, 1, 9)), 260_000)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(JobError, match=r"precision\('medium'\): take that out"):
+            ClippedSum(nn.Linear(2, 2), clip_norm=1, clipping="ghost", batch_size=2)
+        ClippedSum(nn.Linear(2, 2), clip_norm=1, clipping="hooks", batch_size=2)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_sums_that_no_margin_is_enough_for_are_refused():
