@@ -21,6 +21,7 @@ from federation.messages import (
     Task,
 )
 from privacy.dp.adaptive_clip import CLIP_RANGE
+from privacy.dp.ledger import InMemoryLedger
 from privacy.secagg.errors import ReplayedRound
 from privacy.secagg.keys import Secret
 from privacy.secagg.train import read_train, write_train
@@ -213,3 +214,39 @@ def test_one_site_that_clips_otherwise_opens_no_sum():
     ((site, message),) = found.failures(1)
     assert site == SITE
     assert "another run, setup, round or model" in message
+
+
+class Poor:
+    """A site that has spent its training records' budget when round 2 begins."""
+
+    def __init__(self, site: SecureSite) -> None:
+        self.site, self.is_poor = site, False
+
+    def handle(self, task: Task) -> SiteMessage:
+        if isinstance(task, RoundTask) and task.round_index == 2 and not self.is_poor:
+            self.is_poor = True
+            event = self.site._current_trainer()._releases.round_event
+            ledger = self.ledger()
+            while ledger.epsilon("train", event) <= ledger.terms.epsilon_cap:
+                ledger.charge(event, round_index=1)
+        return self.site.handle(task)
+
+    def ledger(self) -> InMemoryLedger:
+        return self.site._current_trainer()._ledger
+
+
+def test_a_round_that_is_refused_charges_no_evaluation():
+    """Training is beyond the budget, so held-out records are not looked at either."""
+    job = noisy_job("record", rounds=2, evaluation={"every": 1})
+    kept: list[Poor] = []
+
+    def wrap(site: SecureSite) -> Poor:
+        kept.append(Poor(site))
+        return kept[0]
+
+    found = run(job, wraps={SITE: wrap})
+    (poor,) = kept
+    purposes = [(c.round_index, c.purpose) for c in poor.ledger().charges()]
+    assert purposes[:2] == [(1, "train"), (1, "evaluate")]
+    assert not [purpose for number, purpose in purposes if number == 2]
+    assert [site for site, _ in found.failures(2)] == [SITE]
