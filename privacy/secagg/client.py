@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from privacy.secagg.certificate import ModelTrail
-from privacy.secagg.commitments import SECRET, commit, dealt_digest, secrets_of
+from privacy.secagg.commitments import (
+    SECRET,
+    commit,
+    dealt_digest,
+    dealt_digests,
+    in_row,
+    place_of,
+)
 from privacy.secagg.contract import DIGEST_BYTES, Contract, Setting
 from privacy.secagg.errors import (
     BadShare,
@@ -79,13 +86,6 @@ class _Shared:
     rows: Mapping[int, bytes]  # commitments, by holder
     receive: Mapping[int, Secret]  # channel keys, by sender
     own: bytearray  # this site's shares of its own secrets
-
-    def dealt(self) -> dict[int, bytes]:
-        """What the head says of each holder."""
-        return {
-            x: dealt_digest(self.sealed.get(x, b""), row)
-            for x, row in self.rows.items()
-        }
 
     def erase(self) -> None:
         for key in self.receive.values():
@@ -290,7 +290,7 @@ class SiteSession:
                 context=current.context,
                 vector_digest=vector_digest,
                 header_digest=header_digest,
-                dealt=current.shared.dealt(),
+                dealt=dealt_digests(current.shared.sealed, current.shared.rows),
             )
             current.head = sign(head, self._identity).to_bytes()
             message = Masked(
@@ -471,11 +471,11 @@ class SiteSession:
                 f"site {member.site!r} answered another round, model or setup than "
                 "this site"
             )
-        if self.number not in head.dealt:
+        if len(head.dealt) != DIGEST_BYTES * (1 + self._contract.num_sites):
             raise InconsistentSurvivors(
                 f"the head of {member.site!r} does not say what this site is dealt"
             )
-        return head.dealt[self.number]
+        return in_row(head.dealt, self.number)
 
     def _check_consents(self, consents: Mapping[int, bytes], current: _Round) -> None:
         for number, encoded in consents.items():
@@ -545,8 +545,9 @@ class SiteSession:
             who=who,
         )
         size = SHARE_BYTES * len(current.facts.cohort)
-        found = self._row(current.context, shares, dealer=sender, holder=self.number)
-        if len(shares) == size and found == row:
+        if len(shares) == size and row == self._row(
+            current.context, shares, dealer=sender, holder=self.number
+        ):
             return shares
         wipe(shares)
         raise BadShare(f"{who} dealt this site other shares than it committed to")
@@ -557,9 +558,8 @@ class SiteSession:
         dropped = [x for x in cohort if x not in current.survivors]
         self_shares, pair_shares = {}, {}
         for j, shares in opened.items():
-            about = secrets_of(j, cohort)
             self_shares[j] = bytes(shares[:SHARE_BYTES])
-            starts = [SHARE_BYTES * about.index(x) for x in dropped]
+            starts = [SHARE_BYTES * place_of(j, x) for x in dropped]
             pair_shares[j] = b"".join(
                 shares[start : start + SHARE_BYTES] for start in starts
             )

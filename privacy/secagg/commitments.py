@@ -10,7 +10,7 @@ with l = i for the self mask. The commitments for one holder, in the order of it
 bundle, are a row. The dealer's signed head holds one digest for each holder, of what
 was sealed for it and of its row, so that nobody else can exchange either::
 
-    SHA-256(LP(sealed) LP(row))
+    SHA-256(LP(sealed) LP(row))    for holders 0 to N, one after another
 
 A commitment hides its share without a nonce: each secret is 32 bytes that no one can
 guess, and any t - 1 shares are independent of it. It binds, as SHA-256 has no known
@@ -19,20 +19,29 @@ receipt the dealer, or a holder that lies about it; on release the holder.
 """
 
 import hashlib
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 
-from privacy.secagg.canonical import fields, lp, u64
+from privacy.secagg.canonical import fields, lp
 from privacy.secagg.contract import DIGEST_BYTES
 from privacy.secagg.shamir import SHARE_BYTES
 
 SECRET = 0  # The holder that no site is: its share is the secret.
 
-_TAG = b"xsa-v2/share"
+_TAGGED = lp(b"xsa-v2/share")
+_TWO = struct.Struct(">QQ")
 
 
 def secrets_of(dealer: int, cohort: Sequence[int]) -> list[int]:
     """What a dealer's bundles hold, in order: its self mask, then its pairs."""
     return [dealer, *(x for x in cohort if x != dealer)]
+
+
+def place_of(dealer: int, about: int) -> int:
+    """Where ``secrets_of`` has a secret; sites are numbered from 1."""
+    if about == dealer:
+        return 0
+    return about if about < dealer else about - 1
 
 
 def commit(
@@ -52,30 +61,45 @@ def commit(
         holder: Who holds them.
         cohort: All sites, increasing.
     """
-    about = secrets_of(dealer, cohort)
-    return b"".join(
-        commit_one(
-            bytes(bundle[SHARE_BYTES * at : SHARE_BYTES * (at + 1)]),
-            context=context,
-            dealer=dealer,
-            holder=holder,
-            about=peer,
-        )
-        for at, peer in enumerate(about)
-    )
+    begun = hashlib.sha256(_beginning(context, dealer, holder))
+    row, shares = bytearray(), memoryview(bundle)
+    for at, about in enumerate(secrets_of(dealer, cohort)):
+        one = begun.copy()
+        one.update(_TWO.pack(about, SHARE_BYTES))
+        one.update(shares[SHARE_BYTES * at : SHARE_BYTES * (at + 1)])
+        row += one.digest()
+    return bytes(row)
 
 
 def commit_one(
     share: bytes | bytearray, *, context: bytes, dealer: int, holder: int, about: int
 ) -> bytes:
     """The commitment to one share; ``about`` is l, or the dealer for its self mask."""
-    who = u64(dealer) + u64(holder) + u64(about)
-    return hashlib.sha256(fields(_TAG, context) + who + lp(bytes(share))).digest()
+    begun = hashlib.sha256(_beginning(context, dealer, holder))
+    begun.update(_TWO.pack(about, len(share)))
+    begun.update(share)
+    return begun.digest()
+
+
+def _beginning(context: bytes, dealer: int, holder: int) -> bytes:
+    """What all commitments for one holder begin with, encoded once."""
+    return _TAGGED + lp(context) + _TWO.pack(dealer, holder)
 
 
 def in_row(row: bytes, at: int) -> bytes:
-    """The commitment at a place of ``secrets_of``."""
+    """The commitment at a place of ``secrets_of``, or a holder's digest in a head."""
     return row[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)]
+
+
+def dealt_digests(sealed: Mapping[int, bytes], rows: Mapping[int, bytes]) -> bytes:
+    """What a head says: the digests of all holders, whose ``in_row`` is their number.
+
+    Args:
+        sealed: What was sealed, by holder.
+        rows: The rows of all holders; none in P1.
+    """
+    digests = [dealt_digest(sealed.get(x, b""), rows[x]) for x in sorted(rows)]
+    return b"".join(digests)
 
 
 def dealt_digest(sealed: bytes, row: bytes) -> bytes:

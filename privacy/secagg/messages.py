@@ -47,7 +47,8 @@ _MAX_SHARES_BYTES = MAX_MEMBERS * SHARE_BYTES
 _MAX_SEALED_BYTES = _MAX_SHARES_BYTES + TAG_BYTES
 _MAX_ADVERT_BYTES = 2048
 _MAX_ROW_BYTES = MAX_MEMBERS * DIGEST_BYTES
-_MAX_HEAD_BYTES = 4096  # At 64 sites 3.4 kB, of which 65 digests take most.
+_MAX_DEALT_BYTES = (MAX_MEMBERS + 1) * DIGEST_BYTES
+_MAX_HEAD_BYTES = _MAX_DEALT_BYTES + 512
 
 
 def _number(reader: Reader) -> int:
@@ -242,8 +243,7 @@ class Head:
         context: ctx_r as the site sees it.
         vector_digest: h_y, SHA-256 of the masked vector as it travels.
         header_digest: SHA-256 of the masked header as it travels.
-        dealt: P2: for each holder x, 0 among them, the ``commitments.dealt_digest``
-            of what x is dealt. Empty in P1.
+        dealt: P2: ``commitments.dealt_digests`` of all holders. Empty in P1.
         signature: By the site, over ``signed``.
     """
 
@@ -253,14 +253,15 @@ class Head:
     context: bytes
     vector_digest: bytes
     header_digest: bytes
-    dealt: Mapping[int, bytes]
+    dealt: bytes
     signature: bytes = b""
 
     @property
     def signed(self) -> bytes:
         """What ``signature`` is over."""
-        digests = fields(self.context, self.vector_digest, self.header_digest)
-        return u64(self.number) + digests + byte_map(self.dealt)
+        return u64(self.number) + fields(
+            self.context, self.vector_digest, self.header_digest, self.dealt
+        )
 
     def to_bytes(self) -> bytes:
         """The canonical encoding."""
@@ -275,9 +276,7 @@ class Head:
             context=reader.field("context", size=DIGEST_BYTES),
             vector_digest=reader.field("vector_digest", size=DIGEST_BYTES),
             header_digest=reader.field("header_digest", size=DIGEST_BYTES),
-            dealt=reader.byte_map(
-                "dealt", max_entries=MAX_MEMBERS + 1, size=DIGEST_BYTES
-            ),
+            dealt=reader.field("dealt", limit=_MAX_DEALT_BYTES),
             signature=reader.field("signature", size=SIGNATURE_BYTES),
         )
         reader.end()

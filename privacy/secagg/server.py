@@ -27,9 +27,9 @@ from privacy.secagg.certificate import OpenedRound
 from privacy.secagg.commitments import (
     SECRET,
     commit_one,
-    dealt_digest,
+    dealt_digests,
     in_row,
-    secrets_of,
+    place_of,
 )
 from privacy.secagg.contract import DIGEST_BYTES, Contract, Member, Setting
 from privacy.secagg.errors import (
@@ -432,11 +432,7 @@ class AggregatorRound:
                 f"site {member.site!r} did not seal one bundle of shares for each "
                 "other site, or did not commit to all of them"
             )
-        dealt = {
-            x: dealt_digest(masked.sealed.get(x, b""), row)
-            for x, row in masked.rows.items()
-        }
-        if dealt != head.dealt:
+        if dealt_digests(masked.sealed, masked.rows) != head.dealt:
             raise BadShare(
                 f"the sealed shares or commitments of {member.site!r} are not those "
                 "that it signed"
@@ -465,11 +461,11 @@ class AggregatorRound:
         Raises:
             BadShare: It is another.
         """
-        at = secrets_of(dealer, self._contract.cohort).index(about)
         found = commit_one(
             share, context=self._context, dealer=dealer, holder=holder, about=about
         )
-        if found != in_row(self._rows[dealer][holder], at):
+        row = self._rows[dealer][holder]
+        if found != in_row(row, place_of(dealer, about)):
             raise BadShare(
                 f"site {self._contract.member(holder or dealer).site!r} released "
                 "another share than site "

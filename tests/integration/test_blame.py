@@ -9,7 +9,7 @@ from support.dealers import flipped
 from support.secure_runs import MASK, Run, run, secure_job, step_of
 
 from federation.messages import SecureAnswer, SecureStep, SiteMessage, Task
-from privacy.secagg.commitments import SECRET, dealt_digest
+from privacy.secagg.commitments import SECRET, dealt_digests
 from privacy.secagg.messages import Head, Masked, Shares, sign
 
 LIAR, PEER = "site-1", "site-3"
@@ -40,10 +40,7 @@ class Lying:
 
     def _dealt(self, body: bytes) -> bytes:
         masked = self.deal(Masked.from_bytes(body))
-        dealt = {
-            x: dealt_digest(masked.sealed.get(x, b""), row)
-            for x, row in masked.rows.items()
-        }
+        dealt = dealt_digests(masked.sealed, masked.rows)
         head = replace(Head.from_bytes(masked.head), dealt=dealt)
         signed = self._signed(head).to_bytes()
         self.site._session._round.head = signed

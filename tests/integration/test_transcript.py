@@ -55,7 +55,7 @@ BODIES = {
         "head.context": DIGEST,
         "head.vector_digest": DIGEST,
         "head.header_digest": DIGEST,
-        "head.dealt[]": DIGEST,
+        "head.dealt": rf"{BLOB}|",  # None where no site may be missing.
         "head.signature": SIGNATURE,
         "sealed[]": BLOB,
         "rows[]": BLOB,

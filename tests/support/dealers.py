@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from support.secagg_parties import DIGEST, Run, alter, site_name
 
-from privacy.secagg.commitments import commit, dealt_digest
+from privacy.secagg.commitments import commit, dealt_digests
 from privacy.secagg.errors import ProtocolError
 from privacy.secagg.keys import RoundMasks, channel_data, seal, unseal
 from privacy.secagg.messages import Head, Masked, Shares, sign
@@ -75,7 +75,7 @@ class Dealer:
             sealed[holder] = change(sealed[holder])
         for holder, change in self.rows.items():
             rows[holder] = change(rows[holder])
-        dealt = {x: dealt_digest(sealed.get(x, b""), row) for x, row in rows.items()}
+        dealt = dealt_digests(sealed, rows)
         signed = sign(alter(head, dealt=dealt), run.parties.sites[number])
         session = run.sessions[number]
         assert session._round is not None

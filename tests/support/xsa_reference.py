@@ -368,10 +368,9 @@ class Round:
             sha256(on_wire(self.masked(i, part), bits))
             for part, bits in self.widths.items()
         ]
-        dealt = {
-            x: sha256(lp(sealed.get(x, b""), row)) for x, row in self.rows(i).items()
-        }
-        body = u64(i) + lp(self.context, *digests) + byte_map(dealt)
+        rows = self.rows(i)
+        dealt = [sha256(lp(sealed.get(x, b""), rows[x])) for x in sorted(rows)]
+        body = u64(i) + lp(self.context, *digests, b"".join(dealt))
         return signed("head", "masked head", body, self.run.sites[i].identity)
 
     def play(self) -> Json:

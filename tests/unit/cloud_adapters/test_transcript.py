@@ -304,7 +304,7 @@ def test_messages_inside_messages_are_decoded():
         context=b"\x03" * 32,
         vector_digest=b"\x04" * 32,
         header_digest=b"\x05" * 32,
-        dealt={2: b"\x06" * 32},
+        dealt=b"\x06" * 96,
         signature=b"\x07" * 64,
     )
     masked = Masked(

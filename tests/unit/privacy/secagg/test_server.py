@@ -15,7 +15,7 @@ from support.secagg_parties import (
 
 from federation.errors import ProtocolError
 from federation.ids import SiteId
-from privacy.secagg.commitments import dealt_digest
+from privacy.secagg.commitments import dealt_digests
 from privacy.secagg.errors import (
     BadShare,
     BadSignature,
@@ -48,7 +48,7 @@ def resigned(
 def with_sealed(run: Run, data: bytes, sealed: dict[int, bytes]) -> bytes:
     """A masked answer with other sealed shares, signed by site 2."""
     masked = Masked.from_bytes(data)
-    dealt = {x: dealt_digest(sealed.get(x, b""), row) for x, row in masked.rows.items()}
+    dealt = dealt_digests(sealed, masked.rows)
     head = resigned(run, masked.head, 2, Head, dealt=dealt)
     return alter(masked, head=head, sealed=sealed).to_bytes()
 
