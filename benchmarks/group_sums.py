@@ -1,20 +1,21 @@
 """What robust rules over groups stop, and what they cost, under secure aggregation.
 
     python benchmarks/group_sums.py [--job jobs/poisoned.toml] [--sites 9]
-        [--groups 3] [--seeds 3] [--rounds 15] [--smoke]
+        [--groups 3] [--liars 1] [--seeds 3] [--rounds 15] [--smoke]
 
-The job's model, data and training, with so many sites, one of which keeps to the
-protocol and lies about its update in every round:
+The job's model, data and training, with so many sites. The last, or so many of the
+last, keep to the protocol and lie about their updates in every round:
 
-    none     it does not lie
+    none     nobody lies
     garbage  random words instead of masked ones, as in the job's own fault
     noise    a random vector, another one in each round
-    flip     its update, reversed
+    flip     the liar's update, reversed
     push     one random direction, the same in every round
 
-The last three have the largest norm that no check finds in a sum over all sites: n C
-less the other sites' updates, whose norms it takes to be its own. C, the clip norm, is
-twice the largest norm of a site's update in the first round of an honest run.
+The last three have the largest norm that no check finds: n C less the updates of the
+other sites in the sum, whose norms a liar takes to be its own; liars in one sum share
+it. C, the clip norm, is twice the largest norm of a site's update in the first round of
+an honest run.
 
 For each attack the final accuracy on the held-out data of all sites, by the mean of one
 sum over all sites and by the job's rule over groups: mean and range over the seeds,
@@ -30,7 +31,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ from federation.job import AggregationSpec, JobSpec
 from federation.messages import RoundTask
 from federation.protocols import LocalResult, Trainer
 from federation.vectors import ByteVector, HeaderVector, Vector, norm
+from privacy.secagg.contract import Contract
 from privacy.secagg.measure import subtract_
 
 Work = Callable[[RoundTask, Trainer, Masking], tuple[ByteVector, HeaderVector]]
@@ -76,10 +78,10 @@ class Liar:
     """Adds to a site's masked words what makes of its update another vector."""
 
     def __init__(
-        self, site: SecureSite, attack: str, seed: int, num_sites: int
+        self, site: SecureSite, attack: str, seed: int, liars: Collection[SiteId]
     ) -> None:
-        self._attack, self._num_sites = attack, num_sites
-        self._random = np.random.default_rng([seed, 1])
+        self._attack, self._liars = attack, liars
+        self._random = np.random.default_rng([seed, 1])  # Liars push the same way.
         self._push_d: Vector | None = None
         self._update_d: Vector = np.empty(0, np.float32)
         self._honest_work = replace_work(site, self._work)
@@ -95,7 +97,7 @@ class Liar:
             return self._random.integers(256, size=words.size, dtype=np.uint8), header_h
         ring = masking.contract.ring()
         told_d = self._update_d * min(1.0, ring.clip_norm / norm(self._update_d))
-        steps_d = (self._lie(ring.clip_norm) - told_d).astype(np.float64) * ring.scale
+        steps_d = (self._lie(masking.contract) - told_d).astype(np.float64) * ring.scale
         view = words.view(ring.wire_dtype)
         view += np.rint(steps_d).astype(np.int64).astype(view.dtype)
         return words, header_h
@@ -103,10 +105,11 @@ class Liar:
     def _keep(self, update_d: Vector) -> None:
         self._update_d = update_d
 
-    def _lie(self, clip_norm: float) -> Vector:
-        own = norm(self._update_d)
-        n = self._num_sites
-        most = max(clip_norm, 0.95 * (n * clip_norm - (n - 1) * own))
+    def _lie(self, contract: Contract) -> Vector:
+        own, n = norm(self._update_d), contract.num_sites
+        liars = sum(member.site in self._liars for member in contract.members)
+        room = n * contract.clip_norm - (n - liars) * own
+        most = max(contract.clip_norm, 0.95 * room / liars)
         if self._attack == "flip":
             return self._update_d * np.float32(-most / own)
         if self._attack == "noise" or self._push_d is None:
@@ -136,15 +139,18 @@ class _Watched:
 
 
 def run(
-    job: JobSpec, attack: str, watch: Callable[[Vector], None] | None = None
+    job: JobSpec,
+    attack: str,
+    *,
+    liars: int = 1,
+    watch: Callable[[Vector], None] | None = None,
 ) -> Result:
-    """Run a job whose last site attacks."""
+    """Run a job whose last sites attack."""
     federation = wiring.build_federation(job)
     federation.pool.reserve(1)
     rehearsal = rehearse(federation, RunId("run"), None)
     store, clock = MemoryStore(), SystemClock()
     seen: list[events.Event] = []
-    groups = job.privacy.secure_aggregation.groups
     sites = {
         SiteId(spec.name): _site(federation, rehearsal, SiteId(spec.name), store)
         for spec in job.sites
@@ -153,9 +159,9 @@ def run(
         for site in sites.values():
             _watch(site, watch)
     elif attack != "none":
-        liar = sites[SiteId(job.sites[-1].name)]
-        in_sum = len(job.sites) if groups is None else job.sites_in_sum
-        Liar(liar, attack, job.seed, in_sum)
+        last = [SiteId(spec.name) for spec in job.sites[-liars:]]
+        for name in last:
+            Liar(sites[name], attack, job.seed, last)
     start = time.process_time()
     with (
         wiring.torch_threads(job),
@@ -246,18 +252,20 @@ def jobs(
     return [whole, apart]
 
 
-def measure(job: JobSpec, attack: str) -> Result | None:
+def measure(job: JobSpec, attack: str, liars: int) -> Result | None:
     """Run a job; None if the attack ends it without a model."""
     try:
-        return run(job, attack)
+        return run(job, attack, liars=liars)
     except FederationError as error:
         sys.stderr.write(f"{attack}: {error}\n")
         return None
 
 
-def line(attack: str, of: str, jobs: Sequence[JobSpec]) -> dict[str, object]:
+def line(
+    attack: str, of: str, jobs: Sequence[JobSpec], liars: int
+) -> dict[str, object]:
     """Run a job with every seed; what it came to as a JSON line."""
-    results = [measure(job, attack) for job in jobs]
+    results = [measure(job, attack, liars) for job in jobs]
     known = [result for result in results if result is not None]
     accuracies = [result.accuracy for result in known] or [math.nan]
     return {
@@ -282,6 +290,7 @@ def main() -> int:
     parser.add_argument("--job", default="jobs/poisoned.toml")
     parser.add_argument("--sites", type=int, default=9)
     parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--liars", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--attacks", default=",".join(ATTACKS))
@@ -304,7 +313,7 @@ def main() -> int:
     rule = by_seed[0][1].aggregation.combine
     for attack in given.attacks.split(","):
         for at, of in enumerate(("mean", f"{rule} of groups")):
-            found = line(attack, of, [both[at] for both in by_seed])
+            found = line(attack, of, [both[at] for both in by_seed], given.liars)
             print(json.dumps(found), flush=True)
             sys.stderr.write(
                 f"{attack:8} {of:24} {found['accuracy']:.2%} "
