@@ -217,11 +217,12 @@ class RememberedLedger:
         self._budget = budget
         self._own = _merged(charge.event for charge in ledger.charges())
         self._planned = _merged(planned) | self._own
-        self._others: Mapping[str, Any] = {}
-        memory.update(DOCUMENT, self._note)
-        # A charge within the plan is within the budget from here on, and need not be
-        # composed with those of all runs again.
         check_plan(memory, budget, ledger.terms, planned)
+        if self._own:  # A run that has charged nothing leaves no trace.
+            memory.update(DOCUMENT, self._note)
+        # With these other runs the plan is within the budget: a charge within it need
+        # not be composed with theirs again.
+        self._others = _other_runs(memory.read(DOCUMENT), budget, ledger.terms)
 
     @property
     def terms(self) -> Terms:
@@ -279,9 +280,7 @@ class RememberedLedger:
         """Make the memory know what the ledger holds."""
         run_id = self.terms.run_id
         document = _raised(document, RunId(run_id), self._ledger.anchor())
-        document = _noted(document, self._budget.dataset, self.terms, self._own)
-        self._others = _other_runs(document, self._budget, self.terms)
-        return document
+        return _noted(document, self._budget.dataset, self.terms, self._own)
 
     def _check_total(
         self, document: Document, after: Counter[_Kind], round_index: int
@@ -290,6 +289,11 @@ class RememberedLedger:
         others = _other_runs(document, self._budget, self.terms)
         if limit is None or (after <= self._planned and others == self._others):
             return
+        if others != self._others:  # Another process has charged something meanwhile.
+            whole = self._planned | after
+            if _composed(self._budget, self.terms, others, whole)[0] <= limit:
+                self._planned, self._others = whole, others
+                return
         epsilon, delta = _composed(self._budget, self.terms, others, after)
         if epsilon > limit:
             raise BudgetExceeded(

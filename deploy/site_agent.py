@@ -45,6 +45,7 @@ from federation import job_digest, job_file, wire
 from federation.errors import (
     FederationError,
     JobError,
+    PrivacyError,
     ProtocolError,
     StoreUnavailable,
 )
@@ -343,15 +344,19 @@ class SiteAgent:
         """
         self.close()
         with ExitStack() as stack:
-            run = open_run(
-                met,
-                config=self.config,
-                keys=SiteKeys(identity=self.identity, roster=self.roster),
-                folder=self._folder(met.run_id),
-                clock=self.clock,
-                stated=stated,
-                stack=stack,
-            )
+            try:
+                run = open_run(
+                    met,
+                    config=self.config,
+                    keys=SiteKeys(identity=self.identity, roster=self.roster),
+                    folder=self._folder(met.run_id),
+                    clock=self.clock,
+                    stated=stated,
+                    stack=stack,
+                )
+            except PrivacyError:  # A recovery has to know what the run is.
+                self._keep(met.run_id, keep)
+                raise
             self._keep(met.run_id, keep)
             self._run = replace(run, stack=stack.pop_all())
         return self._run

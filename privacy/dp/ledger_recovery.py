@@ -119,7 +119,9 @@ def _counted(folder: Path, events: Mapping[Purpose, Event]) -> LedgerAnchor:
     with contextlib.suppress(FileNotFoundError):
         data = ledger_files.read_all(folder / ledger_files.LEDGER_NAME)
         lines = data.splitlines()
-    counts = Counter(purpose for line in lines for purpose in _purposes(line))
+    # The first line is the header; it may have been lost, too.
+    first = 1 if lines and b'"kind":"header"' in lines[0] else 0
+    counts = Counter(p for line in lines[first:] for p in _purposes(line))
     known = 0
     with contextlib.suppress(LedgerDamaged):
         head = ledger_files.read_head(folder)
@@ -131,11 +133,9 @@ def _counted(folder: Path, events: Mapping[Purpose, Event]) -> LedgerAnchor:
 def _purposes(line: bytes) -> tuple[Purpose, ...]:
     try:
         document = json.loads(line)
-        kind, purpose = document["kind"], document.get("purpose")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        purpose = document["purpose"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return PURPOSES
-    if kind in {"header", "recovery"}:
-        return ()
     return (purpose,) if purpose in PURPOSES else PURPOSES
 
 

@@ -22,6 +22,7 @@ privacy = "none"
 secure_aggregation = false
 accept_two_sites = true
 max_clip_norm = 100.0
+total_epsilon = 1000.0
 """
 
 pytestmark = [

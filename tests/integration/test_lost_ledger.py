@@ -248,6 +248,18 @@ def test_deployed_site_remembers_a_deleted_ledger(site: Deployed):
     assert answer.spent.anchor == LedgerAnchor(train=3, evaluate=3)
 
 
+def test_deleted_folder_of_a_run_is_recovered(site: Deployed):
+    """With its proposal, which the coordinator brings again."""
+    site.agent.close()
+    shutil.rmtree(site.run)
+    site.restart()
+    assert "ledger recover" in site.propose()
+    assert site.recover() == 0
+    assert anchor(site.ledger) == site.anchor
+    site.restart()
+    assert site.propose() == ""
+
+
 @pytest.mark.parametrize("proposed", [True, False])
 def test_aggregators_anchor_finds_a_site_that_was_put_back(
     site: Deployed, tmp_path: Path, *, proposed: bool
