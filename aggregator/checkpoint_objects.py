@@ -64,6 +64,9 @@ class CheckpointObjects:
             Damaged: It is torn, altered or gone.
             CheckpointMismatch: It was written by another version of crossfed.
         """
+        return _twice(lambda: self._manifest(key))
+
+    def _manifest(self, key: str) -> Manifest:
         try:
             content = self._store.read(key, length=manifests.MAX_MANIFEST_BYTES + 1)
             return manifests.decode(key, content)
@@ -174,6 +177,10 @@ class CheckpointObjects:
         return freed
 
     def _fill(self, chunk: Chunk, targets: Sequence[memoryview]) -> None:
+        """Read a chunk and verify it."""
+        _twice(lambda: self._fill_once(chunk, targets))
+
+    def _fill_once(self, chunk: Chunk, targets: Sequence[memoryview]) -> None:
         key = self._prefix + chunk.key
         size = self.size(key)
         if size is None:
@@ -205,6 +212,18 @@ class CheckpointObjects:
             return self._store.read(key, start=start, length=length)
         except CorruptObject as error:
             raise _damaged(key, error) from error
+
+
+def _twice(read: Callable[[], _R]) -> _R:
+    """Read something, and once more if it is damaged.
+
+    Ranges have no checksum of their own. What is wrong once may have changed on its
+    way; twice it is what is stored, and is moved aside.
+    """
+    try:
+        return read()
+    except Damaged:
+        return read()
 
 
 def _damaged(key: str, error: CorruptObject) -> CorruptObject:

@@ -16,7 +16,7 @@ from cloud_adapters.keys.context import DATA_KEY_BYTES
 from cloud_adapters.keys.key_file import KeyFile
 from cloud_adapters.storage.encrypted import EncryptedStore, context_of
 from cloud_adapters.storage.encrypted_format import HEADER_BYTES, MAGIC, Header
-from cloud_adapters.storage.transfer import download, upload
+from cloud_adapters.storage.transfer import download, stream, upload
 from cloud_adapters.urls import StoreOptions, open_store
 from deploy import run_store
 from deploy.encryption import DATASET, EXPORT, KeyName, place_of, place_of_url
@@ -213,6 +213,7 @@ def _state(place: Place, key: str, old: KeyService, new: KeyService | None) -> s
     except ObjectNotFound:
         return _GONE
     if not raw.startswith(MAGIC):
+        _check_in_clear(place.store, key)
         return _IN_CLEAR
     where = f"{key!r} in {place.store.url}"
     wrapped = Header.decode(raw, where).wrapped
@@ -229,6 +230,23 @@ def _state(place: Place, key: str, old: KeyService, new: KeyService | None) -> s
         raise CorruptObject(f"{where}: {error}") from error
     is_newest = isinstance(old, KeyFile) and old.is_newest(wrapped)
     return _ALREADY if new is None and is_newest else _PENDING
+
+
+def _check_in_clear(store: ObjectStore, key: str) -> None:
+    """Check that an object is not taken for one in clear because of a wrong byte.
+
+    The key that it is encrypted with would be given up.
+
+    Raises:
+        CorruptObject: What arrives of it is not what was written.
+    """
+    parts = stream(store, key)
+    if next(parts, b"").startswith(MAGIC):
+        raise CorruptObject(
+            f"{key!r} in {store.url} was read twice, and differently: try again"
+        )
+    for _ in parts:
+        pass
 
 
 def _rewrap_one(store: EncryptedStore, key: str, new: KeyService | None) -> bool:

@@ -227,9 +227,10 @@ class EncryptedStore:
     def rewrap(self, key: str, *, keys: KeyService | None = None) -> ObjectInfo:
         """Wrap an object's data key anew, as after the change of a wrapping key.
 
-        The content stays encrypted as it is: it is not decrypted, but has to be read
-        and written once, since stores cannot change the beginning of an object. An
-        object that changes meanwhile stays as it then is.
+        The content stays encrypted as it is, but has to be read and written once,
+        since stores cannot change the beginning of an object. It is decrypted on the
+        way, to check what takes the place of the object. An object that changes
+        meanwhile stays as it then is.
 
         Args:
             key: The object.
@@ -237,6 +238,7 @@ class EncryptedStore:
 
         Raises:
             ObjectChanged: Somebody wrote it meanwhile.
+            CorruptObject: It is damaged, or was on its way; nothing is written.
             KeyRefused: The old or the new key is not to be had; nothing is written.
         """
         info = self._store.stat(key)
@@ -248,16 +250,40 @@ class EncryptedStore:
 
         def stored() -> Iterator[bytes]:
             yield header.encode()
-            for start in range(HEADER_BYTES, info.size, _COPY_BYTES):
-                yield self._store.read(
-                    key, start=start, length=_COPY_BYTES, if_version=info.version
-                )
+            yield from self._stored(opened)
 
         written = self._store.put(
             key, stored(), if_version=info.version, metadata=info.metadata
         )
         self._remember(replace(opened, version=written.version))
         return self.stat(key)
+
+    def _stored(self, opened: _Opened) -> Iterator[bytes]:
+        """Segments and trailer as they are stored, each checked before it is passed on.
+
+        Raises:
+            CorruptObject: They are not what was written.
+        """
+        cipher = opened.cipher
+        end = cipher.trailer_offset(opened.size)
+        step = cipher.offset(1) - cipher.offset(0)
+        num_segments = max(1, _COPY_BYTES // step)
+        for start in range(cipher.offset(0), end, num_segments * step):
+            stop = min(end, start + num_segments * step)
+            stored = self._store.read(
+                opened.key, start=start, length=stop - start, if_version=opened.version
+            )
+            if len(stored) != stop - start:
+                raise CorruptObject(f"{cipher.where} ended early when it was read")
+            first = (start - cipher.offset(0)) // step
+            for _ in _decrypted(cipher, first, memoryview(stored)):
+                pass
+            yield stored
+        trailer = self._store.read(
+            opened.key, start=end, length=TRAILER_BYTES, if_version=opened.version
+        )
+        cipher.open_trailer(trailer, opened.size)
+        yield trailer
 
     def close(self) -> None:
         """Close the store below and the key service, and forget all data keys."""

@@ -57,6 +57,28 @@ class FaultyStore:
         self.store.close()
 
 
+class FlippingStore(FaultyStore):
+    """Flips one bit of one byte in a range, and leaves whole reads alone."""
+
+    def __init__(
+        self, store: ObjectStore, at: int, *, times: int = 1 << 30, key: str = ""
+    ) -> None:
+        super().__init__(store)
+        self.at = at
+        self.times = times
+        self.key = key
+
+    def read(self, key: str, **options: Any) -> bytes:
+        content = super().read(key, **options)
+        is_range = options.get("start") or options.get("length") is not None
+        place = self.at - options.get("start", 0)
+        is_other = bool(self.key) and key != self.key
+        if is_other or not is_range or not 0 <= place < len(content) or not self.times:
+            return content
+        self.times -= 1
+        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
 def outage(*numbers: int) -> Callable[[int, bytes], bytes]:
     """Let reads of these numbers fail for a while."""
 

@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.faulty_store import FlippingStore
 
 from aggregator import checkpoint_objects
 from aggregator.checkpoint import RunCheckpoints
@@ -439,6 +440,18 @@ def test_any_flipped_bit_is_found(what: str, bit: int):
     keys = {"manifest": "checkpoints/round-000002.json", **run.blobs_of(2)}
     flip(run, keys[what], bit)
     check_falls_back(run)
+
+
+@pytest.mark.parametrize("what", ["manifest", "weights", "optimizer"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_bit_that_flips_on_its_way_is_found(what: str, times: int):
+    """Once it is read again; twice the object counts as damaged."""
+    run = saved(1, 2)
+    keys = {"manifest": "checkpoints/round-000002.json", **run.blobs_of(2)}
+    run.store = FlippingStore(run.store, 5, times=times, key=keys[what])
+    expected = state_of(2) if times == 1 else state_of(1)
+    assert same(run.open().load_latest(), expected)
+    assert [type(event) for event in run.events] == [CheckpointSkipped] * (times - 1)
 
 
 @settings(deadline=None)  # Other work may share the machine.
