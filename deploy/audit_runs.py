@@ -54,6 +54,8 @@ from monitoring.audit_findings import (
     SiteFindings,
 )
 from privacy.dp import accountant, auditing, curve_tests
+from privacy.dp.auditing import Guesses
+from privacy.dp.curve_tests import PValues
 from privacy.dp.ledger import InMemoryLedger
 from privacy.dp.ledger_format import Terms
 from privacy.dp_sgd.clipping import choose
@@ -244,15 +246,22 @@ class CanaryRun:
         if name not in self._ledgers:
             return None
         charges = self._ledgers[name].charges()
-        curve = accountant.trade_off(c.event for c in charges if c.purpose == "train")
-        scores_m, is_in_m = self._scores[name].scores_m, self._is_in[name]
-        guesses = auditing.guess(
-            scores_m, is_in_m, num_guesses=curve_guesses_for(len(scores_m))
-        )
+        events = [c.event for c in charges if c.purpose == "train"]
+        curve, is_in_m = accountant.trade_off(events), self._is_in[name]
+
+        def test(scores_m: NDArray[np.float64]) -> tuple[Guesses, PValues]:
+            guesses = auditing.guess(
+                scores_m, is_in_m, num_guesses=curve_guesses_for(len(scores_m))
+            )
+            return guesses, PValues(
+                one_run=curve_tests.one_run(curve, guesses),
+                independent=curve_tests.independent(curve, scores_m, is_in_m),
+            )
+
+        guesses, p_values = test(self._scores[name].scores_m)
+        _, without_noise = test(curve_tests.scores_without_noise(is_in_m, events))
         return CurveFindings(
-            guesses=guesses,
-            one_run=curve_tests.one_run(curve, guesses),
-            independent=curve_tests.independent(curve, scores_m, is_in_m),
+            guesses=guesses, p_values=p_values, without_noise=without_noise
         )
 
     def _promise(self, name: SiteId) -> Promise:

@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 
 from monitoring.units import format_delta, format_epsilon
 from privacy.dp.auditing import Guesses, Roc, p_value
-from privacy.dp.curve_tests import CurveTest
+from privacy.dp.curve_tests import PValues
 
 # Tests that decide about a promise. Each has its part of the risk of a false alarm, so
 # that all of them together have the confidence.
 _TESTS = 3
+
+# Training without noise would be called broken if its expected p-value is so much
+# below what that takes, since the one that is found varies.
+_MARGIN = 0.1
 
 FALSE_POSITIVES = (0.001, 0.01)  # At which membership inference is reported.
 
@@ -71,13 +75,13 @@ class CurveFindings:
 
     Attributes:
         guesses: How canaries were told apart for ``one_run``.
-        one_run: Holds whatever canaries do to each other.
-        independent: Holds if canaries do not influence each other.
+        p_values: What the tests found.
+        without_noise: What they would have found without any noise.
     """
 
     guesses: Guesses
-    one_run: CurveTest
-    independent: CurveTest
+    p_values: PValues
+    without_noise: PValues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,19 +136,16 @@ class SiteFindings:
         """
         found = [self._p_value_of(self.guesses.correct)]
         if self.curve is not None:
-            found += [self.curve.one_run.p_value, self.curve.independent.p_value]
+            found += [self.curve.p_values.one_run, self.curve.p_values.independent]
         return min(1.0, _TESTS * min(found))
 
     @property
-    def least_p_value(self) -> float:
-        """The p-value if scores had told every canary's coin, as without noise."""
-        found = [self._p_value_of(self.guesses.guesses)]
-        if self.curve is not None:
-            found += [
-                self.curve.one_run.least_p_value,
-                self.curve.independent.least_p_value,
-            ]
-        return min(1.0, _TESTS * min(found))
+    def p_value_without_noise(self) -> float:
+        """The p-value to expect of training without any noise."""
+        if self.curve is None:
+            return min(1.0, _TESTS * self._p_value_of(self.guesses.guesses))
+        clear = self.curve.without_noise
+        return min(1.0, _TESTS * min(clear.one_run, clear.independent))
 
     def _p_value_of(self, correct: int) -> float:
         if not self.promise.is_private:
@@ -168,7 +169,7 @@ class SiteFindings:
             return Verdict.NONE
         if self.p_value < 1 - self.confidence:
             return Verdict.BROKEN
-        if self.least_p_value >= 1 - self.confidence:
+        if self.p_value_without_noise >= _MARGIN * (1 - self.confidence):
             return Verdict.INCONCLUSIVE
         return Verdict.NOT_BROKEN
 
@@ -245,7 +246,7 @@ def _site_document(site: SiteFindings) -> dict[str, Any]:
         "largest_lower_bound": site.largest_bound,
         "lower_bound_if_independent": site.independent_bound,
         "p_value": site.p_value,
-        "least_p_value": site.least_p_value,
+        "p_value_without_noise": site.p_value_without_noise,
         "trade_off": None if site.curve is None else _curve_document(site.curve),
         "canaries": guesses.canaries,
         "canaries_in": int(site.is_in_m.sum()),
@@ -265,10 +266,10 @@ def _curve_document(curve: CurveFindings) -> dict[str, Any]:
     return {
         "guesses": curve.guesses.guesses,
         "correct": curve.guesses.correct,
-        "p_value_one_run": curve.one_run.p_value,
-        "least_p_value_one_run": curve.one_run.least_p_value,
-        "p_value_independent": curve.independent.p_value,
-        "least_p_value_independent": curve.independent.least_p_value,
+        "p_value_one_run": curve.p_values.one_run,
+        "p_value_independent": curve.p_values.independent,
+        "p_value_one_run_without_noise": curve.without_noise.one_run,
+        "p_value_independent_without_noise": curve.without_noise.independent,
     }
 
 
@@ -311,11 +312,11 @@ def _site_lines(site: SiteFindings) -> Iterator[str]:
         f"{guesses.correct} correct"
     )
     if site.curve is not None:
-        curve = site.curve
+        found, told = site.curve.p_values, site.curve.guesses
         yield (
-            f"trade-off    p-value {format_p(curve.independent.p_value)} if canaries "
-            f"are independent; {format_p(curve.one_run.p_value)} in any case, "
-            f"{curve.guesses.guesses} guesses, {curve.guesses.correct} correct"
+            f"trade-off    p-value {format_p(found.independent)} if canaries are "
+            f"independent; {format_p(found.one_run)} in any case, "
+            f"{told.guesses} guesses, {told.correct} correct"
         )
     yield f"membership   {roc_line(site.membership.final)}"
     yield f"promise      {_verdict_line(site)}"

@@ -17,6 +17,7 @@ t thresholds.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,45 +25,61 @@ from numpy.typing import NDArray
 from scipy.special import betaincinv
 
 from privacy.dp.auditing import Guesses, Scores, Truth
+from privacy.dp.events import Event
 from privacy.dp.trade_off import TradeOff
 
 # Logarithm of the least p-value that is told from 0, and halvings to find one.
 _LEAST_LOG, _HALVINGS = -60.0, 24
 
-# Thresholds that the first half of the canaries chooses from.
+# Thresholds that are looked at together when the first half of the canaries chooses.
 _THRESHOLDS = 32
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 _LEAST_SCORES = 4  # Of each kind: half of them choose a threshold, half test it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurveTest:
-    """What a test of a curve found.
+class PValues:
+    """Largest probabilities, under the hypothesis, of scores as clear as these.
 
     Attributes:
-        p_value: Largest probability of a result as clear as this under the hypothesis.
-        least_p_value: The p-value if scores had told every canary's coin.
+        one_run: Whatever canaries do to each other.
+        independent: If they do not influence each other.
     """
 
-    p_value: float
-    least_p_value: float
+    one_run: float
+    independent: float
 
 
-def one_run(curve: TradeOff, guesses: Guesses) -> CurveTest:
+def scores_without_noise(is_in_m: Truth, events: Iterable[Event]) -> Scores:
+    """Scores as training without any noise would give them, and rather less clear.
+
+    A canary that was drawn in some step is seen, and one that was never drawn looks
+    like one that is out. As few were drawn as would be likely at the least: four
+    standard errors of half of the canaries below the mean.
+
+    Args:
+        is_in_m: Which canaries are in, shape ``(m,)``.
+        events: Of the run.
+    """
+    never = math.prod((1 - e.sampling_rate) ** e.steps for e in events)
+    error = math.sqrt(2 * never * (1 - never) / max(1, int(is_in_m.sum())))
+    places = np.cumsum(is_in_m) * _GOLDEN % 1  # Even, and in step with nothing.
+    return np.where(is_in_m & (places >= never + 4 * error), 1.0, 0.0)
+
+
+def one_run(curve: TradeOff, guesses: Guesses) -> float:
     """Test a curve by the number of right guesses, whatever canaries do to each other.
 
     Args:
         curve: Of adding or removing one canary.
         guesses: Their number was fixed before scores were looked at.
+
+    Returns:
+        The p-value; see ``p_value_of_guesses``.
     """
-    return CurveTest(
-        p_value=p_value_of_guesses(
-            curve, guesses.canaries, guesses.guesses, guesses.correct
-        ),
-        least_p_value=p_value_of_guesses(
-            curve, guesses.canaries, guesses.guesses, guesses.guesses
-        ),
-    )
+    return p_value_of_guesses(curve, guesses.canaries, guesses.guesses, guesses.correct)
 
 
 def p_value_of_guesses(
@@ -125,7 +142,7 @@ def _is_possible(
     return right + wrong <= guesses / canaries
 
 
-def independent(curve: TradeOff, scores_m: Scores, is_in_m: Truth) -> CurveTest:
+def independent(curve: TradeOff, scores_m: Scores, is_in_m: Truth) -> float:
     """Test a curve by the rates of an attack, if canaries are independent.
 
     The first half of the canaries chooses a threshold, and the second half tests the
@@ -137,15 +154,11 @@ def independent(curve: TradeOff, scores_m: Scores, is_in_m: Truth) -> CurveTest:
         curve: Of adding or removing one canary.
         scores_m: Shape ``(m,)``; the higher, the more a canary seems to be in.
         is_in_m: Shape ``(m,)``; whether it is.
+
+    Returns:
+        The p-value.
     """
     in_i, out_o = scores_m[is_in_m], scores_m[~is_in_m]
-    return CurveTest(
-        p_value=_both_ways(curve, in_i, out_o),
-        least_p_value=_both_ways(curve, np.ones_like(in_i), np.zeros_like(out_o)),
-    )
-
-
-def _both_ways(curve: TradeOff, in_i: Scores, out_o: Scores) -> float:
     if min(len(in_i), len(out_o)) < _LEAST_SCORES:
         return 1.0
     found = min(_one_way(curve, in_i, out_o), _one_way(curve, -out_o, -in_i))
@@ -154,12 +167,25 @@ def _both_ways(curve: TradeOff, in_i: Scores, out_o: Scores) -> float:
 
 def _one_way(curve: TradeOff, first: Scores, second: Scores) -> float:
     """Test the share of ``first`` over that of ``second`` above a threshold."""
-    choosing = np.sort(np.concatenate((first[::2], second[::2])))
-    places = np.linspace(0, len(choosing) - 1, _THRESHOLDS)
-    thresholds_t = choosing[np.rint(places).astype(np.int64)]
-    chosen = _p_values(curve, first[::2], second[::2], thresholds_t).argmin()
-    tested = thresholds_t[chosen : chosen + 1]
+    threshold = _best_threshold(curve, first[::2], second[::2])
+    tested = np.array([threshold])
     return float(_p_values(curve, first[1::2], second[1::2], tested)[0])
+
+
+def _best_threshold(curve: TradeOff, first: Scores, second: Scores) -> float:
+    """Find the score at which the rates contradict the curve most.
+
+    Among evenly spaced ranks at first, and then ever closer to the best of them.
+    """
+    ranked = np.sort(np.concatenate((first, second)))
+    low, high = 0, len(ranked) - 1
+    while True:
+        ranks = np.unique(np.rint(np.linspace(low, high, _THRESHOLDS)).astype(np.int64))
+        best = int(_p_values(curve, first, second, ranked[ranks]).argmin())
+        if high - low < _THRESHOLDS:
+            return float(ranked[ranks[best]])
+        low = int(ranks[max(best - 1, 0)])
+        high = int(ranks[min(best + 1, len(ranks) - 1)])
 
 
 def _p_values(

@@ -6,6 +6,7 @@ these very draws.
 
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -174,6 +175,19 @@ def test_language_models_are_audited(unit: str, request: pytest.FixtureRequest):
     (site,) = found.sites
     assert site.membership.final.num_in > 100
     assert site.promise.is_private == (unit == "record")
+
+
+def test_benchmark_of_audits_runs():
+    """In its short form: two rounds, one seed, and a line for each noise."""
+    script = Path(__file__).parents[2] / "benchmarks" / "audit.py"
+    done = subprocess.run(
+        [sys.executable, script, "--smoke"], capture_output=True, text=True, check=True
+    )
+    machine, *rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert machine["benchmark"] == "audit"
+    assert [row["noise"] for row in rows] == [1.0, 0.5]
+    assert [len(row["p"]) for row in rows] == [2, 2]
+    assert not rows[0]["flagged"]
 
 
 def test_sites_that_are_not_audited_have_no_canaries():

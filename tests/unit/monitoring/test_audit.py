@@ -23,7 +23,7 @@ from monitoring.audit_findings import (
 from monitoring.audit_page import render, write_audit
 from privacy.dp import curve_tests
 from privacy.dp.auditing import Guesses, guess, roc
-from privacy.dp.curve_tests import CurveTest
+from privacy.dp.curve_tests import PValues
 from privacy.dp.trade_off import EPSILONS, TradeOff
 
 pytestmark = pytest.mark.slow
@@ -76,12 +76,13 @@ def with_p_values(
     """Tests of a curve with these p-values."""
     return CurveFindings(
         guesses=Guesses(canaries=1000, guesses=300, correct=290, low=-1.0, high=1.0),
-        one_run=CurveTest(p_value=one_run, least_p_value=least),
-        independent=CurveTest(p_value=independent, least_p_value=least),
+        p_values=PValues(one_run=one_run, independent=independent),
+        without_noise=PValues(one_run=least, independent=least),
     )
 
 
-KEPT, FREE = site(epsilon=2.5, shift=1.0), site("right", epsilon=float("inf"))
+KEPT = site(epsilon=2.5, shift=1.0, curve=with_p_values(1.0, 1.0))
+FREE = site("right", epsilon=float("inf"))
 DEAF = site("deaf", epsilon=8.0, shift=40.0)
 BROKEN = site("<i>bad</i>", epsilon=0.5, shift=4.0)
 
@@ -142,8 +143,7 @@ def test_tests_that_could_not_contradict_are_inconclusive():
     found = site(shift=40.0, curve=with_p_values(1.0, 1.0, least=0.017))
     assert found.verdict is Verdict.INCONCLUSIVE
     all_allowed = TradeOff(np.ones_like(EPSILONS))
-    test = curve_tests.independent(all_allowed, found.scores_m, found.is_in_m)
-    assert (test.p_value, test.least_p_value) == (1.0, 1.0)
+    assert curve_tests.independent(all_allowed, found.scores_m, found.is_in_m) == 1.0
 
 
 @pytest.mark.parametrize("num_canaries", [100, 1000, 20_000])
