@@ -211,3 +211,23 @@ def test_aggregator_that_offers_another_group_gets_no_key(
     monkeypatch.setattr("aggregator.group_sums.group_contract", chosen)
     with pytest.raises(QuorumNotMet, match="this site has drawn a sum with site-"):
         run(grouped(schedule={"max_lost_rounds": 1}))
+
+
+def test_groups_of_two_are_summed_where_each_record_has_noise():
+    """The other site of a group learns an update whose noise is its own site's."""
+    made = grouped(
+        rounds=1,
+        training={
+            "local_steps": 1,
+            "batch_size": 10,
+            "optimizer": {"name": "sgd", "lr": 0.1},
+        },
+    )
+    unit = {"unit": "record", "target_epsilon": 3.0, "delta": 1e-5}
+    private = replace(made.privacy.differential_privacy, **unit)
+    privacy = replace(made.privacy, differential_privacy=private)
+    ran = run(replace(made, sites=made.sites[:6], privacy=privacy))
+    assert ran.statuses() == ["completed"]
+    assert [len(group) for group in groups_of(ran)] == [2, 2, 2]
+    (end,) = [e for e in ran.seen if isinstance(e, events.RoundFinished)]
+    assert 0 < (end.epsilon or 0) <= 3
