@@ -103,7 +103,7 @@ def warned(found: Run, text: str) -> bool:
     return any(text in warning for warning in found.warnings())
 
 
-def test_dealer_of_a_wrong_share_is_left_out():
+def test_dealer_of_a_wrong_share_is_left_out(caplog: pytest.LogCaptureFixture):
     """The round has its sum, and the next ones are of the four others."""
     found = lied(deal=spoilt_for(NUMBER[PEER]))
     assert found.statuses() == ["completed"] * 3
@@ -111,6 +111,9 @@ def test_dealer_of_a_wrong_share_is_left_out():
     assert set(found.answered(1)) == set(NUMBER)
     assert [left_out(found, r) for r in (1, 2, 3)] == [[], [LIAR], [LIAR]]
     assert set(found.answered(3)) == set(NUMBER) - {LIAR}
+    assert len(found.failures(3)) == 1  # It is not asked, so it does not answer.
+    (line,) = [r for r in caplog.records if r.name == "clients.secure_site"]
+    assert f"round 1: the sealed shares of site '{LIAR}' were changed" in line.message
 
 
 def test_dealer_of_wrong_shares_to_most_costs_one_round():

@@ -174,6 +174,14 @@ def test_nobody_disputes_itself_or_a_stranger(dealer: int):
     assert faulty(played) == {site_name(1)}
 
 
+def test_nobody_withholds_its_own_share_by_a_dispute():
+    """A site knows what it has dealt itself."""
+    played = lie({1: Dealer(release=disputing(1))})
+    assert keys_of(played) == expected()
+    assert faulty(played) == {site_name(1)}
+    assert played.server.disputes == []
+
+
 def test_too_many_disputes_lose_the_round():
     """Three shares open nothing where four are needed, and no pair is left out."""
     spoilt = {x: in_bundle(0) for x in (1, 3)}
