@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
@@ -43,6 +43,21 @@ class SuperLinkPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Confines:
+    """What a coordinator's process is kept to.
+
+    Attributes:
+        bundle: SHA-256 of the only bundle that may be loaded, in hexadecimal.
+        folder: The aggregator's, whose secrets the process may not read.
+        config: The aggregator's configuration; empty for none.
+    """
+
+    bundle: str
+    folder: str
+    config: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """What a coordinator's process is given through its standard input.
 
@@ -51,6 +66,8 @@ class Launch:
         authority: File of the certificates that speak for it.
         bundle: SHA-256 of the only bundle that may be loaded, in hexadecimal.
         parent: Process with which it ends.
+        folder: The aggregator's, whose secrets the process may not read.
+        config: The aggregator's configuration; empty for none.
         token: Flower's, for this run.
         word: What Runtime wants to see.
     """
@@ -58,24 +75,26 @@ class Launch:
     address: str
     authority: str
     bundle: str
+    folder: str
+    config: str
     parent: int
     token: str
     word: str
 
 
 def run_superexec(
-    place: SuperLinkPlace, *, secret: bytes, bundle: str, command: Sequence[str]
+    place: SuperLinkPlace, confines: Confines, *, secret: bytes, command: Sequence[str]
 ) -> None:
     """Become a SuperExec.
 
     Args:
         place: The SuperLink.
+        confines: Of the processes that are started.
         secret: That of Runtime.
-        bundle: SHA-256 of the only bundle that is started, in hexadecimal.
         command: Starts the process that is given a ``Launch``.
     """
     word = runtime_word(secret)
-    executor = CoordinatorExecutor(bundle=bundle, word=word, command=command)
+    executor = CoordinatorExecutor(confines, word=word, command=command)
     module: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
     module.get_executor = lambda *_, **__: executor
     module.RuntimeHttpClient = _client_with(word)
@@ -91,15 +110,17 @@ def run_superexec(
 class CoordinatorExecutor:
     """Starts coordinators, and nothing else: what Flower calls an executor."""
 
-    def __init__(self, *, bundle: str, word: str, command: Sequence[str]) -> None:
+    def __init__(
+        self, confines: Confines, *, word: str, command: Sequence[str]
+    ) -> None:
         """Start none yet.
 
         Args:
-            bundle: SHA-256 of the only bundle that is started, in hexadecimal.
+            confines: Of the processes that are started.
             word: What Runtime wants to see.
             command: Starts a process that reads a ``Launch``.
         """
-        self._bundle = bundle
+        self._confines = confines
         self._word = word
         self._command = list(command)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -115,15 +136,18 @@ class CoordinatorExecutor:
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
         """Start a coordinator."""
-        if spec.task_type is not TaskType.SERVER_APP or spec.fab_hash != self._bundle:
+        bundle = self._confines.bundle
+        if spec.task_type is not TaskType.SERVER_APP or spec.fab_hash != bundle:
             return LaunchResult.failed(
                 f"the run has the bundle {spec.fab_hash!r:.80}; only the one of this "
-                f"release is started, {self._bundle}"
+                f"release is started, {bundle}"
             )
         launch = Launch(
             address=spec.runtime_api_address,
             authority=spec.root_certificates_path or "",
-            bundle=self._bundle,
+            bundle=bundle,
+            folder=self._confines.folder,
+            config=self._confines.config,
             parent=os.getpid(),
             token=spec.token,
             word=self._word,
@@ -155,6 +179,25 @@ class BundleRefused(Exception):
     """A run's bundle is not the one of this release."""
 
 
+def only(bundle: str) -> Callable[[Any], Fab]:
+    """Make a reader of bundles that refuses all but one.
+
+    Args:
+        bundle: Its SHA-256, in hexadecimal.
+    """
+
+    def checked(message: Any) -> Fab:
+        fab: Fab = fab_from_proto(message)
+        found = hashlib.sha256(fab.content).hexdigest()
+        if found != bundle:
+            raise BundleRefused(
+                f"the run has the bundle {found}; only {bundle} is loaded"
+            )
+        return fab
+
+    return checked
+
+
 def run_serverapp(launch: Launch) -> None:
     """Become the ServerApp that a launch describes."""
     grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")
@@ -162,16 +205,7 @@ def run_serverapp(launch: Launch) -> None:
     # A function of the same name hides the module from an import statement.
     module: Any = importlib.import_module("flwr.superlink.runtime.run_serverapp")
 
-    def checked(message: Any) -> Fab:
-        fab: Fab = fab_from_proto(message)
-        found = hashlib.sha256(fab.content).hexdigest()
-        if found != launch.bundle:
-            raise BundleRefused(
-                f"the run has the bundle {found}; only {launch.bundle} is loaded"
-            )
-        return fab
-
-    module.fab_from_proto = checked
+    module.fab_from_proto = only(launch.bundle)
     lines: Queue[str | None] = Queue()
     mirror_output_to_queue(lines)
     module.run_serverapp(

@@ -336,9 +336,9 @@ class AggregatorService:
         start = superlink_process.command(self._limits, database, folder, link)
         execute = superexec_process.command(
             f"{LOOPBACK}:{port}",
-            authority=folder / "ca.crt",
-            secret=folder / host_secrets.RUNTIME,
+            folder=folder,
             bundle=bundle().hash_str,
+            config=self.config_path.resolve(),
         )
         return [self._child(SUPERLINK, start), self._child("superexec", execute)]
 

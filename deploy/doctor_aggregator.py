@@ -6,6 +6,7 @@ Nothing is changed, but for an object in the exchange; the service may run meanw
 from collections.abc import Iterator
 from pathlib import Path
 
+from cloud_adapters import landlock
 from cloud_adapters.child_process import installed_program
 from deploy import (
     aggregator_file,
@@ -50,6 +51,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         folder / "aggregator.pem", folder / "roster.toml", lost=_RESTORE
     )
     yield from doctor.check_closed(config.folder)
+    yield _confinement()
     yield from _authority(config, clock)
     yield from _server(config, clock)
     yield from _programs(config)
@@ -61,6 +63,17 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         advice = "the other runs go on without it"
         yield warning("run", one.reason, advice)
     yield from doctor_exchange.checks(config.file.exchange, site=None, clock=clock)
+
+
+def _confinement() -> Check:
+    """Whether a coordinator can be kept from reading the aggregator's secrets."""
+    if landlock.is_available():
+        return ok("landlock", "coordinators cannot read the authority's key")
+    return warning(
+        "landlock",
+        "this kernel has none: a coordinator could read the authority's key",
+        "use Linux 5.19 or later with Landlock switched on (the lsm= parameter)",
+    )
 
 
 def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:

@@ -1,9 +1,10 @@
 """The coordinator as Flower's ServerApp: started by the aggregator's SuperExec."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from flwr.app import Context
 from flwr.serverapp import Grid as FlowerApi
@@ -35,6 +36,7 @@ from federation.job import JobSpec
 from federation.protocols import Grid
 
 _LOG = logging.getLogger(__name__)
+_Read = TypeVar("_Read")
 
 app = ServerApp()
 
@@ -59,7 +61,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
     try:
         deployed = DeployedRun(
             run,
-            Parties.of_run(config.folder, run),
+            read_own(lambda: Parties.of_run(config.folder, run)),
             clock=SystemClock(),
             stop_requested=(run.path / STOP).exists,
             goes_on=goes_on,
@@ -77,6 +79,32 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
         raise
     code = exit_codes.BY_STATUS[result.status]
     leave_outcome(run, Outcome(code=code, message=result.status))
+
+
+class ReplacedMeanwhile(Exception):
+    """A file was replaced while this process started, so it may not read it.
+
+    It has given up reading what is new in the aggregator's folder, with the secrets
+    that are there. Another coordinator reads the file that is there now.
+    """
+
+
+def read_own(read: Callable[[], _Read]) -> _Read:
+    """Read files of the aggregator's folder.
+
+    Raises:
+        ReplacedMeanwhile: One may not be read: the run goes on by another coordinator.
+        FederationError: Whatever else is wrong with one.
+    """
+    try:
+        return read()
+    except FederationError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, PermissionError):
+                raise ReplacedMeanwhile(str(error)) from error
+            cause = cause.__cause__
+        raise
 
 
 def _run(
@@ -140,7 +168,9 @@ def _connector(
         required: int,
         quorum: int,
     ) -> Grid:
-        known = known_nodes(config.folder, deployed.job, absent=roll_call.absent)
+        known = read_own(
+            lambda: known_nodes(config.folder, deployed.job, absent=roll_call.absent)
+        )
         grid = FlowerGrid(
             FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
             sites,

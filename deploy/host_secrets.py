@@ -12,6 +12,8 @@ from privacy.secagg.errors import KeyFileRefused
 from privacy.secret_files import read_private, write_new
 
 CONTROL, RUNTIME = "control.secret", "superexec.secret"
+# What the process that coordinates a run has no use for.
+HIDDEN = ("ca.key", "server.key", CONTROL, RUNTIME)
 SECRET_BYTES = 64
 
 

@@ -15,20 +15,23 @@ from deploy import host_secrets
 _PYTHON = [sys.executable, "-P", "-m"]
 
 
-def command(address: str, *, authority: Path, secret: Path, bundle: str) -> list[str]:
+def command(
+    address: str, *, folder: Path, bundle: str, config: Path | None = None
+) -> list[str]:
     """Return the command that starts a SuperExec.
 
     Args:
         address: Of the SuperLink, ``127.0.0.1:PORT``.
-        authority: File of the certificates that speak for it.
-        secret: File of the secret of Runtime.
+        folder: The aggregator's: its authority speaks for the SuperLink, and its
+            secrets are hidden from coordinators.
         bundle: SHA-256 of the only bundle that is started, in hexadecimal.
+        config: The aggregator's configuration.
     """
     facts = {
         "address": address,
-        "authority": str(authority),
-        "secret": str(secret),
+        "folder": str(folder),
         "bundle": bundle,
+        "config": "" if config is None else str(config),
     }
     return [*_PYTHON, "deploy.superexec_process", json.dumps(facts)]
 
@@ -36,15 +39,17 @@ def command(address: str, *, authority: Path, secret: Path, bundle: str) -> list
 def main(arguments: list[str]) -> None:
     """Become a SuperExec."""
     from cloud_adapters.flower_launcher import (  # noqa: PLC0415 -- seconds
+        Confines,
         SuperLinkPlace,
         run_superexec,
     )
 
     facts = json.loads(arguments[0])
+    folder = Path(facts["folder"])
     run_superexec(
-        SuperLinkPlace(address=facts["address"], authority=facts["authority"]),
-        secret=host_secrets.read(Path(facts["secret"])),
-        bundle=facts["bundle"],
+        SuperLinkPlace(address=facts["address"], authority=str(folder / "ca.crt")),
+        Confines(bundle=facts["bundle"], folder=str(folder), config=facts["config"]),
+        secret=host_secrets.read(folder / host_secrets.RUNTIME),
         command=[*_PYTHON, "deploy.coordinator_process"],
     )
 

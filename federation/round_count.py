@@ -23,7 +23,6 @@ def completed_rounds(events: Iterable[Event]) -> int:
             case RunStarted(first_round=first):
                 completed = {index for index in completed if index < first}
             case RoundFinished(round_index=index, status=status):
-                completed.discard(index)
                 completed |= {index} if status == COMPLETED else set()
             case _:
                 pass

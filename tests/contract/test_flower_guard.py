@@ -22,12 +22,13 @@ from flwr.superlink.main import create_app  # noqa: E402
 from support import bundles, superlink  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
 
-from cloud_adapters import flower_guard  # noqa: E402
+from cloud_adapters import flower_guard, flower_launcher, landlock  # noqa: E402
 from cloud_adapters.flower_guard import (  # noqa: E402
     HEADER,
     control_word,
     runtime_word,
 )
+from deploy import host_secrets  # noqa: E402
 from deploy.superlink_process import PUBLIC_PATHS  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.deploy]
@@ -136,6 +137,38 @@ def test_another_bundle_is_not_started(tmp_path: Path):
         wait_for(lambda: "only the one of this release" in log.read_text(), "refused")
         assert fab.hash_str in log.read_text()
         assert not mark.exists()
+
+
+def test_coordinator_loads_no_other_bundle():
+    """Whatever the SuperLink hands out under the name of the right one."""
+    ours, other = bundles.foreign("a = 1\n"), bundles.foreign("a = 2\n")
+    load = flower_launcher.only(ours.hash_str)
+    assert load(fab_to_proto(ours)).content == ours.content
+    with pytest.raises(flower_launcher.BundleRefused, match=other.hash_str):
+        load(fab_to_proto(Fab(ours.hash_str, other.content, {})))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("deployed")
+@pytest.mark.skipif(
+    not landlock.is_available(), reason="this kernel has no Landlock: see the decision"
+)
+def test_coordinator_cannot_read_the_authoritys_key(tmp_path: Path):
+    """Nor the secret of Control; everything else it reads as before."""
+    with superlink.serve(tmp_path) as running:
+
+        def outcome(path: str) -> str:
+            return str(
+                running.ask("call", function="support.reading:outcome", path=path)
+            )
+
+        for name in host_secrets.HIDDEN:
+            assert (tmp_path / name).is_file()
+            assert outcome(str(tmp_path / name)) == "PermissionError"
+            around = f"/proc/{running.pid}/root{tmp_path / name}"
+            assert outcome(around) == "PermissionError"
+        assert outcome(str(tmp_path / "ca.crt")) == "read"
+        assert outcome("/etc/passwd") == "read"
 
 
 def _start(running: SuperLink, fab: Fab) -> None:

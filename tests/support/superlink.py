@@ -168,10 +168,7 @@ class SuperLink:
     def start_superexec(self) -> None:
         """Start what starts the ServerApp."""
         command = superexec_process.command(
-            self.address,
-            authority=self.folder / "ca.crt",
-            secret=self.folder / host_secrets.RUNTIME,
-            bundle=self._bundle().hash_str,
+            self.address, folder=self.folder, bundle=self._bundle().hash_str
         )
         self._spawn("superexec", command)
 

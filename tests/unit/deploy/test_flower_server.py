@@ -7,16 +7,21 @@ import pytest
 from support import toy
 
 from cloud_adapters import flower_simulation
-from deploy import exit_codes
+from deploy import exit_codes, run_queue
 from deploy.enrolment_book import Book, BookFile, Member
-from federation.errors import JobError, RunStopped
+from federation.errors import JobError, RunStopped, StoreUnavailable
 from federation.job import JobSpec
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
 flower_simulation.import_flower()
 
-from deploy.flower_server import SiteWait, known_nodes  # noqa: E402
+from deploy.flower_server import (  # noqa: E402
+    ReplacedMeanwhile,
+    SiteWait,
+    known_nodes,
+    read_own,
+)
 
 pytestmark = pytest.mark.flower
 
@@ -76,3 +81,23 @@ def test_a_run_that_waits_for_sites_can_be_stopped(tmp_path: Path):
     assert exit_codes.of_error(stopped.value) == exit_codes.STOPPED
     wait.is_over = True
     assert not wait.look()
+
+
+def test_file_that_was_replaced_meanwhile_ends_no_run():
+    """It is hidden from a coordinator that began before; the next one reads it."""
+
+    def denied() -> None:
+        try:
+            raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise StoreUnavailable("cannot read sites.json") from error
+
+    with pytest.raises(ReplacedMeanwhile) as caught:
+        read_own(denied)
+    assert run_queue.goes_on(caught.value)
+
+    def damaged() -> None:
+        raise StoreUnavailable("sites.json is damaged")
+
+    with pytest.raises(StoreUnavailable):
+        read_own(damaged)
