@@ -25,10 +25,12 @@ Guarantee:
     order of addition, is added to it: r A^2, where A is the sum of the terms' norms
     and r at least 3 * 2^-24 (``privacy.dp_sgd.ghost``). So A is at most 2^11.3 times
     the norm that the record is clipped by. Factors are scaled in float32, each value
-    by itself: off by 2^-24 A, which the margin of 2^-12 has room for. Weighted sums
-    are taken in float64: off by at most 2^-53 P A for each record, where a step has P
-    places. A model and a batch for which this is more than ``sum_margin`` has room
-    for are refused, and so are matrix products of less than float32.
+    by itself: off by 2^-24 A, which the margin of 2^-12 has room for. A record of 64
+    places or more is summed over them in float32, which is part of what is added to
+    its norm. All else is summed in float64: off by at most 2^-53 P A for each record,
+    where a step adds P terms. A model and a batch for which this is more than
+    ``sum_margin`` has room for are refused, and so are matrix products of less than
+    float32.
 
     Not covered: that matrix products may round the values of a record otherwise in a
     batch of another size.

@@ -12,7 +12,9 @@ What the norms are proven with: an inner product of n float32 values, added in w
 order and with or without fused operations, is off by at most g(n) |x| |y|, where g(n) =
 n u / (1 - n u) and u = 2^-24 (Higham 2002, Accuracy and Stability of Numerical
 Algorithms, equation 3.5), and by n times 2^-125 (1 + |x| + |y|) where values or
-products underflow. The weighted sums are taken in float64.
+products underflow. The weighted sums are taken in float64: of all places, or, where a
+record has many, of the records' gradients, each in float32. What one of these rounds
+follows from the record alone, and its norm has room for it.
 
 Shape suffixes: B records, T places (all axes between the first and the last), o rows
 and i columns of a matrix.
@@ -37,6 +39,7 @@ _UNIT = 2.0**-24  # u
 _TINY = 2.0**-125
 _TINY_ROOT = 2.0**-62
 _ROOM = 2.0**-20  # of a sum's margin, for one of two sums; for each record
+_MANY_PLACES = 64  # From here on each record's product is worth a call.
 _CHUNK_VALUES = 1 << 22  # of both factors of a weighted sum, in float64 at a time
 
 
@@ -151,8 +154,9 @@ def check_places(uses: Sequence[MatrixUse], most_records: float) -> None:
     Raises:
         JobError: Too many; see ``privacy.dp_sgd.clipping``.
     """
-    places = sum(use.columns_bti.shape[1] for use in uses)
-    largest = 1.0 if places == 1 else _rounding(uses) ** -0.5
+    numbers = [use.columns_bti.shape[1] for use in uses]
+    places = sum(1 if number >= _MANY_PLACES else number for number in numbers)
+    largest = 1.0 if numbers == [1] else _rounding(uses) ** -0.5
     if most_records * places * largest * 2.0**-53 > _ROOM:
         raise JobError(
             f"private steps of up to {most_records:.0f} records with {places} places "
@@ -166,13 +170,16 @@ def _rounding(uses: Sequence[MatrixUse]) -> float:
     """What inner products may be wrong by, as a part of the largest they could be.
 
     The two inner products of a term have at most ``o`` and ``i`` values, and their
-    product is rounded once. All terms are added in float64.
+    product is rounded once. All terms are added in float64. Where a record is summed
+    over T places in float32, it may get longer by g(T) times the largest it could be.
     """
     rows = max(0 if use.is_embedding else use.rows.shape[2] for use in uses)
     columns = max(use.columns_bti.shape[2] for use in uses)
     places = sum(use.columns_bti.shape[1] for use in uses)
     logs = math.log1p(-rows * _UNIT) + math.log1p(-columns * _UNIT) - 2 * _UNIT
-    return math.expm1(-logs) + 4 * places**2 * 2.0**-53
+    most = max(use.columns_bti.shape[1] for use in uses)
+    longer = most * _UNIT / (1 - most * _UNIT) if most >= _MANY_PLACES else 0.0
+    return math.expm1(-logs) + 4 * places**2 * 2.0**-53 + longer * (2 + longer)
 
 
 def _width(use: MatrixUse) -> int:
@@ -244,6 +251,11 @@ def add_weighted_(
         rows = rows * scale
     else:
         columns_bti = columns_bti * scale
+    if columns_bti.shape[1] >= _MANY_PLACES:
+        # By record, in float32: far quicker, and what it rounds is in the norm.
+        for rows_to, columns_ti in zip(rows, columns_bti, strict=True):
+            sum_oi.add_(torch.mm(rows_to.t(), columns_ti))
+        return
     width = columns_bti[0].numel() + rows[0].numel()
     at_once = max(1, _CHUNK_VALUES // width)
     for start in range(0, len(rows), at_once):

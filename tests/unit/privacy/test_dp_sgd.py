@@ -19,7 +19,12 @@ from privacy.dp_sgd.clipping import (
     sum_margin,
 )
 from privacy.dp_sgd.fit import fit_for_privacy
-from privacy.dp_sgd.ghost import MatrixUse, check_places, gram_norms_square
+from privacy.dp_sgd.ghost import (
+    MatrixUse,
+    add_weighted_,
+    check_places,
+    gram_norms_square,
+)
 
 # The first of them imports Opacus, which takes seconds.
 pytestmark = pytest.mark.slow
@@ -320,12 +325,30 @@ def test_places_of_ghost_add_up_within_their_margin():
     assert abs(total.sum_d.item() - exact) <= number * 2.0**-40
 
 
+@pytest.mark.parametrize("places", [1, 63, 64, 300])
+def test_a_record_adds_the_same_whoever_is_beside_it(places: int):
+    """To 12 digits, so that neighbouring sums differ by that record and no more."""
+    columns, rows = torch.randn(40, places, 30), torch.randn(40, places, 50)
+    factors = torch.rand(40)
+
+    def total(chosen: slice) -> torch.Tensor:
+        sum_oi = torch.zeros(50, 30, dtype=torch.float64)
+        (use,) = uses_of(columns[chosen], rows[chosen])
+        add_weighted_(sum_oi, use, factors[chosen], None)
+        return sum_oi
+
+    alone, others = total(slice(0, 1)), total(slice(1, 40))
+    error = (total(slice(0, 40)) - others - alone).norm() / alone.norm()
+    assert error.item() < 1e-12
+
+
 def test_ghost_refuses_what_it_is_not_proven_for():
     """So many places that float64 is not enough, and coarse products of matrices."""
-    narrow = uses_of(torch.ones(1, 2048, 1), torch.ones(1, 2048, 1))
-    check_places(narrow, most_records(1000))
-    with pytest.raises(JobError, match="2597 records with 2048 places"):
-        check_places(narrow, most_records(2000))
+    narrow = uses_of(torch.ones(1, 63, 1), torch.ones(1, 63, 1))
+    check_places(narrow, most_records(50_000))
+    with pytest.raises(JobError, match="100000 records with 63 places"):
+        check_places(narrow, 100_000)
+    check_places(uses_of(torch.ones(1, 64, 1), torch.ones(1, 64, 1)), 260_000)
     check_places(uses_of(torch.ones(1, 1, 9), torch.ones(1, 1, 9)), 260_000)
     torch.set_float32_matmul_precision("medium")
     try:
