@@ -219,6 +219,17 @@ def test_canary_of_every_step_is_seen_without_noise():
     assert 0.2 < some < 1 - 0.99**60
 
 
+def test_canaries_that_choose_a_threshold_do_not_test_it():
+    """Every second canary of each kind is told clearly, and the others not at all."""
+    curve = accountant.trade_off([PRIVATE])
+    is_in = np.tile([True, False], 500)
+    chooses = np.tile([True, True, False, False], 250)
+    scores = np.random.default_rng(4).normal(size=1000)
+    clear = np.where(chooses, np.where(is_in, 10.0, -10.0), scores)
+    assert independent(curve, clear, is_in) == 1.0
+    assert independent(curve, np.where(is_in, 10.0, -10.0), is_in) < 1e-12
+
+
 def test_scores_upside_down_say_nothing():
     """Nor do those of canaries of one kind, or too few."""
     curve = accountant.trade_off([PRIVATE])
