@@ -291,6 +291,7 @@ TASK = {
     "evaluate": "task digest",
     "evaluate_after": "task digest",
     "secure": "see BODY",
+    "anchor": "compared with the site's own ledger; nothing is computed from it",
 }
 BODY = {
     "setup_hash": "context",
