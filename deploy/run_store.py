@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cloud_adapters.storage.local import LocalStore
-from cloud_adapters.storage.probe import check_conditions_kept
+from cloud_adapters.storage.probe import RemovesUnfinished, check_conditions_kept
 from cloud_adapters.storage.transfer import download, upload
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
 from deploy import store_meters
@@ -49,6 +49,10 @@ def open_plain(job: JobSpec, run_id: str) -> ObjectStore:
     """Open a place as ``open_bucket`` does, without decrypting what is there."""
     below = f"{job.name}/{run_id}" if run_id else job.name
     return open_store(job.storage.url, below=below, options=store_options(job))
+
+
+# A coordinator that lives has no upload of this age.
+UNFINISHED_SECONDS = 24 * 3600.0
 
 
 def open_kept(job: JobSpec, run: RunFolder, run_id: str) -> ObjectStore:
@@ -95,6 +99,8 @@ class RunPlace:
         """Find out whether the run's checkpoints can stand on its bucket.
 
         Before every start and every resume, since a service may have been replaced.
+        Parts of uploads of this job's runs that were begun a day ago or earlier, and
+        never ended, are removed as well.
         A folder of this machine is not tried: its conditions are this product's own.
 
         Raises:
@@ -103,6 +109,7 @@ class RunPlace:
         """
         if in_bucket(self._job):
             check_conditions_kept(self._plain)
+            _remove_unfinished(self._job)
 
     def store_of(self, name: SiteId) -> ObjectStore:
         """Return the same place, as one of the sites reaches it."""
@@ -113,6 +120,13 @@ class RunPlace:
         region = self._job.storage.region
         metered = self._meters.metered(self._plain, user, region=region)
         return encrypted(self._job, metered, run_id=self._run_id)
+
+
+def _remove_unfinished(job: JobSpec) -> None:
+    """Remove what killed uploads of all runs of a job have left in its bucket."""
+    with contextlib.closing(open_plain(job, "")) as place:
+        if isinstance(place, RemovesUnfinished):
+            place.remove_unfinished(older_seconds=UNFINISHED_SECONDS)
 
 
 class Copies:

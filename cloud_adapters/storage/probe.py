@@ -47,6 +47,15 @@ class WritesInParts(Protocol):
         ...
 
 
+@runtime_checkable
+class RemovesUnfinished(Protocol):
+    """A store in which uploads of killed processes leave parts."""
+
+    def remove_unfinished(self, *, older_seconds: float) -> int:
+        """Remove those that were begun so long ago, and return how many."""
+        ...
+
+
 class Put(Protocol):
     """One way to write an object; see ``ObjectStore.put``."""
 

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cloud_adapters.storage import s3_copy, s3_upload
+from cloud_adapters.storage import s3_copy, s3_leftovers, s3_upload
 from cloud_adapters.storage.keys import (
     check_conditions,
     check_metadata,
@@ -51,7 +51,7 @@ class S3Store:
 
     It may be used by several threads at once, but not after a fork. Every write that
     is not seen through leaves nothing under its key; parts that a killed process left
-    behind are for the bucket's lifecycle rule to remove.
+    behind go with ``remove_unfinished``, or by the bucket's lifecycle rule.
     """
 
     def __init__(
@@ -242,6 +242,10 @@ class S3Store:
             ),
         )
         return url
+
+    def remove_unfinished(self, *, older_seconds: float) -> int:
+        """Remove parts of killed uploads; see ``probe.RemovesUnfinished``."""
+        return s3_leftovers.remove(self._calls, older_seconds=older_seconds)
 
     def close(self) -> None:
         """Let go of connections; the store is not used afterwards."""

@@ -10,6 +10,8 @@ import pytest
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 
+from cloud_adapters.storage import s3_upload
+from cloud_adapters.storage.s3 import S3Store
 from deploy import run_store
 from deploy.run_result import RunResult
 from deploy.simulation import simulate
@@ -69,6 +71,26 @@ def test_checkpoints_are_in_the_bucket_and_files_in_both(tables: Any, tmp_path: 
     (here,) = local.summary()["storage"]
     assert (here["who"], here["way"]) == ("coordinator", "this machine")
     assert all(use["requests"] == 0 for use in here["uses"])
+
+
+def test_parts_of_a_killed_run_go_with_the_next(tables: Any, tmp_path: Path):
+    """Of the same job, whatever the run; the service of the tests dates them to 2010.
+
+    Cloud Storage ends upload sessions by itself.
+    """
+    job = small_job(**tables)
+    killed = run_store.open_plain(job, "20200101-000000-abcdef")
+    if not isinstance(killed, S3Store):
+        killed.close()
+        pytest.skip("no parts are left")
+    write = s3_upload.Write(key="checkpoints/x", metadata={}, put_id="0" * 32)
+    s3_upload.begin(killed._calls, write, crc32c=None, sha256=None)
+    calls = killed._calls
+    asked = {"Bucket": calls.bucket, "Prefix": calls.prefix}
+    assert "Uploads" in calls.client.list_multipart_uploads(**asked)
+    assert simulate(job, folder=tmp_path / "run").status == "completed"
+    assert "Uploads" not in calls.client.list_multipart_uploads(**asked)
+    killed.close()
 
 
 def test_what_the_bucket_was_used_for(tables: Any, tmp_path: Path):

@@ -469,3 +469,42 @@ def test_secrets_are_nowhere(
     assert "no-such-bucket" in text
     for secret in (*secrets.values(), url, "X-Amz-Signature", "Authorization"):
         assert secret not in text
+
+
+def begun(store: S3Store, key: str) -> str:
+    """Begin an upload as a process does that is killed then."""
+    write = s3_upload.Write(key=key, metadata={}, put_id="0" * 32)
+    upload = s3_upload.begin(store._calls, write, crc32c=None, sha256=None)
+    return str(upload["UploadId"])
+
+
+def unfinished(store: S3Store) -> list[str]:
+    answer = store._calls.client.list_multipart_uploads(Bucket=store._calls.bucket)
+    return [upload["UploadId"] for upload in answer.get("Uploads", ())]
+
+
+def test_parts_of_killed_uploads_are_removed(s3_server: servers.S3Server):
+    """Those of long ago, below the store's own prefix."""
+    bucket = s3_server.bucket()
+    store = s3_server.store("runs/1", bucket=bucket)
+    other = begun(s3_server.store("runs/10", bucket=bucket), "key")
+    mine = {begun(store, "key"), begun(store, "a/b")}
+    assert store.remove_unfinished(older_seconds=1e12) == 0
+    assert set(unfinished(store)) == {other, *mine}
+    assert store.remove_unfinished(older_seconds=3600.0) == 2
+    assert unfinished(store) == [other]
+
+
+def test_parts_are_not_removed_in_a_whole_bucket(s3_server: servers.S3Server):
+    """Others may write there."""
+    store = s3_server.store("")
+    upload = begun(store, "key")
+    with pytest.raises(ValueError, match="below a prefix"):
+        store.remove_unfinished(older_seconds=0.0)
+    assert unfinished(store) == [upload]
+
+
+def test_service_without_a_list_of_uploads_ends_no_run(s3_server: servers.S3Server):
+    """Nothing is removed, and that is all."""
+    store = s3_server.store("runs/1", bucket="no-such-bucket")
+    assert store.remove_unfinished(older_seconds=0.0) == 0
