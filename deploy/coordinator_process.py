@@ -10,26 +10,43 @@ aggregator's folder, for good, where the kernel has Landlock.
 import json
 import os
 import sys
+import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cloud_adapters import landlock
-from deploy import aggregator_file, exchange, host_secrets, own_folder
+from deploy import host_secrets, own_folder
 
 
 def main() -> None:
     """Become a ServerApp."""
     facts: dict[str, Any] = json.loads(sys.stdin.read())
-    # As it is now: the service may have read an earlier one.
     config = facts["config"]
-    spec = aggregator_file.load(Path(config)).file.exchange if config else None
-    confine(Path(facts["folder"]), [] if spec is None else exchange.folders(spec))
+    confine(Path(facts["folder"]), exchange_folders(Path(config)) if config else [])
     from cloud_adapters.flower_launcher import (  # noqa: PLC0415 -- seconds
         Launch,
         run_serverapp,
     )
 
     run_serverapp(Launch(**facts))
+
+
+def exchange_folders(config: Path) -> list[Path]:
+    """Folders of this machine that the exchange uses, from an ``aggregator.toml``.
+
+    As it is now: the service may have read an earlier one. What is wrong with it is
+    said by those who check it. That imports numpy, which starts a thread, and only
+    the threads of this one are confined with it.
+    """
+    table: Any = {}
+    with suppress(OSError, ValueError):
+        table = tomllib.loads(config.read_text(encoding="utf-8")).get("exchange", {})
+    if not isinstance(table, dict):
+        return []
+    scratch, url = str(table.get("scratch", "")), str(table.get("url", ""))
+    place = url.removeprefix("file://") if url.startswith("file://") else ""
+    return [Path(name) for name in (scratch, place) if name.startswith("/")]
 
 
 def confine(folder: Path, places: list[Path]) -> None:

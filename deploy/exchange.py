@@ -85,15 +85,6 @@ def check(spec: ExchangeSpec) -> None:
         )
 
 
-def folders(spec: ExchangeSpec) -> list[Path]:
-    """Folders of this machine that an exchange uses, except for a run's own."""
-    places = [spec.scratch]
-    if spec.url:
-        parsed = parse_url(spec.url)
-        places += [] if parsed.is_remote else [parsed.place]
-    return [Path(place) for place in places if place]
-
-
 @contextlib.contextmanager
 def opened(
     spec: ExchangeSpec, scratch: Path, *, watch: Watch | None = None

@@ -1,6 +1,8 @@
 """The guard before Flower's SuperLink, at the version that is installed."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +141,25 @@ def test_another_bundle_is_not_started(tmp_path: Path):
         assert not mark.exists()
 
 
+def test_coordinator_is_confined_before_anything_starts_a_thread(tmp_path: Path):
+    """Only the threads of one that is confined are confined with it."""
+    config = tmp_path / "aggregator.toml"
+    config.write_text('[exchange]\nurl = "file:///srv/models"\nscratch = "/scratch"\n')
+    code = (
+        "import os, sys; from pathlib import Path; from deploy import "
+        "coordinator_process as c; print(*c.exchange_folders(Path(sys.argv[1])), "
+        "len(os.listdir('/proc/self/task')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, str(config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["/scratch", "/srv/models", "1"]
+
+
 def test_coordinator_loads_no_other_bundle():
     """Whatever the SuperLink hands out under the name of the right one."""
     ours, other = bundles.foreign("a = 1\n"), bundles.foreign("a = 2\n")
@@ -162,6 +183,7 @@ def test_coordinator_cannot_read_the_authoritys_key(tmp_path: Path):
                 running.ask("call", function="support.reading:outcome", path=path)
             )
 
+        assert running.ask("call", function="support.reading:unconfined") == []
         for name in host_secrets.HIDDEN:
             assert (tmp_path / name).is_file()
             assert outcome(str(tmp_path / name)) == "PermissionError"

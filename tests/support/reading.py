@@ -11,3 +11,12 @@ def outcome(_grid: Any, *, path: str) -> str:
     except OSError as error:
         return type(error).__name__
     return "read"
+
+
+def unconfined(_grid: Any) -> list[str]:
+    """Threads of this process that have not given anything up."""
+    return [
+        task.name
+        for task in Path("/proc/self/task").iterdir()
+        if "NoNewPrivs:\t1" not in (task / "status").read_text()
+    ]
