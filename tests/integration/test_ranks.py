@@ -304,7 +304,7 @@ def test_private_ranks_add_up_and_add_noise_once():
     Noise is drawn from the system: the bounds are ten standard deviations of what one
     value and what the estimate over 12,000 values may be off.
     """
-    num_records, num_inputs = 400, 4 + WIDTH
+    num_records, num_inputs = 448, 4 + WIDTH  # On the grid: every record is drawn.
     job = private_job(num_records, num_inputs)
     pool = ModelPool(job)
     private = PrivateTraining(clip_norm=1.0, noise_multiplier=0.25)

@@ -18,7 +18,7 @@ WIDTH = 4096  # Inputs that are always 0, after four that are not.
 
 @preprocessing("none")
 def wide_blobs(
-    num_train: int = 400, num_held_out: int = 80
+    num_train: int = 448, num_held_out: int = 80
 ) -> tuple[Examples, Examples]:
     """``blobs`` with inputs that say nothing."""
 
