@@ -63,19 +63,19 @@ def singled_out(cohorts: Collection[Cohort], *, smallest: int) -> list[Cohort]:
     return [atom for atom in atoms(cohorts) if len(atom) < smallest]
 
 
-def lineage(*, dataset: str, options: Mapping[str, Any], layout_digest: bytes) -> str:
-    """Name the runs whose updates may be compared: those on one dataset and layout.
+def lineage(*, dataset: str, options: Mapping[str, Any]) -> str:
+    """Name the runs whose updates may be compared: those on one dataset.
 
-    Seed, job and run do not count, and neither does what the dataset holds: with a
-    record more it is the same lineage.
+    Seed, job, model and run do not count, since the aggregator chooses them: a model
+    with a unit more, whose weights it sets to nothing, has the same updates. Neither
+    does what the dataset holds: with a record more it is the same lineage.
 
     Args:
         dataset: What the operator calls the data, or else where it is.
         options: How it is opened; empty where the operator has named it.
-        layout_digest: Of the model's layout.
     """
     text = json.dumps([dataset, dict(options)], sort_keys=True, default=str)
-    digest = hashlib.sha256(b"crossfed/lineage\0" + layout_digest + text.encode())
+    digest = hashlib.sha256(b"crossfed/lineage\0" + text.encode())
     return digest.hexdigest()
 
 

@@ -144,7 +144,7 @@ class FloorSpec:
     )
     min_group: int | None = key(
         "Fewest sites that secure sums without differential privacy may single out "
-        "together, over all runs on this data and model; `min_sites` by default, or "
+        "together, over all runs on this data; `min_sites` by default, or "
         "`colluding_sites` and two if that is more. 1 lets a run be repeated without "
         "a site, which gives that site's update away.",
         default=None,

@@ -193,7 +193,7 @@ def _secure_site(
         site=name,
         roster=keys.roster,
         memory=site_memory(config),
-        dataset=_lineage(config, b""),
+        dataset=_lineage(config),
         random_bytes=os.urandom,
     )
 
@@ -343,12 +343,10 @@ def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:
     return int.from_bytes(parts.digest(), "big")
 
 
-def _lineage(config: SiteConfig, layout_digest: bytes) -> str:
-    """Name runs on the site's data: with a model's layout, or whatever the model."""
+def _lineage(config: SiteConfig) -> str:
+    """Name runs on the site's data, whatever their job and model."""
     data = config.file.data
-    return lineage(
-        dataset=data.source, options=data.options, layout_digest=layout_digest
-    )
+    return lineage(dataset=data.source, options=data.options)
 
 
 def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
@@ -358,12 +356,11 @@ def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
         JobError: Together they would single out too few sites.
         StoreError: The site's memory cannot be read.
     """
-    layout = bytes.fromhex(met.federation.pool.layout.digest)
     floor, by_group = config.file.floor, met.job.privacy.secure_aggregation.groups
     num_sites = len(met.job.sites) if by_group is None else met.job.sites_in_sum
     rule = CohortRule(
         memory=site_memory(config),
-        lineage=_lineage(config, layout),
+        lineage=_lineage(config),
         smallest=floor.smallest_group(num_sites),
         accept_dropouts=floor.accept_dropouts,
     )

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import agents
 from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
 from support.secure_runs import Run, in_the_clear, run, secure_job, silence
 from support.small_jobs import small_job
 
+from clients.models import logistic_regression
 from clients.site_memory import FileMemory
 from cloud_adapters.faults import Restartable
 from deploy.deployed_run import DeployedRun
@@ -117,15 +119,39 @@ def test_three_cohorts_that_single_out_a_site_are_refused(tmp_path: Path):
         world.run(job_of(SITES[2:5]))
 
 
-@pytest.mark.parametrize("changes", [{"seed": 9}, {"rounds": 2}, {"name": "other"}])
+# To logistic regression in three classes, a fourth that no weight reaches adds nothing.
+FOUR_CLASSES = {
+    "factory": "clients.models:logistic_regression",
+    "options": {"inputs": 4, "classes": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 9}, {"rounds": 2}, {"name": "other"}, {"model": FOUR_CLASSES}],
+)
 def test_another_job_on_the_same_data_is_the_same_lineage(
     tmp_path: Path, changes: dict[str, Any]
 ):
-    """Seed, rounds and name are the aggregator's to choose."""
+    """Seed, rounds, name and model are the aggregator's to choose."""
     world = World(tmp_path)
     world.run(job_of(SITES[:5]))
     with pytest.raises(SiteError, match="would single out site-4"):
         world.run(job_of(SITES[:4], **changes))
+
+
+def test_two_layouts_can_have_one_update():
+    """The aggregator sends the weights: a class that it rules out changes nothing."""
+    inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+    targets = torch.arange(20) % 3
+    gradients = []
+    for classes in (3, 4):
+        model = logistic_regression(inputs=4, classes=classes)
+        with torch.no_grad():
+            model[1].bias[3:] = -1e9
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        gradients.append(model[1].weight.grad)
+    assert torch.equal(gradients[0], gradients[1][:3])
 
 
 def test_cohorts_are_remembered_when_runs_are_deleted_and_agents_restart(
