@@ -322,7 +322,9 @@ def serve(
 ) -> Iterator[SuperLink]:
     """Run a SuperLink and a ServerApp until the end of the block."""
     running = SuperLink(folder, f"127.0.0.1:{_free_port()}", database, limits)
-    (folder / "home").mkdir()
+    # A ServerApp cannot read in folders that are made beside its secrets later.
+    for name in ("home", "store", "scratch"):
+        (folder / name).mkdir()
     host_secrets.make(folder)
     authority = Authority.create("test", clock=SystemClock())
     authority.save(folder)
