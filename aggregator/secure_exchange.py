@@ -26,7 +26,7 @@ from federation.protocols import Grid
 from federation.round_record import RoundRecord
 from privacy.secagg.contract import Contract
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
-from privacy.secagg.messages import Head, Masked
+from privacy.secagg.messages import Masked
 from privacy.secagg.ring_errors import SumOutOfRange
 from privacy.secagg.server import AggregatorRound
 
@@ -171,8 +171,8 @@ def check_signer(update: MaskedUpdate, contract: Contract) -> None:
     Raises:
         ProtocolError: Another site did, or the message is malformed.
     """
-    head = Head.from_bytes(Masked.from_bytes(update.body).head)
-    check_sender(update.site, contract.member(head.number).site)
+    number = Masked.read_number(update.body)
+    check_sender(update.site, contract.member(number).site)
 
 
 def check_sizes(update: MaskedUpdate, *, num_bytes: int, num_slots: int) -> None:

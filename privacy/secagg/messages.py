@@ -318,6 +318,19 @@ class Masked:
         reader.end()
         return message
 
+    @classmethod
+    def read_number(cls, data: bytes) -> int:
+        """Read who says that it has sent this, and nothing else of it.
+
+        What follows the head is long with many sites, and is read once, by
+        ``from_bytes``.
+
+        Raises:
+            MalformedMessage: It does not begin with a head.
+        """
+        head = Reader(data, cls.TAG).field("head", limit=_MAX_HEAD_BYTES)
+        return Head.from_bytes(head).number
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decline:
