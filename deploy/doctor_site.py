@@ -56,6 +56,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     )
     yield from doctor.check_closed(config.folder)
     yield from _data(config)
+    yield from _budget(config)
     yield from doctor_exchange.checks(
         config.file.exchange, site=config.file.name, clock=clock
     )
@@ -113,6 +114,21 @@ def _data(config: SiteConfig) -> Iterator[Check]:
     else:
         found = f"{len(train)} records to train on, {len(held_out)} held out"
         yield ok("data", found)
+
+
+def _budget(config: SiteConfig) -> Iterator[Check]:
+    """Whether private jobs are possible at all; files of older releases say nothing."""
+    limit = config.file.floor.total_epsilon
+    if limit is None:
+        yield warning(
+            "budget",
+            "site.toml states no limit for all runs together, so every job with "
+            "differential privacy is refused",
+            "set floor.total_epsilon",
+        )
+    else:
+        name = config.file.data.name
+        yield ok("budget", f"epsilon {limit:g} for all runs on {name!r} together")
 
 
 def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:

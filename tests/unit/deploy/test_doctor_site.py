@@ -133,3 +133,15 @@ def test_data_is_counted(federation: Federation):
     found = data_is(federation, 'source = "support.small_jobs:blobs"')
     assert found.found == "60 records to train on, 12 held out"
     assert data_is(federation, "").status == "warning"
+
+
+def test_limit_for_all_runs_is_demanded(federation: Federation):
+    """Without it the site refuses every private job, which is better known before."""
+    path = federation.folder / "site-a" / "site.toml"
+    found = examined(federation)["budget"]
+    assert found.status == "ok"
+    assert "epsilon 16 " in found.found
+    path.write_text(path.read_text().replace("total_epsilon = 16.0\n", ""))
+    found = examined(federation)["budget"]
+    assert found.status == "warning"
+    assert "floor.total_epsilon" in found.advice
