@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from aggregator.group_sums import GroupGather
 from aggregator.secure_sum import SecureGather
@@ -31,6 +32,7 @@ from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Grid, ObjectStore, Trainer
 from federation.vectors import Layout, Role
+from privacy.counts import coarse
 from privacy.secagg.contract import Contract, members_of
 from privacy.secagg.floor import LocalFloor
 from privacy.secagg.groups import draw_of
@@ -289,7 +291,6 @@ def contract_of(
         JobError: The job's numbers do not fit into the ring, or the job must say how
             many examples a site has at most.
     """
-    secure = job.privacy.secure_aggregation
     terms = _privacy_terms(job, promises, ring_noise_std)
     ring = _ring(job, terms)
     return Contract(
@@ -304,20 +305,36 @@ def contract_of(
         aggregator_key=roster.aggregator_key,
         threshold=job.minimum_sites,
         min_sites=job.minimum_sites,  # All that are in a sum: t, or N.
-        ring_bits=secure.ring_bits,
-        clip_norm=job.update_clip_norm,
-        element_bound=secure.element_bound,
-        clip_elements=secure.clip_elements,
         scale=ring.scale,
         amplitude=ring.amplitude,
-        weight_rule=job.aggregation.weights,
-        max_examples=_max_examples(job, max_examples),
-        max_rounds=job.rounds + 1,  # The last is for evaluation alone.
         header_slots=header_slots(job),
         differential_privacy=terms,
-        hybrid=secure.hybrid,
-        two_site_waiver=secure.two_sites_waiver,
+        **terms_of_job(job, max_examples),
     )
+
+
+def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any]:
+    """Fields of a contract that follow from the job, whoever is in the sum.
+
+    Args:
+        job: The job.
+        max_examples: Most examples of a site, where the job does not say.
+
+    Raises:
+        JobError: The job must say how many examples a site has at most.
+    """
+    secure = job.privacy.secure_aggregation
+    return {
+        "ring_bits": secure.ring_bits,
+        "clip_norm": job.update_clip_norm,
+        "element_bound": secure.element_bound,
+        "clip_elements": secure.clip_elements,
+        "weight_rule": job.aggregation.weights,
+        "max_examples": _max_examples(job, max_examples),
+        "max_rounds": job.rounds + 1,  # The last is for evaluation alone.
+        "hybrid": secure.hybrid,
+        "two_site_waiver": secure.two_sites_waiver,
+    }
 
 
 def dropout_notice(job: JobSpec) -> str:
@@ -397,7 +414,9 @@ def _max_examples(job: JobSpec, largest: int | None) -> int:
             "the most; or set aggregation.weights to uniform",
             key="privacy.secure_aggregation.max_examples",
         )
-    return allowed
+    # Whether a site has more, and declines, would otherwise be a question about its
+    # number, and a few of them would find that.
+    return coarse(allowed)
 
 
 def check_layout(layout: Layout) -> None:

@@ -3,9 +3,10 @@
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from clients.factories import import_factory
-from deploy.protection import code_hash, header_slots
+from deploy.protection import code_hash, header_slots, terms_of_job
 from deploy.site_file import UNITS, FloorSpec
 from federation import job_digest
 from federation.errors import JobError
@@ -70,6 +71,9 @@ def contract_floor(
         roster: Whom the site trusts.
         noise_share: What the site counts on of the noise inside the sum; None if
             there is none.
+
+    Raises:
+        JobError: The job does not say how many examples a site has at most.
     """
     return LocalFloor(
         roster=roster,
@@ -79,6 +83,7 @@ def contract_floor(
         layout_digest=bytes.fromhex(layout.digest),
         num_values=layout.size,
         sites=frozenset(SiteId(site.name) for site in job.sites),
+        terms=_terms(job),
         min_sites=floor.fewest_in_sum(_sum_size(job)),
         colluding=floor.colluding_sites,
         ring_bits=frozenset(floor.ring_bits),
@@ -96,6 +101,14 @@ def contract_floor(
         accept_two_sites=floor.accept_two_sites,
         require_hybrid=floor.require_hybrid,
     )
+
+
+def _terms(job: JobSpec) -> dict[str, Any]:
+    """What the job says of its contract, word for word."""
+    found = terms_of_job(job)
+    if job.privacy.secure_aggregation.groups is None:
+        found |= {"threshold": job.minimum_sites, "min_sites": job.minimum_sites}
+    return found
 
 
 def accepted_units(floor: FloorSpec) -> tuple[str, ...]:

@@ -58,8 +58,9 @@ class SecureAggregationSpec:
         default=False,
     )
     max_examples: int | None = key(
-        "Examples that no site exceeds; every site sees this number. A simulation "
-        "takes its largest site by default.",
+        "Examples that no site exceeds, rounded up to three significant bits (8, 10, "
+        "12, 14, 16, 20, ...); every site sees this number. A simulation takes its "
+        "largest site by default.",
         default=None,
         low=1,
     )

@@ -5,8 +5,8 @@ the site's own configuration and no message can change it.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from federation.ids import RunId, SiteId
 from privacy.secagg.contract import WEIGHT_RULES, Contract, members_of
@@ -47,6 +47,8 @@ class LocalFloor:
             contract above this floor.
         sites: Sites of the job that was proposed: without groups all of them must
             be members. None for any of the roster.
+        terms: Fields of the contract, by name, that follow from the job that was
+            proposed: what sums tell of a site is to be what its operator has seen.
         min_sites: Fewest updates in a sum, in a run of two as in any other.
         colluding: Other sites that may collude with the aggregator, n_C.
         ring_bits: Rings that are accepted.
@@ -79,6 +81,7 @@ class LocalFloor:
     num_values: int
     approved: frozenset[bytes] | None = None
     sites: frozenset[SiteId] | None = None
+    terms: Mapping[str, object] = field(default_factory=dict)
     min_sites: int = 3
     colluding: int = 0
     ring_bits: frozenset[int] = frozenset(RING_BITS)
@@ -115,6 +118,7 @@ def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
         _strength_faults,
         _privacy_faults,
         _exposure_faults,
+        _term_faults,
     ):
         for key, fault in rules(contract, floor):
             raise ContractRefused(fault, key=key)
@@ -141,6 +145,25 @@ def _proposal_faults(q: Contract, floor: LocalFloor) -> _Faults:
                 "the job since it proposed it"
             ),
         )
+
+
+def _term_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """What the job settles; its digest alone does not say that the contract keeps it.
+
+    A site that has more examples than the contract allows declines, and so does one
+    with a larger element: if the aggregator could set these bounds as it liked, it
+    could ask until it knows the numbers.
+    """
+    for name, value in floor.terms.items():
+        given = getattr(q, name)
+        if given != value:
+            yield (
+                name,
+                (
+                    f"it is {given!r}, and {value!r} follows from the job that was "
+                    "proposed to this site"
+                ),
+            )
 
 
 def _group_faults(q: Contract, floor: LocalFloor) -> _Faults:

@@ -26,7 +26,7 @@ from deploy.run_folder import RunFolder
 from deploy.simulation import simulate
 from federation import events
 from federation.clock import SystemClock
-from federation.errors import FederationError, SiteError
+from federation.errors import FederationError, QuorumNotMet, SiteError
 from federation.job import JobSpec
 from federation.messages import MetricSums
 from privacy.secagg import train
@@ -382,7 +382,7 @@ def test_difference_of_two_rehearsals_is_the_update_of_the_missing_site():
     assert np.linalg.norm(stolen - update) < 1e-5 * np.linalg.norm(update)
 
 
-def unequal(*, threshold: int) -> JobSpec:
+def unequal(*, threshold: int, **secure: Any) -> JobSpec:
     """Five sites of 61 training and 13 held-out examples, weighed by the former."""
     options = {"num_train": 61, "num_held_out": 13}
     data = {"source": "support.small_jobs:blobs", "options": options}
@@ -390,7 +390,9 @@ def unequal(*, threshold: int) -> JobSpec:
         sites=[{"name": name, "data": data} for name in SITES[:5]],
         rounds=2,
         training={"local_epochs": 1, "batch_size": 8, "optimizer": {"lr": 0.1}},
-        privacy={"secure_aggregation": {"enabled": True, "threshold": threshold}},
+        privacy={
+            "secure_aggregation": {"enabled": True, "threshold": threshold} | secure
+        },
     )
 
 
@@ -411,6 +413,16 @@ def test_absence_tells_no_exact_number_of_examples():
     assert all_trained.count - trained.count == 64
     assert all_held_out.count - held_out.count == 14
     assert train.HEADER_SLOTS.count("examples") == 0
+
+
+@pytest.mark.parametrize("threshold", [4, 5])
+def test_a_decline_tells_no_exact_number_of_examples(threshold: int):
+    """A site of 61 declines where 56 are the most, as one of 57 or of 64 does."""
+    for most in (57, 60, 64):
+        made = run(unequal(threshold=threshold, max_examples=most))
+        assert made.statuses() == ["completed"] * 2
+    with pytest.raises(QuorumNotMet):
+        run(unequal(threshold=threshold, max_examples=56))
 
 
 @pytest.mark.parametrize("threshold", [4, 5])

@@ -47,6 +47,7 @@ from federation.messages import (
     SiteUpdate,
     Task,
 )
+from privacy.counts import coarse
 from privacy.secagg import messages as secagg_messages
 from privacy.secagg.keys import Secret
 from privacy.secagg.messages import Decline, Head, Masked
@@ -108,7 +109,7 @@ def test_one_round_is_off_by_the_quantisation_at_most(bits: int):
     updates = plain_updates(job)
     assert max(float(np.linalg.norm(u.delta_d)) for u in updates) < table.clip_norm
     ring = RingSpec(bits=bits, num_sites=len(updates), clip_norm=table.clip_norm)
-    weights = sum(u.num_examples for u in updates) / table.max_examples
+    weights = sum(u.num_examples for u in updates) / coarse(table.max_examples)
     bound = len(updates) / ring.scale / weights
     bound += 2.0**-21 * max(float(np.abs(u.delta_d).max()) for u in updates)
     server = job.aggregation.server_optimizer

@@ -585,7 +585,13 @@ def test_contract_below_the_floor_is_refused(agent: SiteAgent, members: Consorti
     """And one that is none at all, in the first step of the protocol."""
     job = small_job(
         num_sites=2,
-        privacy={"secure_aggregation": {"enabled": True, "two_sites_waiver": True}},
+        privacy={
+            "secure_aggregation": {
+                "enabled": True,
+                "two_sites_waiver": True,
+                "max_examples": 60,
+            }
+        },
     )
     accepted(agent, members, job)
     task = SecureTask(

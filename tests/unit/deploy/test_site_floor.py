@@ -22,6 +22,7 @@ from federation.job import JobSpec
 from privacy.secagg.contract import Contract
 from privacy.secagg.errors import ContractRefused
 from privacy.secagg.floor import check_against_floor
+from privacy.secagg.ring import RingSpec
 
 SITE = SiteId("site-0")
 OPEN = {"privacy": "none", "secure_aggregation": False}
@@ -326,14 +327,12 @@ def test_named_function_is_not_imported_either():
 @pytest.mark.parametrize(("threshold", "fewest"), [(5, 5), (4, 4)])
 def test_floor_of_many_in_a_sum_can_be_met(threshold: int, fewest: int):
     """By the job, and by the contract that follows from it."""
-    job = secure_job(5, threshold=threshold)
+    job = secure_job(5, threshold=threshold, max_examples=9)
     floor = FloorSpec(**OPEN, functions=MODELS, min_sites=fewest)
     site_floor.check_job(job, floor, SITE)
     names = [site.name for site in job.sites]
     roster, layout = consortium(*names).roster, ModelPool(job).layout
-    contract = contract_of(
-        job, layout, run_id=RUN_ID, roster=roster, promises=(), max_examples=9
-    )
+    contract = contract_of(job, layout, run_id=RUN_ID, roster=roster, promises=())
     demands = site_floor.contract_floor(
         job, layout, run_id=RUN_ID, floor=floor, roster=roster, noise_share=None
     )
@@ -353,14 +352,44 @@ def test_sum_of_three_is_demanded_where_the_operator_says_nothing():
     assert FloorSpec(min_sites=4, accept_two_sites=True).fewest_in_sum(2) == 4
 
 
-@pytest.mark.parametrize("lie", ["members", "differential_privacy.profile"])
+LIES = {
+    "threshold": {"threshold": 4},
+    "min_sites": {"min_sites": 4},
+    "ring_bits": {"ring_bits": 24},
+    "clip_norm": {"clip_norm": 11.0},
+    "element_bound": {"element_bound": 1e-6},
+    "clip_elements": {"element_bound": 1.0, "clip_elements": True},
+    "weight_rule": {"weight_rule": "uniform", "max_examples": 1},
+    "max_examples": {"max_examples": 61},
+    "max_rounds": {"max_rounds": 40},
+    "hybrid": {"hybrid": False},
+}
+
+
+def with_ring(contract: Contract, **changes: Any) -> Contract:
+    """The same contract with other numbers, and the ring that follows from them."""
+    names = ("ring_bits", "clip_norm", "element_bound")
+    asked = {name: changes.get(name, getattr(contract, name)) for name in names}
+    ring = RingSpec(
+        bits=asked["ring_bits"],
+        num_sites=contract.num_sites,
+        clip_norm=asked["clip_norm"],
+        element_bound=asked["element_bound"],
+    )
+    numbers = {"scale": ring.scale, "amplitude": ring.amplitude}
+    return replace(contract, **numbers, **changes)
+
+
+@pytest.mark.parametrize("lie", ["members", "differential_privacy.profile", *LIES])
 def test_contract_is_that_of_the_job(lie: str):
     """Or a site and an accomplice would be a sum that hides nothing.
 
-    The job is above the floor, and the contract says another thing: fewer sites, or
-    noise that nobody adds and that would lift the rule for two sites.
+    The job is above the floor, and the contract says another thing: fewer sites,
+    noise that nobody adds and that would lift the rule for two sites; or bounds that
+    ask whether a site's numbers are above them, for the site that declines says so.
     """
-    job, floor = secure_job(5, threshold=5), FloorSpec(**OPEN, functions=MODELS)
+    job = secure_job(5, threshold=5, max_examples=60, element_bound=1.0)
+    floor = FloorSpec(**OPEN, functions=MODELS, require_hybrid=False)
     site_floor.check_job(job, floor, SITE)
     roster, pool = consortium(*(site.name for site in job.sites)).roster, ModelPool(job)
     demands = site_floor.contract_floor(
@@ -368,15 +397,17 @@ def test_contract_is_that_of_the_job(lie: str):
     )
 
     def contract(told: JobSpec) -> Contract:
-        terms = {"run_id": RUN_ID, "roster": roster, "promises": (), "max_examples": 9}
+        terms = {"run_id": RUN_ID, "roster": roster, "promises": ()}
         found = contract_of(told, pool.layout, **terms)
         return replace(found, job_digest=job_digest.digest(job))
 
     check_against_floor(contract(job), demands)
     if lie == "members":
-        fewer = secure_job(3, threshold=3)
+        fewer = secure_job(3, threshold=3, max_examples=60, element_bound=1.0)
         assert {site.name for site in fewer.sites} < {site.name for site in job.sites}
         told = contract(fewer)
+    elif lie in LIES:
+        told = with_ring(contract(job), **LIES[lie])
     else:
         told = replace(contract(job), differential_privacy=NOISED)
     with pytest.raises(ContractRefused) as caught:
