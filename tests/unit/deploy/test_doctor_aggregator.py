@@ -1,5 +1,6 @@
 """Whether an aggregator can serve: what is said of what is wrong."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -102,6 +103,21 @@ def test_folder_that_others_may_enter(federation: Federation):
     assert found.status == "problem"
     assert "(mode 0750)" in found.found
     assert "chmod 0700" in found.advice
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_service_of_root(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, user: int
+):
+    """Its nginx workers run as "nobody": other programs of that user read the key."""
+    write(federation, f'listen = "{LOOPBACK}:{free_port()}"\n')
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    found = examined(federation)
+    if user == 0:
+        assert found["user"].status == "warning"
+        assert "a user of its own" in found["user"].advice
+    else:
+        assert "user" not in found
 
 
 @pytest.mark.parametrize(
