@@ -41,6 +41,14 @@ local_steps = 10
 batch_size = 32
 optimizer = { name = "sgd", lr = 0.05 }
 """
+# Every step takes all examples: under secure aggregation their order is each site's
+# secret, which a replay does not have.
+_IN_NO_ORDER = """
+[training]
+local_steps = 10
+batch_size = 2000
+optimizer = { name = "sgd", lr = 0.1 }
+"""
 _PRIVATE = """
 [training]
 local_steps = 4
@@ -64,8 +72,8 @@ max_examples = 1000
 _THRESHOLD = "threshold = 3\n"
 _MODES = {
     Mode.PLAIN: _TRAINING,
-    Mode.P1: _TRAINING + _SECURE,
-    Mode.P2: _TRAINING + _SECURE + _THRESHOLD,
+    Mode.P1: _IN_NO_ORDER + _SECURE,
+    Mode.P2: _IN_NO_ORDER + _SECURE + _THRESHOLD,
     Mode.P1_PRIVATE: _PRIVATE + _SECURE,
     Mode.P2_PRIVATE: _PRIVATE + _SECURE + _THRESHOLD,
 }
