@@ -63,7 +63,7 @@ def test_verbs_and_options_are_frozen() -> None:
         | {"--key", "--roster", "--store", "--job", "--site", "--aggregator"}
         | {"--endpoint", "--region", "--bucket-owner", "--identity-only"},
         "transcript": common | {"folder", "--message"},
-        "ledger": common | {"run", "--root"},
+        "ledger": common | {"action", "run", "--root", "--config"},
         "data": {"-h", "--help"},
         "data shard": common
         | {"source", "url", "--option", "--name", "--format", "--shard-size"}
