@@ -3,7 +3,6 @@
 Nothing is changed, but for an object in the exchange; the service may run meanwhile.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +51,6 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         folder / "aggregator.pem", folder / "roster.toml", lost=_RESTORE
     )
     yield from doctor.check_closed(config.folder)
-    yield from _user(config)
     yield _confinement()
     yield from _authority(config, clock)
     yield from _server(config, clock)
@@ -65,17 +63,6 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         advice = "the other runs go on without it"
         yield warning("run", one.reason, advice)
     yield from doctor_exchange.checks(config.file.exchange, site=None, clock=clock)
-
-
-def _user(config: AggregatorConfig) -> Iterator[Check]:
-    """Warn of root, whose nginx workers run as a user that other programs share."""
-    if config.file.proxy and os.geteuid() == 0:
-        yield warning(
-            "user",
-            "if root starts the service, nginx's workers run as 'nobody', and other "
-            "programs of that user can read the server's key in their memory",
-            "run crossfed aggregator as a user of its own, who owns the folder",
-        )
 
 
 def _confinement() -> Check:
@@ -140,6 +127,8 @@ def _programs(config: AggregatorConfig) -> Iterator[Check]:
         found = [installed_program("flower-superlink")]
         if config.file.proxy:
             found.append(proxy.find_program())
+            if trouble := proxy.open_memory():
+                yield problem("user", trouble, proxy.OWN_USER)
     except FederationError as error:
         yield problem("programs", str(error), "install it, and look again")
     else:

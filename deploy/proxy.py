@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from cloud_adapters import closed_memory
 from deploy.addresses import bracketed, parse_address
 from federation.errors import FederationError, JobError
 
@@ -39,6 +40,7 @@ FLEET_CALLS = (
 PID_FILE = "nginx.pid"
 CONFIG_FILE = "nginx.conf"
 CHECK_SECONDS = 60.0
+OWN_USER = "run crossfed aggregator as a user of its own, who owns the folder"
 
 _PROGRAMS = ("/usr/sbin/nginx", "/usr/local/sbin/nginx", "/usr/local/bin/nginx")
 _NOT_QUOTED = frozenset("\"'\\${};\n\r")
@@ -263,10 +265,13 @@ def prepare(settings: ProxySettings) -> list[str]:
     (``proxy_processes``), so it may be started again whatever happened.
 
     Raises:
-        ProxyFailed: Nginx is not installed or does not accept the configuration.
+        ProxyFailed: Nginx is not installed or does not accept the configuration, or
+            root starts it and its workers' memory cannot be closed.
         JobError: See ``config_text``.
     """
     find_program()
+    if trouble := open_memory():
+        raise ProxyFailed(f"{trouble}: {OWN_USER}")
     (settings.work / "temporary").mkdir(parents=True, exist_ok=True)
     settings.config.write_text(config_text(settings), encoding="utf-8")
     check(settings.work)
@@ -290,6 +295,20 @@ def find_program() -> str:
             "in aggregator.toml to try it out on the loopback"
         )
     return found
+
+
+def open_memory() -> str:
+    """Why other programs could read the key in nginx's memory; empty if none can.
+
+    Without root there is nothing to close: nginx runs as the service's own user, whose
+    programs can read the key's file.
+    """
+    if os.geteuid() != 0 or not (found := closed_memory.obstacle()):
+        return ""
+    return (
+        "other programs of the user 'nobody' could read the server's key in the "
+        f"memory of root's nginx ({found})"
+    )
 
 
 def command(work: Path) -> list[str]:

@@ -3,8 +3,9 @@
 An nginx whose master was killed leaves its workers behind, and an aggregator that was
 killed leaves its nginx; either holds the port. So what starts it,
 ``python -m deploy.proxy_processes FOLDER``, first ends what was left and then becomes
-nginx. Processes are known by the pid file of our own folder, and by the process group
-that it names.
+nginx. The workers of root's nginx have another user, whose other programs may not read
+their memory (``cloud_adapters.closed_memory``). Processes are known by the pid file of
+our own folder, and by the process group that it names.
 """
 
 import os
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from cloud_adapters import closed_memory
 from deploy import proxy
 from deploy.proxy import ProxyFailed
 from federation.clock import SystemClock
@@ -96,6 +98,8 @@ def main(arguments: list[str]) -> int:
     try:
         end_processes(work)
         command = proxy.command(work)
+        if os.geteuid() == 0:
+            closed_memory.keep()
         os.execv(command[0], command)  # noqa: S606 -- our own arguments
     except (FederationError, OSError) as error:
         sys.stderr.write(f"crossfed: {error}\n")

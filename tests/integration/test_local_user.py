@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import sqlite3
 import stat
 import subprocess
@@ -42,7 +43,9 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {"aggregator.toml", "ca.crt", "ca.crl", "server.crt", "roster.toml"}
-USER = 54321  # Not nginx's, which is "nobody" where root has started it.
+USER = 54321
+# Whose rights nginx's workers have, where root has started it.
+NOBODY = pwd.getpwnam("nobody").pw_uid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +56,13 @@ class Attack:
         host: The aggregator.
         token: Of the task that the coordinator works on.
         found: Of ``support.local_user``.
+        found_by_nobody: Likewise, as the user of nginx's workers.
     """
 
     host: Deployment
     token: str
     found: dict[str, Any]
+    found_by_nobody: dict[str, Any]
 
     @property
     def home(self) -> Path:
@@ -93,8 +98,11 @@ def attack() -> Iterator[Attack]:
             wait_for(lambda: _token(host) != "", "a coordinator works")
             token = _token(host)
             port = (folder / "aggregator" / "flower" / "port").read_text()
-            found = _attack(host, f"127.0.0.1:{port}", token)
-            yield Attack(host=host, token=token, found=found)
+            found, others = (
+                _attack(host, user, f"127.0.0.1:{port}", token)
+                for user in (USER, NOBODY)
+            )
+            yield Attack(host=host, token=token, found=found, found_by_nobody=others)
 
 
 def _token(host: Deployment) -> str:
@@ -107,12 +115,12 @@ def _token(host: Deployment) -> str:
     return str(rows[0][0]) if rows else ""
 
 
-def _attack(host: Deployment, address: str, token: str) -> dict[str, Any]:
+def _attack(host: Deployment, user: int, address: str, token: str) -> dict[str, Any]:
     authority = host.folder / "aggregator" / "ca.crt"
     done = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "support.local_user"),
-            *(str(USER), address, str(authority)),
+            *(str(user), address, str(authority)),
             *(str(host.folder / name) for name in ("aggregator", *SITES)),
         ],
         input=token,
@@ -129,6 +137,7 @@ def _attack(host: Deployment, address: str, token: str) -> dict[str, Any]:
 def test_no_call_is_answered(attack: Attack):
     """Neither without a secret nor with a guess or the token of a task."""
     calls = attack.found["calls"]
+    assert attack.found_by_nobody["calls"] == calls
     assert {"StartRun with code", "ListRuns", "StopRun", "AcquireTask"} < calls.keys()
     assert {"PullTaskInput and a token", "PushMessages and a token"} < calls.keys()
     assert set(calls.values()) == {"HTTP 401"}, calls
@@ -157,9 +166,11 @@ def test_no_argument_of_a_process_is_a_secret(attack: Attack):
 
 
 def test_processes_show_their_arguments_alone(attack: Attack):
-    """Neither environment nor memory nor files."""
-    opened = {int(path.split("/")[2]) for path in attack.found["opened"]}
-    assert not opened & attack.family, [command_of(pid) for pid in opened]
+    """Neither environment nor memory nor files, to nginx's own user either."""
+    assert any("nginx: worker" in command_of(pid) for pid in attack.family)
+    for found in (attack.found, attack.found_by_nobody):
+        opened = {int(path.split("/")[2]) for path in found["opened"]}
+        assert not opened & attack.family, [command_of(pid) for pid in opened]
 
 
 def _opened(folder: Path) -> set[str]:
@@ -173,7 +184,7 @@ def _opened(folder: Path) -> set[str]:
 
 def test_no_file_of_the_aggregator_is_readable(attack: Attack):
     """Its folder is closed, and what is in it is for its user alone, too."""
-    assert attack.found["files"] == []
+    assert attack.found["files"] == attack.found_by_nobody["files"] == []
     assert stat.S_IMODE(attack.home.stat().st_mode) == 0o700
     # Certificates, the roster and the configuration are no secrets.
     assert _opened(attack.home) <= PUBLIC

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import pwd
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support import proxy_server
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from support import memory_reader, proxy_server
 from support.proxy_server import RunningProxy, wait_for
 
 from deploy import proxy_processes
@@ -368,3 +372,39 @@ def _master(proxy: RunningProxy) -> int:
     path = proxy.settings.pid_file
     text = path.read_text() if path.exists() else ""
     return int(text or 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has workers of another user")
+def test_programs_of_the_workers_user_cannot_read_the_key(proxy: RunningProxy):
+    """Root's nginx has workers of ``nobody``, a user that other programs share."""
+    work = proxy.settings.work
+    (master,) = [
+        one for one in proxy_processes.processes(work) if os.getpgid(one) == one
+    ]
+    workers = [one for one in proxy_processes.processes(work) if one != master]
+    assert {_user(one) for one in workers} == {pwd.getpwnam("nobody").pw_uid}
+    key = load_pem_private_key(
+        (proxy.settings.folder / "server.key").read_bytes(), password=None
+    )
+    assert isinstance(key, EllipticCurvePrivateKey)
+    number = key.private_numbers().private_value.to_bytes(32, sys.byteorder)
+
+    # The key is there: root may read it.
+    assert memory_reader.read(0, workers, number).matching == frozenset(workers)
+    found = memory_reader.read(pwd.getpwnam("nobody").pw_uid, workers, number)
+    assert found.readable == frozenset()
+
+    proxy.revoke()  # Which starts other workers.
+    after = [one for one in proxy_processes.processes(work) if one != master]
+    assert not set(after) & set(workers)
+    again = memory_reader.read(pwd.getpwnam("nobody").pw_uid, after, number)
+    assert again.readable == frozenset()
+
+
+def _user(process: int) -> int:
+    (line,) = [
+        line
+        for line in Path(f"/proc/{process}/status").read_text().splitlines()
+        if line.startswith("Uid:")
+    ]
+    return int(line.split()[1])

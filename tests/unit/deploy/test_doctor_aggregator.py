@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
+from cloud_adapters import closed_memory
 from deploy import (
     doctor_aggregator,
-    doctor_exchange,
     enrolment_operator,
     folder_lock,
     host_secrets,
+    proxy,
 )
 from deploy.doctor import Check
-from deploy.exchange import ExchangeSpec
 from deploy.ports import LOOPBACK, free_port
-from federation.clock import SystemClock
 
 DAY = 86400.0
 
@@ -106,74 +105,35 @@ def test_folder_that_others_may_enter(federation: Federation):
 
 
 @pytest.mark.parametrize("user", [0, 1000])
-def test_service_of_root(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch, user: int
+def test_service_of_root_whose_memory_cannot_be_closed(
+    federation: Federation,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    user: int,
 ):
-    """Its nginx workers run as "nobody": other programs of that user read the key."""
+    """Programs of "nobody" could read the key: the service refuses to start there."""
     write(federation, f'listen = "{LOOPBACK}:{free_port()}"\n')
     monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert "user" not in examined(federation)
+    (tmp_path / "kernel" / "seccomp").mkdir(parents=True)
+    (tmp_path / "kernel" / "seccomp" / "actions_avail").touch()
+    (tmp_path / "fs").mkdir()
+    (tmp_path / "fs" / "suid_dumpable").write_text("1\n")
+    monkeypatch.setattr(closed_memory, "KERNEL_SETTINGS", tmp_path)
     found = examined(federation)
     if user == 0:
-        assert found["user"].status == "warning"
+        assert found["user"].status == "problem"
+        assert "fs.suid_dumpable is 1" in found["user"].found
         assert "a user of its own" in found["user"].advice
+        with pytest.raises(proxy.ProxyFailed, match="a user of its own"):
+            proxy.prepare(
+                proxy.ProxySettings(
+                    listen="127.0.0.1:1",
+                    superlink_port=2,
+                    service_port=3,
+                    folder=federation.aggregator,
+                    work=tmp_path / "proxy",
+                )
+            )
     else:
         assert "user" not in found
-
-
-@pytest.mark.parametrize(
-    "name", ["ca.key", "control.secret", "superexec.secret", "sites.json"]
-)
-def test_file_that_is_missing_or_open(federation: Federation, name: str):
-    """It is named."""
-    federation.site("site-a")
-    path = federation.aggregator / name
-    if name == "sites.json":
-        path.write_text("{")
-    else:
-        path.chmod(0o644)
-    found = examined(federation)["authority"]
-    assert found.status == "problem"
-    assert name in found.found
-
-
-def test_configuration_that_is_none(federation: Federation):
-    """Nothing else is looked at."""
-    write(federation, 'colour = "red"\n')
-    assert list(examined(federation)) == ["aggregator"]
-    assert "colour: unknown key" in examined(federation)["aggregator"].found
-
-
-def test_damaged_run_is_told(federation: Federation):
-    """With its file."""
-    folder = federation.config.runs / "job" / "one"
-    folder.mkdir(parents=True)
-    (folder / "request.json").write_text("{")
-    assert "request.json is damaged" in examined(federation)["run"].found
-
-
-def exchanged(spec: ExchangeSpec, site: str | None) -> list[tuple[str, str]]:
-    found = doctor_exchange.checks(spec, site=site, clock=SystemClock())
-    return [(each.status, each.found) for each in found]
-
-
-def test_exchange_is_written_and_read(tmp_path: Path):
-    """The site fetches what the aggregator has left, and writes below its own name."""
-    spec = ExchangeSpec(url=f"file://{tmp_path}/store")
-    (_, takes), (status, gives) = exchanged(spec, "site-a")
-    assert "MB/s" in takes
-    assert status == "warning"
-    assert "nothing to fetch yet" in gives
-    assert all("MB/s" in text for _, text in exchanged(spec, None))
-    assert all("MB/s" in text for _, text in exchanged(spec, "site-a"))
-    left = [p for p in (tmp_path / "store").rglob("probe") if p.is_file()]
-    names = {str(p.relative_to(tmp_path / "store")) for p in left}
-    assert {"model/doctor/probe", "sites/site-a/doctor/probe"} <= names
-
-
-def test_exchange_that_cannot_be_used(tmp_path: Path):
-    """Here the place of its folder is taken by a file."""
-    (tmp_path / "store").write_text("")
-    spec = ExchangeSpec(url=f"file://{tmp_path}/store/below")
-    ((status, found),) = exchanged(spec, "site-a")
-    assert status == "problem"
-    assert "store" in found
