@@ -30,11 +30,12 @@ from privacy.dp.ledger import Ledger, Release
 from privacy.dp.ledger_format import Charge, Purpose, Terms
 
 DOCUMENT = "ledgers"
-_RUNS, _DATASETS = "runs", "datasets"
+_RUNS, _DATASETS, _REPEATED = "runs", "datasets", "repeated"
 _UNIT = "privacy.differential_privacy.unit"
 _TARGET = "privacy.differential_privacy.target_epsilon"
 
 _Kind = tuple[float, float, float]
+_NONE = Counter[_Kind]()
 
 
 class ClosableLedger(Ledger, Protocol):
@@ -215,7 +216,11 @@ class RememberedLedger:
         self._ledger = ledger
         self._memory = memory
         self._budget = budget
+        known = memory.read(DOCUMENT).get(_DATASETS, {}).get(budget.dataset, {})
+        run = known.get(_RUNS, {}).get(ledger.terms.run_id, {})
+        self._repeated = _merged(_events({"": {"events": run.get(_REPEATED, [])}}))
         self._own = _merged(charge.event for charge in ledger.charges())
+        self._own -= self._repeated
         self._planned = _merged(planned) | self._own
         check_plan(memory, budget, ledger.terms, planned)
         if self._own:  # A run that has charged nothing leaves no trace.
@@ -252,6 +257,19 @@ class RememberedLedger:
         self._memory.update(DOCUMENT, change)
         return tuple(found)
 
+    def repeat(self, event: Event, *, round_index: int) -> None:
+        """Charge this run for what another one released, and all runs only once.
+
+        After a crash in between, all runs are charged twice.
+        """
+
+        def change(document: Document) -> Document:
+            self._ledger.charge(event, round_index=round_index)
+            self._repeated += _merged([event])
+            return self._note(document)
+
+        self._memory.update(DOCUMENT, change)
+
     def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
         """See ``Ledger.epsilon``."""
         return self._ledger.epsilon(purpose, *more)
@@ -280,7 +298,8 @@ class RememberedLedger:
         """Make the memory know what the ledger holds."""
         run_id = self.terms.run_id
         document = _raised(document, RunId(run_id), self._ledger.anchor())
-        return _noted(document, self._budget.dataset, self.terms, self._own)
+        dataset, own = self._budget.dataset, self._own
+        return _noted(document, dataset, self.terms, own, self._repeated)
 
     def _check_total(
         self, document: Document, after: Counter[_Kind], round_index: int
@@ -347,7 +366,11 @@ def _raised(document: Document, run_id: RunId, anchor: LedgerAnchor) -> Document
 
 
 def _noted(
-    document: Document, dataset: str, terms: Terms, events: Counter[_Kind]
+    document: Document,
+    dataset: str,
+    terms: Terms,
+    events: Counter[_Kind],
+    repeated: Counter[_Kind] = _NONE,
 ) -> Document:
     """Put a run's events into a dataset's entry; what it had before stays, or grows."""
     datasets = document.get(_DATASETS, {})
@@ -355,9 +378,17 @@ def _noted(
     _check_relation(entry, dataset, terms)
     before = entry["runs"].get(terms.run_id)
     kept = events if before is None else events | _merged(_events({"": before}))
-    run = {"delta": terms.delta, "events": [[*k, n] for k, n in sorted(kept.items())]}
+    run = {"delta": terms.delta, "events": _listed(kept)}
+    if repeated:
+        run[_REPEATED] = _listed(repeated)
+    elif before is not None and _REPEATED in before:
+        run[_REPEATED] = before[_REPEATED]
     runs = {**entry["runs"], terms.run_id: run}
     return {**document, _DATASETS: {**datasets, dataset: {**entry, "runs": runs}}}
+
+
+def _listed(kinds: Counter[_Kind]) -> list[list[float]]:
+    return [[*kind, steps] for kind, steps in sorted(kinds.items())]
 
 
 def _check_relation(entry: Document, dataset: str, terms: Terms) -> None:
@@ -379,7 +410,10 @@ def _datasets(document: Document) -> Iterable[Document]:
 
 def _covers(entry: Document, run_id: str, events: Counter[_Kind]) -> bool:
     run = entry["runs"].get(run_id)
-    return run is not None and events <= _merged(_events({run_id: run}))
+    if run is None:
+        return False
+    repeated = {"events": run.get(_REPEATED, [])}
+    return events <= _merged(_events({run_id: run, "": repeated}))
 
 
 def _charged(runs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,9 @@ the noise of as few sites as the accounting counts on.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
+from clients import standardise
 from clients.canaries import MAX_CANARIES
 from deploy import wiring
 from deploy.audit_jobs import as_attacked, is_summed
@@ -75,7 +77,7 @@ def audit(
     job = as_attacked(job)
     with ExitStack() as stack:
         stack.enter_context(wiring.torch_threads(job))
-        federation = wiring.build_federation(job)
+        federation = _standardised(wiring.build_federation(job))
         names = [SiteId(name) for name in attack.sites] or list(federation.site_data)
         second = PlainRun(federation, plan_sites, names)
         first = CanaryRun(federation, plan_sites, attack, names)
@@ -90,6 +92,21 @@ def audit(
         seconds=clock.monotonic() - start,
         sites=[first.findings(name, second.membership(name)) for name in names],
     )
+
+
+def _standardised(federation: Federation) -> Federation:
+    """Standardise the records, if the job does.
+
+    Canaries are not in the statistics: what is tested is what the steps cost.
+    """
+    job = federation.job
+    if job.privacy.differential_privacy.standardise is None:
+        return federation
+    site_data = {}
+    for name, (train, held_out) in federation.site_data.items():
+        statistics = standardise.release(job, train)
+        site_data[name] = statistics.apply(train), statistics.apply(held_out)
+    return replace(federation, site_data=site_data)
 
 
 def _check(job: JobSpec, attack: Attack) -> None:

@@ -7,12 +7,13 @@ come from the same functions of ``clients.private_steps``.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from clients import ledger_memory
+from clients import ledger_memory, standardise
 from clients.budget import BudgetedTrainer, ClippingTrainer, Releases
 from clients.datasets import Dataset
 from clients.ledger_memory import (
@@ -30,6 +31,7 @@ from clients.private_steps import (
     sampling_rate,
 )
 from clients.site_memory import SiteMemory
+from clients.standardise import Remembered, Statistics
 from clients.trainer import TorchTrainer
 from deploy import sum_privacy
 from deploy.sum_privacy import SumPrivacy
@@ -72,7 +74,7 @@ _SAMPLINGS = {
 }
 
 
-MakePrivate = Callable[[PrivateTraining | None], ClippingTrainer]
+MakePrivate = Callable[[PrivateTraining | None, Statistics | None], ClippingTrainer]
 
 ROUNDS = "rounds"  # Folder of a site's round memory, beside its ledger.
 
@@ -90,12 +92,14 @@ class Keeping:
         budget: Of all runs on the site's data.
         is_anchor: Whether a ledger is held to what the memory knows of its run. In a
             simulation it is not: a person may copy a run and go on with both.
+        lineage: Names the site's data, for what is released of them once.
     """
 
     memory: SiteMemory | None = None
     key: HeadKey | None = None
     budget: LifetimeBudget = _UNLIMITED
     is_anchor: bool = True
+    lineage: str = ""
 
 
 NOTHING_KEPT = Keeping()
@@ -113,6 +117,7 @@ class SitePlan:
         held_out: Noise of held-out results; None if these are public.
         num_rounds: Rounds that may be trained, with those held in reserve.
         num_evaluations: Evaluations that may be charged, likewise.
+        once: What is released before the first round: noised statistics.
     """
 
     epsilon_cap: float
@@ -122,12 +127,13 @@ class SitePlan:
     held_out: HeldOutMechanism | None
     num_rounds: int
     num_evaluations: int
+    once: tuple[Event, ...] = ()
 
     @property
     def planned(self) -> tuple[Event, ...]:
         """All that the run releases, if everything that is held in reserve is used."""
         event = self.round_event
-        found = [replace(event, steps=event.steps * self.num_rounds)]
+        found = [*self.once, replace(event, steps=event.steps * self.num_rounds)]
         if self.held_out is not None:
             event = self.held_out.event()
             found.append(replace(event, steps=event.steps * self.num_evaluations))
@@ -176,6 +182,7 @@ class PrivateSites:
         self._keeping = keeping
         self._anchors: Mapping[SiteId, LedgerAnchor] = {}
         self._ledgers: dict[SiteId, ClosableLedger] = {}
+        self._statistics: dict[SiteId, Statistics] = {}
         self.in_sum: SumPrivacy | None = None
         self.plans: Mapping[SiteId, SitePlan]
         if federation.job.privacy.differential_privacy.in_sum:
@@ -217,13 +224,17 @@ class PrivateSites:
         if _is_missing(folder):
             rounds = FileRounds(folder / ROUNDS).last(self._run_id)
             anchor = anchor.joined(
-                LedgerAnchor(train=rounds, evaluate=rounds * ("evaluate" in events))
+                LedgerAnchor(
+                    train=rounds + len(plan.once) if rounds else 0,
+                    evaluate=rounds * ("evaluate" in events),
+                )
             )
         found = ledger_recovery.recover(
             folder,
             self._terms(name, plan),
             anchor=anchor,
             events=events,
+            once=plan.once,
             clock=self._clock,
             key=keeping.key,
         )
@@ -245,11 +256,15 @@ class PrivateSites:
             PrivacyError: The ledger that is there cannot be gone on with.
         """
         plan, federation = self.plans[name], self._federation
+        ledger = self._ledger(name, plan)
         train, held_out = federation.site_data[name]
+        statistics = self._released(name, plan, ledger)
         trainer: ClippingTrainer
         if make is not None:
-            trainer = make(plan.training)
+            trainer = make(plan.training, statistics)
         else:
+            if statistics is not None:
+                train, held_out = statistics.apply(train), statistics.apply(held_out)
             trainer = TorchTrainer(
                 federation.job,
                 name,
@@ -259,7 +274,45 @@ class PrivateSites:
                 private=plan.training,
                 seed=federation.order_seed,
             )
-        return plan.budgeted(trainer, self._ledger(name, plan))
+        return plan.budgeted(trainer, ledger)
+
+    def _released(
+        self, name: SiteId, plan: SitePlan, ledger: ClosableLedger
+    ) -> Statistics | None:
+        """Return the statistics that a site's records are standardised by."""
+        if not plan.once:
+            return None
+        (event,) = plan.once
+        train, _ = self._federation.site_data[name]
+        make = partial(standardise.release, self._federation.job, train)
+        if name not in self._statistics:
+            remembered = self._remembered_statistics(name)
+            if remembered is None or not isinstance(ledger, RememberedLedger):
+                ledger.charge(event, round_index=standardise.ROUND)
+                self._statistics[name] = make()
+            else:
+                self._statistics[name] = remembered.take(ledger, event, make)
+        return self._statistics[name]
+
+    def _remembered_statistics(self, name: SiteId) -> Remembered | None:
+        """Where a site remembers its statistics; None if it does not, or has none."""
+        spec = self._federation.job.privacy.differential_privacy.standardise
+        keeping = self._keeping(name)
+        if spec is None or keeping.memory is None:
+            return None
+        return Remembered(
+            memory=keeping.memory,
+            lineage=keeping.lineage,
+            spec=spec,
+            run_id=self._run_id,
+        )
+
+    def _planned(self, name: SiteId, plan: SitePlan) -> tuple[Event, ...]:
+        """What a run adds to what all runs on its data have spent."""
+        remembered = self._remembered_statistics(name)
+        if remembered is not None and remembered.of_another_run():
+            plan = replace(plan, once=())
+        return plan.planned
 
     def promises(self) -> tuple[SitePrivacy, ...]:
         """What every site promises."""
@@ -298,7 +351,7 @@ class PrivateSites:
             sampling="none" if unit == "site" else "poisson",
         )
 
-    def _ledger(self, name: SiteId, plan: SitePlan) -> Ledger:
+    def _ledger(self, name: SiteId, plan: SitePlan) -> ClosableLedger:
         """Open a site's ledger; a site that restarts opens its own again."""
         before = self._ledgers.pop(name, None)
         if before is not None:
@@ -323,7 +376,8 @@ class PrivateSites:
         _check_rounds(folder, self._run_id)
         terms = self._terms(name, plan)
         if keeping.memory is not None:  # Before anything is written of the run.
-            check_plan(keeping.memory, keeping.budget, terms, plan.planned)
+            planned = self._planned(name, plan)
+            check_plan(keeping.memory, keeping.budget, terms, planned)
         ledger = FileLedger(
             folder,
             terms,
@@ -344,7 +398,8 @@ class PrivateSites:
         keeping = self._keeping(name)
         if keeping.memory is None:
             return ledger
-        return RememberedLedger(ledger, keeping.memory, keeping.budget, plan.planned)
+        planned = self._planned(name, plan)
+        return RememberedLedger(ledger, keeping.memory, keeping.budget, planned)
 
 
 def _check_rounds(folder: Path, run_id: RunId) -> None:
@@ -415,12 +470,14 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         raise ValueError("a checked job with differential privacy has a target")
     delta = sum_privacy.delta_of_records(job, train, held_out)
     rounds = job.rounds + private.reserve_rounds
+    once = standardise.events(job, train)
     multiplier = private.noise_multiplier or noise_multiplier(
         cap,
         delta,
         sampling_rate(job, num_records),
         rounds * num_private_steps(job, num_records),
         slack=SLACK,
+        beside=once,
     )
     training = PrivateTraining(
         clip_norm=private.clip_norm,
@@ -436,6 +493,7 @@ def _plan(name: SiteId, federation: Federation) -> SitePlan:
         held_out=_held_out(job, held_out, delta),
         num_rounds=rounds,
         num_evaluations=_num_evaluations(job),
+        once=once,
     )
 
 
@@ -462,6 +520,7 @@ def _plans_in_sum(federation: Federation, shared: SumPrivacy) -> dict[SiteId, Si
             held_out=_held_out(job, federation.site_data[name][1], shared.deltas[name]),
             num_rounds=job.rounds + private.reserve_rounds,
             num_evaluations=_num_evaluations(job),
+            once=standardise.events(job, federation.site_data[name][0]),
         )
         for name, event in shared.events.items()
     }
@@ -492,6 +551,11 @@ def _withheld(job: JobSpec) -> Iterator[str]:
         )
     else:
         yield "held-out results leave with noise, charged to the held-out records alone"
+    if private.standardise is not None:
+        yield (
+            "the mean and deviation of each feature at a site are made with noise, and "
+            "are in epsilon"
+        )
     if private.adaptive_clip:
         yield (
             "whether an update was within the clip norm leaves in a sum with noise, "

@@ -1,5 +1,6 @@
 """One rank of a deployed site, as its agent starts it: ``python -m`` runs this."""
 
+import json
 import logging
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from clients.ranks import process
 from clients.ranks.control import Start
 from clients.ranks.peers import Peers
 from clients.ranks.placing import can_compile, place_
+from clients.standardise import Statistics
 from clients.trainer import TorchTrainer
 from deploy import wiring
 from deploy.data import load_data
@@ -43,6 +45,9 @@ def _build(start: Start, peers: Peers) -> TorchTrainer:
     job = replace(job, training=replace(job.training, device=str(peers.device)))
     site = SiteId(start.site)
     train, held_out = _data(job, site, start)
+    if start.statistics:
+        statistics = Statistics.parse(json.loads(start.statistics))
+        train, held_out = statistics.apply(train), statistics.apply(held_out)
     compiled = start.compile and can_compile(peers.device)
     return TorchTrainer(
         job,

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from clients.cohorts import lineage
 from clients.ledger_memory import LifetimeBudget
 from clients.site_memory import FileMemory, InMemory
 from cloud_adapters.faults import FaultInjector, Restartable
@@ -166,7 +167,15 @@ def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> Keeping:
             key="simulation.total_epsilon",
         ),
         is_anchor=False,
+        lineage=_lineage(job, name),
     )
+
+
+def _lineage(job: JobSpec, name: SiteId) -> str:
+    """Name what a simulated site trains on: all that deals out the data."""
+    document = job_file.document(job)
+    dealt = {key: document.get(key) for key in ("data", "sites", "seed")}
+    return lineage(dataset=name, options=dealt)
 
 
 class _Simulation:

@@ -5,6 +5,7 @@ and weights, and an environment without credentials that its data does not need.
 order, not a wall: a rank runs as the same user as the agent.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from clients.ranks.control import Start
 from clients.ranks.group import RankGroup
 from clients.ranks.shared_model import SharedModel
 from clients.ranks.trainer import RankedTrainer
+from clients.standardise import Statistics
 from cloud_adapters.urls import parse_url
 from deploy.private_sites import MakePrivate
 from deploy.site_file import SiteDataSpec, SiteFile
@@ -139,9 +141,16 @@ def private_maker(
         return None
     layout = _checked_layout(federation, file)
 
-    def make(private: PrivateTraining | None) -> RankedTrainer:
+    def make(
+        private: PrivateTraining | None, statistics: Statistics | None
+    ) -> RankedTrainer:
         ranks = ranked_trainer(
-            federation.job, file, layout, private, order_seed=federation.order_seed
+            federation.job,
+            file,
+            layout,
+            private,
+            statistics=statistics,
+            order_seed=federation.order_seed,
         )
         return stack.enter_context(ranks)
 
@@ -163,6 +172,7 @@ def ranked_trainer(
     layout: Layout,
     private: PrivateTraining | None = None,
     *,
+    statistics: Statistics | None = None,
     order_seed: int | None = None,
 ) -> Iterator[RankedTrainer]:
     """Start the site's ranks for a run and end them after it.
@@ -172,12 +182,15 @@ def ranked_trainer(
         file: The site's configuration.
         layout: Layout of the model.
         private: Of the site's plan; ranks draw their keys themselves.
+        statistics: What records are standardised by; None for nothing.
         order_seed: Of the order of examples, below 2^256; the job's seed by default.
 
     Raises:
         SiteError: No process can be started.
     """
     start = _start(job, file, layout, private)
+    if statistics is not None:
+        start = replace(start, statistics=json.dumps(statistics.document()))
     if order_seed is not None:
         start = replace(start, seed=f"{order_seed:064x}")
     with ExitStack() as stack:

@@ -20,6 +20,7 @@ from deploy.site_file import FloorSpec, SiteConfig, SiteFile
 from deploy.site_floor import contract_floor
 from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
+from federation import job_file
 from federation.errors import JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -265,6 +266,7 @@ def private_sites(
             memory=site_memory(config),
             key=LedgerKey(identity),
             budget=lifetime_budget(config),
+            lineage=_records(config, met.job),
         ),
     )
 
@@ -347,6 +349,13 @@ def _lineage(config: SiteConfig) -> str:
     """Name runs on the site's data, whatever their job and model."""
     data = config.file.data
     return lineage(dataset=data.source, options=data.options)
+
+
+def _records(config: SiteConfig, job: JobSpec) -> str:
+    """Name what a site trains on: its own data, or its part of a rehearsal's."""
+    data = config.file.data
+    dealt = None if data.source else job_file.document(job)
+    return lineage(dataset=data.name, options={"own": _lineage(config), "dealt": dealt})
 
 
 def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:

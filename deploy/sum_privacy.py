@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clients import standardise
 from clients.datasets import Dataset
 from clients.masking import SumNoise
 from clients.private_steps import (
@@ -73,7 +74,7 @@ def needs(federation: Federation) -> Mapping[SiteId, float]:
         need = _multiplier(federation, delta, 1.0)
         return dict.fromkeys(federation.site_data, need)
     return {
-        name: _multiplier(federation, records.delta, records.rate)
+        name: _multiplier(federation, records.delta, records.rate, records.beside)
         for name, records in _records(federation).items()
     }
 
@@ -108,6 +109,7 @@ class _Records:
 
     delta: float
     rate: float
+    beside: tuple[Event, ...]
 
 
 def _records(federation: Federation) -> Mapping[SiteId, _Records]:
@@ -116,9 +118,11 @@ def _records(federation: Federation) -> Mapping[SiteId, _Records]:
     for name, (train, held_out) in federation.site_data.items():
         try:
             delta = delta_of_records(job, train, held_out)
+            beside = standardise.events(job, train)
         except JobError as error:
             raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
-        found[name] = _Records(delta=delta, rate=sampling_rate(job, len(train)))
+        rate = sampling_rate(job, len(train))
+        found[name] = _Records(delta=delta, rate=rate, beside=beside)
     return found
 
 
@@ -202,7 +206,9 @@ def _delta_of_sites(job: JobSpec) -> float:
     return _delta(given, len(job.sites), what="sites")
 
 
-def _multiplier(federation: Federation, delta: float, rate: float) -> float:
+def _multiplier(
+    federation: Federation, delta: float, rate: float, beside: tuple[Event, ...] = ()
+) -> float:
     """What reaches the target with one release a round."""
     private = federation.job.privacy.differential_privacy
     if private.noise_multiplier is not None:
@@ -210,7 +216,9 @@ def _multiplier(federation: Federation, delta: float, rate: float) -> float:
     if private.target_epsilon is None:
         raise ValueError("a checked job with differential privacy has a target")
     rounds = federation.job.rounds + private.reserve_rounds
-    return noise_multiplier(private.target_epsilon, delta, rate, rounds, slack=SLACK)
+    return noise_multiplier(
+        private.target_epsilon, delta, rate, rounds, slack=SLACK, beside=beside
+    )
 
 
 def _share(

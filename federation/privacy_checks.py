@@ -150,6 +150,7 @@ def check_differential_privacy(job: JobSpec) -> None:
         JobError: The first such thing.
     """
     private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
+    _check_standardise(job, f"{table}.standardise")
     if not private.enabled:
         given = [
             name
@@ -194,6 +195,52 @@ def check_differential_privacy(job: JobSpec) -> None:
                 "the gradient of a whole batch is not what bounds one record's part; "
                 f"{table}.clip_norm bounds each record's: leave it out"
             ),
+        ),
+    )
+    _refuse(refused)
+
+
+def _check_standardise(job: JobSpec, table: str) -> None:
+    """Refuse noised statistics where they protect nobody, and bounds that are none."""
+    private = job.privacy.differential_privacy
+    wanted = private.standardise
+    if wanted is None:
+        return
+    num_low, num_high = len(wanted.low), len(wanted.high)
+    num_features = max(num_low, num_high)
+    pairs = zip(
+        wanted.low * (num_features if num_low == 1 else 1),
+        wanted.high * (num_features if num_high == 1 else 1),
+        strict=False,
+    )
+    unit = private.unit
+    refused = (
+        (
+            unit not in {"record", "joint"},
+            table,
+            (
+                f'unit = "{unit}" charges nothing for a record, and lets a source use '
+                "exact statistics of its own site: standardise there, and leave this "
+                "table out"
+            ),
+        ),
+        (
+            job.training.task == "causal_lm",
+            table,
+            "tokens have no mean: leave this table out",
+        ),
+        (
+            not num_low or not num_high or len({1, num_low, num_high}) > 2,  # noqa: PLR2004
+            f"{table}.high",
+            (
+                f"there are {num_low} lower and {num_high} upper bounds: give one for "
+                "each feature, or one for all"
+            ),
+        ),
+        (
+            not all(low < high for low, high in pairs),
+            f"{table}.high",
+            "each upper bound must exceed the lower one",
         ),
     )
     _refuse(refused)

@@ -37,6 +37,7 @@ class Start:
         sharding: ``none``, or ``full`` if each rank holds a part of the model.
         compile: Whether ``torch.compile`` is used where it works.
         seed: Of the order of examples, as 64 hexadecimal digits; empty for the job's.
+        statistics: What records are standardised by, as JSON; empty for nothing.
     """
 
     job: str
@@ -50,6 +51,7 @@ class Start:
     sharding: str = "none"
     compile: bool = False
     seed: str = ""
+    statistics: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

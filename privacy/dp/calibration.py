@@ -1,7 +1,7 @@
 """How much noise a target epsilon takes: the inverse of ``accountant.epsilon``."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from privacy.dp import accountant
 from privacy.dp.errors import PrivacyUnreachable
@@ -20,6 +20,7 @@ _HEADROOM = 2e-4
 _MAX_TRIES = 60
 
 _KEY = "privacy.differential_privacy.target_epsilon"
+_STATISTICS_NOISE = "privacy.differential_privacy.standardise.noise_multiplier"
 
 
 def noise_multiplier(
@@ -29,6 +30,7 @@ def noise_multiplier(
     steps: int,
     *,
     slack: float = 0.0,
+    beside: Sequence[Event] = (),
 ) -> float:
     """Smallest noise multiplier with which all steps stay within the target.
 
@@ -38,13 +40,15 @@ def noise_multiplier(
         sampling_rate: Probability of each record to be in a step, in (0, 1].
         steps: Steps of the whole run, those held in reserve included.
         slack: Of each step; see ``events.Event``.
+        beside: What else is released of the same records.
 
     Returns:
         Noise standard deviation over L2 sensitivity, from 0.05 to 100.
 
     Guarantee:
-        ``epsilon`` of so many steps with it is at most the target, and at least
-        0.999 of it unless the result is the smallest that is given.
+        ``epsilon`` of so many steps with it, and of what is released beside them, is
+        at most the target, and at least 0.999 of it unless the result is the smallest
+        that is given.
 
     Raises:
         PrivacyUnreachable: It would be over 100, or slack uses up delta; the message
@@ -53,7 +57,7 @@ def noise_multiplier(
     """
     if not (math.isfinite(target_epsilon) and target_epsilon > 0):
         raise ValueError(f"target_epsilon is {target_epsilon}, not above 0")
-    spent = _Spent(delta, sampling_rate, steps, slack)
+    spent = _Spent(delta, sampling_rate, steps, slack, beside)
     if steps * slack >= delta / 2:
         raise PrivacyUnreachable(
             f"delta {delta:g} is used up by the slack of {steps} steps, {slack:g} "
@@ -63,21 +67,41 @@ def noise_multiplier(
             key=_KEY,
         )
     goal = target_epsilon * (1 - _HEADROOM)
+    _check_beside(target_epsilon, goal, delta, beside)
     if spent(MAX_NOISE_MULTIPLIER) > goal:
         raise PrivacyUnreachable(_advice(target_epsilon, spent), key=_KEY)
     return _search(spent, goal, target_epsilon * (1 - _WASTE))
+
+
+def _check_beside(
+    target: float, goal: float, delta: float, beside: Sequence[Event]
+) -> None:
+    taken = accountant.epsilon(beside, delta)
+    if taken >= goal:
+        raise PrivacyUnreachable(
+            f"{target:g} at delta {delta:g} is out of reach: noised statistics of the "
+            f"same records take {taken:.3g} of it; give them more noise "
+            f"({_STATISTICS_NOISE})",
+            key=_KEY,
+        )
 
 
 class _Spent:
     """Epsilon as a function of the noise multiplier."""
 
     def __init__(
-        self, delta: float, sampling_rate: float, steps: int, slack: float
+        self,
+        delta: float,
+        sampling_rate: float,
+        steps: int,
+        slack: float,
+        beside: Sequence[Event],
     ) -> None:
         self.delta = delta
         self.sampling_rate = sampling_rate
         self.steps = steps
         self.slack = slack
+        self.beside = beside
 
     def __call__(
         self,
@@ -92,7 +116,7 @@ class _Spent:
             steps=steps or self.steps,
             slack=self.slack,
         )
-        return accountant.epsilon([event], self.delta)
+        return accountant.epsilon([event, *self.beside], self.delta)
 
 
 def _search(spent: Callable[[float], float], goal: float, least: float) -> float:

@@ -52,6 +52,7 @@ def recover(
     *,
     anchor: LedgerAnchor,
     events: Mapping[Purpose, Event],
+    once: tuple[Event, ...] = (),
     clock: Clock,
     key: HeadKey | None = None,
 ) -> Recovered:
@@ -65,6 +66,7 @@ def recover(
         terms: Of the run at this site.
         anchor: The largest that is known.
         events: What each charge of a purpose is made as, in this run.
+        once: What training is charged for once, before all else.
         clock: For the times of entries.
         key: Signs the head.
 
@@ -93,7 +95,13 @@ def recover(
                     f"{folder}: the anchor says that {missing} charges of {purpose!r} "
                     "are missing, and this run makes none: it is not this run's"
                 )
-            ledger.restore(events[purpose], purpose=purpose, count=missing)
+            known = {charge.event for charge in ledger.charges()}
+            lost = [e for e in once if e not in known] if purpose == "train" else []
+            for event in lost[:missing]:
+                ledger.restore(event, purpose=purpose, count=1)
+            missing -= len(lost[:missing])
+            if missing:
+                ledger.restore(events[purpose], purpose=purpose, count=missing)
         return Recovered(
             path=folder / ledger_files.LEDGER_NAME,
             before=before,

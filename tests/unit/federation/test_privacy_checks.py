@@ -176,16 +176,60 @@ WHOLE_SITES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
 }
 
+STANDARDISE = f"{DP}.standardise"
+
+
+def _standardise(**keys: Any) -> dict[str, Any]:
+    return _private(standardise={"low": [0.0], "high": [1.0]} | keys)
+
+
+BOUNDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "tokens": (
+        toy.merged(_standardise(), _training(task="causal_lm")),
+        STANDARDISE,
+        "tokens have no mean",
+    ),
+    "no bounds": (_standardise(low=[]), f"{STANDARDISE}.high", "there are 0 lower"),
+    "bounds of different lengths": (
+        _standardise(low=[0.0, 0.0], high=[1.0, 1.0, 1.0]),
+        f"{STANDARDISE}.high",
+        "there are 2 lower and 3 upper bounds",
+    ),
+    "empty range": (
+        _standardise(low=[0.0, 1.0], high=[1.0]),
+        f"{STANDARDISE}.high",
+        "each upper bound must exceed the lower one",
+    ),
+    "little noise": (
+        _standardise(noise_multiplier=0.01),
+        f"{STANDARDISE}.noise_multiplier",
+        "must be at least 0.05",
+    ),
+}
+
 REFUSED = [
     pytest.param(unit, *row, id=f"{unit}: {case}")
     for rows, units in (
         (IN_SUM, ("joint", "site")),
         (JOINT, ("joint",)),
         (WHOLE_SITES, ("site",)),
+        (BOUNDS, ("record", "joint")),
+        (
+            {"statistics": (_standardise(), STANDARDISE, "standardise there")},
+            ("none", "site"),
+        ),
     )
     for case, row in rows.items()
     for unit in units
 ]
+
+
+@pytest.mark.parametrize("unit", ["record", "joint"])
+def test_noised_statistics_are_accepted(unit: str):
+    job = _job(unit, _standardise(low=[0.0, -1.0], high=[1.0]))
+    found = job.privacy.differential_privacy.standardise
+    assert found is not None
+    assert found.noise_multiplier == 10.0
 
 
 @pytest.mark.parametrize("unit", ["joint", "site"])

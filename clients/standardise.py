@@ -1,0 +1,295 @@
+"""Records standardised by noised statistics of their own site.
+
+The mean and the deviation of each feature, over the site's training records, are
+released once for a dataset and the options that they are made with, and charged to the
+ledger before. The site remembers them: a run that is resumed, and the next run on the
+same data, take what was released instead of releasing it again. Held-out records are
+standardised by the same numbers, which are none of theirs.
+
+Crash by crash: a site notes that it begins, charges, computes, and remembers. One that
+finds such a note, and the charge that belongs to it, has released nothing yet and goes
+on without another charge. Where the memory was lost and the ledger was not, the old
+result is gone and a new one is charged.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from clients.datasets import Batch, Dataset, Indices
+from clients.site_memory import Document, SiteMemory
+from federation.errors import CorruptObject, JobError, SiteError
+from federation.job import JobSpec
+from federation.privacy_job import StandardiseSpec
+from privacy.dp.events import Event
+from privacy.dp.ledger import Ledger
+from privacy.dp.moments import Array, MomentsMechanism
+from privacy.dp.poisson import poisson_indices
+from privacy.secagg.prg import KEY_BYTES, Keystream
+
+DOCUMENT = "statistics"
+ROUND = 0  # They are charged before the first round.
+
+_TABLE = "privacy.differential_privacy.standardise"
+_READ_AT_ONCE = 4096
+
+RandomBytes = Callable[[int], bytes]
+
+
+class RepeatingLedger(Ledger, Protocol):
+    """A ledger that knows of releases that another run was charged for."""
+
+    def repeat(self, event: Event, *, round_index: int) -> None:
+        """Count a release in this run, and not once more over all runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What was released of a site's records.
+
+    Attributes:
+        centre: Mean of each feature, in the data's own units.
+        spread: Deviation of each feature, above 0.
+    """
+
+    centre: tuple[float, ...]
+    spread: tuple[float, ...]
+
+    def apply(self, data: Dataset) -> Dataset:
+        """Return the data with every record standardised.
+
+        Raises:
+            SiteError: The records have another number of features.
+        """
+        found = num_features(data)
+        if found != len(self.centre):
+            raise SiteError(
+                f"the records have {found} features, and statistics of "
+                f"{len(self.centre)} were released of this dataset: name it "
+                "differently in site.toml (data.name), or bring back what it was"
+            )
+        shape = (1, -1) + (1,) * (len(_shape(data)) - 1)
+        return _Standardised(
+            data,
+            torch.tensor(self.centre, dtype=torch.float32).view(shape),
+            torch.tensor(self.spread, dtype=torch.float32).view(shape),
+        )
+
+    def document(self) -> Document:
+        """Plain values, for JSON."""
+        return {name: list(values) for name, values in asdict(self).items()}
+
+    @classmethod
+    def parse(cls, document: Any) -> "Statistics":
+        """Read what ``document`` gave.
+
+        Raises:
+            CorruptObject: It is not that.
+        """
+        try:
+            return cls(
+                centre=tuple(float(x) for x in document["centre"]),
+                spread=tuple(float(x) for x in document["spread"]),
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise CorruptObject(
+                f"this site's memory of noised statistics is damaged: {error!r}; "
+                f"restore the document {DOCUMENT!r}"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Standardised:
+    """A ``Dataset`` whose records are standardised as they are read."""
+
+    data: Dataset
+    centre: torch.Tensor
+    spread: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batch(self, indices: Indices) -> Batch:
+        inputs, targets = self.data.batch(indices)
+        return (inputs - self.centre) / self.spread, targets
+
+    def labels(self) -> Indices | None:
+        return self.data.labels()
+
+    @property
+    def groups(self) -> Indices | None:
+        return self.data.groups
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        return self.data.group_names
+
+    def subset(self, indices: Indices) -> "_Standardised":
+        return _Standardised(self.data.subset(indices), self.centre, self.spread)
+
+
+def num_features(data: Dataset) -> int:
+    """Number of columns of a record, or of channels of an image.
+
+    Raises:
+        SiteError: Records are tokens, or single numbers.
+    """
+    inputs, _ = data.batch(np.array([0]))
+    if not inputs.is_floating_point() or inputs.ndim < 2:  # noqa: PLR2004
+        raise SiteError(
+            f"records of type {inputs.dtype} and shape {list(inputs.shape[1:])} have "
+            f"no features to standardise: leave {_TABLE} out of the job"
+        )
+    return inputs.shape[1]
+
+
+def mechanism(job: JobSpec, train: Dataset) -> MomentsMechanism | None:
+    """Make the mechanism of a site's statistics; None if the job asks for none.
+
+    Raises:
+        JobError: The job states bounds of other features than the records have.
+        SiteError: The records have no features.
+    """
+    wanted = job.privacy.differential_privacy.standardise
+    if wanted is None:
+        return None
+    features, stated = num_features(train), max(len(wanted.low), len(wanted.high))
+    if stated not in {1, features}:
+        raise JobError(
+            f"the job states bounds of {stated} features, and records have {features}",
+            key=f"{_TABLE}.low",
+        )
+    return MomentsMechanism(
+        noise_multiplier=wanted.noise_multiplier,
+        num_features=features,
+        num_records=len(train),
+    )
+
+
+def events(job: JobSpec, train: Dataset) -> tuple[Event, ...]:
+    """Return what a site's statistics cost; nothing if the job asks for none.
+
+    Raises:
+        FederationError: See ``mechanism``.
+    """
+    found = mechanism(job, train)
+    return () if found is None else (found.event(),)
+
+
+def release(
+    job: JobSpec, train: Dataset, random_bytes: RandomBytes = os.urandom
+) -> Statistics:
+    """Compute statistics of a site's training records, and add noise.
+
+    Args:
+        job: The job, which asks for them.
+        train: The records.
+        random_bytes: Source of fresh keys.
+
+    Raises:
+        FederationError: See ``mechanism``.
+    """
+    spec, moments = job.privacy.differential_privacy.standardise, mechanism(job, train)
+    if spec is None or moments is None:
+        raise ValueError("the job asks for no statistics")
+    inputs, _ = train.batch(np.array([0]))
+    shape = (1, -1) + (1,) * (inputs.ndim - 2)
+    low, high = (np.array(bound, dtype=np.float64) for bound in (spec.low, spec.high))
+    middle, half = (high + low) / 2, (high - low) / 2
+    keystream = Keystream(random_bytes(KEY_BYTES))
+    chosen = poisson_indices(len(train), moments.rate, keystream)
+    sums: Array = np.zeros(2 * moments.num_features + 1)
+    for start in range(0, len(chosen), _READ_AT_ONCE):
+        inputs, _ = train.batch(chosen[start : start + _READ_AT_ONCE])
+        values = inputs.numpy().astype(np.float64)
+        units = (values - middle.reshape(shape)) / half.reshape(shape)
+        sums += moments.contributions(units).sum(axis=0)
+    mean, deviation = moments.read(moments.release(sums, random_bytes))
+    return Statistics(
+        centre=tuple((middle + half * mean).tolist()),
+        spread=tuple((half * deviation).tolist()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """Statistics of one dataset, made with certain options, in a site's memory.
+
+    Attributes:
+        memory: The site's.
+        lineage: Names the data; see ``clients.cohorts.lineage``.
+        spec: The options.
+        run_id: The run that asks.
+    """
+
+    memory: SiteMemory
+    lineage: str
+    spec: StandardiseSpec
+    run_id: str
+
+    def of_another_run(self) -> bool:
+        """Whether they were released, and charged, in another run."""
+        entry = self._entry()
+        return "result" in entry and entry["run_id"] != self.run_id
+
+    def take(
+        self, ledger: RepeatingLedger, event: Event, make: Callable[[], Statistics]
+    ) -> Statistics:
+        """Return what was released, or release and charge it.
+
+        Raises:
+            BudgetExceeded: The charge is beyond a budget; nothing was released.
+            StoreError: The memory or the ledger cannot be read or written.
+        """
+        entry, charged = self._entry(), num_charged(ledger, event)
+        if "result" in entry:
+            if entry["run_id"] != self.run_id and not charged:
+                ledger.repeat(event, round_index=ROUND)
+            return Statistics.parse(entry["result"])
+        if entry.get("run_id") != self.run_id:
+            entry = {"run_id": self.run_id, "charged_before": charged}
+            self._keep(entry)
+        if charged <= entry["charged_before"]:
+            ledger.charge(event, round_index=ROUND)
+        entry = {"run_id": self.run_id, "result": make().document()}
+        return Statistics.parse(self._keep(entry)["result"])
+
+    @property
+    def _name(self) -> str:
+        text = json.dumps([self.lineage, asdict(self.spec)], sort_keys=True)
+        return hashlib.sha256(b"crossfed/statistics\0" + text.encode()).hexdigest()
+
+    def _entry(self) -> Document:
+        found: Document = self.memory.read(DOCUMENT).get(self._name, {})
+        return found
+
+    def _keep(self, entry: Document) -> Document:
+        """Remember an entry, but for a result that another run came first with."""
+
+        def change(document: Document) -> Document:
+            before = document.get(self._name, {})
+            return document if "result" in before else {**document, self._name: entry}
+
+        found: Document = self.memory.update(DOCUMENT, change)[self._name]
+        return found
+
+
+def num_charged(ledger: Ledger, event: Event) -> int:
+    """How often a ledger was charged for statistics."""
+    return sum(
+        charge.round_index == ROUND and charge.event == event
+        for charge in ledger.charges()
+        if charge.purpose == "train"
+    )
+
+
+def _shape(data: Dataset) -> tuple[int, ...]:
+    inputs, _ = data.batch(np.array([0]))
+    return tuple(inputs.shape[1:])
