@@ -41,7 +41,7 @@ from federation.errors import (
 from federation.events import CheckpointSkipped, Emit
 from federation.ids import SiteId
 from federation.job_file import differences
-from federation.messages import NO_ANCHOR, LedgerAnchor
+from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import Buffer, Clock, ObjectStore, RunState
 from federation.vectors import Layout, Vector
 
@@ -164,8 +164,7 @@ class RunCheckpoints:
         for key in self._objects.manifest_keys():
             with contextlib.suppress(Damaged, CheckpointMismatch):
                 manifest = self._objects.read_manifest(key)
-                for site, anchor in manifest.anchors.items():
-                    found[site] = found.get(site, NO_ANCHOR).joined(anchor)
+                found = join_anchors(found, manifest.anchors)
         return found
 
     def load_latest(self) -> RunState | None:

@@ -4,7 +4,7 @@ The same round loop as in a simulation; the sites are elsewhere, so what a simul
 knows of their data is learned from their introductions, or not at all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +35,7 @@ from federation.events import Emit, Event, SitePrivacy, SitesIntroduced, Warned
 from federation.gather import Gather
 from federation.ids import SiteId
 from federation.job import JobSpec
+from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import Clock, Grid, RunState
 from federation.vectors import Layout
 from monitoring.run_view import DEPLOYED
@@ -232,15 +233,9 @@ class DeployedRun:
         # What the sites have promised to this run, as an earlier coordinator noted it.
         planned = None if begun is None else run.view().privacy
         self._promised = {p.site: p for p in planned.sites} if planned else {}
-        spares = begun is not None and self._can_spare_sites()
-        self._roll_call = SignedRollCall.of(
-            self._job,
-            self._run_id,
-            aggregator=parties.identity,
-            roster=parties.roster,
-            revoked=parties.revoked,
-            spares=spares,
-        )
+        self._begun = begun is not None
+        self._anchors: Mapping[SiteId, LedgerAnchor] = {}
+        self._roll_call: SignedRollCall
         self._in_sum: SumPrivacy | None = None
         meters = StoreMeters(clock)
         self.watch = meters.watch(store_meters.coordinator(self._job))
@@ -290,17 +285,40 @@ class DeployedRun:
         names = [SiteId(site.name) for site in job.sites]
         # Promises of all sites are part of what the run claims.
         private = job.privacy.differential_privacy.enabled
-        needs_all = private and not self._roll_call.spares
-        required = len(names) if needs_all else job.minimum_sites
+        spares = self._begun and self._can_spare_sites()
+        required = len(names) if private and not spares else job.minimum_sites
         with ExitStack() as stack:
             stack.enter_context(wiring.torch_threads(job))
             stack.enter_context(self._run.locked())
+            self._anchors = self._known_anchors()
+            self._roll_call = SignedRollCall.of(
+                job,
+                self._run_id,
+                aggregator=self._parties.identity,
+                roster=self._parties.roster,
+                revoked=self._parties.revoked,
+                spares=spares,
+                anchors=self._anchors,
+            )
             grid = connect(
                 self._roll_call, names, required=required, quorum=job.minimum_sites
             )
             if self._roll_call.needs is not None:
                 self._in_sum = sum_privacy.plan(self._federation, self._roll_call.needs)
             return self._record.keep(partial(self._coordinate, grid))
+
+    def _known_anchors(self) -> Mapping[SiteId, LedgerAnchor]:
+        """How many charges each site's ledger must hold: see ADR 27."""
+        if not self._begun or not self._job.privacy.differential_privacy.enabled:
+            return {}
+        checkpoints = wiring.run_checkpoints(
+            self._federation,
+            run_id=self._run_id,
+            store=self._record.store,
+            emit=self._record.emit,
+            clock=self._clock,
+        )
+        return join_anchors(checkpoints.anchors(), self._run.anchors())
 
     def _facts(self) -> Iterator[Event]:
         notice = dropout_notice(self._job)
@@ -368,5 +386,6 @@ class DeployedRun:
             emit=self._record.emit,
             stop_requested=self._stop_requested,
             goes_on=self._goes_on,
+            anchors=self._anchors,
         )
         return run_federation(self._job, parts)

@@ -24,6 +24,7 @@ from federation import wire
 from federation.errors import ProtocolError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
+from federation.messages import NO_ANCHOR, LedgerAnchor, join_anchors
 from federation.typed_json import decode, encode, refuse_constant
 from privacy.secagg.identity import SIGNATURE_BYTES, Identity, Label, PublicIdentity
 from privacy.secagg.roster import Roster
@@ -31,6 +32,19 @@ from privacy.secagg.roster import Roster
 VERSION = 1
 MAX_BYTES = 1 << 21  # a job file has at most half of it
 _WHAT = "what noise it needs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteAnchor:
+    """How many charges the aggregator knows a site's ledger of the run to hold.
+
+    Attributes:
+        site: The site.
+        anchor: The largest that it has answered with.
+    """
+
+    site: str
+    anchor: LedgerAnchor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +58,7 @@ class Proposal:
         release: Release of crossfed at the aggregator.
         code_hash: Of the code that computes from a site's data; 64 hexadecimal digits.
         nonce: Fresh for every start of a coordinator; 32 hexadecimal digits.
+        anchors: Of the sites that have charged something in this run.
     """
 
     version: int
@@ -52,6 +67,12 @@ class Proposal:
     release: str
     code_hash: str
     nonce: str
+    anchors: tuple[SiteAnchor, ...] = ()
+
+    def anchor_of(self, site: SiteId) -> LedgerAnchor:
+        """Return what a site's ledger must hold at least."""
+        known = ({SiteId(each.site): each.anchor} for each in self.anchors)
+        return join_anchors(*known).get(site, NO_ANCHOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from federation import job_file
 from federation.clock import SystemClock
 from federation.errors import RunNotFound
 from federation.ids import RunId
-from federation.messages import NO_ANCHOR
+from federation.messages import NO_ANCHOR, join_anchors
 from privacy.dp.ledger_recovery import Recovered
 from privacy.secagg import identity, roster
 
@@ -56,13 +56,14 @@ def in_simulation(name: str, root: Path) -> list[Recovered]:
         run.locked(),
         PrivateSites(federation, run_id=run_id, folder=run.path, clock=clock) as sites,
     ):
-        anchors = wiring.run_checkpoints(
+        checkpoints = wiring.run_checkpoints(
             federation,
             run_id=run_id,
             store=place.store,
             emit=lambda _event: None,
             clock=clock,
-        ).anchors()
+        )
+        anchors = join_anchors(checkpoints.anchors(), run.anchors())
         return [
             sites.recover(site, anchors.get(site, NO_ANCHOR)) for site in sites.plans
         ]

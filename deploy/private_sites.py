@@ -203,7 +203,7 @@ class PrivateSites:
             ledger.close()
 
     def expect(self, anchors: Mapping[SiteId, LedgerAnchor]) -> None:
-        """Refuse a ledger that is behind what a run's checkpoints know of it."""
+        """Refuse a ledger that is behind what the aggregator knows of it."""
         self._anchors = anchors
 
     def recover(self, name: SiteId, anchor: LedgerAnchor) -> Recovered:
@@ -372,7 +372,11 @@ class PrivateSites:
     def _open(self, name: SiteId, folder: Path, plan: SitePlan) -> ClosableLedger:
         """Open a ledger, and hold it against everything that is known of it."""
         keeping = self._keeping(name)
-        anchor = self._anchors.get(name, NO_ANCHOR).joined(self._remembered(keeping))
+        anchor = self._anchors.get(name, NO_ANCHOR)
+        if keeping.memory is not None and keeping.is_anchor:
+            # Another proposal may know less, and a recovery must not.
+            keep_anchor(keeping.memory, self._run_id, anchor)
+        anchor = anchor.joined(self._remembered(keeping))
         _check_rounds(folder, self._run_id)
         terms = self._terms(name, plan)
         if keeping.memory is not None:  # Before anything is written of the run.

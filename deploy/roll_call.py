@@ -7,21 +7,24 @@ and, once it knows what the others need, what it promises.
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import tomli_w
 
 from deploy import introduction
-from deploy.introduction import Introduction, Proposal
+from deploy.introduction import Introduction, Proposal, SiteAnchor
 from deploy.protection import code_hash
 from federation import job_file, wire
 from federation.errors import ProtocolError, SiteError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
+from federation.messages import LedgerAnchor
 from privacy.secagg.identity import Identity
 from privacy.secagg.roster import Roster
 
 _NONCE_BYTES = 16
+NOTHING_KNOWN: Mapping[SiteId, LedgerAnchor] = MappingProxyType({})
 
 
 @dataclass(kw_only=True)
@@ -64,6 +67,7 @@ class SignedRollCall:
         roster: Roster,
         revoked: Collection[SiteId] = (),
         spares: bool = False,
+        anchors: Mapping[SiteId, LedgerAnchor] = NOTHING_KNOWN,
     ) -> "SignedRollCall":
         """Propose a job, to all of its sites but the revoked."""
         proposal = Proposal(
@@ -73,6 +77,10 @@ class SignedRollCall:
             release=introduction.release(),
             code_hash=code_hash().hex(),
             nonce=os.urandom(_NONCE_BYTES).hex(),
+            anchors=tuple(
+                SiteAnchor(site=site, anchor=anchor)
+                for site, anchor in sorted(anchors.items())
+            ),
         )
         sealed = introduction.seal_proposal(proposal, aggregator)
         sites = frozenset(SiteId(site.name) for site in job.sites)

@@ -22,9 +22,10 @@ from federation.errors import (
     RunNotFound,
 )
 from federation.event_log import read_events
-from federation.events import Event, RunStarted
-from federation.ids import RunId, new_run_id
+from federation.events import Event, ModelEvaluated, RunStarted, SiteAnswered
+from federation.ids import RunId, SiteId, new_run_id
 from federation.job import JobSpec
+from federation.messages import LedgerAnchor, join_anchors
 from monitoring.run_fold import fold
 from monitoring.run_view import COMPLETED, RunView
 
@@ -104,6 +105,27 @@ class RunFolder:
         if not any(isinstance(event, RunStarted) for event in found):
             raise RunNotFound(f"the run in {self.path} ended before its first event")
         return fold(found)
+
+    def anchors(self) -> dict[SiteId, LedgerAnchor]:
+        """Return the largest anchor of each site that an answer has brought.
+
+        It is noted here before the answer is used, so also where a coordinator was
+        killed before it saved the round, or when the final model was evaluated.
+
+        Raises:
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
+        found: dict[SiteId, LedgerAnchor] = {}
+        for event in self.read_events() if self.exists() else []:
+            spent = []
+            if isinstance(event, SiteAnswered):
+                spent = [(event.site, event.spent)]
+            elif isinstance(event, ModelEvaluated):
+                spent = [*zip(event.sites, event.spent, strict=False)]
+            known = {SiteId(site): each.anchor for site, each in spent if each}
+            found = join_anchors(found, known)
+        return found
 
     def new_run_id(self, unix_seconds: float) -> RunId:
         """Name a run that begins here: as its folder, if that is such a name."""

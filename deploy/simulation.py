@@ -28,6 +28,7 @@ from federation.events import Emit, Event, Warned
 from federation.gather import Gather
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import JobSpec
+from federation.messages import join_anchors
 from federation.protocols import (
     Clock,
     Grid,
@@ -258,7 +259,8 @@ class _Simulation:
                 emit=self._record.emit,
                 clock=self._clock,
             )
-            self._private.expect(checkpoints.anchors())
+            noted = {} if self._run is None else self._run.anchors()
+            self._private.expect(join_anchors(checkpoints.anchors(), noted))
         if self._engine == "flower":
             from deploy import flower_engine  # noqa: PLC0415 -- an optional extra
 

@@ -53,7 +53,7 @@ from federation.event_log import EventWriter
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId, check_name
 from federation.job import JobSpec
-from federation.messages import NO_ANCHOR, SiteMessage, Task
+from federation.messages import SiteMessage, Task
 from federation.protocols import Clock
 from federation.vectors import Layout
 from privacy.dp.ledger_recovery import Recovered
@@ -160,7 +160,7 @@ class SiteAgent:
             clock=self.clock,
             stated=self._stated_before(met),
         )
-        return private.recover(self.name, NO_ANCHOR)
+        return private.recover(self.name, met.anchor)
 
     def layout(self, run_id: RunId) -> Layout:
         """Layout of the model of a run that was proposed before.
@@ -328,7 +328,12 @@ class SiteAgent:
             site_data={self.name: site_data.load(self.config.file, job, watch)},
             order_seed=order_seed(self.config, job, sealed),
         )
-        return MetRun(run_id=run_id, sealed=sealed, federation=federation)
+        return MetRun(
+            run_id=run_id,
+            sealed=sealed,
+            federation=federation,
+            anchor=proposal.anchor_of(self.name),
+        )
 
     def _open(
         self,

@@ -25,7 +25,7 @@ from federation.errors import JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.messages import NO_ANCHOR
+from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, SiteHandler, Trainer
 from federation.vectors import Layout
 from privacy.dp.errors import LedgerDamaged
@@ -45,11 +45,13 @@ class MetRun:
         run_id: The run.
         sealed: Its proposal, as the aggregator signed it.
         federation: Its job and model, and the data of this site alone.
+        anchor: How many charges the aggregator knows the site's ledger to hold.
     """
 
     run_id: RunId
     sealed: bytes
     federation: Federation
+    anchor: LedgerAnchor = NO_ANCHOR
 
     @property
     def job(self) -> JobSpec:
@@ -256,7 +258,7 @@ def private_sites(
     Raises:
         JobError: The promise cannot be kept.
     """
-    return PrivateSites(
+    found = PrivateSites(
         met.federation,
         run_id=met.run_id,
         folder=folder,
@@ -269,6 +271,8 @@ def private_sites(
             lineage=_records(config, met.job),
         ),
     )
+    found.expect({SiteId(config.file.name): met.anchor})
+    return found
 
 
 def lifetime_budget(config: SiteConfig) -> LifetimeBudget:

@@ -30,6 +30,7 @@ from federation.events import DataDistributed, Emit, SiteShare
 from federation.gather import Gather, PlainGather
 from federation.ids import RunId, SiteId
 from federation.job import DataSpec, JobSpec
+from federation.messages import LedgerAnchor
 from federation.protocols import Clock, Grid, ObjectStore, RunState, Trainer
 
 SiteData = tuple[Dataset, Dataset]
@@ -219,6 +220,7 @@ def build_server(
     emit: Emit,
     stop_requested: Callable[[], bool],
     goes_on: Callable[[BaseException], bool] = lambda _error: False,
+    anchors: Mapping[SiteId, LedgerAnchor] | None = None,
 ) -> ServerParts:
     """Bring together what the round loop works with."""
     job, layout = federation.job, federation.pool.layout
@@ -250,6 +252,7 @@ def build_server(
         emit=emit,
         stop_requested=stop_requested,
         goes_on=goes_on,
+        anchors=anchors or {},
     )
 
 

@@ -15,8 +15,8 @@ counts as one of the planned rounds. A round that too few sites have the privacy
 budget for is not counted, and ends the run.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from federation.errors import (
 from federation.gather import Gather
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
-from federation.messages import NO_ANCHOR, LedgerAnchor, TaskKind
+from federation.messages import LedgerAnchor, TaskKind, join_anchors
 from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
 from federation.round_record import RoundRecord
 from federation.vectors import Layout, Role, Vector, is_finite, norm
@@ -54,6 +54,7 @@ class ServerParts:
         emit: Where events go.
         stop_requested: Whether a person wants the run to stop after this round.
         goes_on: Whether another coordinator goes on with the run after an error.
+        anchors: The largest anchor of each site that is known beside the checkpoints.
     """
 
     run_id: RunId
@@ -68,6 +69,7 @@ class ServerParts:
     emit: events.Emit
     stop_requested: Callable[[], bool]
     goes_on: Callable[[BaseException], bool] = lambda _error: False
+    anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
 
 
 def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
@@ -92,6 +94,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
     start = parts.clock.monotonic()
     saved = parts.checkpoints.load_latest()
     state = parts.initial_state() if saved is None else saved
+    state = replace(state, anchors=join_anchors(state.anchors, parts.anchors))
     _emit_started(job, parts, state)
     spare_d = np.empty(parts.layout.size, dtype=np.float32)
     exhausted = ""
@@ -167,18 +170,11 @@ def _run_round(
             new_state, status = _step(parts, state, update_d, record)
             record.end_phase("apply")
     record.finish(status)
-    new_state = replace(new_state, anchors=_anchors(state, record))
+    anchors = join_anchors(state.anchors, record.anchors)
+    new_state = replace(new_state, anchors=anchors)
     _save(parts, new_state)
     unused_d = state.weights_d if status == "completed" else spare_d
     return new_state, unused_d, record.complaints
-
-
-def _anchors(state: RunState, record: RoundRecord) -> dict[SiteId, LedgerAnchor]:
-    """Keep the largest anchor of each site, from this round and all before."""
-    found = dict(state.anchors)
-    for site, anchor in record.anchors.items():
-        found[site] = found.get(site, NO_ANCHOR).joined(anchor)
-    return found
 
 
 def _out_of_budget(record: RoundRecord) -> BudgetExceeded:

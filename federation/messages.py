@@ -4,6 +4,7 @@
 Shape suffixes: d float values of the model, m integer values of the model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -84,9 +85,9 @@ class MetricSums:
 class LedgerAnchor:
     """How many charges a site's ledger of a run holds: its sequence numbers.
 
-    A site sends them with every answer, the aggregator keeps them with its
-    checkpoints and sends them back with every task. A ledger that holds fewer has
-    lost charges.
+    A site sends them with every answer. The aggregator keeps them with its
+    checkpoints and events, and sends them back with every proposal and task. A
+    ledger that holds fewer has lost charges.
 
     Attributes:
         train: Charges on the training records.
@@ -109,6 +110,16 @@ class LedgerAnchor:
 
 
 NO_ANCHOR = LedgerAnchor()
+
+
+def join_anchors(
+    *found: Mapping[SiteId, LedgerAnchor],
+) -> dict[SiteId, LedgerAnchor]:
+    """Return the largest anchor of each site."""
+    joined: dict[SiteId, LedgerAnchor] = {}
+    for site, anchor in (item for each in found for item in each.items()):
+        joined[site] = joined.get(site, NO_ANCHOR).joined(anchor)
+    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,9 @@ picture after a crash as after a loss. Where the site has a key, it signs the he
 What no file on the same disk can show is that all of them are gone, or were put back
 together from one backup or snapshot. So every answer carries the number of charges
 that were made for it, the *anchor*; the aggregator keeps it and sends it back with
-every task. A ledger ahead of its anchor is normal: a charge was made, and its answer
-never arrived. One that is behind it is refused, until ``ledger_recovery`` has charged
-what is missing.
+every proposal and task. A ledger ahead of its anchor is normal: a charge was made, and
+its answer never arrived. One that is behind it is refused, until ``ledger_recovery``
+has charged what is missing.
 """
 
 import math

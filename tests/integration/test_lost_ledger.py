@@ -19,6 +19,7 @@ from support.small_jobs import small_job
 
 from clients.model_pool import ModelPool
 from deploy import cli
+from deploy.introduction import SiteAnchor
 from deploy.run_result import RunResult
 from deploy.simulation import simulate
 from deploy.site_agent import SiteAgent
@@ -179,9 +180,10 @@ class Deployed:
         self.agent.close()
         self.agent = self._start()
 
-    def propose(self) -> str:
+    def propose(self, anchor: LedgerAnchor | None = None, of: str = NAME) -> str:
         """Propose the run, as a coordinator does that starts; why it is refused."""
-        made = agents.proposal(self.job, nonce=os.urandom(16).hex())
+        known = () if anchor is None else (SiteAnchor(site=of, anchor=anchor),)
+        made = agents.proposal(self.job, nonce=os.urandom(16).hex(), anchors=known)
         return agents.propose(self.agent, self._members, made).refused
 
     def ask(self, **changes: Any) -> SiteUpdate | SiteFailure:
@@ -296,6 +298,25 @@ def test_everything_gone_is_found_by_the_aggregator(site: Deployed):
     assert site.recover() == 0
     site.restart()
     assert site.propose() == ""
+    assert isinstance(site.ask(), SiteUpdate)
+
+
+def test_proposal_with_the_anchor_finds_it_before_any_task(site: Deployed):
+    """And what it says is kept: another proposal may know less."""
+    ahead = LedgerAnchor(train=3, evaluate=2)
+    assert "holds 2 charges of training" in site.propose(ahead)
+    site.restart()
+    assert "crossfed ledger recover" in site.propose()
+    assert site.recover() == 0
+    assert anchor(site.ledger) == ahead
+    site.restart()
+    assert site.propose(ahead) == ""
+
+
+def test_anchor_of_another_site_decides_nothing(site: Deployed):
+    """One proposal goes to all sites."""
+    ahead = LedgerAnchor(train=30, evaluate=30)
+    assert site.propose(ahead, of="site-1") == ""
     assert isinstance(site.ask(), SiteUpdate)
 
 

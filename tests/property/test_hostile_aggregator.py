@@ -293,6 +293,12 @@ def with_value(path: tuple[str, str], value: object) -> str:
         return ""  # TOML has no such value.
 
 
+anchors = st.fixed_dictionaries(
+    {
+        "site": values | st.just("site-0"),
+        "anchor": values | st.fixed_dictionaries({"train": values, "evaluate": values}),
+    }
+)
 signed = st.fixed_dictionaries(
     {},
     optional={
@@ -302,6 +308,7 @@ signed = st.fixed_dictionaries(
         "release": values | st.just("x" * 10_000),
         "code_hash": values,
         "nonce": values,
+        "anchors": values | st.lists(anchors, max_size=3),
         "more": values,
     },
 )

@@ -8,12 +8,14 @@ from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
 from deploy import introduction
-from deploy.introduction import Introduction
+from deploy.introduction import Introduction, SiteAnchor
 from deploy.protection import code_hash
 from deploy.roll_call import SignedRollCall
 from federation import job_file
 from federation.errors import ProtocolError, SiteError
 from federation.events import SitePrivacy
+from federation.ids import SiteId
+from federation.messages import NO_ANCHOR, LedgerAnchor
 from privacy.secagg.identity import generate
 
 JOB = small_job(num_sites=2)
@@ -59,6 +61,24 @@ def test_question_holds_job_run_and_code(call: SignedRollCall, members: Consorti
     assert job_file.loads(asked.job) == JOB
     assert asked.code_hash == code_hash().hex()
     assert asked.release == introduction.release()
+
+
+def test_each_site_reads_its_own_anchor(members: Consortium):
+    """The largest, should there be two; none for a site that has charged nothing."""
+    known = {SiteId("site-0"): LedgerAnchor(train=3, evaluate=1)}
+    call = SignedRollCall.of(
+        JOB,
+        RUN_ID,
+        aggregator=members.aggregator,
+        roster=members.roster,
+        anchors=known,
+    )
+    asked = introduction.open_proposal(call.question, members.roster)
+    assert asked.anchor_of(SiteId("site-0")) == LedgerAnchor(train=3, evaluate=1)
+    assert asked.anchor_of(SiteId("site-1")) == NO_ANCHOR
+    more = SiteAnchor(site="site-0", anchor=LedgerAnchor(train=2, evaluate=4))
+    twice = replace(asked, anchors=(*asked.anchors, more))
+    assert twice.anchor_of(SiteId("site-0")) == LedgerAnchor(train=3, evaluate=4)
 
 
 def test_no_two_calls_are_the_same(call: SignedRollCall, members: Consortium):
