@@ -245,6 +245,12 @@ class RunCheckpoints:
                 f"{'; '.join(found)} (there: {manifest.key}). Set these keys back to "
                 "resume, or start a new run"
             )
+        if self._layout.num_frozen and not manifest.layout.num_frozen:
+            raise CheckpointMismatch(
+                f"{manifest.key} was written before parameters that require no "
+                "gradient stayed at the sites: resume the run with the release that "
+                "began it, or start a new run"
+            )
         self._layout.check_same(manifest.layout, whose=f"the checkpoint {manifest.key}")
 
     def _read_state(self, manifest: Manifest) -> RunState:

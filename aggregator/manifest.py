@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
@@ -16,8 +16,10 @@ from federation.messages import LedgerAnchor
 from federation.protocols import Buffer
 from federation.vectors import Layout, Role
 
-FORMAT = 3
-# Without anchors: of an earlier release, which ledgers are not held to.
+FORMAT = 4
+# Of earlier releases: no tensor was frozen.
+_NOTHING_FROZEN = 3
+# Nor were there anchors, which ledgers are held to.
 _WITHOUT_ANCHORS = 2
 MAX_MANIFEST_BYTES = 64 << 20
 
@@ -179,6 +181,7 @@ def encode(manifest: Manifest) -> bytes:
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
+            "frozen": layout.frozen,
             "tensors": [[t.name, t.shape, t.dtype, t.role] for t in layout.tensors],
         },
         "blobs": blobs,
@@ -201,7 +204,7 @@ def decode(key: str, content: bytes) -> Manifest:
     """
     try:
         document = _verified(content)
-        if document["format"] in {FORMAT, _WITHOUT_ANCHORS}:
+        if document["format"] in {FORMAT, _NOTHING_FROZEN, _WITHOUT_ANCHORS}:
             return _parse(key, document)
     except _MALFORMED as error:
         raise CorruptObject(f"{key} is not a whole manifest: {error}") from error
@@ -239,6 +242,8 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
             for name, shape, dtype, role in table["tensors"]
         ]
     )
+    if document["format"] == FORMAT:
+        layout = replace(layout, frozen=table["frozen"])
     manifest = Manifest(
         key=key,
         run_id=document["run_id"],

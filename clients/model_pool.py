@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from clients import weights
 from clients.factories import call_factory, import_factory
@@ -22,7 +23,7 @@ from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from clients.records_apart import RecordsApart
 from federation.errors import JobError
 from federation.job import JobSpec
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import IntegerVector, Layout, Role, Vector
 from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
 
 
@@ -38,11 +39,44 @@ class Instance:
         self.module = module
         self._layout = layout
         self._begin = _Snapshot(module)
+        frozen = {t.name for t in layout.tensors if t.role is Role.FROZEN}
+        self._frozen = [
+            tensor
+            for name, tensor in module.named_parameters(remove_duplicate=False)
+            if name in frozen
+        ]
+        self._versions = self._frozen_versions()
+        is_sharded = any(hasattr(tensor, "to_local") for tensor in self._frozen)
+        self._digest = (
+            weights.frozen_digest(module, layout) if is_sharded else layout.frozen
+        )
 
     def load(self, weights_d: Vector, integers_m: IntegerVector) -> None:
         """Make the module a new one that holds the given weights."""
         self.reset()
         weights.load(self.module, self._layout, weights_d, integers_m)
+
+    def check_frozen(self) -> None:
+        """Check that frozen tensors are what they were: nothing loads them again.
+
+        Raises:
+            JobError: Training has changed one.
+        """
+        versions = self._frozen_versions()
+        if versions == self._versions:
+            return
+        # Written to, perhaps with the values that were there: private steps do that.
+        if weights.frozen_digest(self.module, self._layout) != self._digest:
+            raise JobError(
+                "has frozen tensors (requires_grad is False) that training changed, "
+                "and those are never sent: let them require a gradient, or make them "
+                "buffers",
+                key="model.factory",
+            )
+        self._versions = versions
+
+    def _frozen_versions(self) -> list[int]:
+        return [tensor._version for tensor in self._frozen]  # noqa: SLF001 -- torch's
 
     def reset(self) -> None:
         """Take back everything but weights: gradients, hooks, caches, counters."""
@@ -91,7 +125,10 @@ class ModelPool:
         self.replaced: tuple[str, ...] = ()
         first = self._build()
         self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
-        self.layout: Layout = weights.layout_of(first, job.model.integer_buffers)
+        # An app of Flower's is given the whole model in Flower's own words.
+        self._sends_frozen = any(site.flower_app is not None for site in job.sites)
+        self._integer_buffers = job.model.integer_buffers
+        self.layout: Layout = self._layout_of(first)
         self.trained_spans = weights.trained_spans(first, self.layout)
         initial = weights.read(first, self.layout)
         _check_finite(self.layout, initial[0])
@@ -116,7 +153,12 @@ class ModelPool:
             JobError: The factory does not make a new model each time.
         """
         while len(self._idle) < num_instances:
-            self._idle.append(self._instance(self._build()))
+            self._idle.append(self._instance(self._another()))
+
+    def frozen_arrays(self) -> dict[str, NDArray[Any]]:
+        """Copies of the tensors that are not trained and never travel, by name."""
+        with self.borrow() as model:
+            return weights.frozen_arrays(model.module, self.layout)
 
     @contextmanager
     def borrow(self) -> Iterator[Instance]:
@@ -128,13 +170,31 @@ class ModelPool:
         with self._lock:
             instance = self._idle.pop() if self._idle else None
         if instance is None:
-            instance = self._instance(self._build())
+            instance = self._instance(self._another())
         try:
             yield instance
+            instance.check_frozen()
         finally:
             instance.reset()
             with self._lock:
                 self._idle.append(instance)
+
+    def _layout_of(self, module: torch.nn.Module) -> Layout:
+        return weights.layout_of(
+            module, self._integer_buffers, sends_frozen=self._sends_frozen
+        )
+
+    def _another(self) -> torch.nn.Module:
+        module = self._build()
+        # All else is loaded from the global weights.
+        if self.layout.frozen and self._layout_of(module).frozen != self.layout.frozen:
+            raise JobError(
+                "gave out a second model whose frozen tensors have other values than "
+                "the first one's, and those do not travel: read them from one file, "
+                "or draw them with torch, which is seeded for every call",
+                key="model.factory",
+            )
+        return module
 
     def _instance(self, module: torch.nn.Module) -> Instance:
         self._place_(module)

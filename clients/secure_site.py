@@ -32,7 +32,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Trainer
-from federation.vectors import ByteVector, HeaderVector, Layout
+from federation.vectors import ByteVector, HeaderVector, Layout, layout_differs
 from privacy.secagg import train
 from privacy.secagg.client import SiteSession
 from privacy.secagg.errors import NotSetUp
@@ -275,7 +275,7 @@ class SecureSite:
         check_clip(contract, body.update_clip)
         trainer = self._current_trainer()
         if task.layout_digest != trainer.layout().digest:
-            raise ProtocolError("holds a model of another layout than this run's")
+            raise ProtocolError(layout_differs(trainer.layout()))
         model = train.model_digest(task.weights_d, task.integers_m)
         session.check_model(
             body.certificate, round_index=task.round_index, model_digest=model

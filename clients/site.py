@@ -20,6 +20,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Clock, Trainer
+from federation.vectors import layout_differs
 
 _LOG = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ class Site:
             return failure(
                 task,
                 FailureKind.INVALID,
-                "holds a model of another layout than this run's: give the site the "
-                "job's model factory and options",
+                f"{layout_differs(trainer.layout())}: give the site the job's model "
+                "factory and options",
             )
         if task.kind is TaskKind.EVALUATE:
             return self._evaluate(task, trainer)

@@ -3,12 +3,15 @@
 Shape suffixes: d float values of the model, m integer values of the model.
 """
 
+import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
 from federation.errors import JobError, LayoutMismatch
@@ -24,12 +27,19 @@ _INTEGER_TYPES = {
 }
 
 
-def layout_of(module: torch.nn.Module, integer_buffers: Mapping[str, str]) -> Layout:
+def layout_of(
+    module: torch.nn.Module,
+    integer_buffers: Mapping[str, str],
+    *,
+    sends_frozen: bool = False,
+) -> Layout:
     """Lay out a module's state: each tensor once, tied weights under one name.
 
     Args:
         module: Any module.
         integer_buffers: Role by name pattern, see ``ModelSpec.integer_buffers``.
+        sends_frozen: Whether parameters that require no gradient travel all the same,
+            for sites whose code is given a whole model.
 
     Raises:
         JobError: A tensor is of a kind that cannot travel, a pattern fits none, or
@@ -38,7 +48,10 @@ def layout_of(module: torch.nn.Module, integer_buffers: Mapping[str, str]) -> La
     parameters = dict(module.named_parameters(remove_duplicate=False))
     rows, unused = [], set(integer_buffers)
     for name, tensor in _distinct(module).items():
-        if tensor.is_floating_point():
+        parameter = parameters.get(name)
+        if parameter is not None and not (parameter.requires_grad or sends_frozen):
+            role = Role.FROZEN
+        elif tensor.is_floating_point():
             role = Role.PARAMETER if name in parameters else Role.BUFFER
         else:
             role, pattern = _integer_role(name, integer_buffers)
@@ -56,7 +69,33 @@ def layout_of(module: torch.nn.Module, integer_buffers: Mapping[str, str]) -> La
             "that requires a gradient",
             key="model.factory",
         )
-    return Layout.build(rows)
+    layout = Layout.build(rows)
+    return replace(layout, frozen=frozen_digest(module, layout))
+
+
+def frozen_digest(module: torch.nn.Module, layout: Layout) -> str:
+    """SHA-256 of the frozen tensors' names and bytes; empty if none is frozen.
+
+    Of a sharded module it is that of the rows which this process holds.
+    """
+    state, found, names = module.state_dict(), hashlib.sha256(), layout.frozen_names
+    for name in names:
+        held, _ = _held(state[name])
+        flat = held.detach().cpu().contiguous().reshape(-1)
+        found.update(f"{name}\0{flat.numel()}\0".encode())
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest() if names else ""
+
+
+def frozen_arrays(module: torch.nn.Module, layout: Layout) -> dict[str, NDArray[Any]]:
+    """Copy the frozen tensors out, in types that NumPy has."""
+    state = module.state_dict()
+    found: dict[str, NDArray[Any]] = {}
+    for name in layout.frozen_names:
+        tensor = state[name].detach().cpu()
+        wide = tensor.float() if tensor.dtype is torch.bfloat16 else tensor.clone()
+        found[name] = wide.numpy()
+    return found
 
 
 def _integer_role(name: str, roles: Mapping[str, str]) -> tuple[Role, str]:

@@ -243,7 +243,7 @@ class DeployedRun:
             self._job,
             run,
             self._run_id,
-            layout=self._federation.pool.layout,
+            pool=self._federation.pool,
             clock=clock,
             meters=meters,
             introduce=self._facts,

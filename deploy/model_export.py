@@ -18,9 +18,17 @@ from federation.vectors import Layout
 Array = NDArray[Any]
 
 
-def named_arrays(layout: Layout, state: RunState) -> dict[str, Array]:
-    """The model's tensors in its own order: float32 and int64 views of the state."""
-    found: dict[str, Array] = {}
+def named_arrays(
+    layout: Layout, state: RunState, frozen: Mapping[str, Array]
+) -> dict[str, Array]:
+    """The model's tensors in its own order: float32 and int64 views of the state.
+
+    Args:
+        layout: Layout of the model.
+        state: The trained values.
+        frozen: All others, see ``ModelPool.frozen_arrays``.
+    """
+    found = dict(frozen)
     for spec, floats in layout.float_views(state.weights_d):
         found[spec.name] = floats
     for spec, integers in layout.integer_views(state.integers_m):

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from clients.model_pool import ModelPool
 from cloud_adapters.storage.memory import MemoryStore
 from deploy import model_export, run_store
 from deploy.durable_files import replace_file
@@ -16,7 +17,6 @@ from federation.events import CheckpointSaved, Emit, Event, RunFinished, RunStar
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.protocols import Clock, ObjectStore, RunState
-from federation.vectors import Layout
 from monitoring.run_fold import RunFold
 from monitoring.run_result import result
 from monitoring.run_view import COMPLETED, EXHAUSTED, INTERRUPTED
@@ -38,7 +38,7 @@ class RunRecord:
         run: RunFolder | None,
         run_id: RunId,
         *,
-        layout: Layout,
+        pool: ModelPool,
         clock: Clock,
         meters: StoreMeters,
         introduce: Callable[[], Iterable[Event]],
@@ -51,7 +51,7 @@ class RunRecord:
             job: The job.
             run: The run's folder; None to keep everything in memory.
             run_id: The run.
-            layout: Layout of the model.
+            pool: Holds the model: its layout, and what of it is frozen.
             clock: Tells time.
             meters: Of every store of the run.
             introduce: Makes the events that tell of data and promises, once the run
@@ -61,7 +61,7 @@ class RunRecord:
         """
         self._job = job
         self._run = run
-        self._layout = layout
+        self._pool = pool
         self._clock = clock
         self._meters = meters
         self._introduce = introduce
@@ -139,12 +139,11 @@ class RunRecord:
     def _leave(self, state: RunState) -> RunResult:
         """Write what a run leaves, the most precious file first."""
         view = self._fold.view()
-        weights = model_export.named_arrays(self._layout, state)
+        layout = self._pool.layout
+        weights = model_export.named_arrays(layout, state, self._pool.frozen_arrays())
         if self._run is not None:
             if view.status in {COMPLETED, EXHAUSTED}:
-                replace_file(
-                    self._run.model, model_export.file_pieces(self._layout, weights)
-                )
+                replace_file(self._run.model, model_export.file_pieces(layout, weights))
             self._run.write_result(result(view))
             leave_report(self._run)
         if self._copies is not None:

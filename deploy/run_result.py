@@ -28,7 +28,8 @@ class RunResult:
             evaluated.
         accuracy: Its pooled held-out accuracy; None if it was not evaluated.
         view: Everything else that the run's events tell: rounds, sites, bytes.
-        weights: The final model: arrays by tensor name, float32 and int64.
+        weights: The final model: arrays by tensor name, float32 and int64; frozen ones
+            in the model's own types.
         folder: Where the run is kept; None if it is not.
     """
 

@@ -222,7 +222,7 @@ class _Simulation:
             self._job,
             run,
             self._run_id,
-            layout=federation.pool.layout,
+            pool=federation.pool,
             clock=clock,
             meters=meters,
             introduce=self._facts,

@@ -346,6 +346,7 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             first_round=state.round_index + 1,
             sites=tuple(site.name for site in job.sites),
             parameters=parts.layout.size,
+            frozen=parts.layout.num_frozen,
             engine=parts.engine,
             task=job.training.task,
             secure_aggregation=_in_secret(job),

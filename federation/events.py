@@ -44,11 +44,12 @@ class RunStarted:
         rounds: Rounds that the job plans.
         first_round: The round that this coordinator begins with.
         sites: Every site of the job.
-        parameters: Length of the model's float vector.
+        parameters: Length of the model's float vector: what travels of it.
         engine: What brings tasks to the sites: ``inproc`` or ``flower`` in a
             simulation, ``deployed`` where they are machines of their own.
         task: What is learnt: ``classification`` or ``causal_lm``.
         secure_aggregation: Whether the aggregator sees sums only.
+        frozen: Values of the model that are not trained and never travel.
     """
 
     at: float
@@ -61,6 +62,7 @@ class RunStarted:
     engine: str
     task: str
     secure_aggregation: bool = False
+    frozen: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,9 +41,11 @@ class Role(StrEnum):
     MAX = "max"  # integers: the largest value of any site
     FROM_SERVER = "from_server"  # integers: the server's value, at every site
     KEEP = "keep"  # integers: each site keeps its own; they never travel
+    FROZEN = "frozen"  # not trained: the same everywhere by digest; never travels
 
 
 AVERAGED = frozenset({Role.PARAMETER, Role.BUFFER})
+INTEGERS = frozenset({Role.MAX, Role.FROM_SERVER, Role.KEEP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class TensorSpec:
         dtype: Its type in the model, in NumPy's names, or ``bfloat16``.
         role: What the federation does with it.
         offset: Where it starts: in the float vector for averaged roles, in the
-            integer vector otherwise.
+            integer vector for integers; 0 if it is frozen and so in neither.
     """
 
     name: str
@@ -77,9 +79,12 @@ class Layout:
 
     Attributes:
         tensors: In the model's own order; offsets follow that order.
+        frozen: SHA-256 of the values of all frozen tensors, as 64 hexadecimal digits;
+            empty if none is.
     """
 
     tensors: tuple[TensorSpec, ...]
+    frozen: str = ""
 
     @staticmethod
     def build(
@@ -96,14 +101,16 @@ class Layout:
             if name in seen:
                 raise LayoutMismatch(f"two tensors of the model are called {name!r}")
             seen.add(name)
-            offset = next_float if role in AVERAGED else next_integer
+            offset = 0
+            if role in AVERAGED:
+                offset = next_float
+                next_float += math.prod(shape)
+            elif role in INTEGERS:
+                offset = next_integer
+                next_integer += math.prod(shape)
             spec = TensorSpec(
                 name=name, shape=shape, dtype=dtype, role=role, offset=offset
             )
-            if role in AVERAGED:
-                next_float += spec.size
-            else:
-                next_integer += spec.size
             specs.append(spec)
         if next_float == 0:
             raise LayoutMismatch("the model has no floating-point tensor to train")
@@ -117,12 +124,25 @@ class Layout:
     @cached_property
     def num_integers(self) -> int:
         """Length m of the integer vector."""
-        return sum(t.size for t in self.tensors if t.role not in AVERAGED)
+        return sum(t.size for t in self.tensors if t.role in INTEGERS)
+
+    @cached_property
+    def frozen_names(self) -> tuple[str, ...]:
+        """Names of the tensors that are not trained and never travel."""
+        return tuple(t.name for t in self.tensors if t.role is Role.FROZEN)
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """Number of values that are not trained and never travel."""
+        return sum(t.size for t in self.tensors if t.role is Role.FROZEN)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of names, shapes, types and roles, as 64 hexadecimal digits."""
+        """SHA-256 of names, shapes, types, roles and frozen values, as 64 digits."""
+        rows: list[object]
         rows = [[t.name, list(t.shape), t.dtype, t.role] for t in self.tensors]
+        if self.frozen:
+            rows.append(self.frozen)
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def float_views(self, vector_d: Vector) -> Iterator[tuple[TensorSpec, Vector]]:
@@ -137,7 +157,7 @@ class Layout:
     ) -> Iterator[tuple[TensorSpec, IntegerVector]]:
         """Yield each integer tensor with its view into ``vector_m``."""
         for spec in self.tensors:
-            if spec.role not in AVERAGED:
+            if spec.role in INTEGERS:
                 piece = vector_m[spec.offset : spec.offset + spec.size]
                 yield spec, piece.reshape(spec.shape)
 
@@ -170,9 +190,21 @@ class Layout:
                     f"{mine.get(name, 'missing')} in this run; give every site the "
                     "same model factory and options"
                 )
+        if self.frozen != other.frozen:
+            raise LayoutMismatch(
+                f"the frozen tensors of {whose} have other values than this run's, and "
+                "they are not sent: have the model factory read them from one file, or "
+                "give every site the same release of torch if they are drawn at random"
+            )
         raise LayoutMismatch(
             f"{whose} holds another model: its tensors come in another order"
         )
+
+
+def layout_differs(layout: Layout) -> str:
+    """Say of a site whose layout has another digest than the run's what may differ."""
+    or_frozen = " or has other frozen values" if layout.frozen else ""
+    return f"holds a model of another layout than this run's{or_frozen}"
 
 
 def _signatures(layout: Layout) -> Mapping[str, str]:

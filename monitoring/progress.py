@@ -120,6 +120,7 @@ class PlainProgress:
             f"{format_count(event.rounds, 'round')}  "
             f"{format_count(len(event.sites), 'site')}  "
             f"{format_count(event.parameters, 'parameter')}"
+            f"{f' ({event.frozen:,} more frozen)' if event.frozen else ''}"
             f"{'  secure aggregation' if self._is_secret else ''}"
         )
 

@@ -55,7 +55,7 @@ def check_shardable(layout: Layout) -> None:
     Raises:
         JobError: It cannot: a parameter has no rows, or types differ.
     """
-    parameters = [t for t in layout.tensors if t.role is Role.PARAMETER]
+    parameters = [t for t in layout.tensors if t.role in {Role.PARAMETER, Role.FROZEN}]
     scalar = next((t.name for t in parameters if not t.shape), None)
     if scalar is not None:
         raise JobError(

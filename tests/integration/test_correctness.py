@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from clients.batches import epoch_order
 from clients.data import Examples
+from clients.model_pool import ModelPool
 from deploy.run_result import RunResult
 from deploy.simulation import simulate
 from federation.ids import SiteId
@@ -229,6 +230,40 @@ def test_bf16_trains_and_weights_stay_float32():
     assert digest(full) != digest(half)
     assert half.loss == pytest.approx(full.loss, abs=0.02)
     assert half.loss < 0.9 * np.log(3)
+
+
+def under_a_wide_base() -> nn.Module:
+    """Ten thousand values to train on a million that stay as they are."""
+    base = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 1000))
+    return nn.Sequential(base.requires_grad_(requires_grad=False), nn.Linear(1000, 10))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_frozen_parameters_are_never_sent(tmp_path: Path, *, secure: bool):
+    """Bytes are those of what trains; the exported model is whole."""
+    trained = 10 * 1000 + 10
+    job = job_of(
+        (0, 20, 40, 60),
+        {"local_steps": 1},
+        rounds=2,
+        model={"factory": f"{__name__}:under_a_wide_base"},
+        privacy={"secure_aggregation": {"enabled": secure}},
+    )
+    begun = ModelPool(job)
+    assert begun.layout.num_frozen == 5 * 1000 + 1001 * 1000
+    result = simulate(job, folder=tmp_path / "whole")
+    head = 12_000 if secure else 1000.0
+    for row in result.view.rounds:
+        assert 3 * 4 * trained <= row.bytes_down < 3 * (4 * trained + head)
+        assert row.bytes_up < 3 * (4 * trained + head)
+    for name, values in begun.frozen_arrays().items():
+        np.testing.assert_array_equal(result.weights[name], values)
+    under_a_wide_base().load_state_dict(result.state_dict())
+    once = iter([False, True])
+    simulate(job, folder=tmp_path / "cut", stop_requested=lambda: next(once))
+    resumed = simulate(job, folder=tmp_path / "cut", resume=True)
+    assert resumed.rounds_now == 1
+    assert digest(resumed) == digest(result)
 
 
 MODELS = {

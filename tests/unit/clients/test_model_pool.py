@@ -10,7 +10,7 @@ from torch import nn
 
 from clients import weights
 from clients.model_pool import Instance, ModelPool
-from federation.errors import JobError
+from federation.errors import JobError, LayoutMismatch
 
 X = torch.ones(2, 4)
 
@@ -178,3 +178,96 @@ def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(JobError, match="CUDA devices") as caught:
         ModelPool(small_job(training={"local_steps": 1, "device": "cuda:99"}))
     assert caught.value.key == "training.device"
+
+
+def adapted(*, width: int = 8) -> nn.Module:
+    """A frozen network under a small one that trains."""
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+class Restless(nn.Linear):
+    """Writes to its frozen weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight += 1
+        return super().forward(x)
+
+
+def restless() -> nn.Module:
+    """A layer that changes its frozen weights beside one that trains."""
+    model = nn.Sequential(Restless(4, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+_CALLS: list[int] = []
+
+
+def drawn_elsewhere() -> nn.Module:
+    """A model whose frozen values no seed of torch decides."""
+    _CALLS.append(0)
+    model = adapted()
+    nn.init.constant_(model[0].bias, len(_CALLS))
+    return model
+
+
+def of_here(factory: str, **tables: Any) -> ModelPool:
+    return ModelPool(small_job(model={"factory": f"{__name__}:{factory}"}, **tables))
+
+
+def test_frozen_values_neither_travel_nor_are_lost():
+    """The vector holds what trains; the rest is named by its digest and exported."""
+    pool = of_here("adapted")
+    assert pool.layout.size == pool.num_trained == 8 * 3 + 3
+    assert pool.layout.num_frozen == 4 * 8 + 8
+    assert pool.layout.frozen_names == ("0.weight", "0.bias")
+    frozen = pool.frozen_arrays()
+    with pool.borrow() as model:
+        for name in pool.layout.frozen_names:
+            held = model.module.state_dict()[name].numpy()
+            np.testing.assert_array_equal(frozen[name], held)
+
+
+def test_another_seed_is_another_layout():
+    """Frozen values that differ are a model that differs."""
+    one, other = of_here("adapted"), of_here("adapted", seed=5)
+    assert one.layout.frozen != other.layout.frozen
+    assert one.layout.digest != other.layout.digest
+    with pytest.raises(LayoutMismatch, match="frozen tensors of site 'b' have other"):
+        one.layout.check_same(other.layout, whose="site 'b'")
+
+
+def test_training_that_writes_to_frozen_values_is_refused():
+    """Nothing would put them back, and the next site would begin with them."""
+    pool = of_here("restless")
+    said = pytest.raises(JobError, match=r"frozen tensors.*that training changed")
+    with said, pool.borrow() as model:
+        loaded(pool, model)(X)
+
+
+def test_frozen_values_that_are_written_back_pass():
+    """What counts is the values that are there at the end."""
+    pool = of_here("adapted")
+    for _ in range(2):
+        with pool.borrow() as model, torch.no_grad():
+            before = model.module[0].weight.clone()
+            model.module[0].weight += 1
+            model.module[0].weight.copy_(before)
+
+
+def test_a_second_model_with_other_frozen_values_is_refused():
+    """Two sites of a process would train on different models."""
+    pool = of_here("drawn_elsewhere")
+    with pytest.raises(JobError, match="second model whose frozen tensors"):
+        pool.reserve(2)
+
+
+def test_apps_of_flower_are_given_the_whole_model():
+    """They load a state by names and miss none."""
+    app = {"name": "a", "flower_app": {}}
+    pool = of_here("adapted", sites=[app, {"name": "b"}])
+    assert pool.layout.num_frozen == 0
+    assert pool.layout.size == 4 * 8 + 8 + pool.num_trained

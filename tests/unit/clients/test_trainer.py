@@ -12,6 +12,7 @@ from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
 
+from clients import weights
 from clients.batches import epoch_order
 from clients.datasets import Dataset, Examples, as_dataset
 from clients.local_steps import learning_rate
@@ -266,12 +267,10 @@ def test_frozen_parameters_stay_exactly():
     start_d, start_m = pool.initial_weights()
     change_d = trainer.fit(start_d, start_m, round_index=1).weights_d - start_d
     moved = {s.name: bool(v.any()) for s, v in pool.layout.float_views(change_d)}
-    assert moved == {
-        "0.weight": False,
-        "0.bias": False,
-        "2.weight": True,
-        "2.bias": True,
-    }
+    assert moved == {"2.weight": True, "2.bias": True}
+    with pool.borrow() as model_now:
+        frozen = weights.frozen_digest(model_now.module, pool.layout)
+    assert frozen == pool.layout.frozen
 
 
 def half_network() -> nn.Module:
@@ -293,9 +292,10 @@ def test_half_precision_models_lose_no_digits_of_the_global_weights():
     start_d, start_m = pool.initial_weights()
     start_d += np.float32(1e-5)  # As an average of several sites would be.
     result = trainer.fit(start_d, start_m, round_index=1)
-    frozen = slice(0, 20)
-    np.testing.assert_array_equal(start_d[frozen], result.weights_d[frozen])
-    assert (start_d[20:] != result.weights_d[20:]).all()
+    assert start_d.size == 15
+    assert (start_d != result.weights_d).all()
+    # Rounding to bfloat16 took a thousand times less from the weights.
+    np.testing.assert_array_less(1e-3, np.abs(result.weights_d - start_d).max())
 
 
 def float64_network() -> nn.Module:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -172,3 +173,26 @@ def test_huge_values_are_finite():
     """Values whose sum or squares overflow are finite numbers all the same."""
     assert vectors.is_finite(np.full(9, 3e38, dtype=np.float32))
     assert vectors.is_finite(np.empty(0, dtype=np.float32))
+
+
+def test_frozen_tensors_lie_in_neither_vector():
+    """Places are those that they would be without them; the digest knows of them."""
+    rows = [
+        ("base", (5,), "float32", Role.FROZEN),
+        ("codes", (7,), "uint8", Role.FROZEN),
+        ("head", (2, 3), "float32", Role.PARAMETER),
+        ("count", (), "int64", Role.MAX),
+    ]
+    layout = replace(Layout.build(rows), frozen="ab" * 32)
+    assert (layout.size, layout.num_integers, layout.num_frozen) == (6, 1, 12)
+    assert [s.name for s, _ in layout.float_views(np.zeros(6, np.float32))] == ["head"]
+    assert [s.name for s, _ in layout.integer_views(np.zeros(1, np.int64))] == ["count"]
+    assert layout.digest != replace(layout, frozen="cd" * 32).digest
+    assert layout.digest != Layout.build(rows[2:]).digest
+
+
+def test_a_layout_without_frozen_tensors_keeps_its_digest():
+    """Checkpoints and golden vectors of earlier releases name it."""
+    layout = Layout.build([("w", (2,), "float32", Role.PARAMETER)])
+    rows = b'[["w", [2], "float32", "parameter"]]'
+    assert layout.digest == hashlib.sha256(rows).hexdigest()
