@@ -78,11 +78,7 @@ class SecureAggregationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandardiseSpec:
-    """Standardise records by noised statistics of their own site: `record`, `joint`.
-
-    Each site subtracts the mean of its training records from every feature and divides
-    by the deviation. Both are released with noise, once, and are in epsilon.
-    """
+    """Standardise records by noised mean and deviation of their own site."""
 
     low: tuple[float, ...] = key(
         "Smallest value of each feature, or one for all; smaller ones count as it. "
