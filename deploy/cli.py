@@ -8,7 +8,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from deploy import (
@@ -46,9 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # A user's own models and data are found from where the command is run.
         sys.path.append(os.getcwd())  # noqa: PTH109 -- sys.path holds texts
-        # What a deployment leaves is for its own user.
-        closed = own_folder.private_umask() if options.private else nullcontext()
-        with closed:
+        # What a command leaves is for its own user.
+        with own_folder.private_umask():
             code = int(options.verb(options))
         # Here and not at the interpreter's end, where no error can be handled.
         sys.stdout.flush()
@@ -76,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="crossfed",
         description="Train one model across clouds without moving data.",
     )
-    parser.set_defaults(private=False)
     common, job = common_arguments(), job_arguments()
     verbs: Verbs = parser.add_subparsers(required=True, metavar="VERB")
 

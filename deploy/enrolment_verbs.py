@@ -74,7 +74,7 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
         metavar="DIGEST",
         help="with --roster: trust the roster with this digest, which you compared",
     )
-    enroll.set_defaults(verb=_enroll, private=True)
+    enroll.set_defaults(verb=_enroll)
 
 
 def add_aggregator_verbs(

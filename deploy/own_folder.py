@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# For every file that a command of a deployment or its programs make.
+# For every file that a command or its programs make.
 UMASK = 0o077
 MODE = 0o700
 

@@ -52,7 +52,7 @@ def add_verbs(
         action="store_true",
         help="go on with the job's newest run, which ended before its last round",
     )
-    run.set_defaults(verb=_run, private=True)
+    run.set_defaults(verb=_run)
     ps = verbs.add_parser(
         "ps",
         parents=[common, place],
@@ -66,7 +66,7 @@ def add_verbs(
     ):
         parser = verbs.add_parser(name, parents=[common, place], help=text)
         parser.add_argument("run", metavar="RUN", help="run id or job name")
-        parser.set_defaults(verb=verb, private=True)
+        parser.set_defaults(verb=verb)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -28,7 +28,6 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
 
 def _add_aggregator(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser("aggregator", help="the service that sites connect to")
-    parser.set_defaults(private=True)
     inner = parser.add_subparsers(required=True, metavar="ACTION")
     init = inner.add_parser(
         "init",
@@ -61,7 +60,6 @@ def _add_aggregator(verbs: Verbs, common: argparse.ArgumentParser) -> None:
 
 def _add_site(verbs: Verbs, common: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser("site", help="the agent of one site")
-    parser.set_defaults(private=True)
     inner = parser.add_subparsers(required=True, metavar="ACTION")
     parents = [common, _config_option("site")]
     up = inner.add_parser("up", parents=parents, help="run the agent")

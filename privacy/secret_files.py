@@ -4,6 +4,7 @@ import os
 import stat
 from pathlib import Path
 
+from federation.drafts import private_draft
 from privacy.secagg.errors import KeyFileRefused
 
 MAX_KEY_FILE_BYTES = 1 << 14
@@ -32,17 +33,8 @@ def replace_private(path: Path, data: bytes) -> None:
     Raises:
         OSError: It cannot be written; what was there is as it was.
     """
-    draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")
-    try:
-        write_new(draft, data)
+    with private_draft(path, data) as draft:
         draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_private(path: Path) -> bytes:

@@ -29,6 +29,7 @@ from cloud_adapters.keys.context import (
     mark,
     unmark,
 )
+from federation.drafts import private_draft
 from federation.errors import CorruptObject, KeyRefused
 from federation.protocols import DataKey
 
@@ -210,25 +211,8 @@ def _read_private(path: Path) -> str:
 
 
 def _write_private(path: Path, content: bytes, *, is_new: bool) -> None:
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(file, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(file)
+    with private_draft(path, content) as draft:
         if is_new:  # Of two that make the file at once, one must fail.
-            os.link(partial, path)
+            os.link(draft, path)
         else:
-            partial.replace(path)
-        _flush_folder(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+            draft.replace(path)

@@ -368,6 +368,8 @@ def test_command_leaves_its_own_folder_and_no_run(tmp_path: Path):
     assert folder.parent == place / "audits" / "small"
     assert json.loads((folder / "audit.json").read_text()) == told
     assert (folder / "audit.html").exists()
+    made = [place / "audits", folder.parent, folder, *folder.iterdir()]
+    assert not [path for path in made if path.stat().st_mode & 0o077]
     assert not (place / "runs").exists()
 
 

@@ -161,6 +161,30 @@ def test_simulate_prints_result_and_leaves_files(place: Path) -> None:
         assert (run / name).is_file()
 
 
+def test_files_of_every_command_are_for_their_user_alone(place: Path) -> None:
+    """Runs, reports and models, whatever the umask was."""
+    (place / "job.toml").chmod(0o644)
+    given = {place, *place.rglob("*")}
+    for words in (
+        ("simulate", "job.toml", *FAST, "--out", "made/run"),
+        ("report", "made/run", "--out", "made/page.html"),
+        ("export", "made/run", "--to", "file://made/model"),
+    ):
+        done = subprocess.run(
+            [CROSSFED, *words],
+            umask=0o022,
+            cwd=place,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    made = {*place.rglob("*")} - given
+    names = {path.name for path in made}
+    assert {"events.jsonl", "report.html", "page.html", "result.json"} <= names
+    assert not [path for path in made if path.stat().st_mode & 0o077]
+
+
 def test_simulate_shows_a_live_picture_on_a_terminal(place: Path) -> None:
     """Standard error is a terminal and standard output a pipe."""
     ours, theirs = pty.openpty()

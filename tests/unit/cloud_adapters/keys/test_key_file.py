@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cloud_adapters.keys.key_file import KeyFile, add_key, read_keys
+from federation.drafts import private_draft
 from federation.errors import KeyRefused
 
 CONTEXT = {"key": "a"}
@@ -94,3 +95,18 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
         with pytest.raises(KeyRefused, match="key file"):
             add_key(tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "link", "pipe"]
+
+
+def test_draft_of_a_killed_writer_is_removed_next_time(path: Path):
+    """It may hold keys; another writer's at work, and other files, are left alone."""
+    killed = [
+        path.with_name(f".keys.toml.0123abcd.{end}") for end in ("new", "partial")
+    ]
+    for draft in killed:
+        draft.touch()
+    other = path.with_name(".other.toml.0123abcd.partial")
+    other.touch()
+    with private_draft(path, b"") as at_work:
+        add_key(path)
+        assert sorted(path.parent.iterdir()) == sorted([path, other, at_work])
+    assert sorted(path.parent.iterdir()) == sorted([path, other])
