@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from federation.ids import SiteId
+from federation.protocols import NO_SUSPICIONS, Suspicions
 from privacy.secagg.contract import Contract
 from privacy.secagg.server import AggregatorRound
 
@@ -29,14 +30,27 @@ Pair = tuple[SiteId, SiteId]  # Who says it, and of whom.
 
 
 class Blame:
-    """What rounds have shown of sites, from the start of a coordinator to its end."""
+    """What rounds have shown of sites, from the first round of a run.
 
-    def __init__(self, contract: Contract) -> None:
-        """Begin with nobody under suspicion."""
+    Args:
+        contract: The run's.
+        known: What the checkpoint says of the rounds before.
+    """
+
+    def __init__(self, contract: Contract, known: Suspicions = NO_SUSPICIONS) -> None:
+        """Go on from what is known."""
         self._most = contract.num_sites - contract.quorum
-        self._faults: dict[SiteId, str] = {}
-        self._disputes: dict[Pair, None] = {}
-        self._silences: Counter[SiteId] = Counter()
+        self._faults: dict[SiteId, str] = dict(known.faults)
+        self._disputes: dict[Pair, None] = dict.fromkeys(known.disputes)
+        self._silences: Counter[SiteId] = Counter(known.silences)
+
+    def suspicions(self) -> Suspicions:
+        """What the next round has to know."""
+        return Suspicions(
+            faults=dict(self._faults),
+            disputes=tuple(self._disputes),
+            silences=dict(self._silences),
+        )
 
     def note(self, current: AggregatorRound) -> list[str]:
         """Take in what a round has shown.

@@ -137,6 +137,7 @@ class RunCheckpoints:
             lost_in_a_row=state.lost_in_a_row,
             update_clip=state.update_clip,
             anchors=state.anchors,
+            suspicions=state.suspicions,
             job=self._job,
             layout=self._layout,
             weights=weights,
@@ -272,6 +273,7 @@ class RunCheckpoints:
             lost_in_a_row=manifest.lost_in_a_row,
             update_clip=manifest.update_clip,
             anchors=manifest.anchors,
+            suspicions=manifest.suspicions,
         )
 
     def _skip(self, manifest_key: str, damage: Damaged) -> None:

@@ -13,14 +13,12 @@ from typing import Any
 from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
 from federation.ids import SiteId
 from federation.messages import LedgerAnchor
-from federation.protocols import Buffer
+from federation.protocols import NO_SUSPICIONS, Buffer, Suspicions
 from federation.vectors import Layout, Role
 
-FORMAT = 4
-# Of earlier releases: no tensor was frozen.
-_NOTHING_FROZEN = 3
-# Nor were there anchors, which ledgers are held to.
-_WITHOUT_ANCHORS = 2
+FORMAT = 5
+# Of earlier releases: 4 has no suspicions, 3 no frozen tensors, 2 no anchors.
+_READABLE = frozenset({2, 3, 4, FORMAT})
 MAX_MANIFEST_BYTES = 64 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -134,6 +132,7 @@ class Manifest:
         lost_in_a_row: Rounds without result since the last completed one.
         update_clip: What updates are clipped to in the next round, if that adapts.
         anchors: The largest anchor that each site's ledger has sent.
+        suspicions: What rounds have shown of sites.
         job: The resolved job as nested plain values.
         layout: Layout of the model.
         weights: Integer and float values of the model.
@@ -148,6 +147,7 @@ class Manifest:
     lost_in_a_row: int
     update_clip: float | None = None
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
+    suspicions: Suspicions = NO_SUSPICIONS
     job: Mapping[str, Any]
     layout: Layout
     weights: Blob
@@ -178,6 +178,11 @@ def encode(manifest: Manifest) -> bytes:
             site: [anchor.train, anchor.evaluate]
             for site, anchor in manifest.anchors.items()
         },
+        "suspicions": {
+            "faults": dict(manifest.suspicions.faults),
+            "disputes": manifest.suspicions.disputes,
+            "silences": dict(manifest.suspicions.silences),
+        },
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -204,7 +209,7 @@ def decode(key: str, content: bytes) -> Manifest:
     """
     try:
         document = _verified(content)
-        if document["format"] in {FORMAT, _NOTHING_FROZEN, _WITHOUT_ANCHORS}:
+        if document["format"] in _READABLE:
             return _parse(key, document)
     except _MALFORMED as error:
         raise CorruptObject(f"{key} is not a whole manifest: {error}") from error
@@ -251,7 +256,8 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         rounds_completed=document["rounds_completed"],
         lost_in_a_row=document["lost_in_a_row"],
         update_clip=document["update_clip"],
-        anchors=_parse_anchors(document),
+        anchors=_parse_anchors(document.get("anchors", {})),
+        suspicions=_parse_suspicions(document.get("suspicions", {})),
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),
@@ -265,11 +271,20 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def _parse_anchors(document: Mapping[str, Any]) -> dict[SiteId, LedgerAnchor]:
-    if document["format"] == _WITHOUT_ANCHORS:
-        return {}
+def _parse_suspicions(entry: Mapping[str, Any]) -> Suspicions:
+    return Suspicions(
+        faults={SiteId(site): fault for site, fault in entry.get("faults", {}).items()},
+        disputes=tuple(
+            (SiteId(accuser), SiteId(dealer))
+            for accuser, dealer in entry.get("disputes", ())
+        ),
+        silences={SiteId(s): count for s, count in entry.get("silences", {}).items()},
+    )
+
+
+def _parse_anchors(entry: Mapping[str, Any]) -> dict[SiteId, LedgerAnchor]:
     found = {}
-    for site, (train, evaluate) in document["anchors"].items():
+    for site, (train, evaluate) in entry.items():
         if not all(type(n) is int and n >= 0 for n in (train, evaluate)):
             raise ValueError(f"the anchor of site {site!r} is no pair of counts")
         found[SiteId(site)] = LedgerAnchor(train=train, evaluate=evaluate)

@@ -3,9 +3,10 @@
 Keys of a run lie in the sites' memory alone, so a site that restarts has none. It
 says so when it is asked for a round (``FailureKind.NOT_SET_UP``), or its connection
 was seen to end (``FailureKind.DISCONNECTED``). The next round begins with a new setup
-of *all* sites: other run keys, another h_U, round numbers that go on. One attempt a
-round at most; and if somebody is missing from it while enough others have keys, they
-go on under the setup that they have.
+of all sites but those that are left out for a fault (``blame``): other run keys,
+another h_U, round numbers that go on. One attempt a round at most; and if somebody is
+missing from it while enough others have keys, they go on under the setup that they
+have.
 """
 
 from federation.ids import SiteId
@@ -18,7 +19,7 @@ class RunSetup:
 
     def __init__(self, contract: Contract) -> None:
         """Begin without one."""
-        self._contract = contract
+        self._quorum = contract.quorum
         self._record: SetupRecord | None = None
         self._lacking: set[SiteId] = set()
         self._asked = False
@@ -28,8 +29,11 @@ class RunSetup:
     @property
     def in_force(self) -> SetupRecord | None:
         """The setup under which a round can have a sum; None if there is none."""
-        with_keys = self._contract.num_sites - len(self._lacking)
-        return self._record if with_keys >= self._contract.quorum else None
+        if self._record is None:
+            return None
+        numbers, contract = self._record.cohort, self._record.contract
+        with_keys = {contract.member(i).site for i in numbers} - self._lacking
+        return self._record if len(with_keys) >= self._quorum else None
 
     @property
     def is_due(self) -> bool:

@@ -17,7 +17,7 @@ Shape suffixes: d float values of the model, h words of the header.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -88,7 +88,7 @@ class SecureGather:
             deadline_seconds=self._deadline_seconds,
             run_setup_of=lambda _: self._run_setup,
         )
-        self._blame = Blame(contract)
+        self._left_out: Mapping[SiteId, str] = {}  # As announced.
         self._opened: OpenedRound | None = None  # The newest round with a sum.
 
     def sites(self) -> Sequence[SiteId]:
@@ -145,27 +145,33 @@ class SecureGather:
             TooFewSites: Too few sites for some step; the round is lost.
             BadShare: The shares of a secret contradict one another.
         """
-        setup = self._set_up(record)
+        blame = Blame(self._contract, state.suspicions)
+        left_out = self._announced(record, blame.left_out())
+        setup = self._set_up(record, left_out)
         model = train.model_digest(state.weights_d, state.integers_m)
         tasks = self._tasks(state, record, kind, setup, model)
         current = AggregatorRound(
             setup=setup,
             facts=RoundFacts(
                 round_index=record.round_index,
-                cohort=setup.contract.cohort,
+                cohort=setup.cohort,
                 model_digest=model,
                 task_digest=train.task_digest(tasks[0], self._clip(state)),
             ),
         )
-        header_h = self._fold(self._asked(tasks, record), record, current, total)
+        record.leave_out(left_out)
+        asked = [task for task in tasks if task.site not in left_out]
+        header_h = self._fold(asked, record, current, total)
         try:
             survivors = current.close_masked()
             if setup.contract.setting is Setting.P2:
                 self._agree_and_reveal(record, current, survivors)
             corrections = current.corrections()
         finally:
-            for said in self._blame.note(current):
+            for said in blame.note(current):
                 record.warn(f"round {record.round_index}: {said}")
+            record.suspicions = blame.suspicions()
+            self._announced(record, blame.left_out())
         if total is not None:
             total.apply_masks_(train.masks(corrections.vector))
         apply_masks_(header_h, train.masks(corrections.header))
@@ -199,7 +205,7 @@ class SecureGather:
         check_totals(totals, asked)
         return totals
 
-    def _set_up(self, record: RoundRecord) -> SetupRecord:
+    def _set_up(self, record: RoundRecord, left_out: Collection[SiteId]) -> SetupRecord:
         """Find the setup to work under; make a new one first if that is due.
 
         Raises:
@@ -208,7 +214,7 @@ class SecureGather:
         if self._run_setup.is_due:
             self._run_setup.attempt()
             try:
-                self._run_setup.take(self._new_setup(record))
+                self._run_setup.take(self._new_setup(record, left_out))
             except TooFewSites as error:
                 if self._run_setup.in_force is None:
                     raise
@@ -218,15 +224,19 @@ class SecureGather:
         assert setup is not None  # noqa: S101  # Else a setup was due, and made.
         return setup
 
-    def _new_setup(self, record: RoundRecord) -> SetupRecord:
-        """Run S1 and S2 with every site."""
-        setup = AggregatorSetup(identity=self._identity, contract=self._contract)
-        everyone = self.sites()
+    def _new_setup(
+        self, record: RoundRecord, left_out: Collection[SiteId]
+    ) -> SetupRecord:
+        """Run S1 and S2 with every site that is not left out."""
+        setup = AggregatorSetup(
+            identity=self._identity, contract=self._contract, left_out=left_out
+        )
+        asked = [site for site in self.sites() if site not in left_out]
         offer = setup.offer()
         self._exchange.take(
             record,
             SecureStep.ADVERTISE,
-            everyone,
+            asked,
             lambda _: offer,
             lambda _, data: setup.on_advert(data),
         )
@@ -234,7 +244,7 @@ class SecureGather:
         self._exchange.take(
             record,
             SecureStep.CONFIRM,
-            everyone,
+            asked,
             lambda _: book,
             lambda _, data: setup.on_confirm(data),
         )
@@ -311,14 +321,14 @@ class SecureGather:
             ),
         )
 
-    def _asked(
-        self, tasks: Sequence[RoundTask], record: RoundRecord
-    ) -> list[RoundTask]:
-        """The tasks of all sites but those that are left out."""
-        left_out = self._blame.left_out()
-        for site, reason in left_out.items():
-            record.leave_out(site, f"left out: {reason}")
-        return [task for task in tasks if task.site not in left_out]
+    def _announced(
+        self, record: RoundRecord, left_out: Mapping[SiteId, str]
+    ) -> Mapping[SiteId, str]:
+        """Emit who is left out, if it has changed."""
+        if left_out.keys() != self._left_out.keys():
+            record.announce_left_out(left_out)
+            self._left_out = left_out
+        return left_out
 
     def _clip(self, state: RunState) -> float:
         """What updates are clipped to in the next round."""

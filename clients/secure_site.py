@@ -284,7 +284,7 @@ class SecureSite:
         masks = session.begin_round(
             RoundFacts(
                 round_index=task.round_index,
-                cohort=contract.cohort,
+                cohort=session.cohort,
                 model_digest=model,
                 task_digest=train.task_digest(task, body.update_clip),
             )

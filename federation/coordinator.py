@@ -170,8 +170,11 @@ def _run_round(
             new_state, status = _step(parts, state, update_d, record)
             record.end_phase("apply")
     record.finish(status)
-    anchors = join_anchors(state.anchors, record.anchors)
-    new_state = replace(new_state, anchors=anchors)
+    new_state = replace(
+        new_state,
+        anchors=join_anchors(state.anchors, record.anchors),
+        suspicions=record.suspicions or state.suspicions,
+    )
     _save(parts, new_state)
     unused_d = state.weights_d if status == "completed" else spare_d
     return new_state, unused_d, record.complaints

@@ -265,6 +265,26 @@ class StepTaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SitesLeftOut:
+    """Rounds go on without some sites, which did not keep to the protocol.
+
+    Emitted when it changes, and once by each coordinator that goes on with such a run.
+    The tuples run in parallel.
+
+    Attributes:
+        at: When.
+        round_index: The round that showed it, or before which a coordinator resumed.
+        sites: All sites that are left out from now on; empty if all are asked again.
+        reasons: Why, in one line each.
+    """
+
+    at: float
+    round_index: int
+    sites: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEvaluated:
     """The global model after ``round_index`` rounds, on held-out data.
 
@@ -477,6 +497,7 @@ Event = (
     | SiteAnswered
     | SiteFailed
     | StepTaken
+    | SitesLeftOut
     | ModelEvaluated
     | RoundFinished
     | CheckpointSaved

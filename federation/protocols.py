@@ -399,6 +399,24 @@ class KeyService(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suspicions:
+    """What rounds of secure aggregation have shown of sites.
+
+    Attributes:
+        faults: What a site did that no honest site does, by its name.
+        disputes: Pairs of sites: one says that the other dealt it a wrong share.
+        silences: How often a site has not done what it was asked to.
+    """
+
+    faults: Mapping[SiteId, str] = field(default_factory=dict)
+    disputes: tuple[tuple[SiteId, SiteId], ...] = ()
+    silences: Mapping[SiteId, int] = field(default_factory=dict)
+
+
+NO_SUSPICIONS = Suspicions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """Everything that the next round depends on.
 
@@ -412,6 +430,7 @@ class RunState:
         update_clip: What updates are clipped to in the next round, where that
             adapts to them; otherwise None.
         anchors: The largest anchor that each site's ledger has sent.
+        suspicions: What rounds have shown of sites that do not keep to the protocol.
     """
 
     round_index: int
@@ -422,6 +441,7 @@ class RunState:
     lost_in_a_row: int
     update_clip: float | None = None
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
+    suspicions: Suspicions = NO_SUSPICIONS
 
 
 class Checkpoints(Protocol):

@@ -3,7 +3,7 @@
 Shape suffixes: d float values of the model, m integer values of the model.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
-from federation.protocols import Clock
+from federation.protocols import Clock, Suspicions
 from federation.round_state import RoundState
 from federation.vectors import IntegerVector, Layout, Role
 
@@ -44,6 +44,8 @@ class RoundRecord:
         next_clip: What they are clipped to in the next round, where that adapts.
         anchors: How many charges the ledger of each site held that answered.
         out_of_budget: What sites said whose privacy budget does not allow the round.
+        suspicions: What all rounds have shown of sites by now; None if this round has
+            shown nothing.
         complaints: What is wrong with each answer that does not count, or with its
             absence, with the name of the site before it.
     """
@@ -75,6 +77,7 @@ class RoundRecord:
         self.update_clip: float | None = None
         self.next_clip: float | None = None
         self.anchors: dict[SiteId, LedgerAnchor] = {}
+        self.suspicions: Suspicions | None = None
         self.out_of_budget: list[str] = []
         self.complaints: list[str] = []
         self._layout = layout
@@ -255,17 +258,29 @@ class RoundRecord:
         self._training = training
         self._secret_evaluation = evaluation
 
-    def leave_out(self, site: SiteId, reason: str) -> None:
-        """Settle a site of the cohort that is not asked."""
-        failure = SiteFailure(
-            run_id=self.run_id,
-            round_index=self.round_index,
-            site=site,
-            kind=FailureKind.INVALID,
-            message=reason,
+    def leave_out(self, sites: Mapping[SiteId, str]) -> None:
+        """Settle sites of the cohort that are not asked, each with the reason."""
+        for site, reason in sites.items():
+            failure = SiteFailure(
+                run_id=self.run_id,
+                round_index=self.round_index,
+                site=site,
+                kind=FailureKind.INVALID,
+                message=f"left out: {reason}",
+            )
+            self._state.accept(failure)
+            self._emit_failure(failure, None)
+
+    def announce_left_out(self, sites: Mapping[SiteId, str]) -> None:
+        """Emit which sites later rounds go on without, now that it has changed."""
+        self._emit(
+            events.SitesLeftOut(
+                at=self._clock.now(),
+                round_index=self.round_index,
+                sites=tuple(sites),
+                reasons=tuple(sites.values()),
+            )
         )
-        self._state.accept(failure)
-        self._emit_failure(failure, None)
 
     def revoke(
         self, update: SiteUpdate | MaskedUpdate, reply: Reply, reason: str

@@ -23,6 +23,7 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
     SitesIntroduced,
+    SitesLeftOut,
     Warned,
 )
 from federation.messages import FailureKind
@@ -31,6 +32,7 @@ from monitoring import privacy_words
 from monitoring.progress import (
     attempt_failed,
     introduced,
+    left_out,
     printable,
     training_loss,
 )
@@ -159,12 +161,20 @@ def _notices(event: Event, rounds: int) -> Iterator[Text]:
                 yield Text(printable(f"privacy: {line}", limit=500), style="cyan")
         case SitesIntroduced():
             yield Text(printable(f"examples: {introduced(event)}", limit=500))
+        case RunFinished():
+            yield from _end_notice(event)
+        case _:
+            yield from _trouble(event)
+
+
+def _trouble(event: Event) -> Iterator[Text]:
+    match event:
+        case SitesLeftOut():
+            yield Text(printable(left_out(event), limit=500), style="red")
         case Warned(message=message):
             yield Text(printable(f"warning: {message}"), style="yellow")
         case CheckpointSkipped(key=key, reason=reason):
             yield Text(printable(f"skipped checkpoint {key}: {reason}"), "yellow")
-        case RunFinished():
-            yield from _end_notice(event)
 
 
 def _end_notice(event: RunFinished) -> Iterator[Text]:

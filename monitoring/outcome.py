@@ -20,6 +20,8 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     yield from (f"{name:<11} {text}" for name, text in quality(view))
     if view.privacy is not None:
         yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
+    if view.left_out is not None and view.left_out.sites:
+        yield f"left out    {', '.join(view.left_out.sites)}"
     storage = storage_use.line(view)
     if storage is not None:
         yield f"storage     {storage}"

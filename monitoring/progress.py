@@ -19,6 +19,7 @@ from federation.events import (
     SiteAnswered,
     SiteFailed,
     SitesIntroduced,
+    SitesLeftOut,
     Warned,
 )
 from federation.messages import FailureKind
@@ -51,6 +52,13 @@ def introduced(event: SitesIntroduced) -> str:
     named = [f"{n:,} at {site}" for site, n in order[:MAX_SITES_WITH_LINES]]
     more = len(order) - len(named)
     return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+def left_out(event: SitesLeftOut) -> str:
+    """Which sites rounds go on without, and why."""
+    pairs = zip(event.sites, event.reasons, strict=True)
+    named = "; ".join(f"{site} ({reason})" for site, reason in pairs)
+    return f"left out from now on: {named or 'no site any more'}"
 
 
 def attempt_failed(event: RunFinished) -> str:
@@ -158,6 +166,8 @@ class PlainProgress:
         match event:
             case SitesIntroduced():
                 self._write(f"examples  {introduced(event)}")
+            case SitesLeftOut():
+                self._write(left_out(event))
             case Warned(message=message):
                 self._write(f"warning  {message}")
             case CheckpointSkipped(key=key, reason=reason):

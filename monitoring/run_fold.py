@@ -20,6 +20,7 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitesLeftOut,
     StepTaken,
     StoreUsed,
     Warned,
@@ -49,6 +50,7 @@ class RunFold:
         # Never forgotten: a round that runs again was charged all the same.
         self._spent: dict[str, PrivacySpent] = {}
         self._saved: dict[int, CheckpointSaved] = {}
+        self._left_out: SitesLeftOut | None = None
         self._warnings: list[Warned] = []
         self._skipped: list[CheckpointSkipped] = []
         # Of all coordinators: a round that runs again is paid for again.
@@ -112,6 +114,7 @@ class RunFold:
             privacy=self._privacy,
             # Without a promise a site's word for what it spent means nothing.
             spent=dict(self._spent) if self._privacy else {},
+            left_out=self._left_out,
             warnings=tuple(self._warnings),
             checkpoints=tuple(self._saved[index] for index in sorted(self._saved)),
             skipped=tuple(self._skipped),
@@ -158,6 +161,8 @@ class RunFold:
                 self._data = event
             case PrivacyPlanned():
                 self._privacy = event
+            case SitesLeftOut():
+                self._left_out = event
             case Warned():
                 self._warnings.append(event)
             case CheckpointSkipped():

@@ -21,6 +21,7 @@ from federation.events import (
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitesLeftOut,
     StepTaken,
     StoreUsed,
     Warned,
@@ -64,6 +65,7 @@ class RunView:
         privacy: What is promised of the sites' records; None if nothing is.
         spent: The most that each site has told to have spent, by any coordinator;
             empty without ``privacy``.
+        left_out: Which sites the newest round goes on without; None if none ever was.
         warnings: What a person should know.
         checkpoints: Durable states, by round.
         skipped: Checkpoints that were torn or corrupt.
@@ -84,6 +86,7 @@ class RunView:
     data: DataDistributed | None
     privacy: PrivacyPlanned | None
     spent: Mapping[str, PrivacySpent]
+    left_out: SitesLeftOut | None
     warnings: tuple[Warned, ...]
     checkpoints: tuple[CheckpointSaved, ...]
     skipped: tuple[CheckpointSkipped, ...]

@@ -25,6 +25,7 @@ from privacy.secagg.commitments import (
     dealt_digests,
     in_row,
     place_of,
+    place_of_holder,
 )
 from privacy.secagg.contract import DIGEST_BYTES, Contract, Setting
 from privacy.secagg.errors import (
@@ -170,6 +171,11 @@ class SiteSession:
         return self._contract
 
     @property
+    def cohort(self) -> tuple[int, ...]:
+        """The sites of the setup that this session rests on."""
+        return self._secrets.cohort
+
+    @property
     def setup_hash(self) -> bytes:
         """h_U of the setup that this session rests on."""
         return self._secrets.setup_hash
@@ -216,7 +222,7 @@ class SiteSession:
 
         Raises:
             ReplayedRound: The number is not above every earlier one.
-            WrongCohort: The cohort is not the contract's, for example a repetition
+            WrongCohort: The cohort is not the setup's, for example a repetition
                 of a lost round without somebody.
             StoreError: The number cannot be made durable.
         """
@@ -226,11 +232,10 @@ class SiteSession:
                 f"round {facts.round_index} is not in 1..{contract.max_rounds}, which "
                 "the contract allows"
             )
-        if facts.cohort != contract.cohort:
+        if facts.cohort != self.cohort:
             raise WrongCohort(
                 f"round {facts.round_index} asks sites {list(facts.cohort)} and the "
-                f"contract has {list(contract.cohort)}: another cohort needs another "
-                "contract"
+                f"setup has {list(self.cohort)}: another cohort needs another setup"
             )
         self._memory.advance(contract.run_id, facts.round_index)
         self._drop_round()
@@ -407,7 +412,7 @@ class SiteSession:
         self, self_mask: Secret, pairs: Mapping[int, RoundPair], context: bytes
     ) -> _Shared:
         """Split b_i and every k_ij, and seal each site's shares for it."""
-        cohort, threshold = self._contract.cohort, self._contract.threshold
+        cohort, threshold = self.cohort, self._contract.threshold
         bundles = {j: bytearray() for j in (SECRET, *cohort)}
         for secret in (self_mask, *(pairs[peer].mask for peer in sorted(pairs))):
             bundles[SECRET] += encode_secret(secret.buffer)
@@ -439,7 +444,7 @@ class SiteSession:
             context=context,
             dealer=dealer,
             holder=holder,
-            cohort=self._contract.cohort,
+            cohort=self.cohort,
         )
 
     def _check_survivors(self, survivors: tuple[int, ...], current: _Round) -> None:
@@ -471,11 +476,11 @@ class SiteSession:
                 f"site {member.site!r} answered another round, model or setup than "
                 "this site"
             )
-        if len(head.dealt) != DIGEST_BYTES * (1 + self._contract.num_sites):
+        if len(head.dealt) != DIGEST_BYTES * (1 + len(self.cohort)):
             raise InconsistentSurvivors(
                 f"the head of {member.site!r} does not say what this site is dealt"
             )
-        return in_row(head.dealt, self.number)
+        return in_row(head.dealt, place_of_holder(self.number, self.cohort))
 
     def _check_consents(self, consents: Mapping[int, bytes], current: _Round) -> None:
         for number, encoded in consents.items():
@@ -559,7 +564,7 @@ class SiteSession:
         self_shares, pair_shares = {}, {}
         for j, shares in opened.items():
             self_shares[j] = bytes(shares[:SHARE_BYTES])
-            starts = [SHARE_BYTES * place_of(j, x) for x in dropped]
+            starts = [SHARE_BYTES * place_of(j, x, cohort) for x in dropped]
             pair_shares[j] = b"".join(
                 shares[start : start + SHARE_BYTES] for start in starts
             )

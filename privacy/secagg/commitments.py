@@ -10,7 +10,7 @@ with l = i for the self mask. The commitments for one holder, in the order of it
 bundle, are a row. The dealer's signed head holds one digest for each holder, of what
 was sealed for it and of its row, so that nobody else can exchange either::
 
-    SHA-256(LP(sealed) LP(row))    for holders 0 to N, one after another
+    SHA-256(LP(sealed) LP(row))    for holder 0 and those of the cohort, in order
 
 A commitment hides its share without a nonce: each secret is 32 bytes that no one can
 guess, and any t - 1 shares are independent of it. It binds, as SHA-256 has no known
@@ -37,11 +37,16 @@ def secrets_of(dealer: int, cohort: Sequence[int]) -> list[int]:
     return [dealer, *(x for x in cohort if x != dealer)]
 
 
-def place_of(dealer: int, about: int) -> int:
-    """Where ``secrets_of`` has a secret; sites are numbered from 1."""
+def place_of(dealer: int, about: int, cohort: Sequence[int]) -> int:
+    """Where ``secrets_of`` has a secret."""
     if about == dealer:
         return 0
-    return about if about < dealer else about - 1
+    return cohort.index(about) + (about < dealer)
+
+
+def place_of_holder(holder: int, cohort: Sequence[int]) -> int:
+    """Where a head has the digest of what is dealt to a site."""
+    return 1 + cohort.index(holder)  # Behind that of ``SECRET``.
 
 
 def commit(
@@ -59,7 +64,7 @@ def commit(
         context: ctx_r.
         dealer: Who dealt them.
         holder: Who holds them.
-        cohort: All sites, increasing.
+        cohort: All sites of the round, increasing.
     """
     begun = hashlib.sha256(_beginning(context, dealer, holder))
     row, shares = bytearray(), memoryview(bundle)
@@ -92,7 +97,7 @@ def in_row(row: bytes, at: int) -> bytes:
 
 
 def dealt_digests(sealed: Mapping[int, bytes], rows: Mapping[int, bytes]) -> bytes:
-    """What a head says: the digests of all holders, whose ``in_row`` is their number.
+    """What a head says: the digests of all holders, see ``place_of_holder``.
 
     Args:
         sealed: What was sealed, by holder.

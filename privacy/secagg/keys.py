@@ -428,6 +428,11 @@ class RunSecrets:
     job_digest: bytes
     roots: Mapping[int, PairRoots]
 
+    @property
+    def cohort(self) -> tuple[int, ...]:
+        """The sites that the setup has keys of: U_r of every round under it."""
+        return tuple(sorted({self.number, *self.roots}))
+
     def erase(self) -> None:
         """Overwrite every root: the site takes no further part in the run."""
         for pair in self.roots.values():

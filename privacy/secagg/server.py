@@ -84,16 +84,16 @@ class AggregatorRound:
             shares than it committed to. One of the two lies, or both do.
 
     Raises:
-        WrongCohort: The cohort is not the contract's: sites would refuse it.
+        WrongCohort: The cohort is not the setup's: sites would refuse it.
     """
 
     def __init__(self, *, setup: SetupRecord, facts: RoundFacts) -> None:
         """Wait for masked answers."""
-        if facts.cohort != setup.contract.cohort:
+        if facts.cohort != setup.cohort:
             raise WrongCohort(
-                f"cohort {list(facts.cohort)} is not the contract's "
-                f"{list(setup.contract.cohort)}"
+                f"cohort {list(facts.cohort)} is not the setup's {list(setup.cohort)}"
             )
+        self._cohort = setup.cohort
         self._contract: Contract = setup.contract
         self._context = round_context(
             facts,
@@ -117,7 +117,7 @@ class AggregatorRound:
     @property
     def silent(self) -> frozenset[SiteId]:
         """Sites that have not done what they were asked to in this round so far."""
-        missing = set(self._contract.cohort) - self._heads.keys()
+        missing = set(self._cohort) - self._heads.keys()
         if self._contract.setting is Setting.P2:
             missing |= set(self._survivors) - self._consents.keys()
             if self._phase in {_Phase.SHARES, _Phase.DONE}:
@@ -204,7 +204,9 @@ class AggregatorRound:
         self._check_phase(_Phase.MASKED)
         if len(self._heads) < self._contract.quorum:
             absent = [
-                m.site for m in self._contract.members if m.number not in self._heads
+                self._contract.member(i).site
+                for i in self._cohort
+                if i not in self._heads
             ]
             self._phase = _Phase.LOST
             raise TooFewSites(
@@ -358,7 +360,7 @@ class AggregatorRound:
         Returns:
             What is wrong with the secrets that did not come out.
         """
-        dropped = [x for x in self._contract.cohort if x not in self._survivors]
+        dropped = [x for x in self._cohort if x not in self._survivors]
         wrong = []
         for j in self._survivors:
             holders = [
@@ -413,14 +415,16 @@ class AggregatorRound:
             )
 
     def _check_first(self, member: Member) -> None:
+        if member.number not in self._cohort:
+            raise WrongCohort(f"site {member.site!r} has no keys of this setup")
         if member.number in self._heads or member.number in self._declined:
             raise OutOfOrder(f"site {member.site!r} has answered this round already")
 
     def _check_dealt(self, head: Head, masked: Masked, member: Member) -> None:
         """Check sealed shares and commitments: complete, and as the head says."""
         single = self._contract.setting is Setting.P1
-        holders = set() if single else {SECRET, *self._contract.cohort}
-        num_sites = self._contract.num_sites
+        holders = set() if single else {SECRET, *self._cohort}
+        num_sites = len(self._cohort)
         sealed_bytes = SHARE_BYTES * num_sites + TAG_BYTES
         if (
             set(masked.sealed) != holders - {SECRET, member.number}
@@ -440,7 +444,7 @@ class AggregatorRound:
 
     def _check_shares(self, shares: Shares, member: Member) -> None:
         """Check released shares: those that A opens, as their dealers committed."""
-        dropped = [x for x in self._contract.cohort if x not in self._survivors]
+        dropped = [x for x in self._cohort if x not in self._survivors]
         dealers = set(self._survivors) - set(shares.disputed)
         if (
             set(shares.self_shares) != dealers
@@ -465,7 +469,7 @@ class AggregatorRound:
             share, context=self._context, dealer=dealer, holder=holder, about=about
         )
         row = self._rows[dealer][holder]
-        if found != in_row(row, place_of(dealer, about)):
+        if found != in_row(row, place_of(dealer, about, self._cohort)):
             raise BadShare(
                 f"site {self._contract.member(holder or dealer).site!r} released "
                 "another share than site "

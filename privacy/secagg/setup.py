@@ -9,16 +9,18 @@ Steps S1 and S2 of SECURE_AGGREGATION.md, section 2.3, as two objects without I/
     on_confirm(...)           <-- Confirm --
     result().confirms       -- Confirms -->  on_confirms(...) -> RunSecrets
 
-The last arrow travels with the first round's task. Every site of the contract must
-take part: who is missing here is missing from the whole run. At a site the first
-wrong byte ends the setup and erases its keys; the aggregator refuses the wrong
-message and may be given a right one.
+The last arrow travels with the first round's task. The aggregator may leave sites out,
+as a round may do without them: max(t, n_min) of the contract's must be in the book. Who
+is not in it has no keys and takes no part in rounds under this setup. h_U binds the
+book, so all sites agree on who is in it. At a site the first wrong byte ends the setup
+and erases its keys; the aggregator refuses the wrong message and may be given a right
+one.
 """
 
 import hashlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Never
 
 from federation.ids import SiteId
 from privacy.secagg.contract import Contract, Member
@@ -96,6 +98,7 @@ class SiteSetup:
         self._advert = b""
         self._confirm = b""
         self._setup_hash = b""
+        self._cohort: tuple[int, ...] = ()
         # X25519 secrets of each peer (masks, channel) and its ML-KEM secret.
         self._exchanges: dict[int, tuple[Secret, Secret]] = {}
         self._kem_secrets: dict[int, Secret] = {}
@@ -155,8 +158,8 @@ class SiteSetup:
         """S2: check everybody's advert and answer with an encoded ``Confirm``.
 
         Raises:
-            BookRefused: Somebody is missing, extra or shown twice; a key stands
-                twice; or our own advert is not the one that we sent.
+            BookRefused: Fewer sites are there than a round needs, or strangers; a
+                key stands twice; or our own advert is not the one that we sent.
             BadSignature: An advert is not signed by the pinned key.
             WrongContext: An advert is for another contract.
             WeakKey: A key gives a secret that others would know.
@@ -167,9 +170,10 @@ class SiteSetup:
             contract, number = self.contract, self._number
             book = Book.from_bytes(data)
             adverts = _read_adverts(contract, book)
-            if book.adverts[number] != self._advert:
+            if book.adverts.get(number) != self._advert:
                 raise BookRefused("the book shows another advert of this site")
             self._setup_hash = book.setup_hash
+            self._cohort = tuple(sorted(adverts))
             ciphertexts: dict[int, bytes] = {}
             for peer, advert in adverts.items():
                 if peer == number:
@@ -197,7 +201,9 @@ class SiteSetup:
         """
         with self._steps.take(_Step.CONFIRMS, then=_Step.DONE):
             confirms = Confirms.from_bytes(data)
-            parsed = _read_confirms(self.contract, confirms, self._setup_hash)
+            parsed = _read_confirms(
+                self.contract, confirms, self._setup_hash, self._cohort
+            )
             if confirms.confirms[self._number] != self._confirm:
                 raise BookRefused("another confirm of this site is shown")
             roots = {
@@ -270,12 +276,14 @@ class SetupRecord:
     Attributes:
         contract: Q.
         setup_hash: h_U.
+        cohort: Numbers of the sites in the book: U_r of every round under it.
         book: Encoded ``Book``.
         confirms: Encoded ``Confirms``, to be sent with the first round's task.
     """
 
     contract: Contract
     setup_hash: bytes
+    cohort: tuple[int, ...]
     book: bytes
     confirms: bytes
 
@@ -286,12 +294,19 @@ class AggregatorSetup:
     Args:
         identity: The aggregator's long-lived key.
         contract: What it offers.
+        left_out: Sites of the contract that are not asked.
 
     Raises:
         ContractRefused: The contract pins another key for the aggregator.
     """
 
-    def __init__(self, *, identity: Identity, contract: Contract) -> None:
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        contract: Contract,
+        left_out: Collection[SiteId] = (),
+    ) -> None:
         """Prepare an offer."""
         if contract.aggregator_key != identity.public.key:
             raise ContractRefused(
@@ -299,6 +314,9 @@ class AggregatorSetup:
             )
         self._identity = identity
         self._contract = contract
+        self._cohort = tuple(
+            member.number for member in contract.members if member.site not in left_out
+        )
         self._adverts: dict[int, bytes] = {}
         self._confirms: dict[int, bytes] = {}
         self._book: Book | None = None
@@ -323,13 +341,17 @@ class AggregatorSetup:
             raise OutOfOrder("the book is closed: no advert is due")
         advert = Advert.from_bytes(data)
         member = _check_advert(self._contract, advert)
+        if member.number not in self._cohort:
+            raise BookRefused(f"site {member.site!r} is left out of this setup")
         _add_once(self._adverts, member, data, "advert")
         return member.site
 
     def missing(self) -> tuple[SiteId, ...]:
         """Sites whose advert, or after ``book`` whose confirm, is awaited."""
         seen = self._adverts if self._book is None else self._confirms
-        return tuple(m.site for m in self._contract.members if m.number not in seen)
+        return tuple(
+            self._contract.member(i).site for i in self._cohort if i not in seen
+        )
 
     def book(self) -> bytes:
         """S2: close the book; the encoded ``Book`` for every site.
@@ -357,7 +379,9 @@ class AggregatorSetup:
         if self._book is None:
             raise OutOfOrder("the book is not closed: no confirm is due")
         confirm = Confirm.from_bytes(data)
-        member = _check_confirm(self._contract, confirm, self._book.setup_hash)
+        member = _check_confirm(
+            self._contract, confirm, self._book.setup_hash, self._cohort
+        )
         _add_once(self._confirms, member, data, "confirm")
         return member.site
 
@@ -374,6 +398,7 @@ class AggregatorSetup:
         return SetupRecord(
             contract=self._contract,
             setup_hash=self._book.setup_hash,
+            cohort=self._cohort,
             book=self._book.to_bytes(),
             confirms=Confirms(confirms=dict(self._confirms)).to_bytes(),
         )
@@ -408,7 +433,9 @@ def _check_advert(contract: Contract, advert: Advert) -> Member:
     return member
 
 
-def _check_confirm(contract: Contract, confirm: Confirm, setup_hash: bytes) -> Member:
+def _check_confirm(
+    contract: Contract, confirm: Confirm, setup_hash: bytes, cohort: Sequence[int]
+) -> Member:
     member = contract.member(confirm.number)
     verify(confirm, member)
     if confirm.setup_hash != setup_hash:
@@ -416,7 +443,7 @@ def _check_confirm(contract: Contract, confirm: Confirm, setup_hash: bytes) -> M
             f"site {member.site!r} saw another book: the aggregator shows different "
             "keys to different sites, or replays an old setup"
         )
-    above = {j for j in contract.cohort if j > member.number}
+    above = {j for j in cohort if j > member.number}
     if set(confirm.ciphertexts) != (above if contract.hybrid else set()):
         raise BookRefused(
             f"the confirm of {member.site!r} has ciphertexts for other sites than "
@@ -428,10 +455,15 @@ def _check_confirm(contract: Contract, confirm: Confirm, setup_hash: bytes) -> M
 def _read_adverts(contract: Contract, book: Book) -> dict[int, Advert]:
     """Read and check all adverts of a book.
 
-    1. Exactly the members. 2. Each signed, for this contract. 3. No key twice.
+    1. Members, as many as a round needs. 2. Each signed, for this contract. 3. No key
+    twice.
     """
-    if tuple(sorted(book.adverts)) != contract.cohort:
-        _refuse_members("book", tuple(sorted(book.adverts)), contract)
+    shown = set(book.adverts)
+    if not shown <= set(contract.cohort) or len(shown) < contract.quorum:
+        raise BookRefused(
+            f"the book shows sites {sorted(shown)}; the contract has "
+            f"{list(contract.cohort)} and demands {contract.quorum} of them"
+        )
     adverts: dict[int, Advert] = {}
     for number, data in book.adverts.items():
         advert = Advert.from_bytes(data)
@@ -453,23 +485,19 @@ def _read_adverts(contract: Contract, book: Book) -> dict[int, Advert]:
 
 
 def _read_confirms(
-    contract: Contract, confirms: Confirms, setup_hash: bytes
+    contract: Contract, confirms: Confirms, setup_hash: bytes, cohort: tuple[int, ...]
 ) -> dict[int, Confirm]:
-    """Read and check everybody's confirm."""
-    if tuple(sorted(confirms.confirms)) != contract.cohort:
-        _refuse_members("confirms", tuple(sorted(confirms.confirms)), contract)
+    """Read and check the confirms of all sites of the book."""
+    shown = tuple(sorted(confirms.confirms))
+    if shown != cohort:
+        raise BookRefused(
+            f"the confirms show sites {list(shown)} and the book has {list(cohort)}"
+        )
     parsed: dict[int, Confirm] = {}
     for number, data in confirms.confirms.items():
         confirm = Confirm.from_bytes(data)
         if confirm.number != number:
             raise BookRefused(f"confirm {confirm.number} is shown as {number}")
-        _check_confirm(contract, confirm, setup_hash)
+        _check_confirm(contract, confirm, setup_hash, cohort)
         parsed[number] = confirm
     return parsed
-
-
-def _refuse_members(what: str, shown: tuple[int, ...], contract: Contract) -> Never:
-    raise BookRefused(
-        f"the {what} shows sites {list(shown)} and the contract has "
-        f"{list(contract.cohort)}"
-    )

@@ -8,6 +8,8 @@ import pytest
 from support.dealers import flipped
 from support.secure_runs import MASK, Run, run, secure_job, step_of
 
+from cloud_adapters.storage.memory import MemoryStore
+from federation import events
 from federation.messages import SecureAnswer, SecureStep, SiteMessage, Task
 from privacy.secagg.commitments import SECRET, dealt_digests
 from privacy.secagg.messages import Head, Masked, Shares, sign
@@ -150,6 +152,92 @@ def test_false_accuser_keeps_one_honest_site_out_at_most():
     found = lied(release=accusing(NUMBER[PEER], NUMBER["site-0"]))
     assert left_out(found, 2) == left_out(found, 3) == [LIAR]
     assert set(found.answered(3)) == set(NUMBER) - {LIAR}
+
+
+@dataclass
+class Silent(Lying):
+    """A liar that answers nothing from the second round on, setups included."""
+
+    rounds: int = 0
+
+    def handle(self, task: Task) -> SiteMessage:
+        self.rounds = max(self.rounds, task.round_index)
+        assert self.rounds < 2, "a site that is left out was asked"
+        return super().handle(task)
+
+
+class Restarted:
+    """A site that loses its keys before a round."""
+
+    def __init__(self, site: Any, round_index: int) -> None:
+        self._site, self._at = site, round_index
+
+    def handle(self, task: Task) -> SiteMessage:
+        if task.round_index == self._at:
+            self._site.close()
+            self._at = -1  # Once; setups have round 0.
+        return self._site.handle(task)
+
+
+def announced(found: Run) -> list[tuple[int, tuple[str, ...]]]:
+    """Who is left out, as events say when it changes."""
+    return [
+        (e.round_index, e.sites)
+        for e in found.seen
+        if isinstance(e, events.SitesLeftOut)
+    ]
+
+
+def test_setup_goes_on_without_the_site_that_is_left_out():
+    """Another site restarts, and the new keys take nothing that the liar has to do."""
+    wraps = {
+        LIAR: lambda site: Silent(site, release=wrong_share),
+        PEER: lambda site: Restarted(site, 3),
+    }
+    found = run(secure_job(7, threshold=5, rounds=5), wraps=wraps)
+    assert found.statuses() == ["completed"] * 5
+    assert announced(found) == [(1, (LIAR,))]
+    assert [len(found.answered(r)) for r in (1, 2, 3, 4, 5)] == [7, 6, 5, 6, 6]
+    session = found.sites[PEER]._session
+    assert session.cohort == (1, 3, 4, 5, 6, 7)
+
+
+def test_liar_stays_left_out_when_another_coordinator_resumes():
+    """What was found is in the checkpoint; the setup of the new one is without it."""
+    store, asked = MemoryStore(), iter([False, True])
+    job = secure_job(rounds=3)
+    first = run(
+        job,
+        wraps={LIAR: lambda site: Lying(site, release=wrong_share)},
+        store=store,
+        stop_requested=lambda: next(asked),
+    )
+    assert announced(first) == [(1, (LIAR,))]
+
+    def never(site: Any) -> Any:
+        return Silent(site, rounds=2)  # It answers nothing at all.
+
+    again = run(job, wraps={LIAR: never}, store=store)
+    assert again.statuses() == ["completed"] * 2
+    assert announced(again) == [(2, (LIAR,))]
+    assert left_out(again, 2) == left_out(again, 3) == [LIAR]
+
+
+def test_accused_site_comes_back_with_the_next_setup():
+    """It has no keys of the setup that it was left out of, and says so."""
+    lies = iter([accusing(NUMBER[PEER]), accusing(), accusing(NUMBER["site-0"])])
+
+    def in_turn(shares: Shares) -> Shares:
+        return next(lies, accusing())(shares)
+
+    wraps = {
+        LIAR: lambda site: Lying(site, release=in_turn),
+        "site-4": lambda site: Restarted(site, 2),
+    }
+    found = run(secure_job(7, threshold=5, rounds=5), wraps=wraps)
+    assert announced(found) == [(1, (PEER,)), (3, (LIAR,))]
+    assert [len(found.answered(r)) for r in (1, 2, 3, 4, 5)] == [7, 5, 6, 5, 6]
+    assert PEER in found.answered(5)
 
 
 def test_honest_run_blames_nobody():

@@ -102,13 +102,21 @@ class Run:
 
 
 def run(
-    job: JobSpec, *, fault: Fault = no_fault, wraps: Mapping[str, Wrap] | None = None
+    job: JobSpec,
+    *,
+    fault: Fault = no_fault,
+    wraps: Mapping[str, Wrap] | None = None,
+    store: MemoryStore | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
-    """Run a job; ``wraps`` puts something of a test's own in front of a site."""
+    """Run a job; ``wraps`` puts something of a test's own in front of a site.
+
+    With the ``store`` of a run that was stopped another coordinator resumes it.
+    """
     federation = wiring.build_federation(job)
     workers = wiring.num_workers(job)
     federation.pool.reserve(workers)
-    run_id, clock, store = RunId("run-1"), SystemClock(), MemoryStore()
+    run_id, clock, store = RunId("run-1"), SystemClock(), store or MemoryStore()
     names = [SiteId(site.name) for site in job.sites]
     secure = job.privacy.secure_aggregation.enabled
     private = None
@@ -138,7 +146,7 @@ def run(
             store=store,
             clock=clock,
             emit=seen.append,
-            stop_requested=lambda: False,
+            stop_requested=stop_requested,
         )
         state = run_federation(job, parts)
     return Run(state, sites, seen)

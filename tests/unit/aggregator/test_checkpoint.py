@@ -32,7 +32,8 @@ from federation.errors import (
     StoreUnavailable,
 )
 from federation.events import CheckpointSkipped, Event
-from federation.protocols import Buffer, ObjectInfo, ObjectStore, RunState
+from federation.ids import SiteId
+from federation.protocols import Buffer, ObjectInfo, ObjectStore, RunState, Suspicions
 from federation.vectors import Layout, Role
 
 LAYOUT = Layout.build(
@@ -655,3 +656,16 @@ def test_killed_at_random(tmp_path: Path):
             assert (state.optimizer["m"] == state.round_index).all()
             last = state.round_index
     assert last > 0
+
+
+def test_what_rounds_have_shown_of_sites_is_kept():
+    """A coordinator that resumes leaves out the same sites."""
+    one, two = SiteId("one"), SiteId("two")
+    known = Suspicions(
+        faults={one: "lied"}, disputes=((one, two), (two, one)), silences={two: 3}
+    )
+    run = Run()
+    run.open().save(dataclasses.replace(state_of(1), suspicions=known))
+    found = run.open().load_latest()
+    assert found is not None
+    assert found.suspicions == known

@@ -21,11 +21,15 @@ from federation.events import (
     RunFinished,
     SiteFailed,
     SitesIntroduced,
+    SitesLeftOut,
     Warned,
 )
 from federation.messages import FailureKind
 from monitoring.live import LiveProgress, sparkline
+from monitoring.outcome import lines
 from monitoring.progress import PlainProgress, printable
+from monitoring.report import render
+from monitoring.run_fold import fold
 
 HOSTILE = "\x1b[31m\r\nboom [bold]\x07"
 
@@ -495,3 +499,25 @@ def test_examples_that_sites_claim_are_said_when_a_run_starts():
     assert line.endswith("12 at site-2 and 2 more")
     shown = " ".join(_live(events, color_system=None, height=40).split())
     assert f"examples: {expected}" in shown
+
+
+def test_sites_that_are_left_out_are_shown_wherever_a_run_is():
+    """As it happens, in the report and at the end; until all are asked again."""
+    event = SitesLeftOut(
+        at=event_samples.START,
+        round_index=1,
+        sites=(f"site-1{HOSTILE}",),
+        reasons=("at fault",),
+    )
+    seen = event_samples.two_sites(1)
+    seen.insert(-1, event)
+    (line,) = [line for line in _lines(seen) if line.startswith("left out")]
+    assert line == "left out from now on: site-1?[31m??boom [bold]? (at fault)"
+    assert "left out from now on: site-1?" in _live(seen, color_system=None, height=40)
+    page = render(fold(seen), "", {})
+    assert "Left out since round 1" in page
+    assert "at fault</li>" in page
+    assert any(line.startswith("left out    site-1") for line in lines(fold(seen)))
+    seen.insert(-1, replace(event, sites=(), reasons=()))
+    assert "left out from now on: no site any more" in _lines(seen)
+    assert "Left out since" not in render(fold(seen), "", {})

@@ -168,8 +168,12 @@ def other_own_advert(adverts: dict[int, bytes]) -> None:
     adverts[1] = PARTIES.site_setup(1, random_bytes=entropy("old")).on_offer(offer())
 
 
-def missing_site(adverts: dict[int, bytes]) -> None:
-    del adverts[4]
+def too_few_sites(adverts: dict[int, bytes]) -> None:
+    del adverts[3], adverts[4]
+
+
+def without_itself(adverts: dict[int, bytes]) -> None:
+    del adverts[1]
 
 
 def extra_site(adverts: dict[int, bytes]) -> None:
@@ -228,7 +232,8 @@ def cut_advert(adverts: dict[int, bytes]) -> None:
         (unsigned_key, BadSignature),
         (other_contract, WrongContext),
         (other_own_advert, BookRefused),
-        (missing_site, BookRefused),
+        (too_few_sites, BookRefused),
+        (without_itself, BookRefused),
         (extra_site, BookRefused),
         (renumbered, BookRefused),
         (same_keys, BookRefused),
@@ -418,3 +423,45 @@ def test_exchanged_confirm_in_a_record_is_noticed():
     setup = Parties(3).site_setup(2)
     with pytest.raises(OutOfOrder):
         setup.on_confirms(confirms_with(run.record, 1, b""))
+
+
+def set_up_without(left_out: int) -> tuple[AggregatorSetup, dict[int, SiteSetup]]:
+    """An aggregator and the other sites, all of them confirmed."""
+    aggregator = AggregatorSetup(
+        identity=PARTIES.aggregator,
+        contract=CONTRACT,
+        left_out=[site_name(left_out)],
+    )
+    setups = {i: PARTIES.site_setup(i) for i in PARTIES.sites if i != left_out}
+    for setup in setups.values():
+        aggregator.on_advert(setup.on_offer(aggregator.offer()))
+    for setup in setups.values():
+        aggregator.on_confirm(setup.on_book(aggregator.book()))
+    return aggregator, setups
+
+
+def test_sites_agree_on_keys_without_one_that_is_left_out():
+    """It need not answer; rounds under the setup are of the others."""
+    aggregator, setups = set_up_without(2)
+    record = aggregator.result()
+    assert record.cohort == (1, 3, 4)
+    for setup in setups.values():
+        assert setup.on_confirms(record.confirms).cohort == record.cohort
+
+
+def test_answer_of_a_site_that_is_left_out_counts_for_nothing():
+    """An aggregator that takes it would write a book that it did not mean to."""
+    aggregator = AggregatorSetup(
+        identity=PARTIES.aggregator, contract=CONTRACT, left_out=[site_name(2)]
+    )
+    advert = PARTIES.site_setup(2).on_offer(aggregator.offer())
+    with pytest.raises(BookRefused, match="is left out"):
+        aggregator.on_advert(advert)
+
+
+def test_sites_that_saw_books_of_other_sites_get_no_keys():
+    """An aggregator that leaves out one site here and another there."""
+    _, setups = set_up_without(2)
+    second, _ = set_up_without(3)
+    with pytest.raises(ProtocolError):
+        setups[1].on_confirms(second.result().confirms)
