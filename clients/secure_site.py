@@ -59,10 +59,9 @@ class Protection:
             site's own model.
         memory: Remembers the rounds that were answered, beyond a restart.
         random_bytes: The system's source of randomness.
+        cohorts: Which sums it may be part of.
         noise: What this site adds to its words, where privacy is made inside the
             sum.
-        cohorts: Which sums it may be part of; None where differential privacy
-            bounds what all sums together give away.
         groups: Its part in drawing groups; None where all sites are in one sum.
         threads: Threads of the arithmetic.
     """
@@ -71,8 +70,8 @@ class Protection:
     floor_of: Callable[[Layout], LocalFloor]
     memory: RoundMemory
     random_bytes: RandomBytes
+    cohorts: CohortRule
     noise: SumNoise | None = None
-    cohorts: CohortRule | None = None
     groups: GroupRule | None = None
     threads: int = 1
 
@@ -157,14 +156,13 @@ class SecureSite:
         group, offer = None, body
         if self._protection.groups is not None:
             group, offer = self._protection.groups.take_offer(body)
-        setup, rule = self._begin_setup(group), self._protection.cohorts
+        setup = self._begin_setup(group)
         advert = setup.on_offer(offer)
-        if rule is not None:
-            try:
-                rule.check_contract(setup.contract)
-            except BaseException:
-                setup.close()
-                raise
+        try:
+            self._protection.cohorts.check_contract(setup.contract)
+        except BaseException:
+            setup.close()
+            raise
         return advert
 
     def _consent(self, body: bytes) -> bytes:
@@ -172,14 +170,14 @@ class SecureSite:
 
         A site that does not sign is no obstacle to a sum that enough others sign.
         """
-        session, rule = self._current_session(), self._protection.cohorts
+        session = self._current_session()
         consent = session.on_survivors(body)
-        if rule is not None:
-            try:
-                rule.leave_out(session.contract, Survivors.from_bytes(body).heads)
-            except BaseException:
-                session.expire(0)  # It erases the round: its sum stays closed.
-                raise
+        survivors = Survivors.from_bytes(body).heads
+        try:
+            self._protection.cohorts.leave_out(session.contract, survivors)
+        except BaseException:
+            session.expire(0)  # It erases the round: its sum stays closed.
+            raise
         return consent
 
     def _reveal(self, task: SecureTask) -> bytes:
@@ -249,12 +247,11 @@ class SecureSite:
             secrets = setup.on_confirms(confirms)
         except ProtocolError as error:
             raise NotSetUp(str(error)) from error
-        if protection.cohorts is not None:  # From here on there may be a sum.
-            try:
-                protection.cohorts.join(setup.contract)
-            except BaseException:
-                secrets.erase()
-                raise
+        try:
+            protection.cohorts.join(setup.contract)  # From here on there may be a sum.
+        except BaseException:
+            secrets.erase()
+            raise
         if self._session is not None:
             self._session.close()
         self._session = SiteSession(

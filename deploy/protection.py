@@ -118,15 +118,14 @@ class Rehearsal:
             ),
         )
 
-    def _cohorts(self, name: SiteId) -> CohortRule | None:
+    def _cohorts(self, name: SiteId) -> CohortRule:
         """The rule on sums over different sites, for one run: dropouts are accepted."""
-        if not self.contract.differential_privacy.is_none:
-            return None
         return CohortRule(
             memory=self.sums.setdefault(name, InMemory()),
             lineage="simulation",
             smallest=self.federation.job.sites_in_sum,
             accept_dropouts=True,
+            is_private=not self.contract.differential_privacy.is_none,
         )
 
     def _groups(self, name: SiteId, folder: Path | None) -> GroupRule | None:

@@ -107,7 +107,8 @@ class FloorSpec:
         choices=UNITS,
     )
     max_epsilon: float = key(
-        "Largest epsilon of a run; not looked at if `privacy` is `none`.",
+        "Largest epsilon of a run. If `privacy` is `none`, a run beyond it counts as "
+        "one without differential privacy.",
         default=8.0,
         above=0.0,
     )
@@ -116,7 +117,7 @@ class FloorSpec:
     )
     public_held_out: bool = key(
         "Whether a job may declare the held-out data public, so that results on them "
-        "leave without noise; not looked at if `privacy` is `none`.",
+        "leave without noise; likewise.",
         default=False,
     )
     total_epsilon: float | None = key(
@@ -143,10 +144,10 @@ class FloorSpec:
         low=2,
     )
     min_group: int | None = key(
-        "Fewest sites that secure sums without differential privacy may single out "
-        "together, over all runs on this data; `min_sites` by default, or "
-        "`colluding_sites` and two if that is more. 1 lets a run be repeated without "
-        "a site, which gives that site's update away.",
+        "Fewest sites of a secure sum without differential privacy that all secure "
+        "sums on this data may single out together, over all runs; `min_sites` or 3 "
+        "by default, or `colluding_sites` and two if that is more. 1 lets a run be "
+        "repeated without a site, which gives that site's update away.",
         default=None,
         low=1,
     )
@@ -211,7 +212,7 @@ class FloorSpec:
         """Fewest sites that sums together may single out, in a run of so many."""
         if self.min_group is not None:
             return self.min_group
-        return max(self.fewest_in_sum(num_sites), self.colluding_sites + 2)
+        return max(self._fewest_open(num_sites), self.colluding_sites + 2)
 
     @property
     def demands_privacy(self) -> bool:
@@ -220,10 +221,15 @@ class FloorSpec:
 
     def fewest_in_sum(self, num_sites: int) -> int:
         """Fewest updates that a secure sum of a run of so many sites must hold."""
+        if self.min_sites is None and self.privacy == "record":
+            return _PAIR
+        return self._fewest_open(num_sites)
+
+    def _fewest_open(self, num_sites: int) -> int:
+        """The same where no differential privacy is demanded."""
         if self.min_sites is not None:
             return self.min_sites
-        pair_is_accepted = self.accept_two_sites and num_sites == _PAIR
-        return _PAIR if self.privacy == "record" or pair_is_accepted else _USUAL
+        return _PAIR if self.accept_two_sites and num_sites == _PAIR else _USUAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

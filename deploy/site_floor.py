@@ -111,6 +111,29 @@ def _terms(job: JobSpec) -> dict[str, Any]:
     return found
 
 
+def weakness_of(job: JobSpec, floor: FloorSpec, delta: float | None) -> str:
+    """Say why what a private job promises is too weak to count; empty if it counts.
+
+    Whatever unit the operator demands: with epsilon large enough, or delta close to 1,
+    an aggregator could call any job private.
+
+    Args:
+        job: With differential privacy.
+        floor: What the operator demands.
+        delta: What the site promises with the job's epsilon; None for less than any.
+    """
+    private = job.privacy.differential_privacy
+    target = private.target_epsilon
+    if target is None or target > floor.max_epsilon:
+        return f"its epsilon is above {floor.max_epsilon:g} (floor.max_epsilon)"
+    if delta is not None and delta > floor.max_delta:
+        return f"its delta is above {floor.max_delta:g} (floor.max_delta)"
+    is_public = private.held_out == "public" and job.evaluation.every > 0
+    if is_public and not floor.public_held_out:
+        return "it calls held-out data public (floor.public_held_out)"
+    return ""
+
+
 def accepted_units(floor: FloorSpec) -> tuple[str, ...]:
     """Units of privacy that are as strong as the floor's, or stronger."""
     return UNITS[UNITS.index(floor.privacy) :]
@@ -161,8 +184,9 @@ def _number_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
     """With how many others an update is summed up."""
     num_sites, fewest = _sum_size(job), job.sites_in_sum
     if num_sites == _PAIR:
-        private = job.privacy.differential_privacy.unit == "record"
-        if not private and not floor.accept_two_sites:
+        private = job.privacy.differential_privacy
+        hides = private.unit == "record" and not weakness_of(job, floor, private.delta)
+        if not hides and not floor.accept_two_sites:
             demand = "demands record-level privacy in a run of two"
             yield _UNIT, f"{demand} (floor.accept_two_sites)"
     demanded = floor.fewest_in_sum(num_sites)

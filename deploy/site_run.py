@@ -17,7 +17,7 @@ from deploy import site_ranks
 from deploy.private_sites import ROUNDS, Keeping, PrivateSites
 from deploy.protection import check_layout, group_rule
 from deploy.site_file import FloorSpec, SiteConfig, SiteFile
-from deploy.site_floor import contract_floor
+from deploy.site_floor import contract_floor, weakness_of
 from deploy.sum_privacy import SumPrivacy
 from deploy.wiring import Federation
 from federation import job_file
@@ -138,6 +138,7 @@ def open_run(
             config=config,
             keys=keys,
             folder=folder,
+            promise=promise,
             in_sum=in_sum,
         )
     else:
@@ -184,13 +185,12 @@ def _secure_site(
     config: SiteConfig,
     keys: SiteKeys,
     folder: Path,
+    promise: SitePrivacy | None,
     in_sum: SumPrivacy | None,
 ) -> SecureSite:
     layout, name = met.federation.pool.layout, SiteId(config.file.name)
     check_layout(layout)
-    cohorts = None
-    if not met.job.privacy.differential_privacy.enabled:
-        cohorts = _cohort_rule(met, config)
+    cohorts = _cohort_rule(met, config, promise)
     groups = group_rule(
         met.job,
         site=name,
@@ -219,8 +219,8 @@ def _secure_site(
             floor_of=floor_of,
             memory=FileRounds(folder / "sites" / name / ROUNDS),
             random_bytes=os.urandom,
-            noise=None if in_sum is None else in_sum.noise,
             cohorts=cohorts,
+            noise=None if in_sum is None else in_sum.noise,
             groups=groups,
             threads=met.job.training.threads,
         ),
@@ -362,7 +362,9 @@ def _records(config: SiteConfig, job: JobSpec) -> str:
     return lineage(dataset=data.name, options={"own": _lineage(config), "dealt": dealt})
 
 
-def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
+def _cohort_rule(
+    met: MetRun, config: SiteConfig, promise: SitePrivacy | None
+) -> CohortRule:
     """Hold the sites of a job against the sums that this site has joined before.
 
     Raises:
@@ -371,23 +373,27 @@ def _cohort_rule(met: MetRun, config: SiteConfig) -> CohortRule:
     """
     floor, by_group = config.file.floor, met.job.privacy.secure_aggregation.groups
     num_sites = len(met.job.sites) if by_group is None else met.job.sites_in_sum
+    weakness = "" if promise is None else weakness_of(met.job, floor, promise.delta)
     rule = CohortRule(
         memory=site_memory(config),
         lineage=_lineage(config),
         smallest=floor.smallest_group(num_sites),
         accept_dropouts=floor.accept_dropouts,
+        is_private=promise is not None and not weakness,
     )
     if by_group is not None:
         return rule  # With whom this site is summed, the offer of a contract says.
     cohort: Cohort = frozenset(SiteId(site.name) for site in met.job.sites)
+    key, fault = "sites", ""
     try:
         rule.check(cohort)
     except CohortRefused as error:
-        raise JobError(f"site {config.file.name!r}: {error}", key="sites") from error
-    fault = rule.threshold_fault(len(cohort), met.job.minimum_sites)
+        fault = str(error)
+    if not fault:
+        key = "privacy.secure_aggregation.threshold"
+        fault = rule.threshold_fault(len(cohort), met.job.minimum_sites)
     if fault:
-        raise JobError(
-            f"site {config.file.name!r}: {fault}",
-            key="privacy.secure_aggregation.threshold",
-        )
+        if weakness:
+            fault += f". The run counts as one without differential privacy: {weakness}"
+        raise JobError(f"site {config.file.name!r}: {fault}", key=key)
     return rule

@@ -200,26 +200,90 @@ def test_records_with_noise_of_their_own_may_be_summed_with_whom_they_like(
 ):
     """Each update is private by itself, and its ledger counts every run."""
     world = World(tmp_path)
-    private = {
-        "aggregation": {"weights": "uniform"},
-        "training": {
+    world.run(private_job(SITES[:5]))
+    world.run(private_job(SITES[:4]))
+
+
+def private_job(sites: Collection[str], every: int = 0, **unit: Any) -> JobSpec:
+    """One round with differential privacy, for records unless said otherwise."""
+    made = job_of(
+        sites,
+        evaluation={"every": every},
+        aggregation={"weights": "uniform"},
+        training={
             "local_steps": 1,
             "batch_size": 10,
             "optimizer": {"name": "sgd", "lr": 0.1},
         },
-    }
-    unit = {"unit": "record", "target_epsilon": 3.0, "delta": 1e-5}
+    )
+    unit = {"unit": "record", "target_epsilon": 3.0, "delta": 1e-5} | unit
+    unit["accept_low_signal"] = unit["unit"] == "site"
+    private = replace(made.privacy.differential_privacy, **unit)
+    return replace(made, privacy=replace(made.privacy, differential_privacy=private))
 
-    def private_job(sites: Collection[str]) -> JobSpec:
-        made = job_of(sites, **private)
-        privacy = replace(
-            made.privacy,
-            differential_privacy=replace(made.privacy.differential_privacy, **unit),
-        )
-        return replace(made, privacy=privacy)
 
-    world.run(private_job(SITES[:5]))
+@pytest.mark.parametrize("unit", ["record", "joint", "site"])
+def test_private_run_without_a_site_of_an_open_run_is_refused(
+    tmp_path: Path, unit: str
+):
+    """Noise of the four others alone would hide the fifth site's update."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:5]))
+    with pytest.raises(SiteError, match=r"sites: .*would single out site-4, and"):
+        world.run(private_job(SITES[:4], unit=unit))
+    world.run(private_job(SITES[:6], unit=unit))  # Whose own noise hides site-5.
+
+
+def test_open_run_with_one_site_more_than_a_private_run_is_refused(tmp_path: Path):
+    """The other order; whatever is deleted of the runs, and after a restart."""
+    world = World(tmp_path)
     world.run(private_job(SITES[:4]))
+    for name in SITES[:5]:
+        for folder in (tmp_path / name / "runs").glob("*"):
+            folder.rename(tmp_path / f"deleted-{name}")
+        world.grid.agents[name] = world.agent(name)
+    with pytest.raises(SiteError, match="would single out site-4, and"):
+        world.run(job_of(SITES[:5]))
+    world.run(job_of(SITES[:4]))
+    world.run(private_job(SITES[:4]))
+
+
+@pytest.mark.parametrize(
+    ("weak", "reason"),
+    [
+        ({"target_epsilon": 20.0}, "its epsilon is above 8 .floor.max_epsilon"),
+        ({"delta": 1e-3}, "its delta is above 0.0001 .floor.max_delta"),
+        ({"held_out": "public", "every": 1}, "calls held-out data public"),
+    ],
+)
+def test_a_promise_that_says_nothing_makes_no_run_private(
+    tmp_path: Path, weak: dict[str, Any], reason: str
+):
+    """Else two runs with hardly any noise could differ by one site."""
+    world = World(tmp_path)
+    world.run(private_job(SITES[:5], **weak))
+    with pytest.raises(SiteError, match=f"would single out site-4, and.*{reason}"):
+        world.run(private_job(SITES[:4], **weak))
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_dropouts_of_private_rounds_do_not_split_open_groups(
+    tmp_path: Path, *, accepts: bool
+):
+    """A private sum without the silent site, beside an open one with it."""
+    world = World(tmp_path, {"accept_dropouts": accepts})
+    world.run(job_of(SITES[:5]))
+    made = replace(private_job(SITES[:5]), rounds=2)
+    secure = replace(made.privacy.secure_aggregation, threshold=4)
+    made = replace(made, privacy=replace(made.privacy, secure_aggregation=secure))
+    world.silent = SITES[4:5]
+    world.seen.clear()
+    world.run(made)
+    finished = [e for e in world.seen if isinstance(e, events.RoundFinished)]
+    first = "completed" if accepts else "lost"
+    assert [e.status for e in finished] == [first, "completed"]
+    reasons = [e.message for e in world.seen if isinstance(e, events.SiteFailed)]
+    assert any("would single out site-4" in text for text in reasons) != accepts
 
 
 def test_equal_seeds_do_not_give_equal_batches_under_secure_aggregation(

@@ -74,7 +74,7 @@ def test_groups_are_a_cohort_at_each_site():
     ran = run(grouped())
     for name, site in ran.sites.items():
         rule = site._protection.cohorts
-        (known,) = rule._known(rule.memory.read("cohorts"))
+        (known,) = rule.memory.read("cohorts")[rule.lineage]["cohorts"]
         assert name in known
         assert len(known) == 3
 

@@ -63,6 +63,76 @@ def test_large_groups_leave_nobody_alone(known: list[Cohort], smallest: int) -> 
         assert smallest_support(known) >= smallest
 
 
+def null_space(rows: list[list[Fraction]], width: int) -> list[list[Fraction]]:
+    """A basis of the vectors that a matrix sends to nothing."""
+    rows, pivots = [list(row) for row in rows], []
+    for column in range(width):
+        at = len(pivots)
+        found = next((r for r in range(at, len(rows)) if rows[r][column]), None)
+        if found is None:
+            continue
+        rows[at], rows[found] = rows[found], rows[at]
+        rows[at] = [x / rows[at][column] for x in rows[at]]
+        for r, row in enumerate(rows):
+            if r != at:
+                rows[r] = [
+                    x - row[column] * y for x, y in zip(row, rows[at], strict=True)
+                ]
+        pivots.append(column)
+    basis = []
+    for free in sorted({*range(width)} - {*pivots}):
+        vector = [Fraction(i == free) for i in range(width)]
+        for row, pivot in zip(rows, pivots, strict=False):
+            vector[pivot] = -row[free]
+        basis.append(vector)
+    return basis
+
+
+def leaves_few(bare: list[Cohort], private: list[Cohort], *, smallest: int) -> bool:
+    """Whether a combination that uses open sums leaves few of their sites over.
+
+    Searches all sets of too few sites of open sums, beside any that private sums hold:
+    whether some combination is zero on all other sites of open sums and not on these.
+    """
+    known = [*bare, *private]
+    exposed = sorted(frozenset().union(*bare))
+    for size in range(1, smallest):
+        for left in combinations(exposed, size):
+            others = [site for site in exposed if site not in left]
+            matrix = [[Fraction(site in c) for c in known] for site in others]
+            for weights in null_space(matrix, len(known)):
+                for site in left:
+                    total = sum(
+                        w for w, c in zip(weights, known, strict=True) if site in c
+                    )
+                    if total:
+                        return True
+    return False
+
+
+@given(cohorts, st.lists(st.frozensets(st.sampled_from(NAMES), min_size=1), max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_noise_of_others_does_not_single_out_sites_of_open_sums(
+    bare: list[Cohort], private: list[Cohort]
+) -> None:
+    """Whatever is added to open sums, their sites are left over in groups of k.
+
+    Sites of private sums alone may be left over beside them: with their own noise.
+    """
+    if not singled_out(bare, private, smallest=3) and len({*bare, *private}) > 1:
+        assert not leaves_few(bare, private, smallest=3)
+
+
+def test_private_sum_and_an_open_one_single_out_a_site() -> None:
+    """Five without noise and four with: the fifth, but for the noise of the four."""
+    five, four = [cohort(0, 1, 2, 3, 4)], [cohort(0, 1, 2, 3)]
+    assert leaves_few(five, four, smallest=2)
+    assert singled_out(five, four, smallest=3) == [cohort(4)]
+    assert not leaves_few(four, five, smallest=3)  # The noise of the fifth is in it.
+    assert singled_out(four, five, smallest=3) == []
+    assert singled_out([], [*five, *four], smallest=3) == []
+
+
 @given(cohorts)
 @settings(max_examples=100, deadline=None)
 def test_every_combination_leaves_whole_groups(known: list[Cohort]) -> None:

@@ -1,5 +1,6 @@
 """A site's rule on sums over different sites: what it records and what it refuses."""
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ PARTIES = Parties(10)
 
 
 def rule(memory: SiteMemory, **changes: Any) -> CohortRule:
-    """A rule with groups of three, and no dropouts."""
-    values = {"lineage": "digits", "smallest": 3, "accept_dropouts": False}
+    """A rule with groups of three, no dropouts and no differential privacy."""
+    values = {
+        "lineage": "digits",
+        "smallest": 3,
+        "accept_dropouts": False,
+        "is_private": False,
+    }
     return CohortRule(memory=memory, **(values | changes))
 
 
@@ -133,6 +139,114 @@ def test_dropouts_that_the_operator_accepts_bind_no_later_run():
     assert [len(sites) for sites in noted["cohorts"]] == [10]
     with pytest.raises(CohortRefused):
         mine.join(contract(*range(1, 10)))
+
+
+def private(memory: SiteMemory, **changes: Any) -> CohortRule:
+    """The rule of a run with differential privacy."""
+    return rule(memory, is_private=True, **changes)
+
+
+def test_private_sum_without_a_site_of_an_open_one_is_refused():
+    """Their difference is that site's update, but for the noise of the others."""
+    memory = InMemory()
+    rule(memory).join(contract(1, 2, 3, 4, 5))
+    before = memory.read(DOCUMENT)
+    with pytest.raises(CohortRefused, match="would single out site-05, and") as caught:
+        private(memory).join(contract(1, 2, 3, 4))
+    assert "make training private" not in str(caught.value)
+    with pytest.raises(ContractRefused) as refused:
+        private(memory).check_contract(contract(1, 2, 3, 4))
+    assert refused.value.key == "members"
+    assert memory.read(DOCUMENT) == before
+
+
+def test_open_sum_with_a_site_more_than_a_private_one_is_refused(tmp_path: Path):
+    """The same in the other order; private sums are durable as open ones are."""
+    private(FileMemory(tmp_path)).join(contract(1, 2, 3, 4))
+    with pytest.raises(CohortRefused, match="would single out site-05, and"):
+        rule(FileMemory(tmp_path)).join(contract(1, 2, 3, 4, 5))
+    rule(FileMemory(tmp_path)).join(contract(1, 2, 3, 4))
+
+
+def test_private_sums_may_differ_by_any_site():
+    """Each update that stands alone has the noise of its own sum."""
+    memory = InMemory()
+    private(memory).join(contract(1, 2, 3, 4, 5))
+    private(memory).join(contract(1, 2, 3, 4))
+    private(memory).join(contract(1, 2, 3))
+
+
+def test_sites_that_were_in_private_sums_alone_need_no_group():
+    """Site 6 is singled out, by sums that all hold its noise."""
+    memory = InMemory()
+    rule(memory).join(contract(1, 2, 3, 4, 5))
+    private(memory).join(contract(1, 2, 3, 4, 5, 6))
+    private(memory).join(contract(1, 2, 3, 4, 5, 7, 8))
+    with pytest.raises(CohortRefused, match="single out site-06"):
+        rule(memory).join(contract(1, 2, 3, 4, 5, 6))
+
+
+def test_private_sums_split_groups_together():
+    """Two that leave three sites out each, and overlap: no pair of sums shows it."""
+    memory = InMemory()
+    rule(memory).join(contract(*range(1, 10)))
+    private(memory).join(contract(*range(1, 7)))
+    with pytest.raises(CohortRefused, match="single out"):
+        private(memory).join(contract(1, 2, 3, 4, 8, 9))
+    private(memory).join(contract(1, 2, 3, 7, 8, 9))
+
+
+def test_private_sum_that_splits_nothing_is_allowed_whatever_was_before():
+    """As where an operator once accepted less: it tells no more of open sums."""
+    memory = InMemory()
+    for sites in ((1, 2, 3, 4, 5), (1, 2, 3, 4)):
+        rule(memory, smallest=1).join(contract(*sites))
+    private(memory).join(contract(1, 2, 3, 4, 5))
+    private(memory).join(contract(1, 2, 3, 4))
+    with pytest.raises(CohortRefused, match="single out site-04, and"):
+        private(memory).join(contract(1, 2, 3))
+
+
+def test_dropouts_of_private_rounds_are_held_against_open_sums():
+    """Before any open sum all are allowed, and noted; after one, those in groups."""
+    ten = contract(*range(1, 11), absent=3)
+    memory = InMemory()
+    assert private(memory).threshold_fault(10, 9) == ""
+    private(memory).join(ten)
+    private(memory).leave_out(ten, range(1, 10))
+    with pytest.raises(CohortRefused, match="single out site-10"):
+        rule(memory).join(ten)
+    memory = InMemory()
+    rule(memory).join(ten)
+    private(memory).leave_out(ten, range(1, 8))
+    with pytest.raises(CohortRefused, match="single out"):
+        private(memory).leave_out(ten, range(1, 10))
+    private(memory, accept_dropouts=True).leave_out(ten, range(1, 10))
+    assert [len(c) for c in memory.read(DOCUMENT)["digits"]["accepted"]] == [9]
+
+
+def test_private_sums_that_split_nothing_take_no_room():
+    """However many rounds lose sites, no more are noted than there are sites."""
+    memory, ten = InMemory(), contract(*range(1, 11), absent=3)
+    for left in combinations(range(1, 11), 2):
+        private(memory).leave_out(ten, {*range(1, 11)} - {*left})
+    noted = memory.read(DOCUMENT)["digits"]["private"]
+    assert len(noted) <= 10
+    with pytest.raises(CohortRefused, match="single out site-01 and site-02 and"):
+        rule(memory).join(ten)
+
+
+def test_memory_of_releases_that_noted_no_private_sums_is_read():
+    """And what it holds counts as before."""
+    memory = InMemory()
+    old = {"digits": {"cohorts": [sorted(cohort(1, 2, 3, 4, 5))]}}
+    memory.update(DOCUMENT, lambda _: old)
+    with pytest.raises(CohortRefused):
+        private(memory).join(contract(1, 2, 3, 4))
+    private(memory).join(contract(1, 2, 3, 4, 5, 6))
+    kept = memory.read(DOCUMENT)["digits"]
+    assert kept["cohorts"] == old["digits"]["cohorts"]
+    assert len(kept["private"]) == 1
 
 
 def test_damaged_memory_is_refused(tmp_path: Path):

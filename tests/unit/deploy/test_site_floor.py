@@ -212,12 +212,36 @@ def test_pair_is_accepted_where_records_or_the_floor_allow_it():
     site_floor.check_job(secure_job(2, threshold=2), waived, SITE)
 
 
+@pytest.mark.parametrize(
+    ("weak", "limit"),
+    [({"target_epsilon": 9.0}, "max_epsilon"), ({"held_out": "public"}, "held_out")],
+)
+def test_weak_promise_is_no_reason_to_accept_a_pair(weak: dict[str, Any], limit: str):
+    """Epsilon 10^6 hides nothing from the other site."""
+    job = private_job(**weak)
+    assert limit in site_floor.weakness_of(job, FloorSpec(), 1e-6)
+    floor = {**OPEN, "functions": MODELS, "min_sites": 2}
+    key, said = refused(job, **floor)
+    assert key == "privacy.differential_privacy.unit"
+    assert "record-level privacy in a run of two" in said
+
+
+def test_groups_are_no_smaller_where_records_are_demanded():
+    """Open sums of before, when the operator demanded less, were promised three."""
+    assert FloorSpec().smallest_group(5) == 3
+    assert FloorSpec(colluding_sites=2).smallest_group(5) == 4
+    assert FloorSpec(min_sites=2).smallest_group(5) == 2
+    assert FloorSpec(min_group=1).smallest_group(5) == 1
+
+
 def test_held_out_data_are_public_where_the_operator_says_so():
     """A job cannot know; and where nothing is promised it does not matter."""
     job = private_job(held_out="public")
     said = FloorSpec(functions=MODELS, public_held_out=True)
     site_floor.check_job(job, said, SITE)
-    nothing = FloorSpec(functions=MODELS, privacy="none", min_sites=2)
+    nothing = FloorSpec(
+        functions=MODELS, privacy="none", min_sites=2, accept_two_sites=True
+    )
     site_floor.check_job(job, nothing, SITE)
 
 
