@@ -72,6 +72,12 @@ class AddOne:
         del weights_d, integers_m
         return NOTHING
 
+    def pay(self, **_charges: object) -> None:
+        pass
+
+    def spent(self) -> None:
+        return None
+
 
 def ours(num_sites: int, values: int, rounds: int) -> dict[str, object]:
     """Time our rounds; also memory after the first and after the last."""
