@@ -90,6 +90,9 @@ _LEAD = struct.Struct("<8sI32s")  # magic, version, digest
 _LENGTHS = struct.Struct("<IIQ")  # kind, header length, payload length
 _PREFIX_BYTES = _LEAD.size + _LENGTHS.size
 _ALIGNMENT_BYTES = 64
+_CANONICAL = json.JSONEncoder(
+    allow_nan=False, sort_keys=True, separators=(",", ":"), check_circular=False
+)
 
 
 def encode(message: WireMessage) -> list[Buffer]:
@@ -184,8 +187,7 @@ def _head(message: WireMessage) -> tuple[Kind, bytes]:
 
 
 def _format_header(fields: Fields) -> bytes:
-    text = json.dumps(fields, allow_nan=False, sort_keys=True, separators=(",", ":"))
-    header = text.encode("ascii")
+    header = _CANONICAL.encode(fields).encode("ascii")
     return header + b" " * (-(_PREFIX_BYTES + len(header)) % _ALIGNMENT_BYTES)
 
 

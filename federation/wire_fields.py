@@ -130,6 +130,10 @@ _SECTIONS: Mapping[Kind, tuple[_Section, ...]] = {
     ),
 }
 
+_NATIVE = {  # Types of values in memory.
+    s.dtype: s.dtype.newbyteorder("=") for parts in _SECTIONS.values() for s in parts
+}
+
 
 # Writing.
 
@@ -145,7 +149,7 @@ def sections(message: WireMessage) -> list[NDArray[Any]]:
         value = getattr(message, section.field)
         if section.is_bytes:
             value = _raw(value, section.field)
-        expected = section.dtype.newbyteorder("=")
+        expected = _NATIVE[section.dtype]
         if value.dtype != expected or value.ndim != 1:
             raise WireError(
                 f"a vector is {value.dtype} of shape {value.shape}, "
@@ -162,10 +166,10 @@ def write(message: WireMessage) -> tuple[Kind, Fields]:
         WireError: A field is out of range.
     """
     kind = _KINDS[type(message)]
-    names = (*_ABOUT, *_PLAIN[kind])
-    fields: Fields = {
-        name: _SPELLINGS.get(name, _as_it_is)(getattr(message, name)) for name in names
-    }
+    fields: Fields = {}
+    for name, spell in _SPELLED[kind]:
+        value = getattr(message, name)
+        fields[name] = value if spell is None else spell(value)
     for section in _SECTIONS[kind]:
         fields[section.size] = len(getattr(message, section.field))
     read(kind, fields, None)
@@ -176,10 +180,6 @@ def _raw(value: object, name: str) -> NDArray[np.uint8]:
     if type(value) is not bytes:
         raise WireError(f"{name} is of type {type(value).__name__}, not bytes")
     return np.frombuffer(value, np.uint8)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 _SPELLINGS: Mapping[str, Callable[[Any], Any]] = {
@@ -194,9 +194,18 @@ _SPELLINGS: Mapping[str, Callable[[Any], Any]] = {
     # A failure must not get lost for its text, which often is a library's.
     "message": wire_values.one_line,
 }
+_SPELLED = {
+    kind: tuple((name, _SPELLINGS.get(name)) for name in (*_ABOUT, *plain))
+    for kind, plain in _PLAIN.items()
+}
 
 
 # Reading.
+
+_MEMBERS = {
+    kind: frozenset((*_ABOUT, *plain, *(s.size for s in _SECTIONS[kind])))
+    for kind, plain in _PLAIN.items()
+}
 
 
 def read(kind: Kind, fields: object, payload: memoryview | None) -> WireMessage:
@@ -211,10 +220,7 @@ def read(kind: Kind, fields: object, payload: memoryview | None) -> WireMessage:
     Raises:
         WireError: They are not exactly those of one message.
     """
-    sizes = [section.size for section in _SECTIONS[kind]]
-    members = wire_values.check_members(
-        fields, frozenset((*_ABOUT, *_PLAIN[kind], *sizes))
-    )
+    members = wire_values.check_members(fields, _MEMBERS[kind])
     return _READERS[kind](members, _read_sections(kind, members, payload))
 
 
@@ -226,8 +232,7 @@ def _read_sections(kind: Kind, fields: Fields, payload: memoryview | None) -> Fi
         for s in parts
     ]
     if payload is None:
-        payload = memoryview(b"")
-        sizes = [0 for _ in parts]
+        return dict.fromkeys(s.field for s in parts)
     if len(payload) != sum(sizes):
         raise WireError(
             f"the payload has {len(payload)} bytes where the header says {sum(sizes)}"

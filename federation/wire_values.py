@@ -112,10 +112,12 @@ def read_digest(fields: Fields) -> str:
 def read_word(fields: Fields, name: str, words: type[_Word]) -> _Word:
     """Read one word of an enumeration."""
     value = fields[name]
-    if type(value) is not str or value not in list(words):
-        allowed = [str(word) for word in words]
-        raise WireError(f"{name} is {value!r:.80}, not one of {allowed}")
-    return words(value)
+    if type(value) is str:
+        for word in words:
+            if word == value:
+                return word
+    allowed = [str(word) for word in words]
+    raise WireError(f"{name} is {value!r:.80}, not one of {allowed}")
 
 
 def _float(fields: Fields, name: str) -> float:
