@@ -31,6 +31,8 @@ CHUNK_VALUES = 1 << 16
 # Up to so many values BLAS works on one thread. On more it waits for all its threads
 # at every call: on busy cores that costs a hundred times the arithmetic.
 _SERIAL_VALUES = 1 << 13
+# The check for finite values reads 4 MiB at a time, as rows of 16 KiB.
+_CHECK_VALUES, _ROW_VALUES = 1 << 20, 1 << 12
 
 
 class Role(StrEnum):
@@ -238,10 +240,20 @@ def is_finite(vector_d: Vector) -> bool:
     # A sum is finite unless a value is not, or finite values overflow; only then is
     # the slower exact test needed.
     with np.errstate(over="ignore", invalid="ignore"):
-        for piece in chunks(vector_d.size):
+        for piece in chunks(vector_d.size, _CHECK_VALUES):
             part = vector_d[piece]
-            total = np.add.reduce(part)
+            total = np.add.reduce(_column_sums(part))
             if not math.isfinite(total) and not np.isfinite(part).all():
                 return False
             give_back(part)
     return True
+
+
+def _column_sums(part_c: Vector) -> Vector:
+    """Fewer values with the same sum, as far as there are enough to gain by it."""
+    # Whole rows added to one that stays in the cache: NumPy reads memory nearly twice
+    # as fast as in a sum over one axis, whose order it has to keep for accuracy.
+    if part_c.size % _CHECK_VALUES:
+        return part_c
+    sums: Vector = np.add.reduce(part_c.reshape(-1, _ROW_VALUES))
+    return sums

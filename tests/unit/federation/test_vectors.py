@@ -164,9 +164,25 @@ def test_one_bad_value_is_found(value: float, position: int):
     assert not math.isfinite(vectors.norm(vector_d))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 5001, (1 << 20) - 1, (1 << 20) + 7, -1])
+def test_one_bad_value_is_found_among_millions(value: float, position: int):
+    """Sums of columns, over which most of a large vector is checked, hide nothing."""
+    vector_d = np.ones((2 << 20) + 3, dtype=np.float32)
+    assert vectors.is_finite(vector_d)
+    vector_d[position] = value
+    assert not vectors.is_finite(vector_d)
+    vector_d[position] = 3e38
+    vector_d[position - 4096] = 3e38
+    assert vectors.is_finite(vector_d)
+
+
 def test_opposite_infinities_do_not_hide_each_other():
     """They are not finite even if a sum could cancel them."""
     assert not vectors.is_finite(np.array([np.inf, -np.inf], dtype=np.float32))
+    vector_d = np.zeros(1 << 20, dtype=np.float32)
+    vector_d[7], vector_d[7 + 4096] = np.inf, -np.inf
+    assert not vectors.is_finite(vector_d)
 
 
 def test_huge_values_are_finite():
