@@ -31,6 +31,7 @@ from privacy.dp.ledger_format import Charge, Purpose, Terms
 
 DOCUMENT = "ledgers"
 _RUNS, _DATASETS, _REPEATED = "runs", "datasets", "repeated"
+_CONTENTS, _MAX_CONTENTS = "contents", 256
 _UNIT = "privacy.differential_privacy.unit"
 _TARGET = "privacy.differential_privacy.target_epsilon"
 
@@ -74,6 +75,7 @@ class LifetimeSpent:
         num_runs: How many have charged something.
         epsilon: By composition of everything that was charged; an upper bound.
         delta: The probability that goes with it.
+        num_contents: How many different contents the data had, as far as is known.
     """
 
     dataset: str
@@ -81,6 +83,7 @@ class LifetimeSpent:
     num_runs: int
     epsilon: float
     delta: float
+    num_contents: int
 
 
 def known_anchor(memory: SiteMemory, run_id: RunId) -> LedgerAnchor:
@@ -127,7 +130,8 @@ def lifetime(memory: SiteMemory, budget: LifetimeBudget) -> LifetimeSpent | None
     Raises:
         StoreError: The memory cannot be read, or is damaged.
     """
-    entry = memory.read(DOCUMENT).get(_DATASETS, {}).get(budget.dataset)
+    document = memory.read(DOCUMENT)
+    entry = document.get(_DATASETS, {}).get(budget.dataset)
     runs = {} if entry is None else _charged(entry["runs"])
     if entry is None or not runs:
         return None
@@ -138,7 +142,48 @@ def lifetime(memory: SiteMemory, budget: LifetimeBudget) -> LifetimeSpent | None
         num_runs=len(runs),
         epsilon=accountant.epsilon(_events(runs), delta),
         delta=delta,
+        num_contents=max(1, len(_contents(document, budget.dataset))),
     )
+
+
+def note_content(memory: SiteMemory, dataset: str, digest: str) -> bool:
+    """Remember what the data behind a name are; return whether they have changed.
+
+    They have if they were others before and never these, so it is said once.
+
+    Args:
+        memory: The site's.
+        dataset: The name.
+        digest: See ``data_digest``.
+
+    Raises:
+        StoreError: The memory cannot be read or made durable.
+    """
+    before = _contents(memory.read(DOCUMENT), dataset)
+    if digest in before:
+        return False
+
+    def change(document: Document) -> Document:
+        known = [*_contents(document, dataset), digest]
+        found = {**document.get(_CONTENTS, {}), dataset: known[-_MAX_CONTENTS:]}
+        return {**document, _CONTENTS: found}
+
+    memory.update(DOCUMENT, change)
+    return bool(before)
+
+
+def one_budget(dataset: str) -> str:
+    """Say what changed data mean for the budget of their name."""
+    return (
+        f"the budget of {dataset!r} goes on, because records that were there before "
+        "have spent what they have. Give data another data.name in site.toml only if "
+        "no record of the old data is in them"
+    )
+
+
+def _contents(document: Document, dataset: str) -> list[str]:
+    found: list[str] = document.get(_CONTENTS, {}).get(dataset, [])
+    return found
 
 
 def dataset_of(memory: SiteMemory, run_id: str) -> str | None:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from clients import ledger_memory
-from clients.ledger_memory import LifetimeBudget, LifetimeSpent, dataset_of
+from clients.ledger_memory import (
+    LifetimeBudget,
+    LifetimeSpent,
+    dataset_of,
+    one_budget,
+)
 from clients.site_memory import FileMemory
 from deploy import site_file, site_run
 from deploy.run_folder import RunFolder
@@ -254,6 +259,11 @@ def lines(finding: Finding) -> Iterator[str]:
             f"lifetime    epsilon {all_runs.epsilon:.4f} at delta {all_runs.delta:g}, "
             f"runs on {all_runs.dataset!r}: {all_runs.num_runs}"
         )
+        if all_runs.num_contents > 1:
+            yield (
+                f"contents    {all_runs.num_contents} since the first run; "
+                f"{one_budget(all_runs.dataset)}"
+            )
     if known["num_recoveries"] or known["torn_bytes"]:
         yield (
             f"note        {known['num_recoveries']} unfinished lines were taken away "

@@ -1,7 +1,13 @@
 """What a deployed site trains on: its own data, or its part of a rehearsal's."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from clients import data_digest
+from clients.factories import call_factory
+from clients.ledger_memory import note_content, one_budget
+from clients.site_memory import SiteMemory
 from deploy import wiring
 from deploy.data import load_data
 from deploy.site_file import SiteFile
@@ -51,10 +57,41 @@ def _rehearsed(file: SiteFile, job: JobSpec) -> wiring.SiteData:
     return wiring.deal_data(job)[SiteId(file.name)]
 
 
+def note_changes(file: SiteFile, data: wiring.SiteData, memory: SiteMemory) -> None:
+    """Warn the site's operator if its own data have changed since an earlier run.
+
+    Args:
+        file: Names the data.
+        data: Training and held-out data, as they are now.
+        memory: Of the site.
+
+    Raises:
+        SiteError: They cannot be read; why, is told to the site's log alone.
+        StoreError: The memory cannot be read or written.
+    """
+    if not file.data.source:  # A rehearsal's differ from job to job.
+        return
+    parts = dict(zip(("train", "held_out"), data, strict=True))
+    with _told_to_the_log(file):
+        digest = call_factory(data_digest.digest, parts)
+    if note_content(memory, file.data.name, digest):
+        _LOG.warning(
+            "the data of site %s have changed since an earlier run: %s",
+            file.name,
+            one_budget(file.data.name),
+        )
+
+
 def _own(file: SiteFile, watch: Watch) -> wiring.SiteData:
+    with _told_to_the_log(file):
+        return load_data(file.data.source, file.data.options, watch=watch)
+
+
+@contextmanager
+def _told_to_the_log(file: SiteFile) -> Iterator[None]:
     try:
         with unable_to_exit():
-            return load_data(file.data.source, file.data.options, watch=watch)
+            yield
     except FederationError as error:
         _LOG.error("data of site %s cannot be loaded: %s", file.name, error)
         raise SiteError(

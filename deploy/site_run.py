@@ -13,7 +13,7 @@ from clients.ledger_memory import LifetimeBudget, adopt, known_anchor
 from clients.secure_site import Protection, SecureSite
 from clients.site_memory import FileMemory, SiteMemory, fresh_secret
 from cloud_adapters.storage.local import LocalStore
-from deploy import site_ranks
+from deploy import site_data, site_ranks
 from deploy.private_sites import ROUNDS, Keeping, PrivateSites
 from deploy.protection import check_layout, group_rule
 from deploy.site_file import FloorSpec, SiteConfig, SiteFile
@@ -129,6 +129,9 @@ def open_run(
         stack.enter_context(private)
     promise = None if private is None else _promise(private, config.file.floor)
     make_trainer = _trainer_maker(met.federation, private, config.file, stack)
+    if private is not None:  # And its ledger is open.
+        data = met.federation.site_data[name]
+        site_data.note_changes(config.file, data, site_memory(config))
     handler: SiteHandler
     if job.privacy.secure_aggregation.enabled:
         in_sum = None if private is None else private.in_sum

@@ -271,3 +271,28 @@ def test_simulation_counts_and_limits_on_request(
     with pytest.raises(JobError, match=r"simulation\.total_epsilon") as caught:
         simulate(limited, folder=tmp_path / "third")
     assert caught.value.key == "privacy.differential_privacy.target_epsilon"
+
+
+def test_changed_data_are_told_once_and_refill_nothing(
+    site: Operator, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    """With what to do; the budget goes by the name alone."""
+
+    def own(num_train: int) -> str:
+        options = {"num_train": num_train}
+        site.restart(data={"source": "support.small_jobs:blobs", "options": options})
+        caplog.clear()
+        assert site.propose(RUNS[1], private_job(rounds=1)) == ""
+        return "".join(r.getMessage() for r in caplog.records if r.levelname > "INFO")
+
+    assert own(60) == ""
+    told = own(59)
+    assert "data of site site-0 have changed since an earlier run" in told
+    assert "the budget of 'records' goes on" in told
+    assert own(59) == own(60) == ""
+    assert site.train(RUNS[1], private_job(rounds=1), rounds=1)
+    spent = site.spent()
+    assert spent is not None
+    assert (spent.num_runs, spent.num_contents) == (2, 2)
+    assert cli.main(["ledger", str(site.folder / "runs" / RUNS[1])]) == 0
+    assert "contents    2 since the first run; the budget of" in capsys.readouterr().out
