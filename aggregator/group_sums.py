@@ -16,6 +16,7 @@ Shape suffixes: d float values of the model, h words of the header.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ from federation.messages import (
     SecureStep,
     TaskKind,
 )
-from federation.protocols import Grid, RunState, WeightedUpdate
+from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
 from federation.round_record import RoundRecord
 from federation.vectors import HeaderVector, Layout, Vector
 from privacy.secagg import train
@@ -63,6 +64,7 @@ from privacy.secagg.groups import (
     Draw,
     group_contract,
     write_group_offer,
+    write_start,
 )
 from privacy.secagg.header import decode_header
 from privacy.secagg.identity import Identity
@@ -70,6 +72,8 @@ from privacy.secagg.keys import RoundFacts
 from privacy.secagg.ring_errors import SumOutOfRange
 from privacy.secagg.server import AggregatorRound
 from privacy.secagg.setup import AggregatorSetup, SetupRecord
+
+DRAWS_BEFORE_FAULT = 2  # A site may be slow once.
 
 
 class _Group:
@@ -240,6 +244,7 @@ class GroupGather:
             TooFewSites: Too few groups have one for the rule; the round is lost.
             DrawRefused: The groups do not follow from the draw.
         """
+        record.leave_out(self._exchange.announce(record, state.suspicions.faults))
         rounds = self._exchange_updates(state, record, kind)
         evaluation = kind is TaskKind.EVALUATE or evaluates(self._job, state)
         sums, bad = [], self._job.aggregation.byzantine_sites
@@ -274,7 +279,7 @@ class GroupGather:
         self, state: RunState, record: RoundRecord, kind: TaskKind
     ) -> list[_GroupRound]:
         """R1: send the model to all groups that have keys, and fold what comes back."""
-        setups = self._set_up(record)
+        setups = self._set_up(record, state.suspicions)
         model = train.model_digest(state.weights_d, state.integers_m)
         tasks = self._tasks(state, record, kind, setups, model)
         size = self._layout.size if kind is TaskKind.TRAIN else None
@@ -338,7 +343,9 @@ class GroupGather:
         )
         return [task for task in tasks if task.site in bodies]
 
-    def _set_up(self, record: RoundRecord) -> list[tuple[_Group, SetupRecord]]:
+    def _set_up(
+        self, record: RoundRecord, known: Suspicions
+    ) -> list[tuple[_Group, SetupRecord]]:
         """Find the setups to work under; make new ones where they are due.
 
         Raises:
@@ -346,7 +353,7 @@ class GroupGather:
             DrawRefused: The groups do not follow from the draw.
         """
         if not self._groups:
-            self._draw(record)
+            self._draw(record, known)
         due = [group for group in self._groups if group.run_setup.is_due]
         if due:
             self._new_setups(record, due)
@@ -356,31 +363,40 @@ class GroupGather:
             raise TooFewSites("no group of sites has keys")
         return found
 
-    def _draw(self, record: RoundRecord) -> None:
-        """Have all sites draw the groups; those who have drawn before draw the same."""
+    def _draw(self, record: RoundRecord, known: Suspicions) -> None:
+        """Have the sites draw the groups; those who have drawn before draw the same.
+
+        Raises:
+            TooFewSites: Somebody kept the draw from ending. Who did so twice is left
+                out of the next one.
+        """
         whole, num_groups = self._whole, self._job.privacy.secure_aggregation.groups
         assert num_groups is not None  # noqa: S101  # Else there is one sum.
-        draw = Draw(
-            members=whole.members,
-            num_groups=num_groups,
-        )
-        half, everyone = AggregatorDraw(draw), self.sites()
-        self._exchange.take(
-            record,
-            SecureStep.COMMIT,
-            everyone,
-            lambda _: b"",
-            lambda _, data: half.on_commitment(data),
-        )
-        commitments = half.commitments()
-        self._exchange.take(
-            record,
-            SecureStep.DRAW,
-            everyone,
-            lambda _: commitments,
-            lambda _, data: half.on_reveal(data),
-        )
-        outcome = half.outcome()
+        everyone = Draw(members=whole.members, num_groups=num_groups)
+        draw = everyone.without(known.faults)
+        start, half = write_start(everyone, known.faults), AggregatorDraw(draw)
+        try:
+            self._exchange.take(
+                record,
+                SecureStep.COMMIT,
+                draw.sites,
+                lambda _: start,
+                lambda _, data: half.on_commitment(data),
+            )
+            if not half.is_known():
+                commitments = half.commitments()
+                self._exchange.take(
+                    record,
+                    SecureStep.DRAW,
+                    draw.sites,
+                    lambda _: commitments,
+                    lambda _, data: half.on_reveal(data),
+                )
+            outcome = half.outcome()
+        except TooFewSites:
+            record.suspicions = _suspected(known, draw, half.missing(), record)
+            self._exchange.announce(record, record.suspicions.faults)
+            raise
         self._secrets = half.secrets
         self._groups = [
             _Group(group_contract(whole, group, outcome.digest))
@@ -436,6 +452,31 @@ def _losing_the_setup(record: RoundRecord, group: _Group) -> Iterator[None]:
         record.warn(
             f"round {record.round_index}: no new keys of {group.names}: {error}"
         )
+
+
+def _suspected(
+    known: Suspicions, draw: Draw, missing: Sequence[SiteId], record: RoundRecord
+) -> Suspicions:
+    """Add who kept a draw from ending; who does so twice is at fault.
+
+    If most sites did, it is because of another one: they say which. No site is left
+    out if a group would be smaller for it than the smallest of before.
+    """
+    silences, faults = Counter(known.silences), dict(known.faults)
+    silences.update(missing)
+    few = 2 * len(missing) < len(draw.sites)
+    for site in missing if few else ():
+        left = len(draw.sites) - (len(faults) - len(known.faults)) - 1
+        if silences[site] < DRAWS_BEFORE_FAULT:
+            continue
+        if left // draw.num_groups < len(draw.sites) // draw.num_groups:
+            record.warn(
+                f"round {record.round_index}: {site} keeps groups from being drawn. "
+                "Without it they would be too small: run with another in its place"
+            )
+            continue
+        faults[site] = "did not open its commitment when groups were drawn"
+    return replace(known, silences=dict(silences), faults=faults)
 
 
 def _round_of(rounds: Mapping[SiteId, _GroupRound], site: SiteId) -> _GroupRound:

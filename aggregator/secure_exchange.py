@@ -5,7 +5,14 @@ What is common to one sum over all sites (``secure_sum``) and to sums over group
 their silence tell of the keys that they have.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -58,6 +65,16 @@ class SecureExchange:
         self._grid = grid
         self._deadline_seconds = deadline_seconds
         self._run_setup_of = run_setup_of
+        self._left_out: Collection[SiteId] = ()  # As announced.
+
+    def announce(
+        self, record: RoundRecord, left_out: Mapping[SiteId, str]
+    ) -> Mapping[SiteId, str]:
+        """Emit who is left out, if it has changed."""
+        if set(left_out) != set(self._left_out):
+            record.announce_left_out(left_out)
+            self._left_out = set(left_out)
+        return left_out
 
     def take(
         self,

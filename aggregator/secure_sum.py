@@ -88,7 +88,6 @@ class SecureGather:
             deadline_seconds=self._deadline_seconds,
             run_setup_of=lambda _: self._run_setup,
         )
-        self._left_out: Mapping[SiteId, str] = {}  # As announced.
         self._opened: OpenedRound | None = None  # The newest round with a sum.
 
     def sites(self) -> Sequence[SiteId]:
@@ -146,7 +145,7 @@ class SecureGather:
             BadShare: The shares of a secret contradict one another.
         """
         blame = Blame(self._contract, state.suspicions)
-        left_out = self._announced(record, blame.left_out())
+        left_out = self._exchange.announce(record, blame.left_out())
         setup = self._set_up(record, left_out)
         model = train.model_digest(state.weights_d, state.integers_m)
         tasks = self._tasks(state, record, kind, setup, model)
@@ -171,7 +170,7 @@ class SecureGather:
             for said in blame.note(current):
                 record.warn(f"round {record.round_index}: {said}")
             record.suspicions = blame.suspicions()
-            self._announced(record, blame.left_out())
+            self._exchange.announce(record, blame.left_out())
         if total is not None:
             total.apply_masks_(train.masks(corrections.vector))
         apply_masks_(header_h, train.masks(corrections.header))
@@ -320,15 +319,6 @@ class SecureGather:
                 )
             ),
         )
-
-    def _announced(
-        self, record: RoundRecord, left_out: Mapping[SiteId, str]
-    ) -> Mapping[SiteId, str]:
-        """Emit who is left out, if it has changed."""
-        if left_out.keys() != self._left_out.keys():
-            record.announce_left_out(left_out)
-            self._left_out = left_out
-        return left_out
 
     def _clip(self, state: RunState) -> float:
         """What updates are clipped to in the next round."""

@@ -131,7 +131,7 @@ class SecureSite:
 
     def _answer_step(self, task: SecureTask) -> SecureAnswer:
         if task.step is SecureStep.COMMIT:
-            body = self._group_rule().commit(self._protection.identity)
+            body = self._group_rule().commit(task.body, self._protection.identity)
         elif task.step is SecureStep.DRAW:
             body = self._group_rule().reveal(task.body)
         elif task.step is SecureStep.ADVERTISE:

@@ -5,7 +5,7 @@ what a sum hides and whom a liar can spoil. Nobody may choose it. Each site comm
 a secret before it sees any other's, and reveals it once all have committed::
 
     aggregator                                                      each site i
-        |-- commit -------------------------------------------------->|
+        |-- commit, without sites X --------------------------------->|
         |<-- Commitment: H(secret_i), signed -------------------------|
         |-- all commitments ----------------------------------------->|  noted for good
         |<-- Reveal: secret_i ----------------------------------------|
@@ -14,18 +14,25 @@ a secret before it sees any other's, and reveals it once all have committed::
 The groups follow from all secrets, so one honest site makes them random. What a site
 commits to, and to whose commitments it has revealed its secret, it keeps for all runs
 on the same data (``clients.groups``). SHA-256 binds, so for each site there
-is one outcome of the draw: to begin again gives the same groups or none.
+is one outcome of the draw: to begin again gives the same groups or none. A site that
+has seen all secrets answers the first step with the whole draw, so that nobody else's
+memory is needed any more.
+
+A site that does not open its commitment gets no say in it: the others draw again
+without it, with new secrets, ``MAX_DRAWS`` times in all. Who wants another outcome pays
+for each with a site, and has no more of them than that.
 
 The digest of the outcome is in each group's contract, hence in every mask key.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from federation.ids import SiteId
-from privacy.secagg.canonical import Reader, byte_map, fields, lp, u64
+from privacy.secagg.canonical import Reader, byte_map, fields, lp, numbers, u64
 from privacy.secagg.contract import (
     DIGEST_BYTES,
     MAX_MEMBERS,
@@ -40,6 +47,7 @@ from privacy.secagg.roster import Roster
 
 SECRET_BYTES = 32
 MIN_GROUPS = 3  # Of two that differ nobody can say which is wrong.
+MAX_DRAWS = 3  # Outcomes that anybody may choose from, on the same data.
 
 _MAX_COMMITMENT_BYTES = 512
 _MAX_OFFER_BYTES = 1 << 17
@@ -68,6 +76,16 @@ class Draw:
     def sites(self) -> tuple[SiteId, ...]:
         """Names of the members."""
         return tuple(member.site for member in self.members)
+
+    def without(self, left_out: Collection[SiteId]) -> "Draw":
+        """The same without some sites.
+
+        Raises:
+            ValueError: The others do not make so many groups.
+        """
+        kept = [member for member in self.members if member.site not in left_out]
+        members = tuple(replace(m, number=at) for at, m in enumerate(kept, start=1))
+        return replace(self, members=members)
 
     @property
     def context(self) -> bytes:
@@ -260,9 +278,53 @@ def read_commitment(draw: Draw, data: bytes) -> Commitment:
     return message
 
 
+_START = b"xsa-v2/draw start"
+_FINISHED = b"xsa-v2/draw finished"
 _COMMITMENTS = b"xsa-v2/draw commitments"
 _REVEAL = b"xsa-v2/draw reveal"
 _GROUP_OFFER = b"xsa-v2/group offer"
+
+
+def write_start(draw: Draw, left_out: Collection[SiteId]) -> bytes:
+    """Ask for a commitment; ``left_out`` are sites of the draw of all."""
+    shown = [member.number for member in draw.members if member.site in left_out]
+    return lp(_START) + numbers(shown)
+
+
+def read_start(draw: Draw, data: bytes) -> Draw:
+    """What is drawn, by a draw of all sites and ``write_start``.
+
+    Raises:
+        DrawRefused: Too few sites are left, or strangers are left out.
+        MalformedMessage: The bytes are no start.
+    """
+    reader = Reader(data, _START)
+    shown = reader.numbers("left out", limit=MAX_MEMBERS)
+    reader.end()
+    if not set(shown) <= {member.number for member in draw.members}:
+        raise DrawRefused(f"there are no sites {list(shown)} in this draw to leave out")
+    try:
+        return draw.without({m.site for m in draw.members if m.number in shown})
+    except ValueError as error:
+        raise DrawRefused(str(error)) from error
+
+
+def write_finished(
+    number: int, commitments: Mapping[int, bytes], secrets: Mapping[int, bytes]
+) -> bytes:
+    """Answer the start of a draw that is over for this site: what everyone did."""
+    return lp(_FINISHED) + u64(number) + byte_map(commitments) + byte_map(secrets)
+
+
+def _read_finished(data: bytes) -> tuple[int, dict[int, bytes], dict[int, bytes]]:
+    reader = Reader(data, _FINISHED)
+    number = reader.u64("number", low=1, high=MAX_MEMBERS)
+    values, secrets = (
+        reader.byte_map(name, max_entries=MAX_MEMBERS, size=SECRET_BYTES)
+        for name in ("commitments", "secrets")
+    )
+    reader.end()
+    return number, values, secrets
 
 
 def write_commitments(commitments: Mapping[int, bytes]) -> bytes:
@@ -336,14 +398,22 @@ class AggregatorDraw:
         self._commitments: dict[int, bytes] = {}
         self._values: dict[int, bytes] = {}
         self._secrets: dict[int, bytes] = {}
+        # Of sites that know all: commitments and secrets, by number.
+        self._known: dict[int, tuple[dict[int, bytes], dict[int, bytes]]] = {}
 
     def on_commitment(self, data: bytes) -> SiteId:
-        """Take a site's commitment and return its name.
+        """Take a site's commitment, or the whole draw, and return its name.
 
         Raises:
             OutOfOrder: The site has committed itself already.
-            ProtocolError: As ``read_commitment``.
+            ProtocolError: As ``read_commitment`` or ``outcome_of``.
         """
+        if data.startswith(lp(_FINISHED)):
+            number, values, secrets = _read_finished(data)
+            outcome_of(self._draw, values, secrets)
+            self._known[number] = values, secrets
+            self._values[number] = values[number]
+            return self._draw.members[number - 1].site
         message = read_commitment(self._draw, data)
         member = self._draw.members[message.number - 1]
         if message.number in self._values:
@@ -352,13 +422,38 @@ class AggregatorDraw:
         self._values[message.number] = message.value
         return member.site
 
+    def is_known(self) -> bool:
+        """Whether most sites have made this draw before; then no secret is needed.
+
+        Who brings another draw than most others is not believed: its own commitment,
+        or its word for theirs, is a later one.
+        """
+        ballots = Counter(repr(sorted(v.items())) for v, _ in self._known.values())
+        if not ballots:
+            return False
+        most = ballots.most_common(1)[0][0]
+        values, secrets = next(
+            (v, s) for v, s in self._known.values() if repr(sorted(v.items())) == most
+        )
+        agree = [n for n, value in self._values.items() if values[n] == value]
+        if 2 * len(agree) <= len(self._draw.members):
+            return False
+        self._values, self._secrets = values, secrets
+        return True
+
+    def missing(self) -> tuple[SiteId, ...]:
+        """Sites whose commitment, or after all of them whose secret, is awaited."""
+        members = self._draw.members
+        seen = self._values if len(self._values) < len(members) else self._secrets
+        return tuple(member.site for member in members if member.number not in seen)
+
     def commitments(self) -> bytes:
         """All commitments, for every site.
 
         Raises:
             TooFewSites: One is missing.
         """
-        self._check_complete(self._values, "commitment")
+        self._check_complete(self._commitments, "commitment")
         return write_commitments(self._commitments)
 
     def on_reveal(self, data: bytes) -> SiteId:

@@ -12,6 +12,7 @@ from support.secure_runs import Run, retrained, run, secure_job, silence
 
 from clients.secure_site import SecureSite
 from clients.site_memory import FileMemory
+from cloud_adapters.storage.memory import MemoryStore
 from deploy.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
@@ -187,15 +188,59 @@ def test_run_that_is_resumed_has_the_groups_of_before(tmp_path: Path):
     assert ends == ["completed"] * 2
 
 
-def test_site_that_has_lost_its_memory_ends_a_later_run(tmp_path: Path):
-    """Groups are drawn by all: the others say who has another secret."""
-    job = grouped(schedule={"max_lost_rounds": 1})
+def test_site_that_has_lost_its_memory_costs_its_group(tmp_path: Path):
+    """Most sites know the draw, so the others go on with the groups of before."""
+    job = grouped(15, groups=5, rounds=2)
     asked = iter([False, True])
     simulate(job, folder=tmp_path, stop_requested=lambda: next(asked))
     memory = FileMemory(tmp_path / "sites" / LIAR / "memory")
-    memory.update("groups", lambda _: {"simulation": {"secret": "00" * 32}})
-    with pytest.raises(QuorumNotMet, match="site-0 committed to another secret"):
-        simulate(job, folder=tmp_path, resume=True)
+    memory.update("groups", lambda _: {})
+    seen: list[events.Event] = []
+    simulate(job, folder=tmp_path, resume=True, listeners=[seen.append])
+    (end,) = [e for e in seen if isinstance(e, events.RoundFinished)]
+    assert (end.status, len(end.answered)) == ("completed", 12)
+    (failed,) = [e for e in seen if isinstance(e, events.SiteFailed) if e.site == LIAR][
+        :1
+    ]
+    assert "before groups were drawn" in failed.message
+
+
+@pytest.mark.parametrize("step", ["commit", "draw"])
+def test_site_that_blocks_the_draw_is_drawn_without(step: str):
+    """It may be slow once. Then the others draw again; it is named, and not asked."""
+    ran = run(grouped(10, rounds=4), fault=silence(step, [LIAR], times=2))
+    assert ran.statuses() == ["lost", "lost", "completed", "completed"]
+    told = [e for e in ran.seen if isinstance(e, events.SitesLeftOut)]
+    assert [(e.round_index, e.sites) for e in told] == [(2, (LIAR,))]
+    assert "did not open its commitment" in told[0].reasons[0]
+    assert len(ran.answered(3)) == len(ran.answered(4)) == 9
+    del ran.sites[LIAR]
+    assert sorted(map(len, groups_of(ran))) == [3, 3, 3]
+
+
+def test_site_that_is_slow_once_is_in_its_group():
+    """The same commitments are opened in the next round."""
+    ran = run(grouped(10), fault=silence("draw", [LIAR]))
+    assert ran.statuses() == ["lost", "completed", "completed"]
+    assert len(ran.answered(2)) == 10
+    assert not any(isinstance(e, events.SitesLeftOut) for e in ran.seen)
+
+
+def test_site_is_not_left_out_of_groups_that_would_be_too_small():
+    """The run ends, and says which site to replace in the job."""
+    with pytest.raises(QuorumNotMet, match="site-0: draw: never answered"):
+        run(grouped(9), fault=silence("draw", [LIAR], times=9))
+
+
+def test_draw_without_a_site_outlives_the_coordinator(tmp_path: Path):
+    """Another one asks for the draw of those who were left."""
+    store, asked = MemoryStore(), iter([False, False, True])
+    job = grouped(10, rounds=4)
+    fault = silence("draw", [LIAR], times=2)
+    run(job, fault=fault, store=store, stop_requested=lambda: next(asked))
+    again = run(job, store=store)
+    assert again.statuses() == ["completed"] * 2
+    assert LIAR not in again.answered(3)
 
 
 def test_aggregator_that_offers_another_group_gets_no_key(

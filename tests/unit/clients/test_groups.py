@@ -10,6 +10,7 @@ from support.secagg_parties import Parties, entropy, site_name
 from clients.groups import DOCUMENT, GroupRule
 from clients.site_memory import FileMemory, InMemory, SiteMemory
 from federation.errors import CorruptObject
+from privacy.secagg.canonical import lp, numbers
 from privacy.secagg.errors import ContractRefused, DrawRefused, OutOfOrder
 from privacy.secagg.floor import Group, check_against_floor
 from privacy.secagg.groups import (
@@ -19,12 +20,16 @@ from privacy.secagg.groups import (
     group_contract,
     read_reveal,
     write_commitments,
+    write_finished,
     write_group_offer,
+    write_start,
 )
 
 PARTIES = Parties(10)
 SITES = [site_name(i) for i in range(1, 11)]
 DRAW = draw_of(PARTIES.roster, SITES, num_groups=3)
+START = write_start(DRAW, ())
+RANDOM = {i: entropy(f"draw {i}") for i in range(1, 11)}
 FIRST = SITES[0]
 
 
@@ -34,7 +39,7 @@ def rule(memory: SiteMemory, number: int = 1, **changes: Any) -> GroupRule:
         "site": site_name(number),
         "dataset": "digits",
         "draw": DRAW,
-        "random_bytes": entropy(f"draw {number}"),
+        "random_bytes": RANDOM[number],
     }
     return GroupRule(memory=memory, **(values | changes))
 
@@ -50,7 +55,7 @@ class Everybody:
     def commitments(self, **changes: Any) -> dict[int, bytes]:
         """What each site commits itself with."""
         return {
-            i: rule(memory, i, **changes).commit(PARTIES.sites[i])
+            i: rule(memory, i, **changes).commit(START, PARTIES.sites[i])
             for i, memory in self.memories.items()
         }
 
@@ -60,6 +65,24 @@ class Everybody:
         for data in self.commitments().values():
             half.on_commitment(data)
         for i, memory in self.memories.items():
+            half.on_reveal(rule(memory, i).reveal(half.commitments()))
+        return half
+
+    def finish(self) -> AggregatorDraw:
+        """A whole draw, after which every site knows all secrets."""
+        half = self.draw()
+        for i, memory in self.memories.items():
+            rule(memory, i).take_offer(write_group_offer(half.secrets, b"offer"))
+        return half
+
+    def again(self, *left_out: int) -> AggregatorDraw:
+        """Another draw, of those who are left."""
+        names = [site_name(i) for i in left_out]
+        start, half = write_start(DRAW, names), AggregatorDraw(DRAW.without(names))
+        rest = {i: m for i, m in self.memories.items() if i not in left_out}
+        for i, memory in rest.items():
+            half.on_commitment(rule(memory, i).commit(start, PARTIES.sites[i]))
+        for i, memory in rest.items():
             half.on_reveal(rule(memory, i).reveal(half.commitments()))
         return half
 
@@ -84,9 +107,90 @@ def test_draw_that_is_begun_again_gives_the_same(tmp_path: Path):
     rule(first.memories[1], 1).reveal(shown)  # Then the aggregator crashed.
     again = Everybody({i: FileMemory(folder) for i, folder in folders.items()})
     assert write_commitments(again.commitments()) == shown
-    outcome = again.draw().outcome()
+    outcome = again.finish().outcome()
     third = Everybody({i: FileMemory(folder) for i, folder in folders.items()})
-    assert third.draw().outcome() == outcome
+    half = AggregatorDraw(DRAW)
+    for data in third.commitments().values():
+        half.on_commitment(data)
+    assert half.is_known()
+    assert half.outcome() == outcome
+
+
+def test_finished_draw_needs_nobodys_memory_but_most_sites():
+    """One site has lost its own, and one lies about the others' commitments."""
+    everybody = Everybody()
+    outcome = everybody.finish().outcome()
+    everybody.memories[10] = InMemory()
+    half, answers = AggregatorDraw(DRAW), everybody.commitments()
+    for number in (10, 1, 2, 3, 4):
+        half.on_commitment(answers[number])
+    assert not half.is_known()
+    for number in (5, 6, 7, 8):
+        half.on_commitment(answers[number])
+    assert half.is_known()
+    assert half.outcome() == outcome
+    forged = {i: bytes(32) for i in range(1, 11)}
+    values = {i: DRAW.commitment(i, forged[i]) for i in forged}
+    assert half.on_commitment(write_finished(9, values, forged)) == site_name(9)
+    assert half.is_known()
+    assert half.outcome() == outcome
+
+
+def test_site_that_does_not_open_its_commitment_is_drawn_without():
+    """The others' groups are new ones, with new secrets."""
+    everybody = Everybody()
+    first = everybody.draw()
+    second = everybody.again(10)
+    assert not set(first.secrets.values()) & set(second.secrets.values())
+    names = {site for group in second.outcome().groups for site in group}
+    assert names == set(SITES[:9])
+
+
+def test_draws_are_counted_and_cost_a_site_each():
+    """Whoever wants other groups: the aggregator, a site, or both together."""
+    everybody = Everybody()
+    everybody.draw()
+    everybody.again(10)
+    with pytest.raises(DrawRefused, match="site-10 did not open a commitment"):
+        everybody.draw()
+    with pytest.raises(DrawRefused, match="site-10 did not open a commitment"):
+        everybody.again(9)
+    everybody.again(9, 10)
+    with pytest.raises(DrawRefused, match="takes part in no other draw"):
+        everybody.again(8, 9, 10)
+
+
+def test_draw_without_a_site_is_final_once_its_secrets_are_seen():
+    """An aggregator that does not like the groups cannot blame a site any more."""
+    everybody = Everybody()
+    everybody.finish()
+    with pytest.raises(DrawRefused, match="takes part in no other draw"):
+        everybody.again(10)
+
+
+def test_draw_in_which_nothing_was_revealed_does_not_count():
+    """A site that does not even commit itself tells nobody what comes out."""
+    everybody = Everybody()
+    for left_out in (10, 9, 8, 7):
+        start = write_start(DRAW, [site_name(left_out)])
+        rule(everybody.memories[1]).commit(start, PARTIES.sites[1])
+    everybody.draw()
+    rule(everybody.memories[1]).commit(
+        write_start(DRAW, [site_name(10)]), PARTIES.sites[1]
+    )
+    assert everybody.finish().is_known() is False  # As if it had not been asked.
+
+
+def test_site_does_not_draw_groups_that_it_is_left_out_of():
+    """Nor is there a draw of strangers, or of too few."""
+    mine = rule(InMemory())
+    for start, text in (
+        (write_start(DRAW, [FIRST]), "this site is left out"),
+        (write_start(DRAW, SITES[1:6]), "do not make 3 groups"),
+        (lp(b"xsa-v2/draw start") + numbers([11]), "there are no sites"),
+    ):
+        with pytest.raises(DrawRefused, match=text):
+            mine.commit(start, PARTIES.sites[1])
 
 
 def test_aggregator_cannot_draw_until_it_likes_the_groups():
@@ -116,7 +220,7 @@ def test_list_is_durable_before_the_secret_leaves(tmp_path: Path):
     everybody = Everybody({i: InMemory() for i in range(2, 11)})
     everybody.memories[1] = FileMemory(tmp_path)
     rule(everybody.memories[1]).reveal(write_commitments(everybody.commitments()))
-    later = FileMemory(tmp_path).read(DOCUMENT)["digits"]
+    (later,) = FileMemory(tmp_path).read(DOCUMENT)["digits"]
     assert len(later["commitments"]) == 10
     assert later["sites"] == SITES
 
@@ -132,11 +236,11 @@ def test_list_is_durable_before_the_secret_leaves(tmp_path: Path):
 def test_other_groups_of_one_dataset_are_refused(other: Any):
     """Of other sites, or another number: by every step of the draw."""
     everybody = Everybody()
-    half = everybody.draw()
+    half = everybody.finish()
     mine = rule(everybody.memories[1], draw=other)
     before = everybody.memories[1].read(DOCUMENT)
     with pytest.raises(DrawRefused, match="has drawn 3 groups of site-01, site-02"):
-        mine.commit(PARTIES.sites[1])
+        mine.commit(write_start(other, ()), PARTIES.sites[1])
     with pytest.raises(DrawRefused, match="takes part in no other draw"):
         mine.take_offer(write_group_offer(half.secrets, b"offer"))
     assert everybody.memories[1].read(DOCUMENT) == before
@@ -166,8 +270,11 @@ def test_steps_have_an_order():
     everybody = Everybody()
     half = everybody.draw()
     fresh = rule(InMemory())
-    with pytest.raises(OutOfOrder, match="before it was asked for its own"):
+    with pytest.raises(OutOfOrder, match="was asked for no commitment"):
         fresh.reveal(half.commitments())
+    with pytest.raises(OutOfOrder, match="was asked for no commitment"):
+        fresh.take_offer(write_group_offer(half.secrets, b"offer"))
+    fresh.commit(START, PARTIES.sites[1])
     with pytest.raises(OutOfOrder, match="before groups were drawn"):
         fresh.take_offer(write_group_offer(half.secrets, b"offer"))
 
@@ -198,8 +305,8 @@ def test_site_refuses_the_contract_of_a_group_that_it_did_not_draw():
 
 def test_damaged_memory_ends_the_draw(tmp_path: Path):
     """A site that cannot know what it has drawn draws nothing."""
-    rule(FileMemory(tmp_path)).commit(PARTIES.sites[1])
+    rule(FileMemory(tmp_path)).commit(START, PARTIES.sites[1])
     path = tmp_path / "groups.json"
     path.write_text(path.read_text().replace("secret", "s3cret"))
     with pytest.raises(CorruptObject, match="does not match its digest"):
-        rule(FileMemory(tmp_path)).commit(PARTIES.sites[1])
+        rule(FileMemory(tmp_path)).commit(START, PARTIES.sites[1])
