@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from federation.errors import ProtocolError
 from federation.messages import (
     NO_ANCHOR,
     LedgerAnchor,
@@ -41,12 +42,14 @@ class Releases:
     Attributes:
         round_event: The private steps of one round.
         held_out: Noise for held-out results; None if these are public.
+        evaluates: Whether the job has evaluations; if not, held-out results stay.
         max_loss: What a held-out prediction's loss is clipped to, in nats.
         random_bytes: Source of the keys of the held-out noise.
     """
 
     round_event: Event
     held_out: HeldOutMechanism | None
+    evaluates: bool
     max_loss: float
     random_bytes: Callable[[int], bytes] = os.urandom
 
@@ -92,10 +95,13 @@ class BudgetedTrainer:
             BudgetExceeded: Some of it is beyond the budget; nothing was charged.
             PrivacyError: The ledger cannot vouch for what was spent, or holds fewer
                 charges than ``anchor`` says that it held; nothing was charged.
+            ProtocolError: The job has no evaluations; nothing was charged.
         """
         self._trains, self._evaluations = False, 0
         self._ledger.check_anchor(anchor)
         held_out = self._releases.held_out
+        if evaluations and not self._releases.evaluates:
+            raise ProtocolError("was asked to evaluate, and the job has no evaluations")
         releases: list[Release] = []
         if trains:
             releases.append((self._releases.round_event, "train"))
@@ -126,11 +132,11 @@ class BudgetedTrainer:
             RuntimeError: It was not paid for.
         """
         held_out = self._releases.held_out
-        if held_out is None:
-            return self._trainer.evaluate(weights_d, integers_m)
         if not self._evaluations:
             raise RuntimeError("an evaluation was not paid for")
         self._evaluations -= 1
+        if held_out is None:
+            return self._trainer.evaluate(weights_d, integers_m)
         sums = self._trainer.evaluate_clipped(
             weights_d, integers_m, max_loss=self._releases.max_loss
         )

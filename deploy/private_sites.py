@@ -142,7 +142,10 @@ class SitePlan:
     def budgeted(self, trainer: ClippingTrainer, ledger: Ledger) -> BudgetedTrainer:
         """Have a trainer ask a ledger before each release that is planned here."""
         releases = Releases(
-            round_event=self.round_event, held_out=self.held_out, max_loss=MAX_LOSS
+            round_event=self.round_event,
+            held_out=self.held_out,
+            evaluates=self.num_evaluations > 0,
+            max_loss=MAX_LOSS,
         )
         return BudgetedTrainer(trainer, ledger, releases)
 

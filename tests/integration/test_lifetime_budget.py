@@ -181,6 +181,24 @@ def test_other_data_have_their_own_budget(site: Operator):
     assert site.propose(RUNS[1], job) == ""
 
 
+@pytest.mark.parametrize("held_out", ["noise", "public"])
+def test_run_without_evaluations_does_none(
+    tmp_path: Path, members: Consortium, held_out: str
+):
+    """An aggregator that asks all the same would get results without noise."""
+    floor = {"privacy": "record", "public_held_out": True, "max_delta": 1e-3}
+    site = Operator(tmp_path, members, **floor)
+    made = private_job(evaluation={"every": 0})
+    private = replace(made.privacy.differential_privacy, held_out=held_out)
+    job = replace(made, privacy=replace(made.privacy, differential_privacy=private))
+    assert site.propose(RUNS[0], job) == ""
+    (answer,) = site.train(RUNS[0], job, rounds=1)
+    assert isinstance(answer, SiteFailure)
+    assert "the job has no evaluations" in answer.message
+    assert site.spent() is None
+    site.agent.close()
+
+
 def test_budget_ends_in_the_middle_of_a_run(site: Operator):
     """A run that repeats rounds beyond its plan is charged, and then refused."""
     job = private_job()

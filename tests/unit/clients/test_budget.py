@@ -105,12 +105,15 @@ def place() -> Place:
     return make()
 
 
-def make(*, held_out: HeldOutMechanism | None = HELD_OUT) -> Place:
+def make(
+    *, held_out: HeldOutMechanism | None = HELD_OUT, evaluates: bool = True
+) -> Place:
     ledger = InMemoryLedger(TERMS, clock=VirtualClock(0.0))
     inner = Watched(ledger)
-    trainer = BudgetedTrainer(
-        inner, ledger, Releases(round_event=STEP, held_out=held_out, max_loss=8.0)
+    releases = Releases(
+        round_event=STEP, held_out=held_out, evaluates=evaluates, max_loss=8.0
     )
+    trainer = BudgetedTrainer(inner, ledger, releases)
     site = Site(
         NAME,
         make_trainer=lambda: trainer,
@@ -213,6 +216,19 @@ def test_a_round_that_was_paid_for_is_no_other_round(place: Place):
             round_index=4,
         )
     assert place.inner.at_work == []
+
+
+@pytest.mark.parametrize("kind", TaskKind)
+def test_a_job_without_evaluations_has_none(kind: TaskKind):
+    """Whoever asks: nothing is done, and nothing is charged."""
+    place = make(held_out=None, evaluates=False)
+    answer = place.site.handle(task(1, kind))
+    assert isinstance(answer, SiteFailure)
+    assert "the job has no evaluations" in answer.message
+    assert (place.inner.at_work, charged(place.ledger)) == ([], [])
+    place.trainer.pay(round_index=2, trains=True, evaluations=0)
+    with pytest.raises(RuntimeError, match="not paid for"):
+        place.trainer.evaluate(task(2).weights_d, task(2).integers_m)
 
 
 def test_public_results_cost_nothing():
