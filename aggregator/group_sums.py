@@ -35,6 +35,7 @@ from aggregator.secure_exchange import (
 )
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
+from federation.exchange import exchange
 from federation.gather import evaluates, round_tasks
 from federation.ids import SiteId
 from federation.job import JobSpec
@@ -294,7 +295,8 @@ class GroupGather:
             one = _GroupRound(group, setup, facts, size)
             rounds |= dict.fromkeys(group.sites, one)
         replies = self._exchange.heard(
-            self._grid.exchange(
+            exchange(
+                self._grid,
                 tasks,
                 deadline_seconds=self._job.schedule.round_deadline_seconds,
             ),

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
+from federation.exchange import exchange
 from federation.failures import failure
 from federation.ids import RunId, SiteId
 from federation.messages import (
@@ -103,7 +104,7 @@ class SecureExchange:
             )
             for site in sites
         ]
-        replies = self._grid.exchange(tasks, deadline_seconds=self._deadline_seconds)
+        replies = exchange(self._grid, tasks, deadline_seconds=self._deadline_seconds)
         heard = self._noting(replies)
         for answer, reply in record.protocol_answers(heard, step):
             try:

@@ -32,6 +32,7 @@ from aggregator.secure_exchange import (
 )
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
+from federation.exchange import exchange
 from federation.gather import evaluates, round_tasks
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
@@ -289,7 +290,7 @@ class SecureGather:
         record: RoundRecord,
         current: AggregatorRound,
     ) -> Iterator[tuple[MaskedUpdate, Reply]]:
-        replies = self._grid.exchange(tasks, deadline_seconds=self._deadline_seconds)
+        replies = exchange(self._grid, tasks, deadline_seconds=self._deadline_seconds)
         return record.masked_updates(self._exchange.heard(replies, lambda _: current))
 
     def _tasks(

@@ -7,7 +7,7 @@ is among them.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
@@ -16,14 +16,14 @@ from flwr.serverapp import Grid as FlowerApi
 from cloud_adapters import flower_errors, flower_site
 from cloud_adapters.flower_answers import Answers
 from cloud_adapters.flower_presence import Presence
-from cloud_adapters.flower_questions import Asked, Exchange, Out, Question, num_ahead
+from cloud_adapters.flower_questions import Asked, Batch, Out, Question, num_ahead
 from cloud_adapters.flower_roll_call import ANYBODY, Attendance
 from cloud_adapters.frame_references import Packed
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.redelivery import Inquiry, Word
 from federation.errors import FederationError, StoreError
 from federation.failures import failure
-from federation.ids import RunId, SiteId
+from federation.ids import RunId, SiteId, TaskId
 from federation.messages import (
     FailureKind,
     Reply,
@@ -115,6 +115,8 @@ class FlowerGrid:
         self._known = attendance.known
         self._answers = Answers(delivery.frames)
         self._tidied: tuple[RunId, int] | None = None
+        self._num_sent = 0
+        self._batches: list[Batch] = []  # Those with a task that is open.
         # Messages for which nobody waits and whose replies are still to be taken in.
         self._late: dict[str, Asked] = {}
         self._presence = Presence(
@@ -132,12 +134,10 @@ class FlowerGrid:
         """Every site, in the order of the job."""
         return self._sites
 
-    def exchange(
+    def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
-    ) -> Iterator[Reply]:
-        """Send tasks and yield what comes back.
-
-        Answers to earlier exchanges that missed their deadline come as they arrive.
+    ) -> Sequence[TaskId]:
+        """Open tasks; see ``Grid``. Waits for nodes that have just gone.
 
         Raises:
             ValueError: A task is for a site that the grid does not have.
@@ -154,100 +154,119 @@ class FlowerGrid:
             # Without shared processes all tasks go out at once, and all answers may
             # have to wait for the first.
             ordered = self._delivery.is_simulated or len(tasks) <= num_held
-        exchange = Exchange(
+        task_ids = [TaskId(self._num_sent + index) for index in range(len(tasks))]
+        self._num_sent += len(tasks)
+        sites = {task.site for task in tasks} & self._nodes.keys()
+        self._presence.await_return({self._nodes[s] for s in sites}, deadline_seconds)
+        batch = Batch(
+            task_ids=task_ids,
             deadline_seconds=deadline_seconds,
             waiting=deque(enumerate(tasks)),
             ahead=ahead,
             ordered=ordered,
         )
-        return self._run(exchange)
+        self._batches.append(batch)
+        self._push(batch)
+        return task_ids
 
-    def _run(self, exchange: Exchange) -> Iterator[Reply]:
-        sites = {task.site for _, task in exchange.waiting} & self._nodes.keys()
-        nodes = {self._nodes[site] for site in sites}
-        self._presence.await_return(nodes, exchange.deadline_seconds)
-        try:
-            while exchange.is_open():
-                self._push(exchange)
-                late = self._pull_all(exchange)
-                self._expire(exchange)
-                self._give_up_silent(exchange)
-                self._ask_after(exchange)
-                ready = [*late, *exchange.ready()]
-                yield from ready
-                if not ready and exchange.is_open():
-                    self._pause()
-        finally:
-            self._late |= {name: o.question.asked for name, o in exchange.out.items()}
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Take in what comes; answers that missed their deadline come as they arrive.
 
-    def _push(self, exchange: Exchange) -> None:
-        while exchange.waiting and len(exchange.open) < self._delivery.max_in_flight:
-            index, task = exchange.waiting[0]
-            if index >= exchange.next_index + exchange.ahead:
+        Raises:
+            FederationError: Flower has ended.
+        """
+        end = math.inf
+        if timeout_seconds is not None:
+            end = self._clock.monotonic() + timeout_seconds
+        while True:
+            for batch in self._batches:
+                self._push(batch)
+            ready = deque(self._pull_all())
+            for batch in self._batches:
+                self._expire(batch)
+                self._give_up_silent(batch)
+                self._ask_after(batch)
+                ready.extend(batch.ready())
+            self._batches = [batch for batch in self._batches if batch.is_open()]
+            if ready or not self._batches or self._clock.monotonic() >= end:
+                return ready
+            self._pause()
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Close tasks; sites are not told."""
+        for batch in self._batches:
+            self._late |= batch.withdraw(task_ids)
+
+    def _push(self, batch: Batch) -> None:
+        while batch.waiting and self._num_in_flight() < self._delivery.max_in_flight:
+            index, task = batch.waiting[0]
+            if index >= batch.next_index + batch.ahead:
                 return
-            exchange.waiting.popleft()
+            batch.waiting.popleft()
             packed = self._pack(task)
             now = self._clock.monotonic()
             # A simulation's messages do not leave this machine.
             inquiry = None if self._delivery.is_simulated else Inquiry(now)
-            question = Question.of(task, index, now, inquiry)
-            exchange.open[index] = question
-            self._send(exchange, question, packed)
+            task_id = batch.task_ids[index]
+            question = Question.of(task, index, now, inquiry, task_id=task_id)
+            batch.open[index] = question
+            self._send(batch, question, packed)
+
+    def _num_in_flight(self) -> int:
+        return sum(len(batch.open) for batch in self._batches)
 
     def _send(
-        self, exchange: Exchange, question: Question, packed: Packed | SiteFailure
+        self, batch: Batch, question: Question, packed: Packed | SiteFailure
     ) -> None:
         """Send a question, for the first time or again."""
         if isinstance(packed, SiteFailure):
-            self._settle(exchange, question, packed)
+            self._settle(batch, question, packed)
             return
         question.asked.bytes_down += packed.num_bytes
         content = flower_site.pack(
             packed.frame,
             site=question.task.site,
             job_text=self._delivery.job_text,
-            deadline_seconds=self._seconds_left(exchange, question),
+            deadline_seconds=self._seconds_left(batch, question),
             references=packed.references,
         )
         out = Out(question=question)
-        if not self._post(exchange, out, content, question.kind.value):
+        if not self._post(batch, out, content, question.kind.value):
             text = "Flower did not take the message for its node"
-            self._fail(exchange, question, FailureKind.UNREACHABLE, text)
+            self._fail(batch, question, FailureKind.UNREACHABLE, text)
         elif question.inquiry is not None:
             question.inquiry.note_sent(self._clock.monotonic())
 
-    def _post(
-        self, exchange: Exchange, out: Out, content: RecordDict, kind: str
-    ) -> bool:
+    def _post(self, batch: Batch, out: Out, content: RecordDict, kind: str) -> bool:
         """Give Flower a message that is about a question; say whether it took it."""
         question = out.question
         message = Message(
             content,
             self._nodes[question.task.site],
             kind,
-            ttl=QUEUE * (self._seconds_left(exchange, question) + LATE_SECONDS),
+            ttl=QUEUE * (self._seconds_left(batch, question) + LATE_SECONDS),
             group_id=question.name,
         )
         for message_id in self._api.push_messages([message]):
             if message_id:
-                exchange.out[message_id] = out
+                batch.out[message_id] = out
                 return True
         return False
 
-    def _seconds_left(self, exchange: Exchange, question: Question) -> float:
+    def _seconds_left(self, batch: Batch, question: Question) -> float:
         passed = self._clock.monotonic() - question.asked.asked_seconds
-        return max(exchange.deadline_seconds - passed, 1.0)
+        return max(batch.deadline_seconds - passed, 1.0)
 
-    def _ask_after(self, exchange: Exchange) -> None:
+    def _ask_after(self, batch: Batch) -> None:
         """Ask sites what became of questions that have been out for long."""
-        for question in [*exchange.open.values()]:
+        for question in [*batch.open.values()]:
             now = self._clock.monotonic()
             if question.inquiry is not None and question.inquiry.is_due(now):
-                self._probe(exchange, question, flower_site.PROBE)
+                self._probe(batch, question, flower_site.PROBE)
 
-    def _probe(self, exchange: Exchange, question: Question, kind: str) -> None:
+    def _probe(self, batch: Batch, question: Question, kind: str) -> None:
         out = Out(question=question, probed_seconds=self._clock.monotonic())
-        self._post(exchange, out, RecordDict(), kind)
+        self._post(batch, out, RecordDict(), kind)
 
     def _pack(self, task: Task) -> Packed | SiteFailure:
         if task.site not in self._nodes:
@@ -260,40 +279,43 @@ class FlowerGrid:
             return failure(task, FailureKind.UNREACHABLE, text)
 
     def _tidy(self, tasks: Sequence[Task]) -> None:
-        """Remove what earlier rounds have left in the store."""
+        """Remove what rounds before all that are open have left in the store."""
         for task in tasks[:1]:  # All are of one round.
-            now = task.run_id, task.round_index
+            rounds = set[int]().union(*(batch.rounds() for batch in self._batches))
+            now = task.run_id, min(rounds | {task.round_index})
             if self._tidied != now:
                 self._tidied = now
                 self._delivery.frames.end_rounds(now[0], self._sites, before=now[1])
 
-    def _pull_all(self, exchange: Exchange) -> list[Reply]:
+    def _pull_all(self) -> list[Reply]:
         """Take in what has arrived, also while vectors were being fetched.
 
         Or answers would miss their deadline because others are large.
         """
         late: list[Reply] = []
         while True:
-            begin, num_open = self._clock.monotonic(), len(exchange.open)
-            late += self._pull(exchange)
-            is_new = len(exchange.open) < num_open
+            begin, num_open = self._clock.monotonic(), self._num_in_flight()
+            late += self._pull()
+            is_new = self._num_in_flight() < num_open
             if not is_new or self._clock.monotonic() - begin < LONG_SECONDS:
                 return late
 
-    def _pull(self, exchange: Exchange) -> list[Reply]:
+    def _pull(self) -> list[Reply]:
         """Take in what has arrived; return the late answers among it."""
         late = []
-        found = self._api.pull_messages([*exchange.out, *self._late])
+        owners = {name: batch for batch in self._batches for name in batch.out}
+        found = self._api.pull_messages([*owners, *self._late])
         # Words last: one that tells of an answer may have come with it.
         for message in sorted(found, key=_is_word):
             message_id = message.metadata.reply_to_message_id
-            if message_id in exchange.out:
-                self._take_in(exchange, exchange.out.pop(message_id), message)
+            batch = owners.get(message_id)
+            if batch is not None and message_id in batch.out:
+                self._take_in(batch, batch.out.pop(message_id), message)
             elif message_id in self._late:
                 late += self._take_in_late(self._late.pop(message_id), message)
         return late
 
-    def _take_in(self, exchange: Exchange, out: Out, message: Message) -> None:
+    def _take_in(self, batch: Batch, out: Out, message: Message) -> None:
         question, inquiry = out.question, out.question.inquiry
         if message.has_error():
             if out.probed_seconds is not None:
@@ -304,26 +326,24 @@ class FlowerGrid:
             if message.error.code == flower_errors.NODE_GONE:
                 self._presence.note_gone(self._nodes[question.task.site])
             told = flower_errors.failure_of(question.task, message)
-            self._settle(exchange, question, told)
+            self._settle(batch, question, told)
             return
         word = flower_site.read_word(message.content)
         if word is not None:
-            self._take_word(exchange, out, word, is_again=not _is_word(message))
+            self._take_word(batch, out, word, is_again=not _is_word(message))
             return
         answer, bytes_up = self._answers.read(question.task, message)
         question.asked.is_answered = True
-        self._settle(exchange, question, answer, bytes_up=bytes_up)
+        self._settle(batch, question, answer, bytes_up=bytes_up)
 
-    def _take_word(
-        self, exchange: Exchange, out: Out, word: Word, *, is_again: bool
-    ) -> None:
+    def _take_word(self, batch: Batch, out: Out, word: Word, *, is_again: bool) -> None:
         question, inquiry = out.question, out.question.inquiry
         if inquiry is None or out.probed_seconds is None:
             return  # A copy came there, of which nothing follows.
         if inquiry.is_missing(word, out.probed_seconds):
-            self._send(exchange, question, self._pack(question.task))
+            self._send(batch, question, self._pack(question.task))
         elif word is Word.ANSWERED and not is_again:
-            self._probe(exchange, question, flower_site.AGAIN)
+            self._probe(batch, question, flower_site.AGAIN)
 
     def _take_in_late(self, asked: Asked, message: Message) -> list[Reply]:
         """The answer to a question for which nobody waits, if it is the first one."""
@@ -336,36 +356,36 @@ class FlowerGrid:
         now = self._clock.monotonic()
         return [asked.reply(answer, answered_seconds=now, bytes_up=bytes_up)]
 
-    def _expire(self, exchange: Exchange) -> None:
-        allowed = seconds = exchange.deadline_seconds
+    def _expire(self, batch: Batch) -> None:
+        allowed = seconds = batch.deadline_seconds
         if self._delivery.is_simulated:
             # The process keeps the deadline itself; this is for when it is gone.
             allowed = QUEUE * (seconds + GRACE_SECONDS)
         now = self._clock.monotonic()
-        for question in [*exchange.open.values()]:
+        for question in [*batch.open.values()]:
             if now - question.asked.asked_seconds >= allowed:
                 text = f"gave no answer within {seconds:g} s"
-                self._fail(exchange, question, FailureKind.DEADLINE, text)
+                self._fail(batch, question, FailureKind.DEADLINE, text)
 
-    def _give_up_silent(self, exchange: Exchange) -> None:
+    def _give_up_silent(self, batch: Batch) -> None:
         """Do not wait for nodes whose heartbeats have stopped."""
         silent = self._presence.silent(
-            {self._nodes[one.task.site] for one in exchange.open.values()}
+            {self._nodes[one.task.site] for one in batch.open.values()}
         )
-        for question in [*exchange.open.values()]:
+        for question in [*batch.open.values()]:
             if self._nodes[question.task.site] in silent:
                 # How long that takes to be known is different for nodes of Flower's.
                 text = "is not there any more: its heartbeats have stopped"
-                self._fail(exchange, question, FailureKind.DISCONNECTED, text)
+                self._fail(batch, question, FailureKind.DISCONNECTED, text)
 
     def _fail(
-        self, exchange: Exchange, question: Question, kind: FailureKind, text: str
+        self, batch: Batch, question: Question, kind: FailureKind, text: str
     ) -> None:
-        self._settle(exchange, question, failure(question.task, kind, text))
+        self._settle(batch, question, failure(question.task, kind, text))
 
     def _settle(
         self,
-        exchange: Exchange,
+        batch: Batch,
         question: Question,
         message: SiteMessage,
         *,
@@ -373,7 +393,7 @@ class FlowerGrid:
     ) -> None:
         now = self._clock.monotonic()
         reply = question.asked.reply(message, answered_seconds=now, bytes_up=bytes_up)
-        self._late |= exchange.settle(question, reply)
+        self._late |= batch.settle(question, reply)
 
     def _pause(self, seconds: float | None = None) -> None:
         if self._stopped():

@@ -1,15 +1,15 @@
-"""The questions of one exchange over Flower, and the messages that carry them.
+"""The questions of one batch of tasks over Flower, and the messages that carry them.
 
 A question may be out in several messages: as it was sent first, sent again, and asked
 after. The first answer to any of them counts.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from cloud_adapters.redelivery import Inquiry, new_name
-from federation.ids import RunId, SiteId
+from federation.ids import RunId, SiteId, TaskId
 from federation.messages import Reply, RoundTask, SiteMessage, Task, TaskKind
 
 # Answers that may be held back for one that is due before them.
@@ -22,6 +22,7 @@ class Asked:
     """What is remembered of a question when nobody waits for it: no weights.
 
     Attributes:
+        task_id: Which question.
         run_id: The run.
         round_index: The round.
         site: Who was asked.
@@ -30,6 +31,7 @@ class Asked:
         is_answered: Whether an answer has come; any further one is dropped.
     """
 
+    task_id: TaskId
     run_id: RunId
     round_index: int
     site: SiteId
@@ -42,6 +44,7 @@ class Asked:
     ) -> Reply:
         """What has come, with what the journey cost."""
         return Reply(
+            task_id=self.task_id,
             message=message,
             asked_seconds=self.asked_seconds,
             answered_seconds=answered_seconds,
@@ -55,10 +58,10 @@ class Question:
     """A task that waits for its answer.
 
     Attributes:
-        index: Its place among the tasks of the exchange.
+        index: Its place among the tasks of its batch.
         name: The same in every message that is about it.
         task: What is asked.
-        asked: What outlives the exchange.
+        asked: What outlives the question.
         inquiry: When to ask after it; None where nothing is lost.
     """
 
@@ -75,10 +78,17 @@ class Question:
 
     @classmethod
     def of(
-        cls, task: Task, index: int, now: float, inquiry: Inquiry | None
+        cls,
+        task: Task,
+        index: int,
+        now: float,
+        inquiry: Inquiry | None,
+        *,
+        task_id: TaskId,
     ) -> "Question":
         """Name a task that is to be sent now."""
         asked = Asked(
+            task_id=task_id,
             run_id=task.run_id,
             round_index=task.round_index,
             site=task.site,
@@ -104,32 +114,40 @@ class Out:
 
 
 @dataclass(slots=True, kw_only=True)
-class Exchange:
-    """The state of one call of ``FlowerGrid.exchange``.
+class Batch:
+    """What is open of one call of ``FlowerGrid.send``.
 
     Attributes:
+        task_ids: Of its tasks, by their places.
         deadline_seconds: How long a site may take.
         waiting: Tasks that have not gone out, with their places.
         ahead: How far they may go out ahead of the next one to be handed on.
         ordered: Whether replies are handed on in the order of the tasks.
         open: Questions without an answer, by their places.
         out: Messages to which a reply may come, by their ids.
-        landed: What is to be handed on, by its place.
+        landed: What is to be handed on, by its place; None for a task that was
+            withdrawn.
         next_index: Place of the next one, where order is kept.
     """
 
+    task_ids: Sequence[TaskId]
     deadline_seconds: float
     waiting: deque[tuple[int, Task]]
     ahead: float
     ordered: bool
     open: dict[int, Question] = field(default_factory=dict)
     out: dict[str, Out] = field(default_factory=dict)
-    landed: dict[int, Reply] = field(default_factory=dict)
+    landed: dict[int, Reply | None] = field(default_factory=dict)
     next_index: int = 0
 
     def is_open(self) -> bool:
         """Whether an answer is still to come or to be handed on."""
         return bool(self.waiting or self.open or self.landed)
+
+    def rounds(self) -> set[int]:
+        """Rounds whose tasks still wait for an answer."""
+        tasks = [question.task for question in self.open.values()]
+        return {task.round_index for task in (*tasks, *(t for _, t in self.waiting))}
 
     def settle(self, question: Question, reply: Reply) -> dict[str, Asked]:
         """Wait for a question no longer.
@@ -137,8 +155,27 @@ class Exchange:
         Returns:
             Its messages that may still be replied to.
         """
-        self.open.pop(question.index, None)
         self.landed[question.index] = reply
+        return self._leave(question)
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> dict[str, Asked]:
+        """Close tasks.
+
+        Returns:
+            Their messages that may still be replied to.
+        """
+        found = [i for i, task_id in enumerate(self.task_ids) if task_id in task_ids]
+        places = {i for i in found if i >= self.next_index}
+        self.waiting = deque(one for one in self.waiting if one[0] not in places)
+        self.landed |= dict.fromkeys(places)
+        questions = [self.open[place] for place in places & self.open.keys()]
+        left: dict[str, Asked] = {}
+        for question in questions:
+            left |= self._leave(question)
+        return left
+
+    def _leave(self, question: Question) -> dict[str, Asked]:
+        self.open.pop(question.index, None)
         left = [name for name, out in self.out.items() if out.question is question]
         return {name: self.out.pop(name).question.asked for name in left}
 
@@ -147,12 +184,12 @@ class Exchange:
         if not self.ordered:
             found = [*self.landed.values()]
             self.landed.clear()
-            return found
-        found = []
-        while self.next_index in self.landed:
-            found.append(self.landed.pop(self.next_index))
-            self.next_index += 1
-        return found
+        else:
+            found = []
+            while self.next_index in self.landed:
+                found.append(self.landed.pop(self.next_index))
+                self.next_index += 1
+        return [reply for reply in found if reply is not None]
 
 
 def num_ahead(tasks: Sequence[Task]) -> int:

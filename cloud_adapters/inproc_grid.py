@@ -1,6 +1,6 @@
 """The grid in one process: sites are called in threads, nothing is serialised.
 
-Replies come in the order of the tasks, whatever the number of threads, so that
+Replies come in the order of a round's tasks, whatever the number of threads, so that
 sums of floating-point updates are the same in every run. Byte counts are those
 of the wire format. A task's deadline counts from when a thread takes it up: in a
 simulation the sites share one machine, and waiting for it is nobody's fault.
@@ -9,17 +9,25 @@ Threads are daemons: a site that hangs for ever delays neither the round beyond 
 deadline nor the end of the process. Its thread is given up and another one started.
 """
 
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from federation import wire
 from federation.errors import WireError
 from federation.failures import failure
-from federation.ids import SiteId
+from federation.ids import SiteId, TaskId
 from federation.messages import (
     FailureKind,
     Reply,
@@ -52,15 +60,14 @@ def no_fault(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Slot:
-    """One task of an exchange on its way through the threads.
+    """One task on its way through the threads.
 
-    It is settled once it has replies. It is given up when its deadline passes
-    while a site works on it, and left when nobody waits for its exchange any more:
-    what the site then says is late.
+    It is settled once it has replies. It is given up when its deadline passes while a
+    site works on it, and left when it is withdrawn: what the site then says is late.
     """
 
+    task_id: TaskId
     task: Task
-    index: int
     deadline_seconds: float
     bytes_down: int
     started: float = 0.0
@@ -75,20 +82,25 @@ class _Slot:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Exchange:
-    """The tasks of one call of ``exchange``, and how many may be ahead."""
+class _Batch:
+    """The tasks of one call of ``send``.
 
-    slots: list[_Slot]
+    Attributes:
+        slots: Those whose replies were not taken, in the order of the tasks.
+        waiting: Those of them that no thread has taken up.
+        ahead: Slots of the grid that may hold an update when one of these starts.
+    """
+
+    slots: deque[_Slot]
+    waiting: deque[_Slot]
     ahead: int
-    waiting: deque[_Slot] = field(default_factory=deque)
-    num_taken: int = 0
 
 
 class InProcessGrid:
     """Sites in threads of this process.
 
     Use it as a context manager: threads end with it, except those in which a site
-    hangs. One exchange at a time: beginning another ends the one before.
+    hangs. Several calls of ``send`` may be open: each site works on one task at a time.
     """
 
     def __init__(
@@ -116,10 +128,12 @@ class InProcessGrid:
         self._clock = clock
         self._fault = fault
         self._num_workers = min(workers, len(self._handlers))
-        # The condition guards everything below, and every slot and exchange.
+        # The condition guards everything below, and every slot and batch.
         self._condition = threading.Condition()
         self._open = True
-        self._exchange: _Exchange | None = None
+        self._num_sent = 0
+        self._batches: list[_Batch] = []
+        self._num_held = 0  # Slots taken up whose replies were not taken.
         self._working: set[_Slot] = set()  # Within their deadline, or left.
         self._busy: dict[SiteId, _Slot] = {}  # What each site is called for.
         self._late: deque[Reply] = deque()
@@ -159,46 +173,81 @@ class InProcessGrid:
         """Every site, in the order of the job."""
         return tuple(self._handlers)
 
-    def exchange(
+    def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
-    ) -> Iterator[Reply]:
-        """Have the sites work on their tasks; yield in the order of the tasks.
-
-        Of an answer that missed its deadline only the word is kept that it came: a
-        ``SiteFailure``, yielded before the next reply, of a later exchange if need be.
+    ) -> Sequence[TaskId]:
+        """Have the sites work on their tasks; see ``Grid``.
 
         Raises:
-            ValueError: A task is for a site that the grid does not have; or, while
-                replies are taken, the grid was closed or has begun another exchange.
+            ValueError: A task is for a site that the grid does not have, or the grid
+                was closed.
         """
         unknown = [task.site for task in tasks if task.site not in self._handlers]
         if unknown:
             raise ValueError(f"the grid has no sites {unknown}")
-        return self._run(tasks, deadline_seconds)
-
-    def _run(self, tasks: Sequence[Task], deadline_seconds: float) -> Iterator[Reply]:
         slots = [
             _Slot(
+                task_id=TaskId(number),
                 task=task,
-                index=index,
                 deadline_seconds=deadline_seconds,
                 bytes_down=wire.encoded_size(task),
             )
-            for index, task in enumerate(tasks)
+            for number, task in enumerate(tasks, start=self._num_sent)
         ]
-        exchange = _Exchange(slots=slots, ahead=self._ahead(tasks))
-        exchange.waiting.extend(slots)
-        self._begin(exchange)
-        try:
-            for slot in slots:
-                while self._late:
-                    yield self._late.popleft()
-                replies = self._take(exchange, slot)
-                while replies:  # The receiver alone holds an update now.
-                    yield replies.popleft()
-        finally:
-            with self._condition:
-                self._leave(exchange)
+        batch = _Batch(
+            slots=deque(slots), waiting=deque(slots), ahead=self._ahead(tasks)
+        )
+        with self._condition:
+            self._check_open()
+            self._num_sent += len(slots)
+            if slots:
+                self._batches.append(batch)
+            self._condition.notify_all()
+        return [slot.task_id for slot in slots]
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Wait for the replies to one task: those of a ``send`` come in its order.
+
+        Of an answer that missed its deadline, or whose task was withdrawn, only the
+        word is kept that it came: a ``SiteFailure``, taken before any other reply.
+
+        Raises:
+            ValueError: The grid was closed.
+        """
+        end = math.inf
+        if timeout_seconds is not None:
+            end = self._clock.monotonic() + timeout_seconds
+        with self._condition:
+            while True:
+                self._check_open()
+                replies = self._take()
+                if replies or not self._batches:
+                    return replies
+                seconds_left = self._give_up_overdue()
+                if seconds_left > 0:
+                    seconds_left = min(seconds_left, end - self._clock.monotonic())
+                    if seconds_left <= 0:
+                        return replies
+                    forever = math.isinf(seconds_left)
+                    self._condition.wait(timeout=None if forever else seconds_left)
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Close tasks; a site at work on one has until its deadline."""
+        with self._condition:
+            for batch in self._batches:
+                for slot in batch.slots:
+                    slot.left = slot.task_id in task_ids
+                    slot.replies = None if slot.left else slot.replies
+                num_held = len(batch.slots) - len(batch.waiting)
+                batch.slots = deque(s for s in batch.slots if not s.left)
+                batch.waiting = deque(s for s in batch.waiting if not s.left)
+                self._num_held -= num_held - len(batch.slots) + len(batch.waiting)
+            self._batches = [batch for batch in self._batches if batch.slots]
+            self._condition.notify_all()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ValueError("the grid was closed")
 
     def _ahead(self, tasks: Sequence[Task]) -> int:
         models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
@@ -206,50 +255,40 @@ class InProcessGrid:
         by_memory = MAX_AHEAD_BYTES // max(largest, 1)
         return min(MAX_AHEAD, max(by_memory, self._num_workers))
 
-    def _begin(self, exchange: _Exchange) -> None:
-        with self._condition:
-            if self._exchange is not None:
-                self._leave(self._exchange)
-            self._exchange = exchange
-            self._condition.notify_all()
+    def _take(self) -> deque[Reply]:
+        """Take out what came late, or else the replies to the first settled task."""
+        if self._late:
+            late, self._late = self._late, deque()
+            return late
+        for batch in self._batches:
+            slot = batch.slots[0]
+            if slot.replies is not None:
+                replies, slot.replies = slot.replies, None
+                batch.slots.popleft()
+                if not batch.slots:
+                    self._batches.remove(batch)
+                self._num_held -= 1
+                self._condition.notify_all()
+                return replies
+        return deque()
 
-    def _leave(self, exchange: _Exchange) -> None:
-        """Forget an exchange; its sites at work have until their deadline."""
-        for slot in exchange.slots:
-            slot.left = True
-            slot.replies = None
-        exchange.waiting.clear()
-        if self._exchange is exchange:
-            self._exchange = None
+    def _give_up_overdue(self) -> float:
+        """Give up every slot past its deadline; return seconds until the next.
 
-    def _take(self, exchange: _Exchange, slot: _Slot) -> deque[Reply]:
-        """Wait until a slot is settled and take its replies out."""
-        with self._condition:
-            while slot.replies is None:
-                if not self._open or self._exchange is not exchange:
-                    raise ValueError(
-                        "the grid was closed, or has begun another exchange"
-                    )
-                next_deadline = self._give_up_overdue()
-                if slot.replies is None:
-                    self._condition.wait(timeout=next_deadline)
-            replies, slot.replies = slot.replies, None
-            exchange.num_taken += 1
-            self._condition.notify_all()
-            return replies
-
-    def _give_up_overdue(self) -> float | None:
-        """Give up every slot past its deadline; return seconds until the next."""
-        now = self._clock.monotonic()
+        That is 0 if there is a reply to take now.
+        """
+        now, given_up = self._clock.monotonic(), False
         for slot in [s for s in self._working if s.seconds_left(now) <= 0]:
-            slot.given_up = True
-            slot.replies = self._overdue(slot, now)
+            slot.given_up = given_up = True
+            slot.replies = None if slot.left else self._overdue(slot, now)
             self._working.remove(slot)
             if slot.thread is not None:
                 self._threads.discard(slot.thread)
             self._start_thread()
             self._condition.notify_all()
-        return min((s.seconds_left(now) for s in self._working), default=None)
+        if given_up:
+            return 0.0
+        return min((s.seconds_left(now) for s in self._working), default=math.inf)
 
     def _overdue(self, slot: _Slot, now: float) -> deque[Reply]:
         text = f"gave no answer within {slot.deadline_seconds:g} s"
@@ -285,22 +324,21 @@ class InProcessGrid:
 
     def _next_slot(self) -> _Slot | None:
         """Take the next task whose site is free; those of hung sites are settled."""
-        exchange = self._exchange
-        while exchange is not None and exchange.waiting:
-            slot = exchange.waiting[0]
-            if slot.index >= exchange.num_taken + exchange.ahead:
-                return None
-            earlier = self._busy.get(slot.task.site)
-            if earlier is not None and not earlier.given_up:
-                return None  # It has not answered an exchange that was left.
-            exchange.waiting.popleft()
-            if earlier is None:
-                return slot
-            text = f"still works on round {earlier.task.round_index}"
-            failed = failure(slot.task, FailureKind.BUSY, text)
-            slot.started = self._clock.monotonic()
-            slot.replies = deque([_reply(slot, failed, 0, slot.started)])
-            self._condition.notify_all()
+        for batch in self._batches:
+            while batch.waiting and self._num_held < batch.ahead:
+                slot = batch.waiting[0]
+                earlier = self._busy.get(slot.task.site)
+                if earlier is not None and not earlier.given_up:
+                    break  # It works on another task.
+                batch.waiting.popleft()
+                self._num_held += 1
+                if earlier is None:
+                    return slot
+                text = f"still works on round {earlier.task.round_index}"
+                failed = failure(slot.task, FailureKind.BUSY, text)
+                slot.started = self._clock.monotonic()
+                slot.replies = deque([_reply(slot, failed, 0, slot.started)])
+                self._condition.notify_all()
         return None
 
     def _replies(self, slot: _Slot) -> deque[Reply]:
@@ -331,10 +369,12 @@ class InProcessGrid:
             self._working.discard(slot)
             self._busy.pop(slot.task.site)
             in_time = slot.seconds_left(now) > 0
-            if not in_time or slot.given_up or slot.left:
-                self._late.extend(_late(replies))
             if not slot.given_up and not slot.left:
                 slot.replies = replies if in_time else self._overdue(slot, now)
+            if not in_time or slot.given_up or slot.left:
+                # After the word that the deadline has passed, if that was not taken.
+                told = self._late if slot.replies is None else slot.replies
+                told.extend(_late(replies))
             self._condition.notify_all()
             return not slot.given_up
 
@@ -358,6 +398,7 @@ def _refusal(task: Task, kind: FailureKind, text: str) -> _Answer:
 
 def _reply(slot: _Slot, message: SiteMessage, bytes_up: int, now: float) -> Reply:
     return Reply(
+        task_id=slot.task_id,
         message=message,
         asked_seconds=slot.started,
         answered_seconds=now,

@@ -19,13 +19,14 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from federation import wire
 from federation.errors import ObjectExists, StoreUnavailable
-from federation.ids import SiteId
+from federation.ids import SiteId, TaskId
 from federation.messages import (
     MaskedUpdate,
     Reply,
@@ -82,33 +83,33 @@ class TranscriptGrid:
         """Every site of the run, in the order of the job."""
         return self._grid.sites()
 
-    def exchange(
+    def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
-    ) -> Iterator[Reply]:
-        """Write the tasks, send them, and write every reply before it is yielded.
+    ) -> Sequence[TaskId]:
+        """Write the tasks, then send them.
 
         Raises:
-            StoreUnavailable: While replies are taken, the disk is full or reports
-                an error. No message passes that is not written down.
+            StoreUnavailable: The disk is full or reports an error; nothing was sent.
         """
-        replies = self._grid.exchange(tasks, deadline_seconds=deadline_seconds)
-        return self._recorded(tasks, replies)
+        for task in tasks:
+            self._note(TO, task)
+        return self._grid.send(tasks, deadline_seconds=deadline_seconds)
 
-    def _recorded(
-        self, tasks: Sequence[Task], replies: Iterator[Reply]
-    ) -> Iterator[Reply]:
-        try:
-            for task in tasks:
-                self._note(TO, task)
-            for reply in replies:
-                self._note(FROM, reply.message)
-                yield reply
-                del reply  # The receiver alone holds an update now.
-        finally:
-            # Whoever stops listening ends the exchange below, too.
-            close = getattr(replies, "close", None)
-            if close is not None:
-                close()
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Write replies before they are handed on.
+
+        Raises:
+            StoreUnavailable: The disk is full or reports an error. No message passes
+                that is not written down.
+        """
+        replies = self._grid.receive(timeout_seconds)
+        for reply in replies:
+            self._note(FROM, reply.message)
+        return replies
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Close tasks; see ``Grid``."""
+        self._grid.withdraw(task_ids)
 
     def _note(self, direction: str, message: WireMessage) -> None:
         pieces = wire.encode(message)  # Checks every name that enters a path.

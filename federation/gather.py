@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from federation.errors import InvalidUpdate, QuorumNotMet
+from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.job import JobSpec
 from federation.messages import NO_ANCHOR, RoundTask, SiteUpdate, TaskKind
@@ -79,8 +80,10 @@ class PlainGather:
         """Evaluate; see ``Gather``."""
         tasks = self._tasks(state, record, TaskKind.EVALUATE)
         record.collect_evaluations(
-            self._grid.exchange(
-                tasks, deadline_seconds=self._job.schedule.round_deadline_seconds
+            exchange(
+                self._grid,
+                tasks,
+                deadline_seconds=self._job.schedule.round_deadline_seconds,
             )
         )
 
@@ -106,8 +109,8 @@ class PlainGather:
         """
         job = self._job
         tasks = self._tasks(state, record, TaskKind.TRAIN)
-        replies = self._grid.exchange(
-            tasks, deadline_seconds=job.schedule.round_deadline_seconds
+        replies = exchange(
+            self._grid, tasks, deadline_seconds=job.schedule.round_deadline_seconds
         )
         for update, reply in record.sound_updates(replies):
             try:

@@ -7,6 +7,7 @@ from typing import NewType
 
 SiteId = NewType("SiteId", str)
 RunId = NewType("RunId", str)
+TaskId = NewType("TaskId", int)  # Of a task that a grid has sent.
 
 MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from federation.ids import RunId, SiteId
+from federation.ids import RunId, SiteId, TaskId
 from federation.vectors import ByteVector, HeaderVector, IntegerVector, Vector
 
 
@@ -337,6 +337,7 @@ class Reply:
     """A site's message as it arrived, with what the journey cost.
 
     Attributes:
+        task_id: The task that it is about, as ``Grid.send`` named it.
         message: What the site said, or the grid on its behalf.
         asked_seconds: When the task was handed over, on the monotonic clock.
         answered_seconds: When the answer arrived, on the same clock.
@@ -344,6 +345,7 @@ class Reply:
         bytes_up: Bytes received from it.
     """
 
+    task_id: TaskId
     message: SiteMessage
     asked_seconds: float
     answered_seconds: float

@@ -8,11 +8,19 @@ passes.
 Shape suffixes: d float values of the model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from federation.ids import SiteId
+from federation.ids import SiteId, TaskId
 from federation.messages import (
     NO_ANCHOR,
     LedgerAnchor,
@@ -44,20 +52,47 @@ class Clock(Protocol):
 
 
 class Grid(Protocol):
-    """The way to the sites. Implementations: in one process, over Flower."""
+    """The way to the sites. Implementations: in one process, over Flower.
+
+    Tasks of several rounds may be open at once. A task is open until a reply with its
+    id is taken, or until it is withdrawn. ``federation.exchange`` sends tasks and waits
+    for all of them.
+
+    Nothing is promised about the order, number or content of replies: the caller checks
+    them with ``federation.round_state``.
+    """
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
         ...
 
-    def exchange(
+    def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
-    ) -> Iterator[Reply]:
-        """Send tasks and yield what comes back, until all answered or time is up.
+    ) -> Sequence[TaskId]:
+        """Send tasks and return their ids, in the same order.
 
-        A site that cannot answer in time is reported as a ``SiteFailure``.
-        Nothing is promised about order, number or content of the answers: the
-        caller checks them with ``federation.round_state``.
+        A site that gives no answer within ``deadline_seconds`` is reported as a
+        ``SiteFailure``; what it answers after that is one more reply.
+
+        Raises:
+            ValueError: A task is for a site that the grid does not have.
+        """
+        ...
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Wait for replies and take them out; the grid keeps none of them.
+
+        Returns:
+            At least one reply; none if ``timeout_seconds`` have passed, or at once if
+            no task is open.
+        """
+        ...
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Close tasks: those that have not gone out never will.
+
+        An answer that comes all the same is late. Tasks that are closed already are
+        left alone.
         """
         ...
 

@@ -21,7 +21,8 @@ from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.transcript import TranscriptGrid
 from federation import wire
 from federation.clock import SystemClock
-from federation.ids import SiteId
+from federation.exchange import exchange
+from federation.ids import SiteId, TaskId
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
@@ -140,16 +141,29 @@ class Played:
     after_break: list[Reply]
     hanging: list[Reply]
     after_hanging: list[Reply]
+    sent: list[TaskId]
+    overlapping: list[Reply]
+    too_early: list[Reply]
+    withdrawn: list[Reply]
+    nothing: list[Reply]
 
 
 def play(grid: Grid) -> Played:
     """Send the script's tasks."""
 
     def send(tasks: Sequence[Task], seconds: float = PATIENT_SECONDS) -> list[Reply]:
-        return list(grid.exchange(tasks, deadline_seconds=seconds))
+        return list(exchange(grid, tasks, deadline_seconds=seconds))
+
+    def receive_all() -> list[Reply]:
+        found: list[Reply] = []
+        while replies := grid.receive():
+            found += replies
+        return found
 
     def send_and_leave() -> None:
-        replies = grid.exchange(tasks(round_index=50), deadline_seconds=PATIENT_SECONDS)
+        replies = exchange(
+            grid, tasks(round_index=50), deadline_seconds=PATIENT_SECONDS
+        )
         next(iter(replies))
         replies.close()
 
@@ -167,7 +181,23 @@ def play(grid: Grid) -> Played:
     )
     SystemClock().sleep(toy_sites.HANGING_SECONDS)
     after_hanging = send(tasks(round_index=toy_sites.HANGING_ROUND + 1))
+    sent = [*grid.send(tasks(round_index=60), deadline_seconds=PATIENT_SECONDS)]
+    sent += grid.send(tasks(round_index=61), deadline_seconds=PATIENT_SECONDS)
+    overlapping = receive_all()
+    hanging_ids = grid.send(
+        tasks([SITES[1]], round_index=toy_sites.HANGING_ROUND),
+        deadline_seconds=PATIENT_SECONDS,
+    )
+    too_early = [*grid.receive(timeout_seconds=0.1)]
+    left_ids = grid.send(tasks(round_index=62), deadline_seconds=PATIENT_SECONDS)
+    grid.withdraw([*hanging_ids, *left_ids[:2]])
+    withdrawn = receive_all()
     return Played(
+        sent=sent,
+        overlapping=overlapping,
+        too_early=too_early,
+        withdrawn=withdrawn,
+        nothing=[*grid.receive()],
         sites=list(grid.sites()),
         train=train,
         again=again,
@@ -329,3 +359,27 @@ def test_site_that_hung_answers_again(played: Played):
     replies = by_site(played.after_hanging, toy_sites.HANGING_ROUND + 1)
     assert set(replies) == set(SITES)
     assert {type(r.message) for r in replies.values()} == {SiteUpdate}
+
+
+def test_two_rounds_are_open_at_once(played: Played):
+    """Every task has an id of its own, and one reply that bears it."""
+    assert len(set(played.sent)) == len(played.sent) == 2 * len(SITES)
+    assert sorted(r.task_id for r in played.overlapping) == sorted(played.sent)
+    for index, round_index in enumerate((60, 61)):
+        replies = by_site(played.overlapping, round_index)
+        ids = played.sent[index * len(SITES) : (index + 1) * len(SITES)]
+        assert [replies[site].task_id for site in SITES] == ids
+        assert {type(r.message) for r in replies.values()} == {SiteUpdate}
+
+
+def test_receive_waits_no_longer_than_it_may(played: Played):
+    """The site hangs for longer."""
+    assert played.too_early == []
+
+
+def test_withdrawn_task_is_closed(played: Played):
+    """What comes of it is late; all other tasks are answered, and nothing is open."""
+    answered = [r for r in played.withdrawn if isinstance(r.message, SiteUpdate)]
+    of_round = [r.message.site for r in answered if r.message.round_index == 62]
+    assert set(SITES[2:]) <= set(of_round)
+    assert played.nothing == []

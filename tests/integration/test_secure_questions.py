@@ -1,6 +1,7 @@
 """An aggregator cannot single a site out by asking it for other work."""
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from federation import job_file
 from federation.clock import SystemClock
 from federation.coordinator import run_federation
 from federation.errors import FederationError
-from federation.ids import RunId, SiteId
+from federation.ids import RunId, SiteId, TaskId
 from federation.messages import Reply, RoundTask, Task, TaskKind
 from federation.protocols import Grid
 
@@ -34,9 +35,9 @@ class Divider:
         """Every site."""
         return self._grid.sites()
 
-    def exchange(
+    def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
-    ) -> Iterator[Reply]:
+    ) -> Sequence[TaskId]:
         """Change what the others are asked."""
         changed = [
             replace(task, kind=TaskKind.EVALUATE)
@@ -44,7 +45,15 @@ class Divider:
             else task
             for task in tasks
         ]
-        return self._grid.exchange(changed, deadline_seconds=deadline_seconds)
+        return self._grid.send(changed, deadline_seconds=deadline_seconds)
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Hand on the answers."""
+        return self._grid.receive(timeout_seconds)
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Close tasks."""
+        self._grid.withdraw(task_ids)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from deploy.roll_call import SignedRollCall
 from federation import events, wire
 from federation.clock import VirtualClock
 from federation.errors import FederationError, QuorumNotMet, SiteError
+from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.messages import (
@@ -116,7 +117,7 @@ def exchanged(says: Any) -> list[Any]:
     """What comes back from a task for each site, the honest one's first."""
     grid = FlowerGrid(Flower(says), SITES, clock=VirtualClock())
     tasks = [replace(TASK, site=site) for site in SITES]
-    replies = [one.message for one in grid.exchange(tasks, deadline_seconds=60.0)]
+    replies = [one.message for one in exchange(grid, tasks, deadline_seconds=60.0)]
     return sorted(replies, key=lambda message: message.site)
 
 

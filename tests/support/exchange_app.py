@@ -19,6 +19,7 @@ from cloud_adapters.flower_roll_call import Attendance
 from cloud_adapters.frames import INLINE, Frames
 from cloud_adapters.storage.local import LocalStore
 from federation.clock import SystemClock
+from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.mapped import give_back
 from federation.messages import (
@@ -79,7 +80,7 @@ def rounds(
         # One after the other, as they are added up: not all are in memory.
         wrong.extend(
             str(reply.message)[:500]
-            for reply in grid.exchange(tasks, deadline_seconds=600.0)
+            for reply in exchange(grid, tasks, deadline_seconds=600.0)
             if not _is_right(reply.message, weights_d)
         )
         seconds.append(time.perf_counter() - begin)
@@ -127,7 +128,7 @@ def detect(api: Grid, *, sites: list[str], deaf: str) -> float:
         delivery=Delivery(poll_seconds=SUPERLINK_POLL_SECONDS),
     )
     tasks = [_task(name, 1, np.zeros(1, dtype=np.float32)) for name in names]
-    for reply in grid.exchange(tasks, deadline_seconds=600.0):
+    for reply in exchange(grid, tasks, deadline_seconds=600.0):
         if reply.message.site == deaf:
             assert isinstance(reply.message, SiteFailure)
             assert reply.message.kind is FailureKind.DISCONNECTED

@@ -15,6 +15,7 @@ from cloud_adapters import flower_runtime
 from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
 from cloud_adapters.flower_roll_call import Attendance
 from federation.clock import SystemClock
+from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId
 from federation.messages import RoundTask, SiteUpdate, TaskKind
 
@@ -87,7 +88,7 @@ def exchange(api: Grid, *, num_lost: int, num_floats: int) -> dict[str, Any]:
         evaluate_after=False,
     )
     begin = time.monotonic()
-    replies = list(grid.exchange([task], deadline_seconds=DEADLINE_SECONDS))
+    replies = list(exchange_over(grid, [task], deadline_seconds=DEADLINE_SECONDS))
     messages = [reply.message for reply in replies]
     return {
         "seconds": time.monotonic() - begin,

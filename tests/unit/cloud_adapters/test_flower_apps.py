@@ -15,6 +15,7 @@ from cloud_adapters import flower_simulation
 from federation import job_file
 from federation.clock import VirtualClock
 from federation.errors import SiteError
+from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.job import JobSpec
 from federation.messages import (
@@ -211,7 +212,7 @@ class Silence:
 
 def ask(grid: FlowerGrid, *tasks: RoundTask, seconds: float = 60.0) -> list[Reply]:
     """What comes back."""
-    return list(grid.exchange(tasks, deadline_seconds=seconds))
+    return list(exchange(grid, tasks, deadline_seconds=seconds))
 
 
 def answer_of(replies: list[Reply], site: SiteId = LAB) -> Any:

@@ -17,6 +17,7 @@ from cloud_adapters.frames import Frames
 from cloud_adapters.storage.local import LocalStore
 from federation.clock import VirtualClock
 from federation.errors import JobError, StoreUnavailable
+from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId
 from federation.messages import (
     Reply,
@@ -155,7 +156,7 @@ def nodes(tmp_path: Path) -> Nodes:
 def exchange(grid: FlowerGrid, **changes: Any) -> dict[str, Reply]:
     """Send both sites a task."""
     tasks = [replace(TASK, site=site, **changes) for site in SITES]
-    replies = list(grid.exchange(tasks, deadline_seconds=60.0))
+    replies = list(exchange_over(grid, tasks, deadline_seconds=60.0))
     assert len(replies) == len({each.message.site for each in replies}) == len(SITES)
     return {each.message.site: each for each in replies}
 
@@ -263,10 +264,10 @@ def test_late_answer_is_handed_on_unread(nodes: Nodes):
     assert said(replies[SITES[1]]).startswith("deadline: ")
     nodes.late = set()
     tasks = [replace(TASK, round_index=2)]
-    late, now = grid.exchange(tasks, deadline_seconds=60.0)
+    late, now = exchange_over(grid, tasks, deadline_seconds=60.0)
     assert (late.message.round_index, late.message.delta_d.size) == (1, 0)
     assert (now.message.round_index, now.message.delta_d.size) == (2, D)
-    list(grid.exchange([replace(TASK, round_index=3)], deadline_seconds=60.0))
+    list(exchange_over(grid, [replace(TASK, round_index=3)], deadline_seconds=60.0))
     assert [name for name in nodes.left() if "/run-1/3/" not in name] == []
 
 
@@ -308,7 +309,7 @@ def test_step_has_no_vectors(nodes: Nodes):
 
     nodes.on_the_way = spoil
     step = toy.secure_task(SITES[0], run_id=RunId("run-1"))
-    (reply,) = nodes.grid().exchange([step], deadline_seconds=60.0)
+    (reply,) = exchange_over(nodes.grid(), [step], deadline_seconds=60.0)
     assert "invalid: one answered a step" in said(reply)
 
 
@@ -340,7 +341,7 @@ def test_text_of_an_error_stays_at_the_site(
     nodes = Nodes(tmp_path)
     nodes.agents[1] = flower_site.agent_app(Broken(SITES[1]), nodes.frames("broken"))
     tasks = [replace(TASK, site=site) for site in SITES]
-    replies = [*nodes.grid().exchange(tasks, deadline_seconds=60.0)]
+    replies = [*exchange_over(nodes.grid(), tasks, deadline_seconds=60.0)]
     (failed,) = [r.message for r in replies if r.message.site == SITES[1]]
     assert isinstance(failed, SiteFailure)
     assert "KeyError" in failed.message

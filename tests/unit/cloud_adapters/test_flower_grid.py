@@ -17,6 +17,7 @@ from cloud_adapters import flower_simulation
 from federation import wire
 from federation.clock import VirtualClock
 from federation.errors import FederationError, ProtocolError, SiteError
+from federation.exchange import exchange as exchange_over
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -163,7 +164,7 @@ def make_grid(
 def exchange(grid: FlowerGrid, seconds: float = 5.0, **fields: Any) -> list[Reply]:
     """Send every site a task."""
     tasks = [replace(TASK, site=site, **fields) for site in SITES]
-    return list(grid.exchange(tasks, deadline_seconds=seconds))
+    return list(exchange_over(grid, tasks, deadline_seconds=seconds))
 
 
 def kinds(replies: list[Reply]) -> dict[str, str]:
@@ -208,8 +209,8 @@ def test_small_content_is_few_objects(extra: int, num_objects: int):
 
 def test_secure_step_is_a_message_of_training(flower: FakeFlower, clock: VirtualClock):
     """Flower knows no kind of its own for it."""
-    (reply,) = make_grid(flower, clock, ordered=True).exchange(
-        [SECURE_TASK], deadline_seconds=5.0
+    (reply,) = exchange_over(
+        make_grid(flower, clock, ordered=True), [SECURE_TASK], deadline_seconds=5.0
     )
     metadata = flower.sent[-1].metadata
     assert metadata.message_type == "train"
@@ -314,7 +315,7 @@ def test_few_answers_are_held_back(
     flower.silent = {10}
     before = len(flower.sent)
     tasks = [replace(TASK, site=site) for site in SITES]
-    replies = grid.exchange(tasks, deadline_seconds=1.0)
+    replies = exchange_over(grid, tasks, deadline_seconds=1.0)
     assert next(replies).message.kind is FailureKind.DEADLINE
     assert len(flower.sent) - before == 2
     assert [reply.message.site for reply in replies] == SITES[1:]
@@ -418,10 +419,50 @@ def test_refused_message_is_a_failure(flower: FakeFlower, clock: VirtualClock):
     assert set(kinds(exchange(grid)).values()) == {FailureKind.UNREACHABLE}
 
 
+@pytest.mark.parametrize("workers", [None, 3])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_tasks_of_two_rounds_may_be_open(
+    flower: FakeFlower, clock: VirtualClock, *, ordered: bool, workers: int | None
+):
+    """A site that is silent in one of them holds up no answer to the other."""
+    grid = make_grid(flower, clock, ordered=ordered, workers=workers)
+    flower.silent = {10}
+    first = grid.send([replace(TASK, site=site) for site in SITES], deadline_seconds=9)
+    second = grid.send(
+        [replace(TASK, site=site, round_index=2) for site in SITES[1:]],
+        deadline_seconds=600,
+    )
+    found = [*grid.receive(timeout_seconds=1.0)]
+    answered = {reply.task_id for reply in found}
+    assert answered == {*second} | (set() if ordered else {*first[1:]})
+    while replies := grid.receive():
+        found += replies
+    assert sorted(reply.task_id for reply in found) == sorted([*first, *second])
+    assert kinds(found[-3:] if ordered else found)["one"] == FailureKind.DEADLINE
+
+
+def test_withdrawn_task_is_not_waited_for(flower: FakeFlower, clock: VirtualClock):
+    """Its answer is late when it comes, and what has not gone out never does."""
+    grid = make_grid(flower, clock, ordered=True, workers=1)
+    flower.silent = {10, 20}
+    ids = grid.send([replace(TASK, site=site) for site in SITES], deadline_seconds=600)
+    num_sent = len(flower.sent)
+    grid.withdraw(ids[:2])
+    flower.silent = set()
+    found: list[Reply] = []
+    while replies := grid.receive():
+        found += replies
+    assert {reply.task_id for reply in found} == {*ids}  # Two of them are late.
+    assert len(flower.sent) == num_sent + 1
+    flower.silent = {10}
+    grid.withdraw(grid.send([TASK], deadline_seconds=600))
+    assert not grid.receive()
+
+
 def test_unknown_site_is_a_mistake(flower: FakeFlower, clock: VirtualClock):
     """The caller asked for a site that the job does not have."""
     with pytest.raises(ValueError, match="no sites \\['zoe'\\]"):
-        make_grid(flower, clock).exchange(
+        make_grid(flower, clock).send(
             [replace(TASK, site=SiteId("zoe"))], deadline_seconds=1.0
         )
 

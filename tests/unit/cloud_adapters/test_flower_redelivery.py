@@ -13,6 +13,7 @@ from support import toy, toy_sites
 
 from cloud_adapters import flower_simulation
 from federation.clock import VirtualClock
+from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
@@ -106,7 +107,7 @@ def make_grid(flower: LossyFlower) -> FlowerGrid:
 def exchange(grid: FlowerGrid, task: Any = ROUND, **changes: Any) -> list[Reply]:
     """Send every site a task."""
     tasks = [replace(task, site=site, **changes) for site in SITES]
-    return list(grid.exchange(tasks, deadline_seconds=DEADLINE_SECONDS))
+    return list(exchange_over(grid, tasks, deadline_seconds=DEADLINE_SECONDS))
 
 
 def first(fits: Loses, times: int = 1) -> Loses:
@@ -254,7 +255,7 @@ def test_kept_answer_is_the_one_that_was_lost(flower: LossyFlower):
         return False
 
     flower.loses = loses
-    (reply,) = grid.exchange([ROUND], deadline_seconds=DEADLINE_SECONDS)
+    (reply,) = exchange_over(grid, [ROUND], deadline_seconds=DEADLINE_SECONDS)
     assert len(said) == 2
     assert said[0] == said[1]
     assert reply.bytes_up == len(said[0])
@@ -305,7 +306,7 @@ def test_restarted_site_is_sent_its_task_again(flower: LossyFlower):
     """It stopped in peace while it worked, and was soon back."""
     grid = make_grid(flower)
     flower.work = 100.0
-    tasks = grid.exchange([ROUND], deadline_seconds=DEADLINE_SECONDS)
+    tasks = exchange_over(grid, [ROUND], deadline_seconds=DEADLINE_SECONDS)
     node, sleep = 10, flower.clock.sleep
     restarted: list[float] = []
 

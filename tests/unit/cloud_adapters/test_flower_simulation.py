@@ -21,6 +21,7 @@ from cloud_adapters import flower_simulation
 from cloud_adapters.flower_simulation import import_flower, run_on_flower_simulation
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError
+from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.messages import FailureKind, Reply, RoundTask, SiteUpdate, TaskKind
 from federation.protocols import Grid
@@ -65,7 +66,7 @@ def ask(
     return {
         task.site: reply
         for task, reply in zip(
-            tasks, grid.exchange(tasks, deadline_seconds=30), strict=True
+            tasks, exchange(grid, tasks, deadline_seconds=30), strict=True
         )
     }
 

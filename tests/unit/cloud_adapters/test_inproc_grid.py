@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support import toy
+from support.scripted_grid import reply_to
 
 from cloud_adapters import inproc_grid
 from cloud_adapters.inproc_grid import InProcessGrid
 from federation import wire
 from federation.clock import SystemClock, VirtualClock
+from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
@@ -147,7 +149,7 @@ def test_needs_a_site_and_a_worker(arguments: tuple[dict[SiteId, Handler], int])
 def test_task_of_an_unknown_site():
     """It is the caller's mistake, told at once."""
     with grid_of() as grid, pytest.raises(ValueError, match=r"has no sites \['z'\]"):
-        grid.exchange(tasks(sites=[SiteId("z")]), deadline_seconds=PATIENT)
+        grid.send(tasks(sites=[SiteId("z")]), deadline_seconds=PATIENT)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
@@ -155,7 +157,7 @@ def test_thousand_sites_answer_in_order(workers: int):
     """The window moves along."""
     sites = [SiteId(f"s{i}") for i in range(1000)]
     with grid_of(sites=sites, workers=workers) as grid:
-        replies = grid.exchange(tasks(sites=sites), deadline_seconds=PATIENT)
+        replies = exchange(grid, tasks(sites=sites), deadline_seconds=PATIENT)
         assert [reply.message.site for reply in replies] == sites
 
 
@@ -169,7 +171,7 @@ def test_order_does_not_follow_speed():
         return sound(task)
 
     with grid_of(answer, workers=2) as grid:
-        replies = grid.exchange(tasks(), deadline_seconds=PATIENT)
+        replies = exchange(grid, tasks(), deadline_seconds=PATIENT)
         assert kinds(list(replies)) == ["c ok", "a ok", "b ok"]
 
 
@@ -189,7 +191,7 @@ def test_at_most_so_many_work_at_once(workers: int):
 
     sites = [SiteId(f"s{i}") for i in range(20)]
     with grid_of(answer, sites=sites, workers=workers) as grid:
-        list(grid.exchange(tasks(sites=sites), deadline_seconds=PATIENT))
+        list(exchange(grid, tasks(sites=sites), deadline_seconds=PATIENT))
     assert most[0] <= workers
 
 
@@ -197,7 +199,7 @@ def test_bytes_of_a_task_are_counted_once():
     """However often the site answers."""
     with grid_of(fault=lambda _task, answer: [answer()] * 2) as grid:
         asked = tasks(sites=SITES[:1])
-        replies = list(grid.exchange(asked, deadline_seconds=PATIENT))
+        replies = list(exchange(grid, asked, deadline_seconds=PATIENT))
     up = wire.encoded_size(replies[0].message)
     down = wire.encoded_size(asked[0])
     assert [(r.bytes_down, r.bytes_up) for r in replies] == [(down, up), (0, up)]
@@ -206,7 +208,7 @@ def test_bytes_of_a_task_are_counted_once():
 def test_silent_site_is_unreachable():
     """The task was sent, nothing came."""
     with grid_of(fault=lambda _task, _answer: []) as grid:
-        (reply,) = grid.exchange(tasks(sites=SITES[:1]), deadline_seconds=PATIENT)
+        (reply,) = exchange(grid, tasks(sites=SITES[:1]), deadline_seconds=PATIENT)
     assert kinds([reply]) == ["c unreachable"]
     assert (reply.bytes_down > 0, reply.bytes_up) == (True, 0)
 
@@ -229,8 +231,8 @@ def test_whatever_a_handler_raises_is_a_crash(error: BaseException, text: str):
         return sound(task)
 
     with grid_of(answer) as grid:
-        replies = list(grid.exchange(tasks(), deadline_seconds=PATIENT))
-        again = list(grid.exchange(tasks(2), deadline_seconds=PATIENT))
+        replies = list(exchange(grid, tasks(), deadline_seconds=PATIENT))
+        again = list(exchange(grid, tasks(2), deadline_seconds=PATIENT))
     assert kinds(replies) == ["c ok", "a crashed", "b ok"]
     assert replies[1].message.message == text
     assert kinds(again) == ["c ok", "a ok", "b ok"]
@@ -247,14 +249,14 @@ def test_whatever_a_handler_raises_is_a_crash(error: BaseException, text: str):
 def test_message_that_no_site_could_send(change: dict[str, Any], expected: str):
     """It could not travel, or speaks for another site."""
     with grid_of(lambda task: replace(sound(task), **change)) as grid:
-        replies = grid.exchange(tasks(sites=SITES[:1]), deadline_seconds=PATIENT)
+        replies = exchange(grid, tasks(sites=SITES[:1]), deadline_seconds=PATIENT)
         assert kinds(list(replies)) == [expected]
 
 
 def test_handler_that_returns_no_message():
     """A mistake of its own."""
     with grid_of(lambda _task: None) as grid:
-        replies = grid.exchange(tasks(sites=SITES[:1]), deadline_seconds=PATIENT)
+        replies = exchange(grid, tasks(sites=SITES[:1]), deadline_seconds=PATIENT)
         assert kinds(list(replies)) == ["c crashed"]
 
 
@@ -262,11 +264,11 @@ def test_hanging_site_gives_up_its_thread():
     """The others go on, and it is busy until it comes back; then it is late."""
     gate = Gate(SITES[0])
     with grid_of(gate, clock=gate.clock) as grid:
-        first = list(grid.exchange(tasks(), deadline_seconds=SHORT))
-        second = list(grid.exchange(tasks(2), deadline_seconds=PATIENT))
+        first = list(exchange(grid, tasks(), deadline_seconds=SHORT))
+        second = list(exchange(grid, tasks(2), deadline_seconds=PATIENT))
         gate.opened.set()
         _wait_until(lambda: not grid._busy)
-        third = list(grid.exchange(tasks(3), deadline_seconds=PATIENT))
+        third = list(exchange(grid, tasks(3), deadline_seconds=PATIENT))
     assert kinds(first) == ["c deadline", "a ok", "b ok"]
     assert first[0].message.message == "gave no answer within 0.05 s"
     assert kinds(second) == ["c busy", "a ok", "b ok"]
@@ -278,10 +280,10 @@ def test_late_answer_counts_its_bytes_up_and_keeps_no_update():
     """The task's bytes were counted with the deadline."""
     gate = Gate(SITES[0])
     with grid_of(gate, clock=gate.clock) as grid:
-        (missed,) = grid.exchange(tasks(sites=SITES[:1]), deadline_seconds=SHORT)
+        (missed,) = exchange(grid, tasks(sites=SITES[:1]), deadline_seconds=SHORT)
         gate.opened.set()
         _wait_until(lambda: not grid._busy)
-        late, _ = grid.exchange(tasks(2, SITES[:1]), deadline_seconds=PATIENT)
+        late, _ = exchange(grid, tasks(2, SITES[:1]), deadline_seconds=PATIENT)
     assert isinstance(late.message, SiteFailure)
     assert late.message.round_index == 1
     assert (missed.bytes_up, late.bytes_down) == (0, 0)
@@ -292,8 +294,8 @@ def test_every_site_hangs():
     """Each has its own deadline, and there is always a thread for the next."""
     gate = Gate(*SITES)
     with grid_of(gate, clock=gate.clock) as grid:
-        replies = list(grid.exchange(tasks(), deadline_seconds=SHORT))
-        again = list(grid.exchange(tasks(2), deadline_seconds=PATIENT))
+        replies = list(exchange(grid, tasks(), deadline_seconds=SHORT))
+        again = list(exchange(grid, tasks(2), deadline_seconds=PATIENT))
         gate.opened.set()
     assert kinds(replies) == ["c deadline", "a deadline", "b deadline"]
     assert kinds(again) == ["c busy", "a busy", "b busy"]
@@ -308,10 +310,10 @@ def test_crash_after_the_deadline_is_not_told_twice():
         return toy.failure(task.site, round_index=task.round_index)
 
     with grid_of(answer, clock=gate.clock) as grid:
-        list(grid.exchange(tasks(sites=SITES[:1]), deadline_seconds=SHORT))
+        list(exchange(grid, tasks(sites=SITES[:1]), deadline_seconds=SHORT))
         gate.opened.set()
         _wait_until(lambda: not grid._busy)
-        replies = list(grid.exchange(tasks(2, SITES[:1]), deadline_seconds=PATIENT))
+        replies = list(exchange(grid, tasks(2, SITES[:1]), deadline_seconds=PATIENT))
     assert kinds(replies) == ["c crashed"]
 
 
@@ -324,7 +326,7 @@ def test_deadline_is_of_the_sites_own_time():
         return sound(task)
 
     with grid_of(answer, clock=clock) as grid:
-        replies = list(grid.exchange(tasks(), deadline_seconds=5.0))
+        replies = list(exchange(grid, tasks(), deadline_seconds=5.0))
     assert [k for k in kinds(replies) if "late" not in k] == [
         "c ok",
         "a deadline",
@@ -341,7 +343,7 @@ def test_time_in_the_queue_is_not_the_sites():
         return sound(task)
 
     with grid_of(answer, clock=clock) as grid:
-        replies = list(grid.exchange(tasks(), deadline_seconds=5.0))
+        replies = list(exchange(grid, tasks(), deadline_seconds=5.0))
     assert kinds(replies) == ["c ok", "a ok", "b ok"]
     assert [(r.asked_seconds, r.answered_seconds) for r in replies] == [
         (0.0, 3.0),
@@ -354,13 +356,13 @@ def test_left_exchange_does_not_make_its_sites_busy():
     """The next task of a site waits until it has finished the last."""
     gate = Gate(SITES[0])
     with grid_of(gate, workers=2) as grid:
-        replies = grid.exchange(
-            tasks(sites=SITES[1:] + SITES[:1]), deadline_seconds=PATIENT
+        replies = exchange(
+            grid, tasks(sites=SITES[1:] + SITES[:1]), deadline_seconds=PATIENT
         )
         next(replies)
         gate.entered.acquire()
         replies.close()
-        following = grid.exchange(tasks(2), deadline_seconds=PATIENT)
+        following = exchange(grid, tasks(2), deadline_seconds=PATIENT)
         threading.Timer(SHORT, gate.opened.set).start()
         assert [k for k in kinds(list(following)) if "late" not in k] == [
             "c ok",
@@ -373,13 +375,13 @@ def test_site_that_hangs_in_a_left_exchange():
     """Its thread is given up when its deadline passes, and it is busy."""
     gate = Gate(SITES[0])
     with grid_of(gate, clock=gate.clock) as grid:
-        replies = grid.exchange(
-            tasks(sites=SITES[1:] + SITES[:1]), deadline_seconds=SHORT
+        replies = exchange(
+            grid, tasks(sites=SITES[1:] + SITES[:1]), deadline_seconds=SHORT
         )
         next(replies)
         gate.entered.acquire()
         replies.close()
-        following = list(grid.exchange(tasks(2), deadline_seconds=PATIENT))
+        following = list(exchange(grid, tasks(2), deadline_seconds=PATIENT))
         gate.opened.set()
     assert kinds(following) == ["c busy", "a ok", "b ok"]
 
@@ -387,22 +389,53 @@ def test_site_that_hangs_in_a_left_exchange():
 def test_exchange_that_was_never_begun():
     """Nobody took a reply: nobody was asked."""
     with grid_of() as grid:
-        grid.exchange(tasks(), deadline_seconds=PATIENT)
-        replies = grid.exchange(tasks(2), deadline_seconds=PATIENT)
+        exchange(grid, tasks(), deadline_seconds=PATIENT)
+        replies = exchange(grid, tasks(2), deadline_seconds=PATIENT)
         assert kinds(list(replies)) == ["c ok", "a ok", "b ok"]
 
 
-def test_new_exchange_ends_the_one_before():
-    """And outlives its end."""
+def test_replies_have_one_receiver():
+    """An exchange takes the replies to whatever is open; the other one ends."""
     with grid_of() as grid:
-        old = grid.exchange(tasks(), deadline_seconds=PATIENT)
+        old = exchange(grid, tasks(), deadline_seconds=PATIENT)
         next(old)
-        new = grid.exchange(tasks(2), deadline_seconds=PATIENT)
-        first = next(new)
-        with pytest.raises(ValueError, match="has begun another exchange"):
-            next(old)
-        rest = [k for k in kinds([first, *new]) if "late" not in k]
-    assert rest == ["c ok", "a ok", "b ok"]
+        new = list(exchange(grid, tasks(2), deadline_seconds=PATIENT))
+        assert list(old) == []
+    assert [reply.message.round_index for reply in new] == [1, 1, 2, 2, 2]
+
+
+def test_overdue_answer_comes_after_the_word_that_it_is():
+    """Also if nobody took that word before the answer came."""
+    gate = Gate(SITES[0], SITES[1])
+    with grid_of(gate, clock=gate.clock, workers=2) as grid:
+        grid.send(tasks(), deadline_seconds=SHORT)
+        gate.entered.acquire()
+        gate.entered.acquire()
+        replies = [*grid.receive()]
+        gate.opened.set()
+        _wait_until(lambda: not grid._busy)
+        while received := grid.receive():
+            replies += received
+    assert kinds([r for r in replies if r.message.site == "a"]) == [
+        "a deadline",
+        "a late",
+    ]
+
+
+def test_memory_is_bounded_over_all_open_tasks(monkeypatch: pytest.MonkeyPatch):
+    """However many times something was sent."""
+    monkeypatch.setattr(inproc_grid, "MAX_AHEAD", 4)
+    alive = Alive()
+    sites = [SiteId(f"s{i}") for i in range(30)]
+    with grid_of(alive, sites=sites, workers=3) as grid:
+        for site in sites:
+            grid.send(tasks(sites=[site]), deadline_seconds=PATIENT)
+        num_taken = 0
+        while replies := grid.receive():
+            num_taken += len(replies)
+            replies.clear()
+    assert num_taken == len(sites)
+    assert alive.most <= 4 + 1  # And the one that was taken last.
 
 
 def test_closed_grid_answers_nobody():
@@ -410,7 +443,7 @@ def test_closed_grid_answers_nobody():
     grid = grid_of()
     grid.close()
     grid.close()
-    replies = grid.exchange(tasks(), deadline_seconds=PATIENT)
+    replies = exchange(grid, tasks(), deadline_seconds=PATIENT)
     with pytest.raises(ValueError, match="the grid was closed"):
         next(replies)
 
@@ -419,7 +452,7 @@ def test_close_in_the_middle_wakes_who_waits():
     """From another thread."""
     gate = Gate(SITES[0])
     grid = grid_of(gate)
-    replies = grid.exchange(tasks(), deadline_seconds=PATIENT)
+    replies = exchange(grid, tasks(), deadline_seconds=PATIENT)
     closer = threading.Thread(target=lambda: (gate.entered.acquire(), grid.close()))
     closer.start()
     with pytest.raises(ValueError, match="the grid was closed"):
@@ -434,7 +467,7 @@ def test_close_does_not_wait_for_hanging_sites(monkeypatch: pytest.MonkeyPatch):
     gate = Gate(SITES[0])
     grid = grid_of(gate, clock=gate.clock)
     with closing(grid):
-        list(grid.exchange(tasks(), deadline_seconds=SHORT))
+        list(exchange(grid, tasks(), deadline_seconds=SHORT))
         start = SystemClock().monotonic()
     assert SystemClock().monotonic() - start < PATIENT / 2
     gate.opened.set()
@@ -445,7 +478,7 @@ def test_close_waits_a_little_for_sites_at_work(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(inproc_grid, "CLOSING_SECONDS", PATIENT)
     gate = Gate(SITES[0])
     with grid_of(gate, workers=2) as grid:
-        replies = grid.exchange(tasks(sites=SITES[::-1]), deadline_seconds=PATIENT)
+        replies = exchange(grid, tasks(sites=SITES[::-1]), deadline_seconds=PATIENT)
         next(replies)
         gate.entered.acquire()
         replies.close()
@@ -462,7 +495,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, ahead: int, workers:
     gc.disable()
     try:
         with grid_of(alive, sites=sites, workers=workers) as grid:
-            replies = grid.exchange(tasks(sites=sites), deadline_seconds=PATIENT)
+            replies = exchange(grid, tasks(sites=sites), deadline_seconds=PATIENT)
             for reply in replies:
                 kept = weakref.ref(reply.message.delta_d)
                 SystemClock().sleep(0.0005)  # Let the threads run ahead.
@@ -483,17 +516,7 @@ def test_secure_steps_are_small():
 
 def test_late_masked_update_is_not_kept():
     """Of what comes too late only the word is kept, masked or not."""
-    late = inproc_grid._late(
-        [
-            Reply(
-                message=toy.masked(),
-                asked_seconds=0.0,
-                answered_seconds=1.0,
-                bytes_down=5,
-                bytes_up=7,
-            )
-        ]
-    )
+    late = inproc_grid._late([reply_to(toy.masked(), bytes_down=5, bytes_up=7)])
     (reply,) = late
     assert isinstance(reply.message, SiteFailure)
     assert reply.message.kind is FailureKind.LATE
@@ -515,7 +538,7 @@ def test_left_exchange_keeps_no_update():
     """What was finished and not taken is let go."""
     alive = Alive()
     with grid_of(alive) as grid:
-        replies = grid.exchange(tasks(), deadline_seconds=PATIENT)
+        replies = exchange(grid, tasks(), deadline_seconds=PATIENT)
         next(replies)
         _wait_until(lambda: alive.made == 3)
         replies.close()

@@ -6,12 +6,13 @@ import json
 import re
 import resource
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import toy
+from support.scripted_grid import ScriptedGrid, reply_to
 
 from cloud_adapters.inproc_grid import InProcessGrid
 from cloud_adapters.transcript import TranscriptGrid, check_fresh, recorded
@@ -25,7 +26,8 @@ from federation.errors import (
     StoreUnavailable,
     WireError,
 )
-from federation.ids import SiteId
+from federation.exchange import exchange
+from federation.ids import SiteId, TaskId
 from federation.messages import Reply, SiteMessage, Task
 from privacy.secagg.messages import Confirms, Decline, Head, Masked
 
@@ -48,42 +50,22 @@ NAMES = [
 ]
 
 
-class Script:
+class Script(ScriptedGrid):
     """A grid that says what it was told to say."""
 
     def __init__(self, messages: Sequence[SiteMessage] = tuple(ANSWERS)) -> None:
+        super().__init__()
         self.messages = list(messages)
-        self.closed = False
 
-    def sites(self) -> Sequence[SiteId]:
-        return toy.SITES
-
-    def exchange(
-        self,
-        tasks: Sequence[Task],  # noqa: ARG002 -- of the seam
-        *,
-        deadline_seconds: float,  # noqa: ARG002
-    ) -> Iterator[Reply]:
-        try:
-            while self.messages:
-                yield reply(self.messages.pop(0))
-        finally:
-            self.closed = True
-
-
-def reply(message: SiteMessage) -> Reply:
-    return Reply(
-        message=message,
-        asked_seconds=0.0,
-        answered_seconds=1.0,
-        bytes_down=1,
-        bytes_up=2,
-    )
+    def play(self, tasks: Sequence[tuple[TaskId, Task]]) -> Iterable[Reply]:
+        del tasks
+        while self.messages:
+            yield reply_to(self.messages.pop(0), -1, bytes_down=1, bytes_up=2)
 
 
 def written(folder: Path, script: Script | None = None) -> list[Reply]:
     grid = TranscriptGrid(script or Script(), folder)
-    return list(grid.exchange(TASKS, deadline_seconds=1.0))
+    return list(exchange(grid, TASKS, deadline_seconds=1.0))
 
 
 @pytest.fixture
@@ -108,7 +90,7 @@ def test_grid_is_what_it_was(tmp_path: Path):
     assert recorded(script, None) is script
     grid = recorded(script, tmp_path / "seen")
     assert grid.sites() == toy.SITES
-    found = list(grid.exchange(TASKS, deadline_seconds=1.0))
+    found = list(exchange(grid, TASKS, deadline_seconds=1.0))
     assert [r.message for r in found] == ANSWERS
 
 
@@ -166,7 +148,7 @@ def test_disk_errors_are_ours(tmp_path: Path):
     grid = TranscriptGrid(Script(), tmp_path / "seen")
     (tmp_path / "seen" / NAMES[2]).symlink_to("elsewhere")
     with pytest.raises(StoreUnavailable, match=re.escape(NAMES[2])):
-        list(grid.exchange(TASKS, deadline_seconds=1.0))
+        list(exchange(grid, TASKS, deadline_seconds=1.0))
     assert not (tmp_path / "seen/elsewhere").exists()
 
 
@@ -178,10 +160,10 @@ def test_half_a_frame_is_not_left(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
         with pytest.raises(StoreUnavailable, match="File too large"):
-            list(grid.exchange(TASKS, deadline_seconds=1.0))
+            list(exchange(grid, TASKS, deadline_seconds=1.0))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert script.closed
+    assert len(script.withdrawn) == 1
     assert names(tmp_path / "seen") == [*NAMES[:2], "index.jsonl"]
     list(transcript.read(tmp_path / "seen"))
 
@@ -191,7 +173,7 @@ def test_message_that_cannot_travel_is_not_written(tmp_path: Path):
     script = Script([toy.update(SiteId("../../x"))])
     with pytest.raises(WireError):
         written(tmp_path / "seen", script)
-    assert script.closed
+    assert len(script.withdrawn) == 1
     assert names(tmp_path) == ["seen"]
     assert len(rows(tmp_path / "seen")) == len(TASKS)
 
@@ -200,33 +182,18 @@ def test_leaving_early_ends_the_exchange_below(tmp_path: Path):
     """So that sites are told to stop."""
     script = Script()
     grid = TranscriptGrid(script, tmp_path / "seen")
-    replies = grid.exchange(TASKS, deadline_seconds=1.0)
+    replies = exchange(grid, TASKS, deadline_seconds=1.0)
     next(replies)
     replies.close()  # type: ignore[attr-defined]
-    assert script.closed
+    assert [len(ids) for ids in script.withdrawn] == [len(TASKS)]
     assert len(rows(tmp_path / "seen")) == len(TASKS) + 1
-
-
-def test_grid_without_generators_will_do(tmp_path: Path):
-    """The seam promises an iterator and no more."""
-
-    class Plain(Script):
-        def exchange(
-            self,
-            tasks: Sequence[Task],  # noqa: ARG002 -- of the seam
-            *,
-            deadline_seconds: float,  # noqa: ARG002
-        ) -> Iterator[Reply]:
-            return iter([reply(toy.update())])
-
-    assert len(written(tmp_path / "seen", Plain())) == 1
 
 
 def test_one_update_is_held_at_a_time(tmp_path: Path):
     """The receiver's copy is the only one, as over the grid below."""
     script = Script([toy.update(), toy.update()])
     grid = TranscriptGrid(script, tmp_path / "seen")
-    replies = grid.exchange([], deadline_seconds=1.0)
+    replies = exchange(grid, TASKS, deadline_seconds=1.0)
     first = next(replies)
     seen = weakref.ref(first.message.delta_d)  # type: ignore[union-attr]
     del first

@@ -2,13 +2,15 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from support import toy
+from support.scripted_grid import ScriptedGrid, reply_to
 
 from cloud_adapters.faults import FaultInjector
 from federation import wire
@@ -33,7 +35,7 @@ from federation.events import (
     SiteFailed,
     Warned,
 )
-from federation.ids import SiteId
+from federation.ids import SiteId, TaskId
 from federation.job import JobSpec
 from federation.messages import (
     FailureKind,
@@ -42,6 +44,7 @@ from federation.messages import (
     SiteEvaluation,
     SiteMessage,
     SiteUpdate,
+    Task,
     TaskKind,
 )
 from federation.protocols import RunState, ServerOptimizer, WeightedUpdate
@@ -674,31 +677,31 @@ def test_only_the_cohort_is_asked():
 # Memory and strange grids.
 
 
-class LoneUpdates:
+class LoneUpdates(ScriptedGrid):
     """A grid that makes an update when it is asked for the next, and watches them."""
 
     def __init__(self) -> None:
         """Begin with no update."""
+        super().__init__()
         self.alive: list[int] = []
         self._last: weakref.ref[Any] | None = None
 
-    def sites(self) -> Sequence[SiteId]:
-        """All sites."""
-        return toy.SITES
-
-    def exchange(
-        self,
-        tasks: Sequence[RoundTask],
-        *,
-        deadline_seconds: float,  # noqa: ARG002 -- of the seam
-    ) -> Iterator[Reply]:
+    def play(self, tasks: Sequence[tuple[TaskId, Task]]) -> Iterable[Reply]:
         """Answer, and note whether the update before is still there."""
-        for task in tasks:
-            self.alive.append(int(self._last is not None and self._last() is not None))
-            yield self._reply(task)
+        for task_id, task in tasks:
+            self._note()
+            yield self._reply(task, task_id)
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Look whether the last one is still there."""
+        super().withdraw(task_ids)
+        self._note()
+
+    def _note(self) -> None:
         self.alive.append(int(self._last is not None and self._last() is not None))
 
-    def _reply(self, task: RoundTask) -> Reply:
+    def _reply(self, task: Task, task_id: TaskId) -> Reply:
+        assert isinstance(task, RoundTask)
         message: SiteMessage = toy.evaluation(task.site, round_index=task.round_index)
         if task.kind is TaskKind.TRAIN:
             update = toy.update(task.site, round_index=task.round_index)
@@ -706,13 +709,7 @@ class LoneUpdates:
                 update = replace(update, num_examples=0)  # Refused when weighed.
             self._last = weakref.ref(update.delta_d)
             message = update
-        return Reply(
-            message=message,
-            asked_seconds=0.0,
-            answered_seconds=0.0,
-            bytes_down=0,
-            bytes_up=0,
-        )
+        return reply_to(message, task_id)
 
 
 def test_one_update_is_alive_at_a_time():
@@ -736,14 +733,14 @@ class Replaying(LoneUpdates):
         super().__init__()
         self._change = change
 
-    def exchange(
-        self,
-        tasks: Sequence[RoundTask],
-        *,
-        deadline_seconds: float,  # noqa: ARG002 -- of the seam
-    ) -> Iterator[Reply]:
+    def play(self, tasks: Sequence[tuple[TaskId, Task]]) -> Iterable[Reply]:
         """Answer, after the change."""
-        yield from self._change([self._reply(task) for task in tasks])
+        return self._change([self._reply(task, task_id) for task_id, task in tasks])
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Hand on everything at once."""
+        del timeout_seconds
+        return deque(self._replies)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count
 
 from support import toy
+from support.scripted_grid import reply_to
 
 from federation.clock import VirtualClock
 from federation.events import (
@@ -54,13 +55,7 @@ def opened(
 def replies(*messages: SiteMessage) -> list[Reply]:
     """Each with another number of bytes: 1 down and 10 up, 2 and 20, and so on."""
     return [
-        Reply(
-            message=message,
-            asked_seconds=0.0,
-            answered_seconds=1.0,
-            bytes_down=number,
-            bytes_up=10 * number,
-        )
+        reply_to(message, bytes_down=number, bytes_up=10 * number)
         for number, message in zip(count(1), messages, strict=False)
     ]
 
