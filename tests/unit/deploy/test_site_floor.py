@@ -1,5 +1,6 @@
 """What a site's operator demands is held against a job, key by key."""
 
+import math
 import sys
 from dataclasses import replace
 from typing import Any
@@ -22,9 +23,13 @@ from federation.job import JobSpec
 from privacy.secagg.contract import Contract
 from privacy.secagg.errors import ContractRefused
 from privacy.secagg.floor import check_against_floor
+from privacy.secagg.noise_shares import NoiseShare
 from privacy.secagg.ring import RingSpec
 
 SITE = SiteId("site-0")
+NOISE_SHARE = NoiseShare(
+    multiplier=1.0, sensitivity=1.0, size=9, threshold=4, colluding=1
+)
 OPEN = {"privacy": "none", "secure_aggregation": False}
 MODELS = ("clients.models:*", "support.small_jobs:blobs")
 RECORD = {"unit": "record", "target_epsilon": 3.0, "delta": 1e-5}
@@ -387,6 +392,7 @@ LIES = {
     "max_examples": {"max_examples": 61},
     "max_rounds": {"max_rounds": 40},
     "hybrid": {"hybrid": False},
+    "two_site_waiver": {"two_site_waiver": True},
 }
 
 
@@ -413,7 +419,10 @@ def test_contract_is_that_of_the_job(lie: str):
     ask whether a site's numbers are above them, for the site that declines says so.
     """
     job = secure_job(5, threshold=5, max_examples=60, element_bound=1.0)
-    floor = FloorSpec(**OPEN, functions=MODELS, require_hybrid=False)
+    # Wide open, so that nothing but the job refuses what is told.
+    floor = FloorSpec(
+        **OPEN, functions=MODELS, require_hybrid=False, max_clip_norm=100.0
+    )
     site_floor.check_job(job, floor, SITE)
     roster, pool = consortium(*(site.name for site in job.sites)).roster, ModelPool(job)
     demands = site_floor.contract_floor(
@@ -426,6 +435,7 @@ def test_contract_is_that_of_the_job(lie: str):
         return replace(found, job_digest=job_digest.digest(job))
 
     check_against_floor(contract(job), demands)
+    assert set(demands.terms) == set(LIES)
     if lie == "members":
         fewer = secure_job(3, threshold=3, max_examples=60, element_bound=1.0)
         assert {site.name for site in fewer.sites} < {site.name for site in job.sites}
@@ -437,3 +447,46 @@ def test_contract_is_that_of_the_job(lie: str):
     with pytest.raises(ContractRefused) as caught:
         check_against_floor(told, demands)
     assert caught.value.key == lie
+
+
+def test_every_demand_reaches_the_floor_of_contracts():
+    """Where a job was looked at before, it is the second line of defence."""
+    demanded: dict[str, Any] = {
+        "min_sites": 4,
+        "colluding_sites": 2,
+        "ring_bits": (24, 16),
+        "max_clip_norm": 3.0,
+        "max_element_bound": 0.5,
+        "weight_rules": ("uniform",),
+        "max_epsilon": 2.0,
+        "max_delta": 1e-7,
+        "require_hybrid": False,
+        "accept_two_sites": True,
+        "max_rounds": 7,
+    }
+    job, share = private_job(), NOISE_SHARE
+    found = site_floor.contract_floor(
+        job,
+        ModelPool(job).layout,
+        run_id=RUN_ID,
+        floor=FloorSpec(**demanded, functions=MODELS),
+        roster=consortium(*(site.name for site in job.sites)).roster,
+        noise_share=share,
+    )
+    # One round more is for evaluation alone.
+    demanded |= {"max_rounds": 8, "colluding": demanded.pop("colluding_sites")}
+    for name, value in demanded.items():
+        wanted = frozenset(value) if isinstance(value, tuple) else value
+        assert getattr(found, name) == wanted
+    assert found.noise_share is share
+    assert found.run_id == RUN_ID
+    assert found.job_digest == job_digest.digest(job)
+    nobody = site_floor.contract_floor(
+        secure_job(5, max_examples=9),
+        ModelPool(job).layout,
+        run_id=RUN_ID,
+        floor=FloorSpec(**OPEN, functions=MODELS, max_epsilon=2.0, max_delta=1e-7),
+        roster=found.roster,
+        noise_share=None,
+    )
+    assert (nobody.max_epsilon, nobody.max_delta) == (math.inf, 1.0)
