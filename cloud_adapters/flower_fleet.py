@@ -78,6 +78,8 @@ class FleetCalls:
     uniform: Uniform
     is_active: bool = False
     _heard: float = field(default=-math.inf, init=False)
+    # Set by every failure; the first request that succeeds again clears it.
+    _lost: threading.Event = field(default_factory=threading.Event, init=False)
     _refused_since: float | None = field(default=None, init=False)
 
     def begin(self) -> None:
@@ -96,6 +98,7 @@ class FleetCalls:
         """Full jitter, as in ``cloud_adapters.storage.retry``, and at least a bit."""
         longest = min(MAX_WAIT_SECONDS, most, 0.5 * 2.0 ** min(attempt, 16))
         seconds = self.uniform(0.2, longest)
+        self._lost.set()
         self.listener(f"{error}; trying again in {seconds:.1f} s")
         self.stopped.wait(seconds)
 
@@ -117,7 +120,8 @@ class FleetCalls:
                 problem = self._refused(error.response)
             else:
                 self.hear()
-                if attempt:
+                if attempt and self._lost.is_set():
+                    self._lost.clear()
                     self.listener(f"{self.address} answers again")
                 return answer
             attempt += 1

@@ -26,6 +26,7 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 
+from cloud_adapters import process_end
 from cloud_adapters.flower_guard import SecretSender, runtime_word
 
 
@@ -206,6 +207,13 @@ def run_serverapp(launch: Launch) -> None:
     module: Any = importlib.import_module("flwr.superlink.runtime.run_serverapp")
 
     module.fab_from_proto = only(launch.bundle)
+    register = module.register_signal_handlers
+
+    def register_and_explain(*arguments: Any, **more: Any) -> None:
+        register(*arguments, **more)
+        process_end.explain(launch.parent)
+
+    module.register_signal_handlers = register_and_explain
     lines: Queue[str | None] = Queue()
     mirror_output_to_queue(lines)
     module.run_serverapp(

@@ -19,7 +19,7 @@ from typing import Any
 from cloud_adapters.flower_facts import FlowerRun
 from cloud_adapters.storage.part_file import file_errors
 from deploy.durable_files import replace_file
-from deploy.exit_codes import FAILED, STOPPED
+from deploy.exit_codes import FAILED, STOPPED, status_of
 from deploy.run_folder import RunFolder
 from federation import job_file
 from federation.errors import (
@@ -30,10 +30,11 @@ from federation.errors import (
     RunNotFound,
 )
 from federation.event_log import from_line
-from federation.events import Event
+from federation.events import Event, RunFinished
 from federation.job import JobSpec
 from federation.round_count import completed_rounds
 from federation.typed_json import decode, encode, refuse_constant
+from monitoring.run_view import INTERRUPTED
 
 REQUEST, COORDINATOR = "request.json", "coordinator.json"
 OUTCOME, STOP = "outcome.json", "stop"
@@ -41,7 +42,10 @@ OUTCOME, STOP = "outcome.json", "stop"
 # What a run's disk must have room for before a coordinator is started.
 ROOM_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_COUNTED = (b'"event": "RunStarted"', b'"event": "RoundFinished"')
+_COUNTED = tuple(
+    b'"event": "%b"' % name
+    for name in (b"RunStarted", b"RoundFinished", b"RunFinished")
+)
 
 MISSED_LOOKS = 3
 
@@ -110,6 +114,18 @@ class Handed:
     def rounds(self) -> int:
         """Rounds that are completed; counted anew, from all events."""
         return _completed_rounds(self.run)
+
+    @property
+    def status(self) -> str:
+        """``waiting``, ``running``, ``finishing`` or how it ended.
+
+        A coordinator that finishes has done all rounds and writes model and report.
+        """
+        if self.outcome is not None:
+            return status_of(self.outcome.code)
+        if self.coordinator is None:
+            return "waiting"
+        return "finishing" if _is_finishing(self.run) else "running"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,11 +399,19 @@ def _withdraw(one: Handed, flower: Mapping[int, FlowerRun]) -> GiveUp:
 
 
 def _completed_rounds(run: RunFolder) -> int:
+    return completed_rounds(_counted_events(_whole_lines(run)))
+
+
+def _is_finishing(run: RunFolder) -> bool:
+    *_, last = (None, *_counted_events(_whole_lines(run)[-1:]))
+    return isinstance(last, RunFinished) and last.status != INTERRUPTED
+
+
+def _whole_lines(run: RunFolder) -> list[bytes]:
     if not run.exists():
-        return 0
+        return []
     # The last line may be torn: its writer was killed, or is still writing.
-    *lines, _ = run.events.read_bytes().split(b"\n")
-    return completed_rounds(_counted_events(lines))
+    return run.events.read_bytes().split(b"\n")[:-1]
 
 
 def _counted_events(lines: Iterable[bytes]) -> Iterator[Event]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from clients.model_pool import ModelPool
+from cloud_adapters.process_end import ProcessEnded
 from cloud_adapters.storage.memory import MemoryStore
 from deploy import model_export, run_store
 from deploy.durable_files import replace_file
@@ -185,10 +186,16 @@ class RunRecord:
             status=self._status_after(error),
             rounds_completed=view.rounds_completed,
             last_round=view.rounds[-1].index if view.rounds else 0,
-            message=f"{type(error).__name__}: {error}",
+            message=_reason(error),
             seconds=self._clock.monotonic() - self._start,
         )
         ends: list[Event] = [*self._meters.used(), event]
         for last in ends:
             for record in reversed(self._records):
                 record(last)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ProcessEnded):
+        return error.why
+    return f"{type(error).__name__}: {error}"

@@ -104,7 +104,7 @@ def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
     try:
         _await_start(run, SystemClock())
         with run_progress() as show:
-            pauses = _Pauses(run, SystemClock())
+            pauses = _Pauses(run, SystemClock(), lock=_config(options).lock)
             for line in _lines(run, lambda: _is_over(run), idle=pauses.look):
                 event = from_line(line)
                 if event is not None:
@@ -175,23 +175,36 @@ def _is_over(run: "RunFolder") -> bool:
 class _Pauses:
     """Says what a run waits for that has begun, and that nobody works on."""
 
-    def __init__(self, run: "RunFolder", clock: "Clock") -> None:
-        self._run, self._clock = run, clock
+    def __init__(self, run: "RunFolder", clock: "Clock", *, lock: Path) -> None:
+        self._run, self._clock, self._lock = run, clock, lock
         self._since, self._told = clock.monotonic(), ""
 
     def look(self) -> None:
         """Say it once, and again when it is another thing."""
-        from deploy import run_queue  # noqa: PLC0415 -- keeps `--help` fast
-
         now = self._clock.monotonic()
         if self._run.is_locked():
             self._since, self._told = now, ""
         elif now - self._since > PAUSE_SECONDS and not _is_over(self._run):
-            queue = run_queue.handed_over(self._run.path.parents[1])
-            text = _waits_for(self._run, queue)
+            text = self._reason()
             if text != self._told:
                 tell(text)
             self._told = text
+
+    def _reason(self) -> str:
+        from deploy import folder_lock, run_queue  # noqa: PLC0415 -- as above
+        from monitoring.progress import ANOTHER  # noqa: PLC0415
+
+        queue = run_queue.handed_over(self._run.path.parents[1])
+        for each in queue.damaged:
+            if each.run.path == self._run.path:
+                return _waits_for(self._run, queue)
+        text = f"no coordinator works on run {self._run.path.name}"
+        if folder_lock.is_held(self._lock):
+            return f"{text}: if it was killed, {ANOTHER} and waits for its sites"
+        return (
+            f"{text}, and no aggregator works here: the run resumes by itself after "
+            "crossfed aggregator up"
+        )
 
 
 def _lines(
@@ -237,15 +250,10 @@ def _ps(options: argparse.Namespace) -> int:
 
 
 def _row(handed: "Handed") -> dict[str, Any]:
-    status = "waiting"
-    if handed.outcome is not None:
-        status = exit_codes.status_of(handed.outcome.code)
-    elif handed.coordinator is not None:
-        status = "running"
     return {
         "run": handed.run.path.name,
         "job": handed.run.path.parent.name,
-        "status": status,
+        "status": handed.status,
         "rounds": handed.rounds,
     }
 

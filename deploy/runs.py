@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from cloud_adapters.urls import parse_url
+from deploy import run_queue
 from deploy.run_folder import RunFolder
 from federation.errors import RunNotFound, StoreError
 from federation.job import JobSpec
@@ -77,6 +78,7 @@ def summary(run: RunFolder) -> dict[str, Any]:
     """One row of the list of runs; numbers that are not finite become None."""
     try:
         view = run.view()
+        status = _status(view, run)
     except (RunNotFound, StoreError) as error:
         return {
             "run_id": run.path.name,
@@ -89,7 +91,7 @@ def summary(run: RunFolder) -> dict[str, Any]:
     return {
         "run_id": view.started.run_id,
         "job": view.started.job_name,
-        "status": _status(view, run),
+        "status": status,
         "rounds_completed": view.rounds_completed,
         "rounds": view.started.rounds,
         "loss": final["loss"],
@@ -100,7 +102,16 @@ def summary(run: RunFolder) -> dict[str, Any]:
 
 
 def _status(view: RunView, run: RunFolder) -> str:
-    """``interrupted`` for a run that no process works on and that never ended."""
+    """``interrupted`` for a run that no process works on and that never ended.
+
+    The service resumes a run that it was handed: what ``crossfed ps`` says holds.
+
+    Raises:
+        CorruptObject: A file of it is damaged.
+    """
+    handed = run_queue.read(run)
+    if handed is not None:
+        return handed.status
     if view.finished is not None or run.is_locked():
         return view.status
     return "interrupted"

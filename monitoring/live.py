@@ -32,6 +32,7 @@ from monitoring import privacy_words
 from monitoring.progress import (
     attempt_failed,
     introduced,
+    killed_before,
     left_out,
     printable,
     training_loss,
@@ -94,10 +95,12 @@ class LiveProgress:
 
     def __call__(self, event: Event) -> None:
         """Take the event in; the picture follows within a quarter of a second."""
-        with self._lock:
-            self._fold.add(event)
         if isinstance(event, RunStarted):
             self._rounds = event.rounds
+            if self._fold.has_started and self._fold.view().finished is None:
+                self._console.print(Text(killed_before(event), style="yellow"))
+        with self._lock:
+            self._fold.add(event)
         for notice in _notices(event, self._rounds):
             self._console.print(notice)
         if isinstance(event, RunFinished) and event.status != INTERRUPTED:

@@ -38,6 +38,8 @@ from monitoring.units import (
 # With more sites than this, only failures get a line of their own.
 MAX_SITES_WITH_LINES = 8
 
+ANOTHER = "the service starts another, which resumes from the newest checkpoint"
+
 
 def printable(text: str, limit: int = 200) -> str:
     """One line without control characters, cut at ``limit`` characters."""
@@ -64,7 +66,15 @@ def left_out(event: SitesLeftOut) -> str:
 def attempt_failed(event: RunFinished) -> str:
     """That a coordinator has ended before its run did."""
     why = f": {event.message}" if event.message else ""
-    return f"attempt failed; another coordinator goes on with the run{why}"
+    return f"coordinator ended{why}; {ANOTHER}"
+
+
+def killed_before(event: RunStarted) -> str:
+    """That the coordinator before this one left no last event."""
+    return (
+        "the coordinator before was killed, or its machine failed; another resumes at "
+        f"round {event.first_round}"
+    )
 
 
 class PlainProgress:
@@ -77,7 +87,7 @@ class PlainProgress:
     def __init__(self, stream: TextIO) -> None:
         """Write to ``stream``, which stays open."""
         self._stream = stream
-        self._is_language = self._is_secret = False
+        self._is_language = self._is_secret = self._is_at_work = False
         self._rounds = 0
         self._num_sites = 0
         self._privacy: PrivacyPlanned | None = None
@@ -118,6 +128,9 @@ class PlainProgress:
         self.close()
 
     def _start(self, event: RunStarted) -> None:
+        if self._is_at_work:
+            self._write(killed_before(event))
+        self._is_at_work = True
         self._waiting.clear()
         self._is_language = event.task == LANGUAGE
         self._is_secret = event.secure_aggregation
@@ -197,6 +210,7 @@ class PlainProgress:
 
     def _finish(self, event: RunFinished) -> None:
         self.close()
+        self._is_at_work = False
         if event.status == INTERRUPTED:
             self._write(attempt_failed(event))
             return

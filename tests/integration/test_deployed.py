@@ -247,6 +247,11 @@ def test_whatever_is_killed_the_run_goes_on(federation: Deployment):
             federation.start_site(SITES[1])
     result = finish(process)
     assert result["status"] == "completed"
+    # The coordinator whose SuperExec was killed said so.
+    ends = [e for e in federation.events() if e["event"] == "RunFinished"]
+    why = [end["message"] for end in ends if end["status"] == "interrupted"]
+    assert [text for text in why if text.startswith("its SuperExec (process ")], why
+    assert not [text for text in why if "SystemExit" in text]
     # Each round at most once, and only what was in flight was lost.
     completed = result["rounds_completed"]
     assert isinstance(completed, int)

@@ -99,6 +99,22 @@ def test_passing_failure_costs_a_wait(error: Exception):
     assert last == "host:1 answers again"
 
 
+def test_two_requests_that_succeed_again_are_told_once():
+    """A heartbeat and a question for tasks fail and succeed together."""
+    node = Node()
+    heartbeat = iter((GONE, None))
+
+    def beat() -> str:
+        if error := next(heartbeat):
+            raise error
+        return node.ask(GONE)  # Which succeeds while this waits for its answer.
+
+    assert node.calls.call(beat) == "answer"
+    assert node.words.count("host:1 answers again") == 1
+    node.ask(GONE)
+    assert node.words.count("host:1 answers again") == 2
+
+
 def test_long_outage_is_for_a_new_connection():
     """After two intervals without a heartbeat another node may have the key."""
     node = Node()

@@ -9,7 +9,7 @@ from support import event_samples
 from support.small_jobs import small_job
 
 from cloud_adapters.flower_facts import FlowerRun
-from deploy import folder_lock, run_queue
+from deploy import folder_lock, run_queue, runs
 from deploy.run_folder import RunFolder
 from deploy.run_queue import GiveUp, Handed, Outcome, Start
 from federation.errors import (
@@ -22,7 +22,7 @@ from federation.errors import (
     StoreUnavailable,
 )
 from federation.event_log import to_line
-from federation.events import RoundFinished, RunStarted
+from federation.events import RoundFinished, RunFinished, RunStarted
 
 RUNNING = FlowerRun(is_over=False, status="running")
 OVER = FlowerRun(is_over=True, status="finished failed")
@@ -215,6 +215,31 @@ def test_rounds_of_a_damaged_record_are_counted_without_it(tmp_path: Path):
         events.write(b'{"event": "RoundFinished", "round')
     (one,) = run_queue.handed_over(tmp_path).runs
     assert one.rounds == 2
+
+
+def test_status_tells_what_a_coordinator_is_at(tmp_path: Path):
+    """In ``ps`` and ``runs``: a run that the service resumes is not interrupted."""
+
+    def status() -> str:
+        (one,) = run_queue.handed_over(tmp_path).runs
+        if run.exists():
+            assert runs.summary(run)["status"] == one.status
+        return one.status
+
+    run = handed(tmp_path, "a", 1.0)
+    assert status() == "waiting"
+    started(tmp_path, 7, fruitless=1)
+    finish_rounds(run, 2)
+    assert status() == "running"
+    *_, end = event_samples.two_sites(2)
+    assert isinstance(end, RunFinished)
+    for ended, expected in (("interrupted", "running"), ("completed", "finishing")):
+        finish_rounds(run, 2)
+        with run.events.open("a") as events:
+            events.write(f"{to_line(replace(end, status=ended))}\n")
+        assert status() == expected
+    run_queue.leave_outcome(run, Outcome(code=0, message=""))
+    assert status() == "completed"
 
 
 def test_errors_that_a_run_outlives():

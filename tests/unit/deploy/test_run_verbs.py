@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.small_jobs import small_job
 
-from deploy import run_queue, run_verbs
+from deploy import folder_lock, run_queue, run_verbs
 from deploy.run_folder import RunFolder
 from federation.clock import VirtualClock
 
@@ -55,19 +55,29 @@ def test_run_that_lost_its_coordinator_says_so(
     """Once, and not while one is about to leave its outcome."""
     run, clock = RunFolder(tmp_path / "small" / "one"), VirtualClock(0.0)
     run_queue.submit(small_job(), run, at=0.0)
-    pauses = run_verbs._Pauses(run, clock)
+    lock = tmp_path / "service.lock"
+    pauses = run_verbs._Pauses(run, clock, lock=lock)
     with run.locked():
         for _ in range(50):
             clock.sleep(1.0)
             pauses.look()
     assert not capsys.readouterr().err
-    for _ in range(2):
-        clock.sleep(run_verbs.PAUSE_SECONDS - 1.0)
+    with folder_lock.hold(lock, "taken"):
+        for _ in range(2):
+            clock.sleep(run_verbs.PAUSE_SECONDS - 1.0)
+            pauses.look()
+            said = capsys.readouterr().err
         pauses.look()
-        said = capsys.readouterr().err
+        assert said == (
+            "crossfed: no coordinator works on run one: if it was killed, the service "
+            "starts another, which resumes from the newest checkpoint and waits for "
+            "its sites\n"
+        )
+        assert not capsys.readouterr().err
     pauses.look()
-    assert "run one waits for its coordinator" in said
-    assert not capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no aggregator works here: the run resumes by itself after" in said
+    assert "crossfed aggregator up" in said
 
 
 def test_run_that_is_damaged_is_said_to_be_left_alone(tmp_path: Path):

@@ -438,19 +438,34 @@ def _interrupted() -> list[Event]:
 def test_attempt_that_failed_is_not_called_the_runs_end():
     """In a pipe: only the last word is of the run."""
     lines = _lines(_interrupted())
-    ends = [line for line in lines if line.startswith(("run ", "attempt "))]
+    ends = [line for line in lines if line.startswith(("run ", "coordinator "))]
     started, attempt, resumed, ended = ends
     assert " starts " in started
     assert " resumes " in resumed
     assert ended.startswith("run completed")
-    assert attempt.startswith("attempt failed")
-    assert attempt.endswith("goes on with the run: No space left on device")
+    assert attempt == (
+        "coordinator ended: No space left on device; the service starts another, which "
+        "resumes from the newest checkpoint"
+    )
+
+
+def test_killed_coordinator_is_explained():
+    """It left no last event; a person is told when the next one begins."""
+    *before, _end = run(Script(stop_after=2))
+    events = [*before, *run(Script(first_round=3))]
+    text = (
+        "the coordinator before was killed, or its machine failed; another resumes at "
+        "round 3"
+    )
+    assert _lines(events).count(text) == 1
+    assert text in " ".join(_live(events, color_system=None).split())
+    assert text not in _lines(_interrupted())
 
 
 def test_live_picture_goes_on_after_an_attempt():
     """On a terminal: the next coordinator draws again."""
     text = _live(_interrupted(), color_system=None)
-    assert "attempt failed; another coordinator goes on" in text
+    assert "coordinator ended: No space left on device" in text
     assert "completed  round 10/10" in text
 
 
