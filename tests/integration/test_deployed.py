@@ -1,6 +1,7 @@
 """A federation of real processes, as the how-to describes it."""
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from deploy.introduction import release
 from deploy.simulation import simulate
 from federation import events, job_file
 from federation.typed_json import encode
+from privacy.dp.ledger_files import LEDGER_NAME, read_file
 
 JOBS = Path(__file__).parents[2] / "jobs"
 FLOOR = """
@@ -170,6 +172,57 @@ def test_sites_plan_the_noise_of_a_simulation(federation: Deployment, tmp_path: 
     (expected,) = [e for e in simulated if isinstance(e, events.PrivacyPlanned)]
     assert planned["unit"] == "joint"
     assert planned["sites"] == [encode(site) for site in expected.sites]
+
+
+def charges(federation: Deployment, site: str) -> int:
+    """How often a site was charged for training in the newest run."""
+    run = federation.events()[0]["run_id"]
+    folder = federation.folder / site / "runs" / run / "sites" / site
+    found = read_file(folder / LEDGER_NAME).charges
+    return sum(charge.purpose == "train" for charge in found)
+
+
+def train_some(federation: Deployment, *settings: str, resume: bool) -> None:
+    """Run, or go on with the newest run, until a round is done; then stop it."""
+    runs, rounds = federation.num_runs(), federation.rounds() if resume else 0
+    process = federation.run(JOBS / "private.toml", *settings, resume=resume)
+    wait_for(lambda: resume or federation.num_runs() > runs, "the run begins")
+    wait_for(lambda: federation.rounds() > rounds, "a round is finished")
+    crossfed("stop", "private", "--aggregator", federation.config)
+    process.communicate(timeout=120)
+
+
+@pytest.mark.long  # In one process: test_restored_site.py.
+def test_site_from_a_backup_refuses_before_anybody_is_charged(federation: Deployment):
+    """A new coordinator proposes the run, and the site's anchor with it."""
+    site, other = SITES
+    settings = ["rounds=60"]
+    folder, backup = federation.folder / site, federation.folder / "backup"
+    train_some(federation, *settings, resume=False)
+    federation.end(site)
+    shutil.copytree(folder, backup)
+    federation.start_site(site)
+    train_some(federation, *settings, resume=True)
+    federation.end(site)
+    shutil.rmtree(folder)
+    backup.rename(folder)
+    behind, before = charges(federation, site), charges(federation, other)
+    assert behind < before
+    federation.start_site(site)
+    process = federation.run(JOBS / "private.toml", *settings, resume=True)
+    _, told = process.communicate(timeout=400)
+    assert process.returncode == 2
+    assert f"site {site!r} does not take part: " in told
+    assert "crossfed ledger recover" in told
+    assert charges(federation, site) == behind
+    assert charges(federation, other) == before
+    federation.end(site)
+    run, config = federation.events()[0]["run_id"], str(folder / "site.toml")
+    crossfed("ledger", "recover", run, "--config", config)
+    assert charges(federation, site) == before
+    federation.start_site(site)
+    train_some(federation, *settings, resume=True)
+    assert charges(federation, site) > before
 
 
 def test_doctor_finds_a_site_ready(federation: Deployment):
