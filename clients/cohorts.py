@@ -24,11 +24,8 @@ tell the aggregator of their own updates, it cannot know: the explanation of sec
 aggregation says what that leaves open.
 """
 
-import hashlib
-import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from clients.site_memory import Document, SiteMemory
 from federation.ids import SiteId
@@ -74,29 +71,15 @@ def singled_out(
     return [atom for atom in atoms(known) if len(atom) < smallest and atom <= bare]
 
 
-def lineage(*, dataset: str, options: Mapping[str, Any]) -> str:
-    """Name the runs whose updates may be compared: those on one dataset.
-
-    Seed, job, model and run do not count, since the aggregator chooses them: a model
-    with a unit more, whose weights it sets to nothing, has the same updates. Neither
-    does what the dataset holds: with a record more it is the same lineage.
-
-    Args:
-        dataset: What the operator calls the data, or else where it is.
-        options: How it is opened; empty where the operator has named it.
-    """
-    text = json.dumps([dataset, dict(options)], sort_keys=True, default=str)
-    digest = hashlib.sha256(b"crossfed/lineage\0" + text.encode())
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CohortRule:
     """What a site lets be summed on one dataset.
 
     Attributes:
         memory: Holds the cohorts of earlier runs, beyond them.
-        lineage: Which runs count: see ``lineage``.
+        lineage: Which runs count: what the operator calls the data. Seed, job, model
+            and run do not, since the aggregator chooses them: a model with a unit
+            more, whose weights it sets to nothing, has the same updates.
         smallest: k, fewest sites that sums together may single out.
         accept_dropouts: Whether the operator accepts that a sum without some sites of
             the contract is opened, and so what those sites have added to others.

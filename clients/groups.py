@@ -41,8 +41,8 @@ class GroupRule:
     Attributes:
         site: This site.
         memory: Holds the draw, beyond the run.
-        dataset: What the operator calls the data, or a digest of where it is: runs on
-            the same have the same groups.
+        dataset: What the operator calls the data: runs on the same have the same
+            groups.
         draw: What is drawn, from the job that this site works on.
         random_bytes: Source of its secret.
     """

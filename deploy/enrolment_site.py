@@ -64,7 +64,7 @@ source = ""
 # "none" (each record by itself), "public" (constants from elsewhere), "own" (a mean of
 # this site's data, say) or "pooled" (of several sites). You vouch for it.
 # preprocessing = "none"
-# name = "records"              # whose budget `total_epsilon` is; see below
+# name = "records"              # keep it for good; after a rehearsal choose another
 
 [floor]
 # What every job must promise, or this site does not take part.

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from clients.cohorts import lineage
+from clients.dataset_name import lineage
 from clients.ledger_memory import LifetimeBudget
 from clients.site_memory import FileMemory, InMemory
 from cloud_adapters.faults import FaultInjector, Restartable

@@ -54,9 +54,11 @@ class SiteDataSpec:
         choices=("", *PREPROCESSINGS),
     )
     name: str = key(
-        "What the records are called whose budget over all runs is "
-        "`floor.total_epsilon`. Another name is another budget, so give one to other "
-        "people's records only: not to a new version of the same data.",
+        "What the records are called: by this name the site remembers what they have "
+        "spent of `floor.total_epsilon`, in which sums they were and in which groups. "
+        "With another name they would begin anew, so give one to other people's "
+        "records only: not to a new version of the same data, nor to another place "
+        "of them.",
         default="records",
     )
 

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.cohorts import Cohort, CohortRule, lineage
+from clients import dataset_name
+from clients.cohorts import Cohort, CohortRule
 from clients.kept_integers import KeptIntegers
 from clients.ledger_memory import LifetimeBudget, adopt, known_anchor
 from clients.secure_site import Protection, SecureSite
@@ -199,7 +200,7 @@ def _secure_site(
         site=name,
         roster=keys.roster,
         memory=site_memory(config),
-        dataset=_lineage(config),
+        dataset=name_data(config),
         random_bytes=os.urandom,
     )
 
@@ -281,7 +282,7 @@ def private_sites(
 def lifetime_budget(config: SiteConfig) -> LifetimeBudget:
     """What an operator allows all runs on the site's data together."""
     return LifetimeBudget(
-        dataset=config.file.data.name,
+        dataset=name_data(config),
         epsilon=config.file.floor.total_epsilon,
         delta=config.file.floor.total_delta,
     )
@@ -298,7 +299,7 @@ def adopt_ledgers(config: SiteConfig, run_id: RunId) -> None:
             not known.
         StoreError: One cannot be read, or the memory cannot be written.
     """
-    memory, dataset = site_memory(config), config.file.data.name
+    memory, dataset = site_memory(config), name_data(config)
     for folder in sorted(runs_folder(config).glob(f"*/sites/{config.file.name}")):
         path = folder / LEDGER_NAME
         other = folder.parents[1].name
@@ -352,17 +353,25 @@ def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:
     return int.from_bytes(parts.digest(), "big")
 
 
-def _lineage(config: SiteConfig) -> str:
-    """Name runs on the site's data, whatever their job and model."""
+def name_data(config: SiteConfig) -> str:
+    """Return what the operator calls the site's data, and has always called them.
+
+    Raises:
+        JobError: They had another name before.
+        StoreError: The site's memory cannot be read or written.
+    """
     data = config.file.data
-    return lineage(dataset=data.source, options=data.options)
+    return dataset_name.dataset_name(
+        site_memory(config), data.name, source=data.source, options=data.options
+    )
 
 
 def _records(config: SiteConfig, job: JobSpec) -> str:
     """Name what a site trains on: its own data, or its part of a rehearsal's."""
     data = config.file.data
     dealt = None if data.source else job_file.document(job)
-    return lineage(dataset=data.name, options={"own": _lineage(config), "dealt": dealt})
+    own = dataset_name.lineage(dataset=data.source, options=data.options)
+    return dataset_name.lineage(dataset=data.name, options={"own": own, "dealt": dealt})
 
 
 def _cohort_rule(
@@ -379,7 +388,7 @@ def _cohort_rule(
     weakness = "" if promise is None else weakness_of(met.job, floor, promise.delta)
     rule = CohortRule(
         memory=site_memory(config),
-        lineage=_lineage(config),
+        lineage=name_data(config),
         smallest=floor.smallest_group(num_sites),
         accept_dropouts=floor.accept_dropouts,
         is_private=promise is not None and not weakness,

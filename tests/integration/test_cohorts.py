@@ -47,6 +47,7 @@ class World:
     seen: list[events.Event] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
     silent: Collection[str] = ()
+    tables: Mapping[str, Any] = field(default_factory=dict)
     names: Sequence[str] = SITES
 
     def __post_init__(self) -> None:
@@ -57,7 +58,11 @@ class World:
     def agent(self, name: str) -> Any:
         """A site's agent, as it is after a start of its process."""
         found = agents.agent(
-            self.folder, name, self.members, floor={**FLOOR, **self.floor}
+            self.folder,
+            name,
+            self.members,
+            floor={**FLOOR, **self.floor},
+            **self.tables,
         )
         found.listener = self.heard.append
         return found
@@ -166,6 +171,22 @@ def test_cohorts_are_remembered_when_runs_are_deleted_and_agents_restart(
         world.grid.agents[name] = world.agent(name)
     with pytest.raises(SiteError, match="would single out site-4"):
         world.run(job_of(SITES[:4]))
+
+
+def test_data_that_move_are_remembered_and_keep_their_name(tmp_path: Path):
+    """By the name that their operator gives them, and cannot change in passing."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:5]))
+    blobs = {"source": "support.small_jobs:blobs"}
+    for data, reason in (
+        (blobs, "would single out site-4"),
+        ({"name": "others"}, r"Set data\.name to 'records'"),
+    ):
+        world.tables = {"data": data}
+        for name in SITES[:4]:
+            world.grid.agents[name] = world.agent(name)
+        with pytest.raises(SiteError, match=reason):
+            world.run(job_of(SITES[:4]))
 
 
 def test_same_sites_may_run_again_and_enough_may_join(tmp_path: Path):

@@ -176,9 +176,16 @@ def test_deleted_runs_refill_nothing(site: Operator):
 
 def test_other_data_have_their_own_budget(site: Operator):
     """By the operator's word, and by nothing else."""
-    job = private_job(epsilon=7.0)
-    site.restart(data={"name": "other people's records"})
+    job, other = private_job(epsilon=7.0), "other people's records"
+    site.restart(data={"name": other, "source": "support.small_jobs:blobs"})
     assert site.propose(RUNS[1], job) == ""
+
+
+def test_data_with_another_name_are_not_other_data(site: Operator):
+    """Else a word in a file would refill the budget."""
+    site.restart(data={"name": "other people's records"})
+    refused = site.propose(RUNS[1], private_job())
+    assert "Set data.name to 'records'" in refused
 
 
 @pytest.mark.parametrize("held_out", ["noise", "public"])

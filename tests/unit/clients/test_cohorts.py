@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.secagg_parties import Parties
 
-from clients.cohorts import DOCUMENT, Cohort, CohortRule, lineage
+from clients.cohorts import DOCUMENT, Cohort, CohortRule
 from clients.site_memory import FileMemory, InMemory, SiteMemory
 from federation.errors import CorruptObject, ProtocolError
 from federation.ids import SiteId
@@ -78,19 +78,6 @@ def test_other_data_are_another_lineage():
     rule(memory, lineage="letters").join(contract(1, 2, 3, 4))
     with pytest.raises(CohortRefused):
         rule(memory).join(contract(1, 2, 3, 4))
-
-
-def test_lineage_is_of_source_and_options():
-    """And of nothing that an aggregator chooses from run to run."""
-    made = lineage(dataset="a:b", options={"x": 1, "y": 2})
-    same = lineage(dataset="a:b", options={"y": 2, "x": 1})
-    others = {
-        lineage(dataset="a:c", options={"x": 1, "y": 2}),
-        lineage(dataset="a:b", options={"x": 1}),
-    }
-    assert made == same
-    assert made not in others
-    assert len(others) == 2
 
 
 @pytest.mark.parametrize(("absent", "is_refused"), [(0, False), (2, True), (3, False)])
