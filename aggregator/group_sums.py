@@ -49,7 +49,7 @@ from federation.messages import (
 )
 from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
 from federation.round_record import RoundRecord
-from federation.vectors import HeaderVector, Layout, Vector
+from federation.vectors import HeaderVector, Layout, Vector, norm
 from privacy.secagg import train
 from privacy.secagg.accumulator import MaskedSum
 from privacy.secagg.certificate import (
@@ -85,6 +85,7 @@ class _Group:
         self.sites = tuple(member.site for member in contract.members)
         self.run_setup = RunSetup(contract)
         self.opened: OpenedRound | None = None  # The newest round of the run.
+        self.remark = ""  # Why the newest round has no sum of it that counts.
 
     @property
     def names(self) -> str:
@@ -220,8 +221,25 @@ class GroupGather:
             evaluation=_pooled(train.EVALUATION, sums),
         )
         record.update_clip = self._whole.clip_norm
+        self._compare(record, sums, out_d)
         record.end_phase("combine")
         return out_d
+
+    def _compare(
+        self, record: RoundRecord, sums: Sequence[_GroupSum], combined_d: Vector
+    ) -> None:
+        """Emit how each group's mean relates to what the rule made of all."""
+        means = {one.group: one.mean_d for one in sums}
+        found = [means.get(group) for group in self._groups]
+        record.compare_groups(
+            [group.sites for group in self._groups],
+            norms=[None if mean_d is None else norm(mean_d) for mean_d in found],
+            distances=[
+                None if mean_d is None else norm(mean_d - combined_d)
+                for mean_d in found
+            ],
+            remarks=[group.remark for group in self._groups],
+        )
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Have all sites evaluate; only the groups' sums of results are opened."""
@@ -249,15 +267,19 @@ class GroupGather:
         rounds = self._exchange_updates(state, record, kind)
         evaluation = kind is TaskKind.EVALUATE or evaluates(self._job, state)
         sums, bad = [], self._job.aggregation.byzantine_sites
+        for group in self._groups:
+            group.remark = "it has no keys"
         for one in rounds:
-            names = one.group.names
+            names, one.group.remark = one.group.names, ""
             try:
                 sums.append(one.open(self._job, evaluation=evaluation))
             except TooFewSites as error:
+                one.group.remark = str(error)
                 record.warn(
                     f"round {record.round_index} has no sum of {names}: {error}"
                 )
             except SumOutOfRange as error:
+                one.group.remark = str(error)
                 bad = max(0, bad - 1)  # One bad site at least is accounted for.
                 record.warn(
                     f"round {record.round_index} leaves out the sum of {names}: {error}"

@@ -285,6 +285,29 @@ class SitesLeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsCompared:
+    """A robust rule has combined the means of groups of sites.
+
+    All sites and the aggregator know who is in which group. The tuples run in parallel.
+
+    Attributes:
+        at: When.
+        round_index: The round.
+        groups: Names of the sites of each group.
+        norms: Euclidean norm of each group's mean update; None if it has no sum.
+        distances: How far that is from the combined update, likewise.
+        remarks: Why a group has no sum that counts; empty if it has.
+    """
+
+    at: float
+    round_index: int
+    groups: tuple[tuple[str, ...], ...]
+    norms: tuple[float | None, ...]
+    distances: tuple[float | None, ...]
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEvaluated:
     """The global model after ``round_index`` rounds, on held-out data.
 
@@ -498,6 +521,7 @@ Event = (
     | SiteFailed
     | StepTaken
     | SitesLeftOut
+    | GroupsCompared
     | ModelEvaluated
     | RoundFinished
     | CheckpointSaved

@@ -282,6 +282,26 @@ class RoundRecord:
             )
         )
 
+    def compare_groups(
+        self,
+        groups: Sequence[tuple[SiteId, ...]],
+        *,
+        norms: Sequence[float | None],
+        distances: Sequence[float | None],
+        remarks: Sequence[str],
+    ) -> None:
+        """Emit what a robust rule over groups has combined: ``GroupsCompared``."""
+        self._emit(
+            events.GroupsCompared(
+                at=self._clock.now(),
+                round_index=self.round_index,
+                groups=tuple(groups),
+                norms=tuple(norms),
+                distances=tuple(distances),
+                remarks=tuple(remarks),
+            )
+        )
+
     def revoke(
         self, update: SiteUpdate | MaskedUpdate, reply: Reply, reason: str
     ) -> None:

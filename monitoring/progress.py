@@ -10,6 +10,7 @@ from typing import Self, TextIO
 from federation.events import (
     CheckpointSkipped,
     Event,
+    GroupsCompared,
     ModelEvaluated,
     PrivacyPlanned,
     RoundFinished,
@@ -91,6 +92,7 @@ class PlainProgress:
         self._rounds = 0
         self._num_sites = 0
         self._privacy: PrivacyPlanned | None = None
+        self._groups: tuple[tuple[str, ...], ...] = ()  # As written last.
         self._waiting: dict[int, RoundFinished] = {}
         self._evaluated: dict[int, ModelEvaluated] = {}
 
@@ -181,6 +183,10 @@ class PlainProgress:
                 self._write(f"examples  {introduced(event)}")
             case SitesLeftOut():
                 self._write(left_out(event))
+            case GroupsCompared() if event.groups != self._groups:
+                self._groups = event.groups
+                named = (", ".join(group) for group in event.groups)
+                self._write(f"groups  {'  |  '.join(named)}")
             case Warned(message=message):
                 self._write(f"warning  {message}")
             case CheckpointSkipped(key=key, reason=reason):

@@ -12,6 +12,7 @@ from federation.events import (
     CheckpointSkipped,
     DataDistributed,
     Event,
+    GroupsCompared,
     ModelEvaluated,
     PrivacyPlanned,
     RoundFinished,
@@ -51,6 +52,7 @@ class RunFold:
         self._spent: dict[str, PrivacySpent] = {}
         self._saved: dict[int, CheckpointSaved] = {}
         self._left_out: SitesLeftOut | None = None
+        self._groups: GroupsCompared | None = None
         self._warnings: list[Warned] = []
         self._skipped: list[CheckpointSkipped] = []
         # Of all coordinators: a round that runs again is paid for again.
@@ -75,7 +77,12 @@ class RunFold:
                     self._charge(event.site, event.spent)
             case StepTaken(round_index=index):
                 self._steps.setdefault(index, []).append(event)
-            case RoundFinished() | ModelEvaluated() | CheckpointSaved():
+            case (
+                RoundFinished()
+                | ModelEvaluated()
+                | CheckpointSaved()
+                | GroupsCompared()
+            ):
                 self._take_result(event)
             case _:
                 # Notices may come before the RunStarted of their coordinator, so
@@ -115,6 +122,7 @@ class RunFold:
             # Without a promise a site's word for what it spent means nothing.
             spent=dict(self._spent) if self._privacy else {},
             left_out=self._left_out,
+            groups=self._groups,
             warnings=tuple(self._warnings),
             checkpoints=tuple(self._saved[index] for index in sorted(self._saved)),
             skipped=tuple(self._skipped),
@@ -143,7 +151,8 @@ class RunFold:
                 del known[index]
 
     def _take_result(
-        self, event: RoundFinished | ModelEvaluated | CheckpointSaved
+        self,
+        event: RoundFinished | ModelEvaluated | CheckpointSaved | GroupsCompared,
     ) -> None:
         match event:
             case RoundFinished():
@@ -154,6 +163,8 @@ class RunFold:
                     self._charge(site, spent)
             case CheckpointSaved():
                 self._saved[event.round_index] = event
+            case GroupsCompared():
+                self._groups = event
 
     def _take_notice(self, event: Event) -> None:
         match event:

@@ -15,6 +15,7 @@ from federation.events import (
     CheckpointSaved,
     CheckpointSkipped,
     DataDistributed,
+    GroupsCompared,
     ModelEvaluated,
     PrivacyPlanned,
     RunFinished,
@@ -66,6 +67,7 @@ class RunView:
         spent: The most that each site has told to have spent, by any coordinator;
             empty without ``privacy``.
         left_out: Which sites the newest round goes on without; None if none ever was.
+        groups: What a rule over groups has combined last; None without groups.
         warnings: What a person should know.
         checkpoints: Durable states, by round.
         skipped: Checkpoints that were torn or corrupt.
@@ -87,6 +89,7 @@ class RunView:
     privacy: PrivacyPlanned | None
     spent: Mapping[str, PrivacySpent]
     left_out: SitesLeftOut | None
+    groups: GroupsCompared | None
     warnings: tuple[Warned, ...]
     checkpoints: tuple[CheckpointSaved, ...]
     skipped: tuple[CheckpointSkipped, ...]

@@ -144,6 +144,22 @@ def test_site_that_releases_a_wrong_share_is_left_out():
     assert left_out(found, 2) == left_out(found, 3) == [LIAR]
 
 
+def without_shares(masked: Masked) -> Masked:
+    """An answer that its site has dealt to nobody."""
+    return replace(masked, sealed={}, rows={})
+
+
+def test_site_that_deals_shares_to_nobody_is_never_in_the_sum():
+    """Its answer is refused and says why; the others can open theirs."""
+    found = lied(deal=without_shares)
+    assert found.statuses() == ["completed"] * 3
+    for index in (1, 2, 3):
+        assert LIAR not in found.answered(index)
+        (failure,) = found.failures(index)
+        assert failure[0] == LIAR
+        assert "did not seal one bundle of shares" in failure[1]
+
+
 def test_false_accuser_keeps_one_honest_site_out_at_most():
     """With the next accusation it is the accuser that is left out."""
     found = lied(release=accusing(NUMBER[PEER]))

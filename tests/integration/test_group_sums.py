@@ -20,6 +20,8 @@ from federation.ids import SiteId
 from federation.job import AggregationSpec, JobSpec
 from federation.messages import SiteMessage, Task
 from federation.vectors import norm
+from monitoring.report import render
+from monitoring.run_fold import fold
 from privacy.secagg.contract import Contract
 from privacy.secagg.groups import group_contract
 
@@ -68,6 +70,28 @@ def test_all_sites_are_in_three_sums():
     sessions = [site._session for site in ran.sites.values()]
     assert len({session.contract.partition for session in sessions}) == 1
     assert len({session.contract.digest for session in sessions}) == 3
+
+
+def compared(run: Run) -> list[events.GroupsCompared]:
+    return [e for e in run.seen if isinstance(e, events.GroupsCompared)]
+
+
+def test_events_show_the_groups_and_which_one_stands_out():
+    """A liar's group is further from the combined update than any other."""
+    ran = run(grouped(clip_norm=8.0), wraps={LIAR: retrained(scaled(-50.0))})
+    first = compared(ran)[0]
+    assert sorted(map(list, first.groups)) == groups_of(ran)
+    assert len(compared(ran)) == 3
+    assert first.remarks == ("", "", "")
+    far = max(zip(first.distances, first.groups, strict=True))
+    assert LIAR in far[1]
+    silent = run(grouped(15, groups=5), fault=silence("mask", [LIAR]))
+    round_1 = compared(silent)[0]
+    (at,) = [i for i, group in enumerate(round_1.groups) if LIAR in group]
+    assert (round_1.norms[at], round_1.distances[at]) == (None, None)
+    assert "missing: site-0" in round_1.remarks[at]
+    page = render(fold(silent.seen), "", {})
+    assert "Distance from the combined one" in page
 
 
 def test_groups_are_a_cohort_at_each_site():

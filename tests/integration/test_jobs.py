@@ -94,6 +94,11 @@ def test_trimmed_mean_holds_where_the_mean_fails() -> None:
     assert failed < 0.6
 
 
+def test_groups_hold_where_one_site_sends_garbage() -> None:
+    """Its group has no sum; the aggregator sees the sums of three others."""
+    assert accuracy(simulate(load("robust_groups"))) >= 0.9
+
+
 @pytest.mark.long
 def test_gpt_learns_more_than_byte_frequencies() -> None:
     """Half a nat below what no model without context can beat."""
