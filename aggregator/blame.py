@@ -1,6 +1,6 @@
 """Which sites a secure run goes on without, because of shares that were wrong.
 
-What a round shows is of two kinds (``privacy.secagg.server``):
+What a round shows is of two kinds (``privacy.secagg.protocol.server``):
 
 - A **fault** is a site's own, and signed by it. It is left out.
 - A **dispute** is between two sites: one says that the other dealt it a share that is
@@ -23,8 +23,8 @@ from collections.abc import Collection, Mapping
 
 from federation.ids import SiteId
 from federation.protocols import NO_SUSPICIONS, Suspicions
-from privacy.secagg.contract import Contract
-from privacy.secagg.server import AggregatorRound
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.protocol.server import AggregatorRound
 
 Pair = tuple[SiteId, SiteId]  # Who says it, and of whom.
 

@@ -13,7 +13,7 @@ blob, one after another, are that file; of a chunk that has not changed since an
 earlier round nothing is sent.
 
 Not here: objects and their digests (``aggregator.checkpoint_objects``), when to save
-(``federation.coordinator``), and tensors in the model's own types (the exported
+(``federation.rounds.coordinator``), and tensors in the model's own types (the exported
 model): a checkpoint keeps the float32 master weights.
 
 Shape suffixes: d float values of the model, m integer values of the model.
@@ -27,11 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator import manifest as manifests
-from aggregator import tensor_file
+from aggregator import manifest as manifests, tensor_file
 from aggregator.checkpoint_objects import CheckpointObjects, Damaged
 from aggregator.manifest import Blob, Manifest
-from federation import job_digest
 from federation.errors import (
     CheckpointMismatch,
     CorruptObject,
@@ -40,7 +38,8 @@ from federation.errors import (
 )
 from federation.events import CheckpointSkipped, Emit
 from federation.ids import SiteId
-from federation.job_file import differences
+from federation.job import job_digest
+from federation.job.job_file import differences
 from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import Buffer, Clock, ObjectStore, RunState
 from federation.vectors import Layout, Vector

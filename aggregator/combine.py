@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
-from federation.job import AggregationSpec
+from federation.job.spec import AggregationSpec
 from federation.mapped import give_back
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.vectors import Vector, chunks

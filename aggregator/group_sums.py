@@ -1,8 +1,8 @@
 """Gathering by a robust rule: one secure sum for each group of sites.
 
-The groups are drawn by all sites together (``privacy.secagg.groups``) before the first
-round. Each is a secure aggregation of its own, with its own contract and setup, in
-which all sites must answer (P1). A round is one exchange with all sites::
+The groups are drawn by all sites together (``privacy.secagg.agreement.groups``) before
+the first round. Each is a secure aggregation of its own, with its own contract and
+setup, in which all sites must answer (P1). A round is one exchange with all sites::
 
     draw         commitments back     all commitments out, secrets back
     setup        as in ``secure_sum``, for each group
@@ -36,9 +36,8 @@ from aggregator.secure_exchange import (
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
 from federation.exchange import exchange
-from federation.gather import evaluates, round_tasks
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.mapped import sha256
 from federation.messages import (
     MaskedUpdate,
@@ -48,31 +47,32 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
-from federation.round_record import RoundRecord
+from federation.rounds.gather import evaluates, round_tasks
+from federation.rounds.round_record import RoundRecord
 from federation.vectors import HeaderVector, Layout, Vector, norm
-from privacy.secagg import train
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.certificate import (
+from privacy.secagg.agreement.certificate import (
     OpenedRound,
     before_rounds,
     certify,
     without_sum,
 )
-from privacy.secagg.contract import Contract
-from privacy.secagg.errors import TooFewSites
-from privacy.secagg.groups import (
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.groups import (
     AggregatorDraw,
     Draw,
     group_contract,
     write_group_offer,
     write_start,
 )
-from privacy.secagg.header import decode_header
-from privacy.secagg.identity import Identity
-from privacy.secagg.keys import RoundFacts
-from privacy.secagg.ring_errors import SumOutOfRange
-from privacy.secagg.server import AggregatorRound
-from privacy.secagg.setup import AggregatorSetup, SetupRecord
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.header import decode_header
+from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
+from privacy.secagg.errors import TooFewSites
+from privacy.secagg.protocol import train
+from privacy.secagg.protocol.key_schedule import RoundFacts
+from privacy.secagg.protocol.server import AggregatorRound
+from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 
 DRAWS_BEFORE_FAULT = 2  # A site may be slow once.
 
@@ -165,7 +165,7 @@ class _GroupRound:
 
 
 class GroupGather:
-    """The ``federation.gather.Gather`` that compares sums of groups."""
+    """The ``federation.rounds.gather.Gather`` that compares sums of groups."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class GroupGather:
     def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
         """Have all sites train, and combine the means of the groups.
 
-        See ``federation.gather.Gather``.
+        See ``federation.rounds.gather.Gather``.
         """
         with losing_the_round(record):
             sums, byzantine = self._sums(state, record, TaskKind.TRAIN)

@@ -3,7 +3,7 @@
 A header is input from sites that nobody can look at one by one: modulo 2^64 one site
 can make of each sum what it wants. So each sum is held against what honest sites
 guarantee, and against the others, before anything is made of it. The norm of the
-update's sum is checked where it is decoded (``privacy.secagg.ring``).
+update's sum is checked where it is decoded (``privacy.secagg.arithmetic.ring``).
 
 What passes may still be a lie, of a size that an honest site could report.
 """
@@ -12,15 +12,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from privacy.counts import coarse
 from privacy.dp import adaptive_clip
 from privacy.dp.held_out import MAX_LOSS
-from privacy.secagg import train
-from privacy.secagg.contract import Contract
-from privacy.secagg.noise_shares import honest_shares
-from privacy.secagg.ring import NOISE_TAIL, WEIGHT_ERROR
-from privacy.secagg.ring_errors import A_LIE, SumOutOfRange
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.arithmetic.noise_shares import honest_shares
+from privacy.secagg.arithmetic.ring import NOISE_TAIL, WEIGHT_ERROR
+from privacy.secagg.arithmetic.ring_errors import A_LIE, SumOutOfRange
+from privacy.secagg.protocol import train
 
 _MICRO = 1e-6
 _BIT_GRID = 2.0**-10  # of a bit with its noise

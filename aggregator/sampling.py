@@ -3,7 +3,7 @@
 import numpy as np
 
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 # Keeps this draw apart from others that start from the job's seed.
 _COHORT_STREAM = 0xC0480

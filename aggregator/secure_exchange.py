@@ -19,7 +19,6 @@ from dataclasses import replace
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
 from federation.exchange import exchange
-from federation.failures import failure
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
@@ -31,12 +30,13 @@ from federation.messages import (
     SiteFailure,
 )
 from federation.protocols import Grid
-from federation.round_record import RoundRecord
-from privacy.secagg.contract import Contract
+from federation.rounds.failures import failure
+from federation.rounds.round_record import RoundRecord
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
-from privacy.secagg.messages import Masked
-from privacy.secagg.ring_errors import SumOutOfRange
-from privacy.secagg.server import AggregatorRound
+from privacy.secagg.protocol.messages import Masked
+from privacy.secagg.protocol.server import AggregatorRound
 
 _OF_NO_ROUND = frozenset(
     {SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM}

@@ -10,8 +10,8 @@ have.
 """
 
 from federation.ids import SiteId
-from privacy.secagg.contract import Contract
-from privacy.secagg.setup import SetupRecord
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.protocol.setup import SetupRecord
 
 
 class RunSetup:

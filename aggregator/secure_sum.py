@@ -33,9 +33,8 @@ from aggregator.secure_exchange import (
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
 from federation.exchange import exchange
-from federation.gather import evaluates, round_tasks
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.mapped import sha256
 from federation.messages import (
     MaskedUpdate,
@@ -45,24 +44,25 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid, RunState
-from federation.round_record import RoundRecord
+from federation.rounds.gather import evaluates, round_tasks
+from federation.rounds.round_record import RoundRecord
 from federation.vectors import HeaderVector, Layout, Vector
 from privacy.dp.adaptive_clip import next_clip
-from privacy.secagg import train
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.certificate import OpenedRound, before_rounds, certify
-from privacy.secagg.contract import Contract, Setting
+from privacy.keystream import apply_masks_
+from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
+from privacy.secagg.agreement.contract import Contract, Setting
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.header import decode_header
 from privacy.secagg.errors import TooFewSites
-from privacy.secagg.header import decode_header
-from privacy.secagg.identity import Identity
-from privacy.secagg.keys import RoundFacts
-from privacy.secagg.prg import apply_masks_
-from privacy.secagg.server import AggregatorRound
-from privacy.secagg.setup import AggregatorSetup, SetupRecord
+from privacy.secagg.protocol import train
+from privacy.secagg.protocol.key_schedule import RoundFacts
+from privacy.secagg.protocol.server import AggregatorRound
+from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 
 
 class SecureGather:
-    """The ``federation.gather.Gather`` that sees masked updates only."""
+    """The ``federation.rounds.gather.Gather`` that sees masked updates only."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class SecureGather:
     def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
         """Have all sites train, and open the mean of their updates.
 
-        See ``federation.gather.Gather``; the sum has memory of its own.
+        See ``federation.rounds.gather.Gather``; the sum has memory of its own.
         """
         del out_d
         total = MaskedSum(self._layout.size, self._ring)

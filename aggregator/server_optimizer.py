@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from federation.job import ServerOptimizerSpec
+from federation.job.spec import ServerOptimizerSpec
 from federation.protocols import OptimizerState, ServerOptimizer
 from federation.vectors import CHUNK_VALUES, Vector, chunks
 

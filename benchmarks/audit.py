@@ -27,12 +27,12 @@ from pathlib import Path
 import machine
 import numpy as np
 
-from deploy.audit import audit, plan_sites
-from deploy.audit_runs import Attack
-from deploy.private_sites import PrivateSites, SitePlan
-from deploy.wiring import Federation
-from federation import job_file
-from federation.job import JobSpec
+from clients.privacy.site_plans import PrivateSites, SitePlan
+from clients.training.local_federation import Federation
+from deploy.audit.audit import audit, plan_sites
+from deploy.audit.runs import Attack
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from monitoring.audit_findings import Findings
 
 JOB = Path(__file__).parents[1] / "jobs" / "private.toml"

@@ -22,7 +22,7 @@ import safetensors.numpy
 from machine import facts
 
 from aggregator.checkpoint import RunCheckpoints
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 from federation.clock import SystemClock
 from federation.protocols import RunState
 from federation.vectors import IntegerVector, Layout, Role, Vector

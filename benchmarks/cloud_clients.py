@@ -104,7 +104,7 @@ class Boto3:
 
     @staticmethod
     def store(place: Place) -> Any:
-        from cloud_adapters.storage.s3 import S3Store
+        from cloud_adapters.storage.s3.store import S3Store
 
         return S3Store(place.bucket, place.prefix, endpoint_url=place.endpoint)
 
@@ -150,7 +150,7 @@ class Google:
 
     @staticmethod
     def store(place: Place) -> Any:
-        from cloud_adapters.storage.gcs import GcsStore
+        from cloud_adapters.storage.gcs.store import GcsStore
 
         return GcsStore(
             place.bucket,
@@ -198,7 +198,7 @@ class Ours:
         self._store.read(key)
 
     def down(self, key: str, path: Path) -> None:
-        from cloud_adapters.storage.transfer import download
+        from cloud_adapters.storage.disk.transfer import download
 
         download(self._store, key, path)
 

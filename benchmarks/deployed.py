@@ -39,21 +39,21 @@ import machine
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-from cloud_adapters import flower_simulation  # noqa: E402
+from cloud_adapters.flower import simulation as flower_simulation  # noqa: E402
 
 flower_simulation.import_flower()
 
 from support import exchange_app, superlink, toy_sites  # noqa: E402
 
-from cloud_adapters import flower_site  # noqa: E402
-from cloud_adapters.flower_node import FlowerNode  # noqa: E402
-from cloud_adapters.frames import INLINE, Frames  # noqa: E402
-from cloud_adapters.storage.local import LocalStore  # noqa: E402
-from deploy.certificates import key_pem, load_key, new_key  # noqa: E402
+from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower.node import FlowerNode  # noqa: E402
+from cloud_adapters.storage.disk.store import LocalStore  # noqa: E402
+from cloud_adapters.transport.frames import INLINE, Frames  # noqa: E402
 from federation.clock import SystemClock  # noqa: E402
 from federation.ids import RunId  # noqa: E402
 from federation.messages import RoundTask, SiteMessage, Task  # noqa: E402
 from federation.vectors import Layout, Role  # noqa: E402
+from privacy.membership.certificates import key_pem, load_key, new_key  # noqa: E402
 
 Row = dict[str, Any]
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from clients import models
-from clients.objectives import OBJECTIVES, Objective
+from clients.models.objectives import OBJECTIVES, Objective
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp_sgd.clipping import ClippedSum
 

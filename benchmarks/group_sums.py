@@ -40,23 +40,25 @@ from typing import Any
 import machine
 import numpy as np
 
-from clients.masking import Masking
-from clients.secure_site import SecureSite
-from cloud_adapters.inproc_grid import InProcessGrid
+from clients.privacy.masking import Masking
+from clients.privacy.secure_site import SecureSite
+from clients.training.local_federation import Federation
+from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import wiring
-from deploy.protection import Rehearsal, rehearse
-from federation import events, job_file
+from deploy.wiring import parts as wiring
+from deploy.wiring.rehearsal import Rehearsal, rehearse
+from federation import events
 from federation.clock import SystemClock
-from federation.coordinator import run_federation
 from federation.errors import FederationError
 from federation.ids import RunId, SiteId
-from federation.job import AggregationSpec, JobSpec
+from federation.job import job_file
+from federation.job.spec import AggregationSpec, JobSpec
 from federation.messages import RoundTask
 from federation.protocols import LocalResult, Trainer
+from federation.rounds.coordinator import run_federation
 from federation.vectors import ByteVector, HeaderVector, Vector, norm
-from privacy.secagg.contract import Contract
-from privacy.secagg.measure import subtract_
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.arithmetic.measure import subtract_
 
 Work = Callable[[RoundTask, Trainer, Masking], tuple[ByteVector, HeaderVector]]
 
@@ -191,7 +193,7 @@ def run(
 
 
 def _site(
-    federation: wiring.Federation,
+    federation: Federation,
     rehearsal: Rehearsal,
     name: SiteId,
     store: MemoryStore,

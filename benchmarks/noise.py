@@ -27,7 +27,7 @@ from privacy.dp import noise
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.noise import RoundedGaussian
 from privacy.dp.poisson import poisson_indices
-from privacy.secagg.prg import open_keystream
+from privacy.keystream import open_keystream
 
 SIGMAS = (4.0, 64.0, 682.0, 4096.0, 1.0e5, 2.0**26)
 CHUNK = 1 << 16

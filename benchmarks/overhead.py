@@ -21,9 +21,9 @@ from pathlib import Path
 
 import machine
 
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.wiring.simulation import simulate
 from federation.events import CheckpointSaved, Event, RoundFinished, SiteAnswered
+from federation.job import job_file
 
 
 def rounds(job_path: Path, num_rounds: int) -> list[dict[str, float]]:

@@ -13,9 +13,9 @@ import machine
 import numpy as np
 
 from federation.vectors import Vector
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.ring import MAX_SITES_OF_16_BITS, RingSpec
-from privacy.secagg.seal import encode_
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.ring import MAX_SITES_OF_16_BITS, RingSpec
+from privacy.secagg.arithmetic.seal import encode_
 
 STD = 1e-3
 

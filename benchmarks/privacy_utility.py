@@ -32,12 +32,12 @@ import torch
 
 from clients import data
 from clients.factories import call_factory, import_factory
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.wiring.simulation import simulate
 from federation.event_log import read_events
 from federation.events import RoundFinished, RunFinished
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from monitoring.runs.run_result import RunResult
 
 TARGET = "privacy.differential_privacy.target_epsilon"
 WITHOUT_NOISE = (

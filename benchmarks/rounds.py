@@ -30,18 +30,19 @@ from aggregator.combine import weighted_mean
 from aggregator.sampling import draw_cohort
 from aggregator.server_optimizer import average
 from aggregator.weighting import weight_of
-from clients.kept_integers import KeptIntegers
-from clients.site import Site
-from cloud_adapters.inproc_grid import InProcessGrid
+from clients.training.kept_integers import KeptIntegers
+from clients.training.site import Site
+from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
-from federation import events, job_file
+from federation import events
 from federation.clock import SystemClock
-from federation.coordinator import ServerParts, run_federation
-from federation.gather import PlainGather
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalResult, RunState
+from federation.rounds.coordinator import ServerParts, run_federation
+from federation.rounds.gather import PlainGather
 from federation.vectors import IntegerVector, Layout, Role, Vector
 
 NOTHING = MetricSums(count=1, loss_sum=0.0, correct=0)

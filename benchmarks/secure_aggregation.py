@@ -51,10 +51,8 @@ from flwr.common.secure_aggregation.secaggplus_utils import (
 from flwr.supercore.primitives import asymmetric
 
 from federation.vectors import Vector
-from privacy.secagg import prg
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.measure import measure
-from privacy.secagg.prg import (
+from privacy import keystream as prg
+from privacy.keystream import (
     CHUNK_WORDS,
     SPARE_BYTES,
     FrontKeystream,
@@ -62,8 +60,10 @@ from privacy.secagg.prg import (
     Mask,
     aligned,
 )
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.seal import seal_
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.measure import measure
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.arithmetic.seal import seal_
 
 # By its full name: the package hides the module behind a function called like it.
 flower = importlib.import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")

@@ -26,8 +26,8 @@ import google_crc32c
 import machine
 import numpy as np
 
-from cloud_adapters.storage.local import LocalStore
-from cloud_adapters.storage.transfer import download, stream, upload
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.storage.disk.transfer import download, stream, upload
 
 SMALL = 200
 

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from machine import facts
 
-from clients.batches import epochwise
-from clients.datasets import Dataset, Examples, Indices, as_dataset
+from clients.data.batches import epochwise
+from clients.data.datasets import Dataset, Examples, Indices, as_dataset
 from clients.shards.dataset import Reading, ShardedDataset, open_dataset
 from clients.shards.order import telling_ahead
 from clients.shards.write import write_dataset
 from cloud_adapters.storage.cached import ObjectCache
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 from federation.ids import SiteId
 from federation.protocols import ObjectStore
 

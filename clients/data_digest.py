@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import torch
 
-from clients.datasets import Dataset
+from clients.data.datasets import Dataset
 from clients.randomness import seeded_globally
 from clients.shards.dataset import ShardedDataset
 

@@ -15,8 +15,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from clients import cohorts, groups
-from clients.site_memory import Document, SiteMemory
+from clients.privacy import cohorts, groups
+from clients.privacy.site_memory import Document, SiteMemory
 from federation.errors import JobError
 
 DOCUMENT = "datasets"

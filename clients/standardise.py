@@ -22,16 +22,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from clients.datasets import Batch, Dataset, Indices
-from clients.site_memory import Document, SiteMemory
+from clients.data.datasets import Batch, Dataset, Indices
+from clients.privacy.site_memory import Document, SiteMemory
 from federation.errors import CorruptObject, JobError, SiteError
-from federation.job import JobSpec
-from federation.privacy_job import StandardiseSpec
+from federation.job.privacy_job import StandardiseSpec
+from federation.job.spec import JobSpec
 from privacy.dp.events import Event
-from privacy.dp.ledger import Ledger
+from privacy.dp.ledger.ledger import Ledger
 from privacy.dp.moments import Array, MomentsMechanism
 from privacy.dp.poisson import poisson_indices
-from privacy.secagg.prg import KEY_BYTES, Keystream
+from privacy.keystream import KEY_BYTES, Keystream
 
 DOCUMENT = "statistics"
 ROUND = 0  # They are charged before the first round.
@@ -224,7 +224,7 @@ class Remembered:
 
     Attributes:
         memory: The site's.
-        lineage: Names the data; see ``clients.cohorts.lineage``.
+        lineage: Names the data; see ``clients.privacy.cohorts.lineage``.
         spec: The options.
         run_id: The run that asks.
     """

@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloud_adapters.storage.keys import check_key
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
+from cloud_adapters.storage.object_keys import check_key
 from cloud_adapters.storage.retry import Retry
 from federation.errors import JobError
 from federation.protocols import ObjectStore
@@ -166,8 +166,8 @@ def _check_options(scheme: str, options: StoreOptions) -> None:
 
 
 def _open_s3(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
-    from cloud_adapters.storage.s3 import S3Store  # noqa: PLC0415 -- slow to import
-    from cloud_adapters.storage.s3_calls import ServerSideEncryption  # noqa: PLC0415
+    from cloud_adapters.storage.s3.calls import ServerSideEncryption  # noqa: PLC0415
+    from cloud_adapters.storage.s3.store import S3Store  # noqa: PLC0415 -- slow to import
 
     encryption = None
     if options.kms_key:
@@ -184,7 +184,7 @@ def _open_s3(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
 
 
 def _open_gcs(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
-    from cloud_adapters.storage.gcs import GcsStore  # noqa: PLC0415 -- slow to import
+    from cloud_adapters.storage.gcs.store import GcsStore  # noqa: PLC0415 -- slow to import
 
     return GcsStore(
         bucket,

@@ -8,7 +8,7 @@ A file may hold several coordinators of one run, one after another: each begins
 with ``RunStarted``, and where a round occurs twice the later one counts. What a
 newer version has added, kinds of events and fields, is passed over; anything
 else that is not as written is an error. Folding events into a view of the run
-is the work of ``monitoring.run_fold``.
+is the work of ``monitoring.views.run_fold``.
 """
 
 import contextlib

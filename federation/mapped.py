@@ -1,11 +1,11 @@
 """Vectors that lie in a file, and pass through memory piece by piece.
 
 What came through an object store is a read-only view of a mapped file (see
-``cloud_adapters.frames``). The kernel reads a page of it when somebody looks there, and
-counts it as this process's memory until the whole file is let go. Whoever reads such a
-vector from its begin to its end gives back each piece when it has been read: a model of
-any size then takes a piece's memory. To look there again is allowed, and costs what
-reading from the kernel's cache does.
+``cloud_adapters.transport.frames``). The kernel reads a page of it when somebody looks
+there, and counts it as this process's memory until the whole file is let go. Whoever
+reads such a vector from its begin to its end gives back each piece when it has been
+read: a model of any size then takes a piece's memory. To look there again is allowed,
+and costs what reading from the kernel's cache does.
 """
 
 import hashlib

@@ -172,7 +172,7 @@ class RoundTask:
         evaluate_after: Whether the site's own model is evaluated after training,
             which dynamic weights need.
         secure: Under secure aggregation what its protocol says beside the model, as
-            bytes of ``privacy.secagg.train``: hash of the setup, confirms,
+            bytes of ``privacy.secagg.protocol.train``: hash of the setup, confirms,
             certificate, and what updates are clipped to; empty otherwise.
         anchor: The largest that this site has sent in this run; its ledger must not
             be behind it. It decides nothing but whether the site refuses.

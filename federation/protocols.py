@@ -1,7 +1,7 @@
 """All seams of the product on one page.
 
 Each is a ``typing.Protocol`` of two to six methods, or a function type. An
-implementation inherits nothing and registers nowhere; ``deploy.wiring`` chooses.
+implementation inherits nothing and registers nowhere; ``deploy.wiring.parts`` chooses.
 Each seam has a contract suite in ``tests/contract`` that every implementation
 passes.
 
@@ -59,7 +59,7 @@ class Grid(Protocol):
     for all of them.
 
     Nothing is promised about the order, number or content of replies: the caller checks
-    them with ``federation.round_state``.
+    them with ``federation.rounds.round_state``.
     """
 
     def sites(self) -> Sequence[SiteId]:
@@ -98,7 +98,7 @@ class Grid(Protocol):
 
 
 class SiteHandler(Protocol):
-    """What a site does with a task. Implementation: ``clients.site``."""
+    """What a site does with a task. Implementation: ``clients.training.site``."""
 
     def handle(self, task: Task) -> SiteMessage:
         """Answer a task; an error becomes a ``SiteFailure``."""
@@ -258,7 +258,7 @@ class ObjectStore(Protocol):
 
     Every call gives up by itself: it tries again what may pass, a few times and
     within a deadline. Streams, downloads by parts and the like are functions over
-    this seam: ``cloud_adapters.storage.transfer``.
+    this seam: ``cloud_adapters.storage.disk.transfer``.
     """
 
     @property
@@ -278,7 +278,7 @@ class ObjectStore(Protocol):
         """Write an object whole or not at all, durably.
 
         Args:
-            key: ``/``-separated; see ``cloud_adapters.storage.keys``.
+            key: ``/``-separated; see ``cloud_adapters.storage.object_keys``.
             data: The content in pieces, so that it need not be in one buffer.
             if_absent: Fail if the key is taken: of many writers one wins.
             if_version: Fail unless the object is of this version.

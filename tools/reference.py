@@ -16,17 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy import aggregator_file, cli, exit_codes, site_file
-from federation import (
-    errors,
-    event_log,
-    events,
-    job,
-    messages,
-    wire,
-    wire_fields,
-    wire_values,
-)
+from deploy import exit_codes
+from deploy.aggregator_host import config as aggregator_file
+from deploy.cli import commands as cli
+from deploy.site_host import config as site_file
+from federation import errors, event_log, events, messages
+from federation.job import spec as job
+from federation.wire import frame as wire, wire_fields, wire_values
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("docs/reference")

@@ -2,11 +2,11 @@
 
 import torch
 
-from clients.datasets import Dataset
+from clients.data.datasets import Dataset
 from clients.shards.order import ReadsAhead
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.vectors import Layout, Role
 
 

@@ -9,9 +9,11 @@ import dataclasses
 import json
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clients.data.batches import Rank
 from federation.errors import ProtocolError
 from federation.messages import MetricSums
 
@@ -188,3 +190,36 @@ def _decode(body: bytes) -> Message:
         if type(getattr(message, field.name)) is not field.type:
             raise ProtocolError(f"{field.name} in a message of a rank is no value")
     return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inherited:
+    """What the agent gave a rank when it started it.
+
+    Attributes:
+        rank: Which one it is.
+        pipe: File descriptor of the pipe to the agent.
+        meeting: File descriptor of the memory in which ranks find each other.
+        memory: File descriptor of the model's values.
+    """
+
+    rank: Rank
+    pipe: int
+    meeting: int
+    memory: int
+
+    def arguments(self) -> list[str]:
+        """Command-line arguments that say so."""
+        numbers = (self.rank.rank, self.rank.world_size)
+        return [str(n) for n in (*numbers, self.pipe, self.meeting, self.memory)]
+
+    @staticmethod
+    def of(arguments: Sequence[str]) -> "Inherited":
+        """Read them."""
+        rank, world_size, pipe, meeting, memory = map(int, arguments)
+        return Inherited(
+            rank=Rank(rank=rank, world_size=world_size),
+            pipe=pipe,
+            meeting=meeting,
+            memory=memory,
+        )

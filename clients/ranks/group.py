@@ -14,9 +14,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from clients.batches import Rank
-from clients.ranks.control import Channel, Failed, Message, Ready, Start
-from clients.ranks.process import Inherited
+from clients.data.batches import Rank
+from clients.ranks.control import Channel, Failed, Inherited, Message, Ready, Start
 from clients.ranks.shared_model import SharedModel
 from federation.errors import FederationError, ProtocolError, SiteError
 
@@ -49,7 +48,7 @@ class RankGroup:
 
         Args:
             module: What a rank runs, as ``python -m`` names it; it calls
-                ``clients.ranks.process.serve``.
+                ``clients.training.rank.serve``.
             num_ranks: How many.
             environment: All environment variables that ranks see.
             start: What they are told first.

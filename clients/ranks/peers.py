@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from clients.batches import ALONE, Indices, Rank
+from clients.data.batches import ALONE, Indices, Rank
 from clients.randomness import GlobalDraws, seeded_globally
 from federation.messages import MetricSums
 

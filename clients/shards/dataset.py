@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.batches import ALONE, Rank
-from clients.datasets import Batch, Indices
+from clients.data.batches import ALONE, Rank
+from clients.data.datasets import Batch, Indices
 from clients.shards.index import INDEX_KEY, DatasetIndex, Split, read_index
 from clients.shards.order import shard_order
 from clients.shards.shelf import MEMORY_BYTES, PATIENCE, THREADS, Shelf
@@ -94,7 +94,7 @@ def open_dataset(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedDataset:
-    """A ``clients.datasets.Dataset`` and ``ReadsAhead`` over shards.
+    """A ``clients.data.datasets.Dataset`` and ``ReadsAhead`` over shards.
 
     Attributes:
         index: What the whole dataset consists of.

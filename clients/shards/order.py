@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from clients.batches import ALONE, Rank
-from clients.datasets import Indices
+from clients.data.batches import ALONE, Rank
+from clients.data.datasets import Indices
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from clients.datasets import Indices
+from clients.data.datasets import Indices
 from clients.shards.dataset import ShardedDataset
 from clients.shards.index import INDEX_KEY, Split
 from clients.shards.tar_shard import classes_of

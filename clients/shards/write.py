@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from clients.datasets import Dataset, Indices
+from clients.data.datasets import Dataset, Indices
 from clients.shards import parquet_shard, tar_shard
 from clients.shards.index import (
     INDEX_KEY,

@@ -17,9 +17,9 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from cloud_adapters.keys.context import check_data_key, mark, unmark
-from cloud_adapters.storage import s3_errors
 from cloud_adapters.storage.meanings import Meaning
 from cloud_adapters.storage.retry import Retry
+from cloud_adapters.storage.s3 import errors as s3_errors
 from federation.errors import (
     CorruptObject,
     KeyRefused,

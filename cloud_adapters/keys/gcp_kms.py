@@ -31,7 +31,7 @@ from cloud_adapters.keys.context import (
     mark,
     unmark,
 )
-from cloud_adapters.storage.gcs_http import Ask, GcsHttp, translated
+from cloud_adapters.storage.gcs.http import Ask, GcsHttp, translated
 from cloud_adapters.storage.meanings import Meaning
 from cloud_adapters.storage.retry import Retry
 from federation.errors import (

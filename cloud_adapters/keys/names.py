@@ -5,8 +5,7 @@ Clients of clouds are imported when a key of theirs is used, and not before.
 
 from pathlib import Path
 
-from cloud_adapters.keys.key_file import KIND as FILE
-from cloud_adapters.keys.key_file import KeyFile
+from cloud_adapters.keys.key_file import KIND as FILE, KeyFile
 from federation.errors import JobError
 from federation.protocols import KeyService
 

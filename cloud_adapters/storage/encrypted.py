@@ -28,7 +28,7 @@ from cloud_adapters.storage.encrypted_format import (
     content_bytes,
     digest_of_metadata,
 )
-from cloud_adapters.storage.keys import (
+from cloud_adapters.storage.object_keys import (
     check_conditions,
     check_key,
     check_metadata,

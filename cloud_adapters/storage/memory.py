@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from cloud_adapters.storage.checksums import Checksums
-from cloud_adapters.storage.keys import (
+from cloud_adapters.storage.object_keys import (
     check_conditions,
     check_key,
     check_metadata,

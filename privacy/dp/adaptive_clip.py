@@ -9,7 +9,7 @@ updates; Theorem 1 for the noise).
 import math
 
 from privacy.dp.noise import RoundedGaussian
-from privacy.secagg.prg import KEY_BYTES, Keystream
+from privacy.keystream import KEY_BYTES, Keystream
 
 # The clip norm stays within this factor of the first: scaled by it, updates are far
 # from the largest float32, and whether one is beyond that is told by no site.

@@ -6,7 +6,8 @@ accounting are wrong. If it does not, nothing is proved: better attacks may exis
 
 Canaries are records made for the attack, each of which is in the data with
 probability 1/2. Their bound holds whatever the training algorithm does. Where the
-scores come from is in ``clients.canaries`` and ``clients.membership``.
+scores come from is in ``clients.audit.canaries`` and
+``clients.audit.membership_scores``.
 
 Shape suffixes: m canaries, i scores of records that were in, o of records that were
 not.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from federation.vectors import Vector
 from privacy.dp.noise import MAX_SIGMA, MIN_SIGMA, RoundedGaussian
-from privacy.secagg.prg import (
+from privacy.keystream import (
     KEY_BYTES,
     SPARE_BYTES,
     Keystream,

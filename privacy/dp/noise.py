@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from privacy.dp.gaussian_weights import WEIGHT_BITS, half_weights, truncation_distance
-from privacy.secagg.prg import SPARE_BYTES, Keystream, aligned
+from privacy.keystream import SPARE_BYTES, Keystream, aligned
 
 MIN_SIGMA = 0.5
 MAX_SIGMA = 2.0**26  # 16 standard deviations fit in 30 bits beside a value of 30 bits

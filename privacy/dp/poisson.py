@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.secagg.prg import SPARE_BYTES, Keystream, aligned
+from privacy.keystream import SPARE_BYTES, Keystream, aligned
 
 _CHUNK = 1 << 14
 _WORD_BYTES = 8

@@ -1,6 +1,7 @@
 """A site's share of the noise inside a secure sum, drawn onto words chunk by chunk.
 
-How large it must be is in ``privacy.secagg.noise_shares``; masking comes after it.
+How large it must be is in ``privacy.secagg.arithmetic.noise_shares``; masking comes
+after it.
 
 Shape suffix: c words of one chunk.
 """
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from privacy.dp.noise import MAX_SIGMA, RoundedGaussian
-from privacy.secagg.prg import KEY_BYTES, open_keystream
+from privacy.keystream import KEY_BYTES, open_keystream
 
 _ROUND_UP = 1 + 2.0**-50
 
@@ -24,9 +25,9 @@ _Words = NDArray[np.int32]
 class RingNoise:
     """Rounded Gaussians for some spans of an update's words.
 
-    A ``privacy.secagg.seal.Noise``. Values outside the spans carry nothing of
-    anybody's records and stay as they are. Noise too large for one draw is the sum of
-    up to four: of independent draws, as the sum over sites is.
+    A ``privacy.secagg.arithmetic.seal.Noise``. Values outside the spans carry nothing
+    of anybody's records and stay as they are. Noise too large for one draw is the sum
+    of up to four: of independent draws, as the sum over sites is.
 
     Attributes:
         noise_std: Standard deviation, in steps of the ring's grid.

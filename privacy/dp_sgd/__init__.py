@@ -2,5 +2,5 @@
 
 Source: Abadi et al. 2016, "Deep Learning with Differential Privacy",
 arXiv:1607.00133, Algorithm 1. The noise is in ``privacy.dp.mechanism``, the draw of
-the batch in ``privacy.dp.poisson``, the loop in ``clients.private_steps``.
+the batch in ``privacy.dp.poisson``, the loop in ``clients.training.private_steps``.
 """

@@ -1,4 +1,4 @@
 """Cross-silo secure aggregation (XSA): the aggregator learns sums and nothing else.
 
-Modules over members: import ``privacy.secagg.ring`` and not names from here.
+Modules over members: import ``privacy.secagg.arithmetic.ring`` and not names from here.
 """

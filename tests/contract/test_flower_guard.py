@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 
 flower_simulation.import_flower()
 
@@ -24,14 +24,14 @@ from flwr.superlink.main import create_app  # noqa: E402
 from support import bundles, superlink  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
 
-from cloud_adapters import flower_guard, flower_launcher, landlock  # noqa: E402
-from cloud_adapters.flower_guard import (  # noqa: E402
-    HEADER,
-    control_word,
-    runtime_word,
+from cloud_adapters.local import landlock  # noqa: E402
+from cloud_adapters.superlink import (  # noqa: E402
+    guard as flower_guard,
+    launcher as flower_launcher,
 )
-from deploy import host_secrets  # noqa: E402
-from deploy.superlink_process import PUBLIC_PATHS  # noqa: E402
+from cloud_adapters.superlink.guard import HEADER, control_word, runtime_word  # noqa: E402
+from deploy.aggregator_host import host_secrets  # noqa: E402
+from deploy.aggregator_host.superlink_process import PUBLIC_PATHS  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.deploy]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import SystemClock
 from federation.errors import SiteError
 
@@ -26,14 +26,14 @@ from support import flower_node_process, superlink  # noqa: E402
 from support.running_node import Running  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
 
-from cloud_adapters import (  # noqa: E402
-    flower_connection,
-    flower_fleet,
-    flower_node,
-    flower_presence,
+from cloud_adapters.flower import (  # noqa: E402
+    connection as flower_connection,
+    fleet as flower_fleet,
+    node as flower_node,
+    presence as flower_presence,
 )
-from cloud_adapters.flower_node import FlowerNode  # noqa: E402
-from deploy.certificates import Authority, key_pem  # noqa: E402
+from cloud_adapters.flower.node import FlowerNode  # noqa: E402
+from privacy.membership.certificates import Authority, key_pem  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

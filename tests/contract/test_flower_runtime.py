@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.messages import RoundTask, SiteMessage, Task
 
 if importlib.util.find_spec("flwr") is None:
@@ -17,7 +17,7 @@ flower_simulation.import_flower()
 from support import flower_node_process, superlink, toy_sites  # noqa: E402
 from support.superlink import SuperLink  # noqa: E402
 
-from deploy.certificates import new_key  # noqa: E402
+from privacy.membership.certificates import new_key  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

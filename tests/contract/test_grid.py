@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from support import toy_sites
 
-from cloud_adapters.flower_simulation import run_on_flower_simulation
-from cloud_adapters.inproc_grid import InProcessGrid
-from cloud_adapters.transcript import TranscriptGrid
-from federation import wire
+from cloud_adapters.flower.simulation import run_on_flower_simulation
+from cloud_adapters.local.inproc_grid import InProcessGrid
+from cloud_adapters.local.transcript import TranscriptGrid
 from federation.clock import SystemClock
 from federation.exchange import exchange
 from federation.ids import SiteId, TaskId
@@ -38,6 +37,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid
+from federation.wire import frame as wire
 
 pytestmark = pytest.mark.slow
 

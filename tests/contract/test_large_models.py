@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import toy_sites
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import SystemClock
 from federation.ids import RunId
 from federation.messages import RoundTask, SiteMessage, Task
@@ -20,11 +20,11 @@ flower_simulation.import_flower()
 from support import superlink  # noqa: E402
 from support.superlink_app import SITE  # noqa: E402
 
-from cloud_adapters import flower_site  # noqa: E402
-from cloud_adapters.flower_node import FlowerNode  # noqa: E402
-from cloud_adapters.frames import Frames  # noqa: E402
-from cloud_adapters.storage.local import LocalStore  # noqa: E402
-from deploy.certificates import new_key  # noqa: E402
+from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower.node import FlowerNode  # noqa: E402
+from cloud_adapters.storage.disk.store import LocalStore  # noqa: E402
+from cloud_adapters.transport.frames import Frames  # noqa: E402
+from privacy.membership.certificates import new_key  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cloud_adapters.storage.checksums import crc32c
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.storage.disk.transfer import upload
 from cloud_adapters.storage.probe import check_conditions_kept
-from cloud_adapters.storage.transfer import upload
 from federation.errors import (
     CorruptObject,
     ObjectChanged,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -16,7 +16,7 @@ from support import superlink  # noqa: E402
 from support.running_node import Running  # noqa: E402
 from support.superlink import SuperLink  # noqa: E402
 
-from cloud_adapters.flower_connection import Connection, Envelope  # noqa: E402
+from cloud_adapters.flower.connection import Connection, Envelope  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from cloud_adapters.keys.key_file import KeyFile, add_key
+from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.encrypted import EncryptedStore
-from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.storage.metered import Meter, MeteredStore
 from federation.clock import SystemClock

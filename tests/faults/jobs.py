@@ -4,8 +4,8 @@ from pathlib import Path
 
 from faults.cells import Cell, Deed, Mode, Victim
 
-from federation import job_file
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 
 SITES = ("aws-us-east-1", "gcp-us-central1", "aws-eu-west-1", "on-premises")
 STRUCK = SITES[1]  # The site that things happen to; it is in every job.

@@ -3,7 +3,7 @@
 from faults import jobs
 from faults.verdict import Run, Weights, flat
 
-from deploy.simulation import simulate
+from deploy.wiring.simulation import simulate
 
 
 def replay(run: Run) -> Weights:

@@ -13,11 +13,11 @@ from faults.cells import CELLS, DOZEN, MATRIX, Deed, Mode, Victim
 from faults.trial import Result
 from faults.verdict import Run
 
-from federation import job_file
 from federation.clock import VirtualClock
+from federation.job import job_file
 from privacy.dp.events import Event
-from privacy.dp.ledger import FileLedger
-from privacy.dp.ledger_format import Terms
+from privacy.dp.ledger.ledger import FileLedger
+from privacy.dp.ledger.ledger_format import Terms
 
 SITES = ["a", "b"]
 

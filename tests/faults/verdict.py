@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from deploy.ledger import examine
+from deploy.tools.ledger_reader import examine
 
 Event = Mapping[str, Any]
 Weights = NDArray[np.float32]  # All values of a model, shape (d,).

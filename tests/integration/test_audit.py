@@ -18,18 +18,18 @@ import pytest
 from support.commands import JOB, crossfed, workplace
 from support.small_jobs import small_job
 
-from clients.private_steps import sampling_rate
-from deploy import audit_verb, cli
-from deploy.audit import audit, plan_sites
-from deploy.audit_jobs import with_more_records
-from deploy.audit_runs import Attack, guesses_for
-from deploy.private_sites import PrivateSites, SitePlan
-from deploy.wiring import Federation
-from federation import job_file
+from clients.privacy.site_plans import PrivateSites, SitePlan
+from clients.training.local_federation import Federation
+from clients.training.private_steps import sampling_rate
+from deploy.audit.audit import audit, plan_sites
+from deploy.audit.jobs import with_more_records
+from deploy.audit.runs import Attack, guesses_for
+from deploy.cli import audit_verb, commands as cli
 from federation.errors import JobError, SiteError
 from federation.events import RunFinished
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from monitoring.audit_findings import Findings, Verdict, document
 
 pytestmark = pytest.mark.slow

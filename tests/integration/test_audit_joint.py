@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 from support.small_jobs import small_job
 
-from clients.private_steps import sensitivity_of_sum
-from deploy import audit_verb
-from deploy.audit import audit, plan_sites
-from deploy.audit_jobs import with_more_records, with_room_in_sums
-from deploy.audit_runs import Attack
-from deploy.private_sites import PrivateSites
-from deploy.wiring import Federation
-from federation import job_file
+from clients.privacy.site_plans import PrivateSites
+from clients.training.local_federation import Federation
+from clients.training.private_steps import sensitivity_of_sum
+from deploy.audit.audit import audit, plan_sites
+from deploy.audit.jobs import with_more_records, with_room_in_sums
+from deploy.audit.runs import Attack
+from deploy.cli import audit_verb
 from federation.errors import JobError
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from monitoring.audit_findings import Findings, document, lines
-from monitoring.audit_page import render
+from monitoring.pages.audit_page import render
 
 pytestmark = pytest.mark.slow
 

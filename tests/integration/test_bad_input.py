@@ -11,10 +11,10 @@ from support.deployment import crossfed, free_port
 from support.enrolments import Federation
 from support.proxy_server import RunningProxy
 
-from deploy import doctor_site
-from deploy.certificates import Authority
-from deploy.doctor import Check
+from deploy.doctor import site as doctor_site
+from deploy.doctor.checks import Check
 from federation.clock import SystemClock, VirtualClock
+from privacy.membership.certificates import Authority
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,8 +9,9 @@ import pytest
 import tomli_w
 from support.small_jobs import small_job
 
-from deploy import cli, exit_codes
-from federation import job_file
+from deploy import exit_codes
+from deploy.cli import commands as cli
+from federation.job import job_file
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from support.secure_runs import MASK, Run, run, secure_job, step_of
 from cloud_adapters.storage.memory import MemoryStore
 from federation import events
 from federation.messages import SecureAnswer, SecureStep, SiteMessage, Task
-from privacy.secagg.commitments import SECRET, dealt_digests
-from privacy.secagg.messages import Head, Masked, Shares, sign
+from privacy.secagg.protocol.commitments import SECRET, dealt_digests
+from privacy.secagg.protocol.messages import Head, Masked, Shares, sign
 
 LIAR, PEER = "site-1", "site-3"
 NUMBER = {f"site-{i}": i + 1 for i in range(5)}
@@ -114,7 +114,7 @@ def test_dealer_of_a_wrong_share_is_left_out(caplog: pytest.LogCaptureFixture):
     assert [left_out(found, r) for r in (1, 2, 3)] == [[], [LIAR], [LIAR]]
     assert set(found.answered(3)) == set(NUMBER) - {LIAR}
     assert len(found.failures(3)) == 1  # It is not asked, so it does not answer.
-    (line,) = [r for r in caplog.records if r.name == "clients.secure_site"]
+    (line,) = [r for r in caplog.records if r.name == "clients.privacy.secure_site"]
     assert f"round 1: the sealed shares of site '{LIAR}' were changed" in line.message
 
 

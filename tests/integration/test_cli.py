@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.commands import CROSSFED, Done, ForkServer, crossfed, workplace
 
-from deploy.cli import _parser
+from deploy.cli.commands import _parser
 
 pytestmark = [pytest.mark.slow]
 
@@ -136,7 +136,7 @@ def test_help_is_quick(tmp_path: Path) -> None:
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     """Nor NumPy."""
     script = (
-        "import sys, contextlib\nfrom deploy.cli import main\n"
+        "import sys, contextlib\nfrom deploy.cli.commands import main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
         "assert not {'torch', 'numpy', 'rich', 'sklearn'} & set(sys.modules)"
     )

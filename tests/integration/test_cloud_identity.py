@@ -17,9 +17,9 @@ from support.buckets import quick_retry
 from support.google_server import Answer, GoogleServer
 from support.s3_server import REGION
 
-from cloud_adapters.storage.gcs import GcsStore
-from cloud_adapters.storage.s3 import S3Store
-from deploy import aws_from_google
+from cloud_adapters.identity import aws_from_google
+from cloud_adapters.storage.gcs.store import GcsStore
+from cloud_adapters.storage.s3.store import S3Store
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def use_profile(monkeypatch: pytest.MonkeyPatch, folder: Path, sts: str) -> None:
     """Have a profile of AWS whose credentials come from the process, and no other."""
-    command = f"{sys.executable} -m deploy.aws_from_google {ROLE}"
+    command = f"{sys.executable} -m cloud_adapters.identity.aws_from_google {ROLE}"
     (folder / "config").write_text(
         f"[profile google]\nregion = {REGION}\ncredential_process = {command}\n"
     )
@@ -123,7 +123,7 @@ def test_elsewhere_there_is_no_token(monkeypatch: pytest.MonkeyPatch):
         environment[name] = "127.0.0.1:9"
     environment |= {"GCE_METADATA_TIMEOUT": "1", "NO_GCE_CHECK": "true"}
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.aws_from_google", ROLE],
+        [sys.executable, "-m", "cloud_adapters.identity.aws_from_google", ROLE],
         env=environment,
         capture_output=True,
         text=True,

@@ -19,17 +19,17 @@ from support.secure_runs import Run, in_the_clear, run, secure_job, silence
 from support.small_jobs import small_job
 
 from clients.models import logistic_regression
-from clients.site_memory import FileMemory
-from cloud_adapters.faults import Restartable
-from deploy.deployed_run import DeployedRun
-from deploy.run_folder import RunFolder
-from deploy.simulation import simulate
+from clients.privacy.site_memory import FileMemory
+from cloud_adapters.local.faults import Restartable
+from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.wiring.simulation import simulate
 from federation import events
 from federation.clock import SystemClock
 from federation.errors import FederationError, QuorumNotMet, SiteError
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import MetricSums
-from privacy.secagg import train
+from monitoring.runs.run_folder import RunFolder
+from privacy.secagg.protocol import train
 
 pytestmark = pytest.mark.slow
 

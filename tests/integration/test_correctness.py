@@ -21,13 +21,13 @@ from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
 
-from clients.batches import epoch_order
 from clients.data import Examples
-from clients.model_pool import ModelPool
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
+from clients.data.batches import epoch_order
+from clients.models.model_pool import ModelPool
+from deploy.wiring.simulation import simulate
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
+from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 
@@ -321,7 +321,7 @@ PROGRAM = """
 import hashlib, sys
 sys.path.insert(0, sys.argv[1])
 from support.small_jobs import small_job
-from deploy.simulation import simulate
+from deploy.wiring.simulation import simulate
 
 job = small_job(
     num_sites=3,

@@ -16,8 +16,8 @@ from support import misfortunes
 from support.commands import CROSSFED, Done, ForkServer, workplace
 
 from federation.event_log import read_events
-from monitoring.run_fold import fold
-from monitoring.run_result import result
+from monitoring.views.result_json import result
+from monitoring.views.run_fold import fold
 
 pytestmark = [pytest.mark.slow]
 

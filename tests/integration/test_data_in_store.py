@@ -11,11 +11,12 @@ import pytest
 from support.small_jobs import small_job
 
 from cloud_adapters.keys.key_file import add_key
-from deploy import cli, exit_codes
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
+from deploy import exit_codes
+from deploy.cli import commands as cli
+from deploy.wiring.simulation import simulate
 from federation.errors import BucketNotFound, CorruptObject, JobError, KeyRefused
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
+from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 

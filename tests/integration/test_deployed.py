@@ -12,11 +12,12 @@ from support import proxy_server
 from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
 from support.releases import another_release
 
-from deploy.introduction import release
-from deploy.simulation import simulate
-from federation import events, job_file
+from deploy.wiring.simulation import simulate
+from federation import events
+from federation.job import job_file
 from federation.typed_json import encode
-from privacy.dp.ledger_files import LEDGER_NAME, read_file
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
+from privacy.membership.introduction import release
 
 JOBS = Path(__file__).parents[2] / "jobs"
 FLOOR = """

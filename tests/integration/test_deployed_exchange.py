@@ -12,11 +12,11 @@ import pytest
 from support import proxy_server
 from support.deployment import SITES, Deployment, deployed
 
-from clients.model_pool import ModelPool
+from clients.models.model_pool import ModelPool
 from cloud_adapters.keys.key_file import add_key
+from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.encrypted_format import MAGIC
-from cloud_adapters.storage.local import LocalStore
-from federation import job_file
+from federation.job import job_file
 from federation.vectors import Vector
 
 JOBS = Path(__file__).parents[2] / "jobs"

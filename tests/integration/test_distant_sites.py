@@ -22,8 +22,8 @@ from support.deployment import CLOCK, CROSSFED, SITES, Deployment, deployed, wai
 from support.line import Line
 from support.network import Network
 
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.wiring.simulation import simulate
+from federation.job import job_file
 
 pytestmark = [
     pytest.mark.slow,

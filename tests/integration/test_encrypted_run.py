@@ -12,11 +12,13 @@ from support.small_jobs import small_job
 
 from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.urls import open_store
-from deploy import cli, exit_codes, run_store
-from deploy.simulation import simulate
+from deploy import exit_codes
+from deploy.cli import commands as cli
+from deploy.wiring import run_store
+from deploy.wiring.simulation import simulate
 from federation.errors import CorruptObject, JobError, KeyRefused
 from federation.events import CheckpointSaved, Event
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 pytestmark = pytest.mark.slow
 

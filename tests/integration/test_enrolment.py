@@ -11,12 +11,13 @@ from support import proxy_server
 from support.enrolments import Federation
 from support.proxy_server import RunningProxy
 
-from deploy import enrolment_http, enrolment_operator, enrolment_site, site_file
-from deploy.certificates import Authority
-from deploy.enrolment_site import SiteEnrolled
-from deploy.enrolment_token import EnrolmentRefused, Token
+from deploy.aggregator_host import enrolment_http, enrolment_operator
+from deploy.site_host import config as site_file, enrol as enrolment_site
+from deploy.site_host.enrol import SiteEnrolled
 from federation.clock import SystemClock
 from federation.errors import JobError, SiteError
+from privacy.membership.certificates import Authority
+from privacy.membership.token import EnrolmentRefused, Token
 
 pytestmark = [
     pytest.mark.slow,
@@ -108,8 +109,8 @@ def test_node_of_a_revoked_site_ends(host: Host):
     """It says why, and does not knock for ever."""
     from flwr.clientapp import ClientApp  # noqa: PLC0415
 
-    from cloud_adapters.flower_node import FlowerNode  # noqa: PLC0415
-    from deploy.certificates import load_key  # noqa: PLC0415
+    from cloud_adapters.flower.node import FlowerNode  # noqa: PLC0415
+    from privacy.membership.certificates import load_key  # noqa: PLC0415
 
     host.enroll(host.invite("site-n"))
     config = host.config("site-n")

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from support.toy import merged
 
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.wiring.simulation import simulate
 from federation.errors import QuorumNotMet
 from federation.events import Event, RoundFinished, RunFinished, SiteFailed
-from federation.job import FaultSpec, JobSpec
+from federation.job import job_file
+from federation.job.spec import FaultSpec, JobSpec
+from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 

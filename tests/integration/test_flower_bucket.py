@@ -10,10 +10,10 @@ from support.small_jobs import small_job
 from clients.data import load
 from clients.shards.write import write_dataset
 from cloud_adapters.urls import StoreOptions, open_store
-from deploy import run_store
-from deploy.simulation import simulate
+from deploy.wiring import run_store
+from deploy.wiring.simulation import simulate
 from federation.errors import JobError
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

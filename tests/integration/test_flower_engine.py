@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.wiring.simulation import simulate
 from federation.errors import JobError
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

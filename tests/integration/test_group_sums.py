@@ -10,20 +10,20 @@ import pytest
 from support.lying_sites import Lies, beside, weight_of
 from support.secure_runs import Run, retrained, run, secure_job, silence
 
-from clients.secure_site import SecureSite
-from clients.site_memory import FileMemory
+from clients.privacy.secure_site import SecureSite
+from clients.privacy.site_memory import FileMemory
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.simulation import simulate
+from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
 from federation.ids import SiteId
-from federation.job import AggregationSpec, JobSpec
+from federation.job.spec import AggregationSpec, JobSpec
 from federation.messages import SiteMessage, Task
 from federation.vectors import norm
-from monitoring.report import render
-from monitoring.run_fold import fold
-from privacy.secagg.contract import Contract
-from privacy.secagg.groups import group_contract
+from monitoring.pages.report import render
+from monitoring.views.run_fold import fold
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.groups import group_contract
 
 LIAR = SiteId("site-0")
 MEDIAN = {"combine": "median", "byzantine_sites": 1, "weights": "uniform"}

@@ -23,16 +23,20 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from support import proxy_server
 
-from cloud_adapters import flower_simulation
-from cloud_adapters.answer_limits import Limits
-from deploy import proxy
-from deploy.certificates import Authority, key_pem, new_key, signing_request
-from deploy.proxy import FLEET_CALLS, ProxySettings
+from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.nginx import config as proxy
+from cloud_adapters.nginx.config import FLEET_CALLS, ProxySettings
+from cloud_adapters.superlink.answer_limits import Limits
 from federation.clock import SystemClock
+from privacy.membership.certificates import (
+    Authority,
+    key_pem,
+    new_key,
+    signing_request,
+)
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -54,7 +58,7 @@ from flwr.supernode import node_auth_http_interceptor as node_auth  # noqa: E402
 from support import superlink  # noqa: E402
 from support.superlink import SuperLink, wait_for  # noqa: E402
 
-from cloud_adapters import flower_site  # noqa: E402
+from cloud_adapters.flower import site as flower_site  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,11 +11,11 @@ from torch.nn import functional as F  # noqa: N812 -- its usual name
 
 from clients import data, models
 from clients.factories import import_factory
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.wiring.simulation import simulate
 from federation.errors import JobError
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from monitoring.runs.run_result import RunResult
 
 pytestmark = [pytest.mark.slow]
 

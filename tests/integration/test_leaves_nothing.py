@@ -63,8 +63,8 @@ _TWICE = """
 import os, sys, threading
 sys.path.append(os.getcwd())
 from pathlib import Path
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.wiring.simulation import simulate
+from federation.job import job_file
 
 job = job_file.load(Path("job.toml"), ["rounds=1", "training.local_steps=1"])
 for number in range(2):

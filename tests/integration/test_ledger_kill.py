@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import doomed_ledger
 
-from privacy.dp import ledger_files
+from privacy.dp.ledger import ledger_files
 
 pytestmark = [pytest.mark.slow]
 

@@ -13,15 +13,15 @@ from support import agents
 from support.agents import OPEN_FLOOR, Consortium, consortium
 from support.small_jobs import small_job
 
-from clients.ledger_memory import LifetimeBudget, LifetimeSpent, lifetime
-from clients.model_pool import ModelPool
-from clients.site_memory import FileMemory
-from deploy import cli
-from deploy.simulation import simulate
-from deploy.site_agent import SiteAgent
+from clients.models.model_pool import ModelPool
+from clients.privacy.ledger_memory import LifetimeBudget, LifetimeSpent, lifetime
+from clients.privacy.site_memory import FileMemory
+from deploy.cli import commands as cli
+from deploy.site_host.agent import SiteAgent
+from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
     RoundTask,
@@ -30,7 +30,7 @@ from federation.messages import (
     TaskKind,
 )
 from privacy.dp import accountant
-from privacy.dp.ledger_files import LEDGER_NAME, read_file
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 
 NAME = SiteId("site-0")
 RUNS = [RunId(f"20260102-030405-00000{n}") for n in range(4)]

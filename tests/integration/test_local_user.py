@@ -25,8 +25,9 @@ from support.deployment import (
     wait_for,
 )
 
-from cloud_adapters import flower_simulation
-from deploy import host_secrets, own_folder
+from cloud_adapters.flower import simulation as flower_simulation
+from deploy.aggregator_host import host_secrets
+from privacy import own_folder
 
 pytestmark = [
     pytest.mark.slow,
@@ -147,7 +148,7 @@ def test_no_call_is_answered(attack: Attack):
 def test_no_argument_of_a_process_is_a_secret(attack: Attack):
     """``ps`` shows arguments to every user."""
     flower_simulation.import_flower()
-    from cloud_adapters import flower_guard  # noqa: PLC0415
+    from cloud_adapters.superlink import guard as flower_guard  # noqa: PLC0415
 
     commands = attack.found["commands"]
     seen = [commands[str(pid)] for pid in attack.family if str(pid) in commands]

@@ -17,15 +17,13 @@ from support import agents
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
-from clients.model_pool import ModelPool
-from deploy import cli
-from deploy.introduction import SiteAnchor
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from deploy.site_agent import SiteAgent
+from clients.models.model_pool import ModelPool
+from deploy.cli import commands as cli
+from deploy.site_host.agent import SiteAgent
+from deploy.wiring.simulation import simulate
 from federation.events import SiteAnswered
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import (
     LedgerAnchor,
     RoundTask,
@@ -33,9 +31,11 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from monitoring.runs.run_result import RunResult
 from privacy.dp.errors import LedgerBehind
-from privacy.dp.ledger_files import HEAD_NAME, LEDGER_NAME, read_file
-from privacy.secagg.identity import Label
+from privacy.dp.ledger.ledger_files import HEAD_NAME, LEDGER_NAME, read_file
+from privacy.membership.introduction import SiteAnchor
+from privacy.secagg.agreement.identity import Label
 
 NAME = SiteId("site-0")
 DP = {"unit": "record", "target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-3}

@@ -18,17 +18,18 @@ from support.google_server import Answer, GoogleServer, Request
 from support.s3_server import REGION, quick_retry
 from support.small_jobs import small_job
 
-from cloud_adapters.storage.s3 import S3Store
-from deploy import cli, identities
-from deploy.doctor import Check
-from deploy.identities import Need
+from cloud_adapters.storage.s3.store import S3Store
+from deploy.cli import commands as cli
+from deploy.doctor import identities
+from deploy.doctor.checks import Check
+from deploy.doctor.identities import Need
 
 pytestmark = pytest.mark.slow
 
 ROLE = "arn:aws:iam::123456789012:role/site"
 SECRETS = ("secret-of", "session-of", "token-of", "access-")
 PATIENT_DOCTOR = """
-from deploy import cli, identities
+from deploy.cli import commands as cli, identities
 identities.QUESTION_SECONDS = identities.LIMIT_SECONDS = 60.0
 cli.main(["doctor", "--store", "gs://bucket/x", "--identity-only", "--json"])
 """

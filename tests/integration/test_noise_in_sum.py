@@ -14,13 +14,14 @@ from support.noisy_jobs import WIDTH, noisy_job
 
 from clients.data import digits
 from clients.frozen_features import oriented_gradients
-from deploy import sum_privacy, wiring
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from federation import job_file
+from clients.privacy import sum_plan as sum_privacy
+from deploy.wiring import parts as wiring
+from deploy.wiring.simulation import simulate
 from federation.errors import JobError
 from federation.events import Event, PrivacyPlanned, RoundFinished, SiteAnswered
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from monitoring.runs.run_result import RunResult
 from privacy.dp import accountant
 from privacy.dp.adaptive_clip import CLIP_RANGE
 

@@ -12,18 +12,19 @@ from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 
 from clients import standardise
-from clients.ledger_memory import LifetimeBudget, lifetime
-from clients.site_memory import FileMemory
-from deploy import ledger_recovery, wiring
-from deploy.private_sites import PrivateSites
-from deploy.simulation import simulate
-from federation import job_file
+from clients.privacy.ledger_memory import LifetimeBudget, lifetime
+from clients.privacy.site_memory import FileMemory
+from clients.privacy.site_plans import PrivateSites
+from deploy.tools import ledger_recovery
+from deploy.wiring import parts as wiring
+from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from privacy.dp import accountant
-from privacy.dp.ledger_files import HEAD_NAME, LEDGER_NAME, read_file
-from privacy.dp.ledger_format import Charge
+from privacy.dp.ledger.ledger_files import HEAD_NAME, LEDGER_NAME, read_file
+from privacy.dp.ledger.ledger_format import Charge
 
 pytestmark = [pytest.mark.slow]
 

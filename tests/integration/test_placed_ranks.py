@@ -12,8 +12,8 @@ from support import sharded_jobs
 from support.ranked_sites import TESTS, alone, assert_like_one, pids_of, ranked
 from support.small_jobs import small_job
 
-from clients.model_pool import ModelPool
-from federation.job import JobSpec
+from clients.models.model_pool import ModelPool
+from federation.job.spec import JobSpec
 
 pytestmark = [pytest.mark.slow]
 

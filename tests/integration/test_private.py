@@ -9,14 +9,14 @@ import torch
 
 from clients.data import digits
 from clients.frozen_features import oriented_gradients
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.errors import BudgetExceeded, JobError, PrivacyError
 from federation.events import PrivacyPlanned, SiteAnswered
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import FailureKind
+from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 

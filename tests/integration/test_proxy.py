@@ -19,11 +19,11 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from support import memory_reader, proxy_server
 from support.proxy_server import RunningProxy, wait_for
 
-from deploy import proxy_processes
-from deploy.certificates import Authority
-from deploy.proxy import ProxyFailed
-from deploy.proxy_processes import is_nginx
+from cloud_adapters.nginx import processes as proxy_processes
+from cloud_adapters.nginx.config import ProxyFailed
+from cloud_adapters.nginx.processes import is_nginx
 from federation.clock import SystemClock, VirtualClock
+from privacy.membership.certificates import Authority
 
 pytestmark = [
     pytest.mark.slow,

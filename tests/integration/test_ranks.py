@@ -24,18 +24,19 @@ from support.ranked_sites import (
 )
 from support.small_jobs import small_job
 
-from clients.model_pool import ModelPool
-from clients.private_steps import PrivateTraining
-from clients.ranks.trainer import RankedTrainer
-from clients.trainer import TorchTrainer
-from deploy.data import load_data
-from deploy.deployed_run import DeployedRun
-from deploy.run_folder import RunFolder
-from federation import events, job_file
+from clients.models.model_pool import ModelPool
+from clients.ranks.ranked_trainer import RankedTrainer
+from clients.training.private_steps import PrivateTraining
+from clients.training.trainer import TorchTrainer
+from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.wiring.job_data import load_data
+from federation import events
 from federation.clock import SystemClock
 from federation.errors import SiteError
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import RoundTask, SiteUpdate, TaskKind
+from monitoring.runs.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow]
 
@@ -374,7 +375,8 @@ def children(before: Sequence[int] = ()) -> list[int]:
 
 def is_rank(pid: int) -> bool:
     try:
-        return b"deploy.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline")
+        return b"deploy.site_host.rank_process" in command.read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -15,15 +15,16 @@ from support import agents
 from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
 from support.small_jobs import small_job
 
-from deploy import introduction
-from deploy.deployed_run import DeployedRun
-from deploy.run_folder import RunFolder
-from deploy.site_agent import SiteAgent
-from federation import events, wire
+from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.site_host.agent import SiteAgent
+from federation import events
 from federation.clock import SystemClock
 from federation.errors import FederationError
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import MaskedUpdate, SecureAnswer, SiteMessage, Task
+from federation.wire import frame as wire
+from monitoring.runs.run_folder import RunFolder
+from privacy.membership import introduction
 
 pytestmark = pytest.mark.slow
 

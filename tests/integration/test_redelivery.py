@@ -11,18 +11,19 @@ import pytest
 from support import agents
 from support.agents import Consortium, consortium
 
-from cloud_adapters import flower_simulation
-from deploy.deployed_run import DeployedRun
-from deploy.roll_call import SignedRollCall
-from deploy.run_folder import RunFolder
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from federation import job_file, wire
+from cloud_adapters.flower import simulation as flower_simulation
+from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock, VirtualClock
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import MaskedUpdate, RoundTask, SiteFailure
 from federation.protocols import Grid
+from federation.wire import frame as wire
+from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_result import RunResult
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -32,10 +33,10 @@ from flwr.app import Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 from support.lossy_flower import LossyFlower, is_task  # noqa: E402
 
-from cloud_adapters import flower_site  # noqa: E402
-from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
-from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
-from cloud_adapters.redelivery import Word  # noqa: E402
+from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower.grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
+from cloud_adapters.transport.redelivery import Word  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
@@ -78,7 +79,7 @@ class Federation:
         required: int,
         quorum: int,
     ) -> Grid:
-        """As ``deploy.flower_server``."""
+        """As ``deploy.aggregator_host.server_app``."""
         return FlowerGrid(
             self.flower,
             sites,

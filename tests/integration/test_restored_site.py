@@ -16,16 +16,16 @@ from support import agents
 from support.agents import RUN_ID, AgentGrid, Consortium, consortium
 from support.small_jobs import small_job
 
-from deploy import cli
-from deploy.deployed_run import DeployedRun
-from deploy.run_folder import RunFolder
-from deploy.run_result import RunResult
+from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.cli import commands as cli
 from federation import events
 from federation.clock import SystemClock
 from federation.errors import SiteError
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor
-from privacy.dp.ledger_files import LEDGER_NAME, read_file
+from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_result import RunResult
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 
 pytestmark = pytest.mark.slow
 

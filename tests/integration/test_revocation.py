@@ -7,8 +7,8 @@ import pytest
 from support import proxy_server
 from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
 
-from cloud_adapters import flower_simulation
-from deploy import host_secrets
+from cloud_adapters.flower import simulation as flower_simulation
+from deploy.aggregator_host import host_secrets
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,7 +31,7 @@ def _log(federation: Deployment, name: str) -> str:
 def _online(federation: Deployment) -> int:
     """Nodes that the SuperLink itself counts."""
     flower_simulation.import_flower()
-    from cloud_adapters.flower_control import FlowerControl  # noqa: PLC0415
+    from cloud_adapters.superlink.control import FlowerControl  # noqa: PLC0415
 
     home = federation.folder / "aggregator"
     port = (home / "flower" / "port").read_text()

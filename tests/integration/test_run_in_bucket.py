@@ -10,11 +10,10 @@ import pytest
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 
-from cloud_adapters.storage import s3_upload
-from cloud_adapters.storage.s3 import S3Store
-from deploy import run_store
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
+from cloud_adapters.storage.s3 import upload as s3_upload
+from cloud_adapters.storage.s3.store import S3Store
+from deploy.wiring import run_store
+from deploy.wiring.simulation import simulate
 from federation.errors import (
     JobError,
     RunConflict,
@@ -23,8 +22,9 @@ from federation.errors import (
 )
 from federation.event_log import read_events
 from federation.events import Event, RoundFinished, RunFinished, StoreUsed
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
+from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 
@@ -215,7 +215,7 @@ def test_budgets_stay_where_they_were_spent(tables: Any, tmp_path: Path):
 
 def test_two_processes_in_one_folder(tables: Any, tmp_path: Path):
     """Fetching is left alone while another process works on the run."""
-    from deploy.run_folder import RunFolder  # noqa: PLC0415
+    from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
 
     run = RunFolder(tmp_path / "run")
     with run.locked(), pytest.raises(RunConflict):

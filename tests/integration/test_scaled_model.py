@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from support.lying_sites import Lies, weight_of
 
-from clients.secure_site import SecureSite
-from deploy.simulation import simulate
-from federation import events, job_file
+from clients.privacy.secure_site import SecureSite
+from deploy.wiring.simulation import simulate
+from federation import events
 from federation.errors import QuorumNotMet
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def among_them(monkeypatch: pytest.MonkeyPatch, lies: Lies) -> None:
         site = SecureSite(name, **parts)
         return lies.told_by(site) if name == LIAR else site
 
-    monkeypatch.setattr("deploy.protection.SecureSite", make)
+    monkeypatch.setattr("deploy.wiring.rehearsal.SecureSite", make)
 
 
 def test_weight_of_one_site_does_not_scale_the_model(

@@ -29,14 +29,14 @@ from support.secure_runs import (
     silence,
 )
 
-from clients import masking
-from clients.secure_site import SecureSite
-from cloud_adapters.faults import FaultInjector
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from federation import events, job_file, wire
+from clients.privacy import masking
+from clients.privacy.secure_site import SecureSite
+from cloud_adapters.local.faults import FaultInjector
+from deploy.wiring.simulation import simulate
+from federation import events
 from federation.clock import SystemClock
-from federation.job import FaultSpec, JobSpec
+from federation.job import job_file
+from federation.job.spec import FaultSpec, JobSpec
 from federation.messages import (
     MaskedUpdate,
     MetricSums,
@@ -47,12 +47,14 @@ from federation.messages import (
     SiteUpdate,
     Task,
 )
+from federation.wire import frame as wire
+from monitoring.runs.run_result import RunResult
 from privacy.counts import coarse
-from privacy.secagg import messages as secagg_messages
-from privacy.secagg.keys import Secret
-from privacy.secagg.messages import Decline, Head, Masked
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.seal import seal_
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.arithmetic.seal import seal_
+from privacy.secagg.protocol import messages as secagg_messages
+from privacy.secagg.protocol.key_schedule import Secret
+from privacy.secagg.protocol.messages import Decline, Head, Masked
 
 pytestmark = pytest.mark.slow
 

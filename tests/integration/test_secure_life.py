@@ -16,11 +16,11 @@ from support.secure_runs import (
     step_of,
 )
 
-from clients.secure_site import SecureSite
-from deploy.simulation import simulate
+from clients.privacy.secure_site import SecureSite
+from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
-from federation.job import FaultSpec, JobSpec
+from federation.job.spec import FaultSpec, JobSpec
 from federation.messages import (
     FailureKind,
     SecureStep,
@@ -28,8 +28,8 @@ from federation.messages import (
     SiteMessage,
     Task,
 )
-from privacy.secagg.certificate import Certificate
-from privacy.secagg.train import read_train
+from privacy.secagg.agreement.certificate import Certificate
+from privacy.secagg.protocol.train import read_train
 
 pytestmark = pytest.mark.slow
 

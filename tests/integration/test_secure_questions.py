@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters.inproc_grid import InProcessGrid
+from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import wiring
-from deploy.protection import rehearse
-from federation import job_file
+from deploy.wiring import parts as wiring
+from deploy.wiring.rehearsal import rehearse
 from federation.clock import SystemClock
-from federation.coordinator import run_federation
 from federation.errors import FederationError
 from federation.ids import RunId, SiteId, TaskId
+from federation.job import job_file
 from federation.messages import Reply, RoundTask, Task, TaskKind
 from federation.protocols import Grid
+from federation.rounds.coordinator import run_federation
 
 JOB = Path(__file__).parents[2] / "jobs/secure.toml"
 

@@ -16,14 +16,14 @@ from support.secure_runs import (
     step_of,
 )
 
-from clients.secure_site import SecureSite
-from deploy.simulation import simulate
+from clients.privacy.secure_site import SecureSite
+from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
 from federation.messages import RoundTask, SecureStep, SiteMessage, Task
-from privacy.secagg.floor import LocalFloor
-from privacy.secagg.identity import generate
-from privacy.secagg.train import read_train, write_train
+from privacy.secagg.agreement.floor import LocalFloor
+from privacy.secagg.agreement.identity import generate
+from privacy.secagg.protocol.train import read_train, write_train
 
 pytestmark = pytest.mark.slow
 

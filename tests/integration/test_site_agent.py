@@ -12,17 +12,16 @@ import pytest
 from support import agents
 from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
 
-from deploy.deployed_run import DeployedRun
-from deploy.run_folder import RunFolder
-from deploy.run_result import RunResult
-from deploy.simulation import simulate
-from deploy.site_agent import SiteAgent
-from deploy.wiring import deal_data
-from federation import events, job_file
+from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.site_host.agent import SiteAgent
+from deploy.wiring.parts import deal_data
+from deploy.wiring.simulation import simulate
+from federation import events
 from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
     SecureTask,
@@ -30,6 +29,8 @@ from federation.messages import (
     SiteUpdate,
     Task,
 )
+from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from support import proxy_server
 from support.proxy_server import RunningProxy, wait_for
 
-from cloud_adapters import flower_simulation
-from deploy.certificates import key_pem, new_key
-from deploy.proxy import MAX_FLEET_BYTES
+from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.nginx.config import MAX_FLEET_BYTES
 from federation.errors import FederationError, JobError
+from privacy.membership.certificates import key_pem, new_key
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -27,8 +27,8 @@ flower_simulation.import_flower()
 
 from flwr.proto.fab_pb2 import GetFabRequest, GetFabResponse  # noqa: E402
 
-from cloud_adapters.flower_bundle import bundle  # noqa: E402
-from deploy import site_relay  # noqa: E402
+from cloud_adapters.flower_apps.bundle import bundle  # noqa: E402
+from deploy.site_host import relay as site_relay  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -19,23 +19,24 @@ from support.agents import AgentGrid, Consortium, consortium
 from support.secure_runs import secure_job
 
 from aggregator.secure_sum import SecureGather
-from clients.model_pool import ModelPool
-from cloud_adapters.inproc_grid import InProcessGrid
-from deploy.protection import contract_of
-from deploy.site_file import FloorSpec
-from deploy.site_floor import contract_floor
-from federation import events, job_digest, job_file
+from clients.models.model_pool import ModelPool
+from clients.privacy.floor_spec import FloorSpec
+from clients.privacy.site_floor import contract_floor
+from cloud_adapters.local.inproc_grid import InProcessGrid
+from federation import events
 from federation.clock import SystemClock
 from federation.errors import QuorumNotMet
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job import job_digest, job_file
+from federation.job.spec import JobSpec
 from federation.messages import RoundTask, TaskKind
 from federation.protocols import RunState
-from federation.round_record import RoundRecord
+from federation.rounds.round_record import RoundRecord
+from privacy.secagg.agreement.floor import check_against_floor
 from privacy.secagg.errors import ContractRefused
-from privacy.secagg.floor import check_against_floor
-from privacy.secagg.train import TrainBody, model_digest, task_digest
+from privacy.secagg.protocol.of_job import contract_of
+from privacy.secagg.protocol.train import TrainBody, model_digest, task_digest
 
 pytestmark = pytest.mark.slow
 

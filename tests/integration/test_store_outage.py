@@ -18,7 +18,7 @@ from support.gate import Gate, gate
 from support.small_jobs import small_job
 
 from cloud_adapters.storage.retry import LEAST_SECONDS, Retry
-from deploy.simulation import simulate
+from deploy.wiring.simulation import simulate
 from federation.errors import ObjectExists, StoreUnavailable
 from federation.events import CheckpointSaved, Event
 

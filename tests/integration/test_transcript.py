@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_adapters.transcript import FROM, TO
-from deploy import transcript
-from deploy.simulation import simulate
-from federation import job_file, wire
+from cloud_adapters.local.transcript import FROM, TO
+from deploy.tools import transcript_reader as transcript
+from deploy.wiring.simulation import simulate
+from federation.job import job_file
 from federation.messages import MaskedUpdate, RoundTask
+from federation.wire import frame as wire
 
 pytestmark = pytest.mark.slow
 

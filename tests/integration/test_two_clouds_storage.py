@@ -21,11 +21,11 @@ from support.commands import CROSSFED
 from support.tcp_proxy import Fault, FaultyProxy
 
 from cloud_adapters.urls import StoreOptions, open_store
-from deploy import cli
-from deploy.simulation import simulate
-from federation import job_file
+from deploy.cli import commands as cli
+from deploy.wiring.simulation import simulate
 from federation.event_log import read_events
-from monitoring.run_fold import fold
+from federation.job import job_file
+from monitoring.views.run_fold import fold
 
 pytestmark = pytest.mark.slow
 

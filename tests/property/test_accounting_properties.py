@@ -1,8 +1,7 @@
 """What holds for every epsilon, whatever the numbers."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from privacy.dp import accountant, calibration, composition
 from privacy.dp.events import Event

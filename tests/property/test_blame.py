@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.dealers import (
     Dealer,
     Played,
@@ -20,9 +19,9 @@ from support.dealers import (
 from support.secagg_parties import Run, site_name, start
 
 from aggregator.blame import Blame
-from privacy.secagg.commitments import SECRET
-from privacy.secagg.messages import Shares
-from privacy.secagg.thresholds import smallest_threshold
+from privacy.secagg.agreement.thresholds import smallest_threshold
+from privacy.secagg.protocol.commitments import SECRET
+from privacy.secagg.protocol.messages import Shares
 
 pytestmark = pytest.mark.slow
 

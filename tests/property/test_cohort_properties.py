@@ -5,10 +5,9 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from clients.cohorts import Cohort, atoms, singled_out
+from clients.privacy.cohorts import Cohort, atoms, singled_out
 from federation.ids import SiteId
 
 NAMES = [SiteId(f"site-{i}") for i in range(7)]

@@ -14,21 +14,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.secagg_parties import MODEL, Parties, entropy, site_name
 
-from privacy.secagg import prg
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.client import SiteSession
-from privacy.secagg.contract import Contract, Setting
+from privacy import keystream as prg
+from privacy.keystream import Mask
+from privacy.secagg.agreement.contract import Contract, Setting
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import OutOfOrder, TooFewSites
-from privacy.secagg.keys import RoundFacts, RoundMasks
-from privacy.secagg.prg import Mask
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.round_memory import InMemoryRounds
-from privacy.secagg.server import AggregatorRound
-from privacy.secagg.setup import AggregatorSetup, SetupRecord
+from privacy.secagg.protocol.client import SiteSession
+from privacy.secagg.protocol.key_schedule import RoundFacts, RoundMasks
+from privacy.secagg.protocol.round_memory import InMemoryRounds
+from privacy.secagg.protocol.server import AggregatorRound
+from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 
 pytestmark = pytest.mark.slow
 

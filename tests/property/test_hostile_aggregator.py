@@ -15,24 +15,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from support import agents, wire_messages
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
-from clients.model_pool import ModelPool
-from cloud_adapters import flower_simulation
-from cloud_adapters.frames import Frames
-from cloud_adapters.storage.local import LocalStore
-from deploy import introduction
-from deploy.site_agent import SiteAgent
-from federation import job_file, wire
+from clients.models.model_pool import ModelPool
+from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.transport.frames import Frames
+from deploy.site_host.agent import SiteAgent
 from federation.clock import SystemClock
 from federation.errors import FederationError
 from federation.ids import SiteId
+from federation.job import job_file
 from federation.messages import RoundTask, SecureTask, SiteUpdate, TaskKind
-from privacy.secagg.identity import Label
+from federation.wire import frame as wire
+from privacy.membership import introduction
+from privacy.secagg.agreement.identity import Label
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -48,9 +48,9 @@ from flwr.app import (  # noqa: E402
 )
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_site  # noqa: E402
-from cloud_adapters.flower_node import FlowerNode  # noqa: E402
-from deploy.certificates import new_key  # noqa: E402
+from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower.node import FlowerNode  # noqa: E402
+from privacy.membership.certificates import new_key  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.flower]
 

@@ -12,32 +12,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from support import toy_sites, wire_messages
 from support.agents import RUN_ID, consortium
 from support.lying_sites import FRACTION, Lies, beside, weight_of
 from support.secure_runs import Run, run, secure_job
 from support.small_jobs import small_job
 
-from cloud_adapters import flower_simulation
-from deploy import introduction
-from deploy.introduction import Introduction
-from deploy.roll_call import SignedRollCall
-from federation import events, wire
+from cloud_adapters.flower import simulation as flower_simulation
+from deploy.aggregator_host.roll_call import SignedRollCall
+from federation import events
 from federation.clock import VirtualClock
 from federation.errors import FederationError, QuorumNotMet, SiteError
 from federation.exchange import exchange
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import (
     RoundTask,
     SiteFailure,
     SiteUpdate,
     TaskKind,
 )
-from privacy.secagg.identity import Label
-from privacy.secagg.train import HEADER_SLOTS
+from federation.wire import frame as wire
+from privacy.membership import introduction
+from privacy.membership.introduction import Introduction
+from privacy.secagg.agreement.identity import Label
+from privacy.secagg.protocol.train import HEADER_SLOTS
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -46,8 +46,8 @@ flower_simulation.import_flower()
 from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_roll_call, flower_site  # noqa: E402
-from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower import roll_call as flower_roll_call, site as flower_site  # noqa: E402
+from cloud_adapters.flower.grid import FlowerGrid  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.flower]
 

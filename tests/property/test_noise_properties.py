@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.noise import MAX_SIGMA, MIN_SIGMA, RoundedGaussian
 from privacy.dp.poisson import poisson_indices
-from privacy.secagg.prg import Keystream
+from privacy.keystream import Keystream
 
 pytestmark = pytest.mark.slow
 

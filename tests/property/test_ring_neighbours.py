@@ -5,18 +5,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support import ring_oracles
 from support.small_jobs import blobs, small_job
 
-from clients.model_pool import ModelPool
-from clients.private_steps import PrivateGradient, PrivateTraining, sensitivity_of_sum
+from clients.models.model_pool import ModelPool
+from clients.training.private_steps import (
+    PrivateGradient,
+    PrivateTraining,
+    sensitivity_of_sum,
+)
 from federation.vectors import Vector
-from privacy.secagg.measure import Measured, measure_exactly
-from privacy.secagg.noise_shares import NoiseShare
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.seal import seal_
+from privacy.secagg.arithmetic.measure import Measured, measure_exactly
+from privacy.secagg.arithmetic.noise_shares import NoiseShare
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.arithmetic.seal import seal_
 
 pytestmark = pytest.mark.slow
 

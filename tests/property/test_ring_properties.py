@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support import ring_oracles
 
-from privacy.secagg import prg
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.prg import Mask
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.seal import encode_, seal_
+from privacy import keystream as prg
+from privacy.keystream import Mask
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.arithmetic.seal import encode_, seal_
 
 pytestmark = pytest.mark.slow
 

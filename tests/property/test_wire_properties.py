@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.wire_messages import messages
 
-from federation import wire
 from federation.errors import WireError
+from federation.wire import frame as wire
 
 pytestmark = pytest.mark.slow
 

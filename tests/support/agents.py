@@ -9,20 +9,17 @@ from typing import Any
 
 import tomli_w
 
-from cloud_adapters.inproc_grid import Fault, InProcessGrid, no_fault
-from deploy import introduction, site_file
-from deploy.deployed_run import Parties
-from deploy.introduction import Introduction, Proposal
-from deploy.protection import code_hash
-from deploy.roll_call import SignedRollCall
-from deploy.site_agent import SiteAgent
-from deploy.site_file import SiteConfig
-from federation import job_file, wire
+from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
+from deploy.aggregator_host.deployed_run import Parties
+from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.site_host import config as site_file
+from deploy.site_host.agent import SiteAgent
+from deploy.site_host.config import SiteConfig
 from federation.clock import SystemClock
 from federation.errors import FederationError
-from federation.failures import failure
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
     RoundTask,
@@ -32,9 +29,14 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import Clock
-from privacy.secagg import roster
-from privacy.secagg.identity import Identity, generate
-from privacy.secagg.roster import Roster, RosterEntry
+from federation.rounds.failures import failure
+from federation.wire import frame as wire
+from privacy.membership import introduction
+from privacy.membership.introduction import Introduction, Proposal
+from privacy.secagg.agreement import roster
+from privacy.secagg.agreement.code_hash import code_hash
+from privacy.secagg.agreement.identity import Identity, generate
+from privacy.secagg.agreement.roster import Roster, RosterEntry
 
 RUN_ID = RunId("20260102-030405-abcdef")
 
@@ -181,7 +183,7 @@ class AgentGrid:
         quorum: int,
         fault: Fault = no_fault,
     ) -> InProcessGrid:
-        """Call the roll, as ``deploy.deployed_run.Connect``; then spoil answers."""
+        """Call the roll, as ``deployed_run.Connect`` does; then spoil answers."""
         assert quorum <= required <= len(sites)
         while True:
             question = roll_call.question
@@ -211,7 +213,7 @@ class _Far:
         self.grid.seen.append(arrived)
         try:
             answer = self.grid.agents[self.name].answer(arrived)
-        except FederationError as error:  # As in cloud_adapters.flower_site.
+        except FederationError as error:  # As in cloud_adapters.flower.site.
             answer = SiteFailure(
                 run_id=task.run_id,
                 round_index=task.round_index,

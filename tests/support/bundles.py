@@ -6,7 +6,7 @@ import warnings
 from flwr.cli.build import build_fab_from_files
 from flwr.supercore.fab import Fab
 
-from cloud_adapters import flower_bundle
+from cloud_adapters.flower_apps import bundle as flower_bundle
 
 
 def foreign(code: str) -> Fab:

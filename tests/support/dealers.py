@@ -11,12 +11,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from support.secagg_parties import DIGEST, Run, alter, site_name
 
-from privacy.secagg.commitments import commit, dealt_digests
+from privacy.keystream import Mask, apply_masks_
 from privacy.secagg.errors import ProtocolError
-from privacy.secagg.keys import RoundMasks, channel_data, seal, unseal
-from privacy.secagg.messages import Head, Masked, Shares, sign
-from privacy.secagg.prg import Mask, apply_masks_
-from privacy.secagg.server import AggregatorRound
+from privacy.secagg.protocol.commitments import commit, dealt_digests
+from privacy.secagg.protocol.key_schedule import (
+    RoundMasks,
+    channel_data,
+    seal,
+    unseal,
+)
+from privacy.secagg.protocol.messages import Head, Masked, Shares, sign
+from privacy.secagg.protocol.server import AggregatorRound
 
 SHARE = 33
 

@@ -5,7 +5,7 @@ import time
 from support.ranked_sites import pids_of, ranked
 from support.small_jobs import small_job
 
-from clients.model_pool import ModelPool
+from clients.models.model_pool import ModelPool
 
 if __name__ == "__main__":
     job = small_job()

@@ -5,21 +5,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy import (
-    enrolment_operator,
-    enrolment_site,
-    keys,
-    roster_file,
-    site_file,
-)
-from deploy.aggregator_file import AggregatorConfig, AggregatorFile
-from deploy.certificates import Authority, key_pem, new_key, server_names
-from deploy.enrolment import read_refusal
-from deploy.enrolment_service import EnrolmentService
-from deploy.enrolment_site import SiteEnrolled
-from deploy.enrolment_token import EnrolmentRefused, Token
+from deploy.aggregator_host import enrolment_operator
+from deploy.aggregator_host.config import AggregatorConfig, AggregatorFile
+from deploy.aggregator_host.enrolment_service import EnrolmentService
+from deploy.site_host import config as site_file, enrol as enrolment_site
+from deploy.site_host.enrol import SiteEnrolled
 from federation.clock import VirtualClock
 from federation.errors import StoreUnavailable
+from privacy.membership import key_files as keys, roster_file
+from privacy.membership.certificates import (
+    Authority,
+    key_pem,
+    new_key,
+    server_names,
+)
+from privacy.membership.messages import read_refusal
+from privacy.membership.token import EnrolmentRefused, Token
 from privacy.secret_files import write_new
 
 NOW = 1_800_000_000.0

@@ -13,11 +13,11 @@ from flwr.app import Array, ArrayRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from cloud_adapters import flower_runtime
-from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
-from cloud_adapters.flower_roll_call import Attendance
-from cloud_adapters.frames import INLINE, Frames
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.flower import runtime as flower_runtime
+from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
+from cloud_adapters.flower.roll_call import Attendance
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.transport.frames import INLINE, Frames
 from federation.clock import SystemClock
 from federation.exchange import exchange
 from federation.ids import RunId, SiteId

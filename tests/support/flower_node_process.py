@@ -13,11 +13,11 @@ from flwr.clientapp import ClientApp
 from support import toy_sites
 from support.superlink_app import SITE
 
-from cloud_adapters import flower_site
-from cloud_adapters.flower_node import FlowerNode
-from deploy.certificates import load_key
+from cloud_adapters.flower import site as flower_site
+from cloud_adapters.flower.node import FlowerNode
 from federation.clock import SystemClock
 from federation.messages import SiteMessage, Task
+from privacy.membership.certificates import load_key
 
 
 class EchoAgent:

@@ -2,7 +2,8 @@
 
 Run by path. One JSON object a line comes in and one goes out; see
 ``commands.ForkServer``. A child is the command and nothing else: it runs
-``deploy.cli.main``, or ``misfortunes.run`` if it is to be killed at some point.
+``deploy.cli.commands.commands.main``, or ``misfortunes.run`` if it is to be killed at
+some point.
 """
 
 import json
@@ -19,9 +20,9 @@ import sklearn.datasets  # noqa: F401
 import torch
 from support import misfortunes
 
-import deploy.cli
-import deploy.simulation
-import monitoring.report  # noqa: F401
+import deploy.cli.commands
+import deploy.wiring.simulation
+import monitoring.pages.report  # noqa: F401
 
 # The first optimizer of a process imports a compiler.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
@@ -38,7 +39,7 @@ def _child(order: dict[str, Any]) -> None:
     os.environ.update(order["environment"])
     if order["misfortune"]:
         misfortunes.prepare(order["misfortune"])
-    sys.exit(deploy.cli.main(order["arguments"]))
+    sys.exit(deploy.cli.commands.main(order["arguments"]))
 
 
 def _serve() -> None:

@@ -1,7 +1,7 @@
 """Digits of two hospitals, of which neither has one of the other's."""
 
 from clients import data
-from clients.datasets import Examples
+from clients.data.datasets import Examples
 from clients.preprocessing import preprocessing
 
 

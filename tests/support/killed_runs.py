@@ -12,7 +12,7 @@ _KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 from support.small_jobs import small_job
-from deploy.simulation import simulate
+from deploy.wiring.simulation import simulate
 from federation.events import CheckpointSaved
 
 def die(event):

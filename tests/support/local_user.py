@@ -41,7 +41,7 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.protobuf.client import ProtobufClient
 from support import bundles
 
-from cloud_adapters.flower_guard import HEADER
+from cloud_adapters.superlink.guard import HEADER
 
 CONTROL = {
     "StartRun": ("start-run", StartRunRequest()),

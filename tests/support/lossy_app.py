@@ -11,9 +11,9 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from support.superlink_app import SITE
 
-from cloud_adapters import flower_runtime
-from cloud_adapters.flower_grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
-from cloud_adapters.flower_roll_call import Attendance
+from cloud_adapters.flower import runtime as flower_runtime
+from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
+from cloud_adapters.flower.roll_call import Attendance
 from federation.clock import SystemClock
 from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId

@@ -11,11 +11,11 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from cloud_adapters import flower_site
-from cloud_adapters.redelivery import Inbox
-from federation import wire
+from cloud_adapters.flower import site as flower_site
+from cloud_adapters.transport.redelivery import Inbox
 from federation.clock import VirtualClock
 from federation.messages import RoundTask, SecureTask
+from federation.wire import frame as wire
 
 # Longer than any task in a test; "the whole deadline" is what nobody should wait for.
 DEADLINE_SECONDS = 600.0

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from clients.masking import Masking
-from clients.secure_site import SecureSite
+from clients.privacy.masking import Masking
+from clients.privacy.secure_site import SecureSite
 from federation.messages import RoundTask
 from federation.protocols import SiteHandler, Trainer
 from federation.vectors import ByteVector, HeaderVector

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import deploy.run_record
-import deploy.run_store
-import deploy.simulation
-from cloud_adapters.storage.local import LocalStore
+import deploy.wiring.run_record
+import deploy.wiring.run_store
+import deploy.wiring.simulation
+from cloud_adapters.storage.disk.store import LocalStore
 from federation.protocols import Buffer, ObjectInfo
 
 ROUND = 3
@@ -60,18 +60,19 @@ def prepare(kind: str) -> None:
         _listen(*LISTENED[kind], die)
     elif kind in STORED:
         _KillingStore.kind = kind
-        deploy.run_store.LocalStore = _KillingStore  # type: ignore[misc]
+        deploy.wiring.run_store.LocalStore = _KillingStore  # type: ignore[misc]
     elif kind == "model is written":
-        pieces = deploy.run_record.model_export.file_pieces
-        deploy.run_record.model_export.file_pieces = lambda *a: _first(pieces(*a))
+        export = deploy.wiring.run_record.model_export
+        pieces = export.file_pieces
+        export.file_pieces = lambda *a: _first(pieces(*a))
     elif kind == "result is written, no report yet":
-        deploy.run_record.leave_report = lambda *_: die()
+        deploy.wiring.run_record.leave_report = lambda *_: die()
     else:
         raise ValueError(kind)
 
 
 def _listen(name: str, round_index: int | None, act: Callable[[], None]) -> None:
-    simulate = deploy.simulation.simulate
+    simulate = deploy.wiring.simulation.simulate
 
     def listener(event: object) -> None:
         if type(event).__name__ == name and (
@@ -83,7 +84,7 @@ def _listen(name: str, round_index: int | None, act: Callable[[], None]) -> None
         kwargs["listeners"] = [*kwargs.get("listeners", ()), listener]
         return simulate(*args, **kwargs)
 
-    deploy.simulation.simulate = simulate_with_listener
+    deploy.wiring.simulation.simulate = simulate_with_listener
 
 
 def _fail() -> None:

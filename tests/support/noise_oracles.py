@@ -9,7 +9,7 @@ import mpmath
 import numpy as np
 from numpy.typing import NDArray
 
-from privacy.secagg.prg import Keystream
+from privacy.keystream import Keystream
 
 mpmath.mp.dps = 80
 

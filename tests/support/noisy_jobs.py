@@ -9,9 +9,9 @@ from support import toy
 from support.small_jobs import blobs, small_job
 from torch import nn
 
-from clients.datasets import Examples
+from clients.data.datasets import Examples
 from clients.preprocessing import preprocessing
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 WIDTH = 4096  # Inputs that are always 0, after four that are not.
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from federation.job import ServerOptimizerSpec
+from federation.job.spec import ServerOptimizerSpec
 
 
 def weighted_mean(

@@ -15,10 +15,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from deploy import proxy, proxy_processes
-from deploy.certificates import Authority, key_pem, new_key, signing_request
-from deploy.proxy import ProxySettings
+from cloud_adapters.nginx import config as proxy, processes as proxy_processes
+from cloud_adapters.nginx.config import ProxySettings
 from federation.clock import SystemClock
+from privacy.membership.certificates import (
+    Authority,
+    key_pem,
+    new_key,
+    signing_request,
+)
 
 PATIENCE_SECONDS = 60.0
 LOOPBACK = "127.0.0.1"

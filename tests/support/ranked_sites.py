@@ -9,15 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.model_pool import ModelPool
-from clients.private_steps import PrivateTraining
-from clients.ranks.trainer import RankedTrainer
-from clients.trainer import TorchTrainer
-from deploy import site_ranks
-from deploy.data import load_data
-from deploy.site_file import AggregatorSpec, ComputeSpec, SiteDataSpec, SiteFile
+from clients.models.model_pool import ModelPool
+from clients.ranks.ranked_trainer import RankedTrainer
+from clients.training.private_steps import PrivateTraining
+from clients.training.trainer import TorchTrainer
+from deploy.site_host import ranks as site_ranks
+from deploy.site_host.config import (
+    AggregatorSpec,
+    ComputeSpec,
+    SiteDataSpec,
+    SiteFile,
+)
+from deploy.wiring.job_data import load_data
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 TESTS = Path(__file__).resolve().parent.parent  # What ranks need on PYTHONPATH.
 SITE = SiteId("site-0")

@@ -27,7 +27,7 @@ from botocore.config import Config
 from support.buckets import borrowed, quick_retry
 from support.s3_signatures import refusal_of_signature
 
-from cloud_adapters.storage.s3 import S3Store
+from cloud_adapters.storage.s3.store import S3Store
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from federation.ids import RunId, SiteId
-from privacy.secagg import identity as identities
-from privacy.secagg.client import SiteSession
-from privacy.secagg.contract import Contract, members_of
-from privacy.secagg.floor import LocalFloor
-from privacy.secagg.identity import Identity, RandomBytes
-from privacy.secagg.keys import RoundFacts, RunSecrets
-from privacy.secagg.messages import Confirms
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.roster import Roster, RosterEntry
-from privacy.secagg.round_memory import InMemoryRounds
-from privacy.secagg.server import AggregatorRound
-from privacy.secagg.setup import AggregatorSetup, SetupRecord, SiteSetup
-from privacy.secagg.terms import PrivacyTerms
-from privacy.secagg.thresholds import smallest_threshold
+from privacy.keystream import RandomBytes
+from privacy.secagg.agreement import identity as identities
+from privacy.secagg.agreement.contract import Contract, members_of
+from privacy.secagg.agreement.floor import LocalFloor
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.roster import Roster, RosterEntry
+from privacy.secagg.agreement.terms import PrivacyTerms
+from privacy.secagg.agreement.thresholds import smallest_threshold
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.protocol.client import SiteSession
+from privacy.secagg.protocol.key_schedule import RoundFacts, RunSecrets
+from privacy.secagg.protocol.messages import Confirms
+from privacy.secagg.protocol.round_memory import InMemoryRounds
+from privacy.secagg.protocol.server import AggregatorRound
+from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord, SiteSetup
 
 RUN = RunId("run-1")
 CODE = hashlib.sha256(b"code").digest()

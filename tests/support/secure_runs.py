@@ -8,16 +8,15 @@ from typing import Any
 
 from support.small_jobs import small_job
 
-from cloud_adapters.inproc_grid import Fault, InProcessGrid, no_fault
+from clients.privacy.site_plans import PrivateSites
+from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import wiring
-from deploy.private_sites import PrivateSites
-from deploy.protection import rehearse
+from deploy.wiring import parts as wiring
+from deploy.wiring.rehearsal import rehearse
 from federation import events
 from federation.clock import SystemClock
-from federation.coordinator import run_federation
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import (
     MaskedUpdate,
     SecureStep,
@@ -26,6 +25,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import RunState, SiteHandler
+from federation.rounds.coordinator import run_federation
 
 Wrap = Callable[[Any], SiteHandler]
 Answer = Callable[[], SiteMessage]

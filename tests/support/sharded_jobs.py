@@ -9,7 +9,7 @@ import torch
 from support.small_jobs import blobs
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from clients.datasets import Examples
+from clients.data.datasets import Examples
 from clients.preprocessing import preprocessing
 
 MEASURED = "MEASURED_FOLDER"

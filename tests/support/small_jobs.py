@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from clients.datasets import Examples
+from clients.data.datasets import Examples
 from clients.preprocessing import preprocessing
-from federation import job_file
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 
 
 def small_job(

@@ -33,12 +33,16 @@ from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest, StopRun
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
 
-from cloud_adapters.answer_limits import Limits
-from cloud_adapters.flower_guard import SecretSender, control_word
-from deploy import host_secrets, superexec_process, superlink_process
-from deploy.aggregator_file import LimitsSpec
-from deploy.certificates import Authority, key_pem, new_key
+from cloud_adapters.superlink.answer_limits import Limits
+from cloud_adapters.superlink.guard import SecretSender, control_word
+from deploy.aggregator_host import (
+    host_secrets,
+    superexec_process,
+    superlink_process,
+)
+from deploy.aggregator_host.config import LimitsSpec
 from federation.clock import SystemClock
+from privacy.membership.certificates import Authority, key_pem, new_key
 
 # Far more than anything takes: a busy machine fails no test.
 PATIENCE_SECONDS = 120.0

@@ -12,10 +12,10 @@ import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from cloud_adapters import flower_site
-from federation import wire
+from cloud_adapters.flower import site as flower_site
 from federation.ids import RunId, SiteId
 from federation.messages import RoundTask, SiteUpdate, TaskKind
+from federation.wire import frame as wire
 
 SITE = SiteId("one")
 

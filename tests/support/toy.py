@@ -14,17 +14,15 @@ from aggregator.combine import combine_rule
 from aggregator.sampling import draw_cohort
 from aggregator.server_optimizer import server_optimizer
 from aggregator.weighting import weight_of
-from clients.kept_integers import KeptIntegers
-from clients.site import Site
-from cloud_adapters.inproc_grid import Fault, InProcessGrid, no_fault
+from clients.training.kept_integers import KeptIntegers
+from clients.training.site import Site
+from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
-from federation import job_file
 from federation.clock import VirtualClock
-from federation.coordinator import ServerParts, run_federation
 from federation.events import Event
-from federation.gather import PlainGather
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import (
     NO_ANCHOR,
     FailureKind,
@@ -42,6 +40,8 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Clock, Grid, LocalResult, RunState, SiteHandler
+from federation.rounds.coordinator import ServerParts, run_federation
+from federation.rounds.gather import PlainGather
 from federation.vectors import IntegerVector, Layout, Role, Vector
 
 RUN = RunId("run-1")

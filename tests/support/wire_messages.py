@@ -1,9 +1,8 @@
-"""Hypothesis strategies for everything that ``federation.wire`` can carry."""
+"""Hypothesis strategies for everything that ``federation.wire.frame`` can carry."""
 
 import numpy as np
 from hypothesis import strategies as st
 
-from federation import wire
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
@@ -19,6 +18,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.wire import frame as wire
 
 counts = st.integers(0, wire.MAX_COUNT)
 names = st.from_regex(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?", fullmatch=True)

@@ -10,22 +10,24 @@ from support import plain_mlkem
 from support.xsa_inputs import NUM_VALUES, SLOTS
 
 from federation.ids import RunId, SiteId
-from privacy.secagg import identity, keys, prg, setup
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.certificate import certify
-from privacy.secagg.client import SiteSession
-from privacy.secagg.contract import Contract, members_of
-from privacy.secagg.floor import LocalFloor
-from privacy.secagg.identity import Identity
-from privacy.secagg.keys import RoundFacts, RoundMasks, RunSecrets
-from privacy.secagg.messages import Book
-from privacy.secagg.prg import Mask
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.roster import Roster, RosterEntry
-from privacy.secagg.round_memory import InMemoryRounds
-from privacy.secagg.server import AggregatorRound
-from privacy.secagg.setup import AggregatorSetup, SetupRecord, SiteSetup
-from privacy.secagg.terms import PrivacyTerms
+from privacy import keystream as prg
+from privacy.keystream import Mask
+from privacy.secagg.agreement import identity
+from privacy.secagg.agreement.certificate import certify
+from privacy.secagg.agreement.contract import Contract, members_of
+from privacy.secagg.agreement.floor import LocalFloor
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.roster import Roster, RosterEntry
+from privacy.secagg.agreement.terms import PrivacyTerms
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.protocol import key_schedule as keys, setup
+from privacy.secagg.protocol.client import SiteSession
+from privacy.secagg.protocol.key_schedule import RoundFacts, RoundMasks, RunSecrets
+from privacy.secagg.protocol.messages import Book
+from privacy.secagg.protocol.round_memory import InMemoryRounds
+from privacy.secagg.protocol.server import AggregatorRound
+from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord, SiteSetup
 
 Json = dict[str, Any]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import wiring
-from federation import job_file
+from deploy.wiring import parts as wiring
+from federation.job import job_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -11,19 +11,19 @@ ROOMS = ("aggregator", "clients", "cloud_adapters", "deploy", "monitoring", "pri
 PUBLIC = {"flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation"}
 KNOW_PRIVATE = {
     # At a site.
-    "cloud_adapters/flower_connection.py",
-    "cloud_adapters/flower_fleet.py",
-    "cloud_adapters/flower_node.py",
+    "cloud_adapters/flower/connection.py",
+    "cloud_adapters/flower/fleet.py",
+    "cloud_adapters/flower/node.py",
     # On the aggregator's host.
-    "cloud_adapters/flower_control.py",
-    "cloud_adapters/flower_gate.py",
-    "cloud_adapters/flower_guard.py",
-    "cloud_adapters/flower_launcher.py",
-    "cloud_adapters/flower_presence.py",
-    "cloud_adapters/flower_runtime.py",
+    "cloud_adapters/superlink/control.py",
+    "cloud_adapters/superlink/gate.py",
+    "cloud_adapters/superlink/guard.py",
+    "cloud_adapters/superlink/launcher.py",
+    "cloud_adapters/flower/presence.py",
+    "cloud_adapters/flower/runtime.py",
     # At both.
-    "cloud_adapters/flower_bundle.py",
-    "cloud_adapters/flower_envelope.py",
+    "cloud_adapters/flower_apps/bundle.py",
+    "cloud_adapters/flower/envelope.py",
 }
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from federation import wire
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
@@ -30,6 +29,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.wire import frame as wire
 
 WIRE_V2 = Path(__file__).with_name("wire_v2.json")
 

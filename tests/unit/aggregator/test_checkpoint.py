@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.faulty_store import FlippingStore
 
 from aggregator import checkpoint_objects
 from aggregator.checkpoint import RunCheckpoints
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
 from federation.errors import (
@@ -604,7 +603,7 @@ SAVE_FOR_EVER = """
 import itertools, sys
 import numpy as np
 from aggregator.checkpoint import RunCheckpoints
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 from federation.clock import SystemClock
 from federation.protocols import RunState
 from federation.vectors import Layout, Role

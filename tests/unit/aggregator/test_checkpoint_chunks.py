@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from aggregator import manifest as manifests
 from aggregator.checkpoint import RunCheckpoints
 from aggregator.checkpoint_objects import WORKERS, CheckpointObjects
 from aggregator.manifest import Blob, Manifest, cut
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
 from federation.errors import RunConflict, StoreUnavailable

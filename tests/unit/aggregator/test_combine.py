@@ -8,7 +8,7 @@ import torch
 from support import oracles
 
 from aggregator import combine
-from federation.job import AggregationSpec
+from federation.job.spec import AggregationSpec
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.vectors import Vector
 

@@ -10,10 +10,10 @@ from support.secagg_parties import RECORD, Parties
 from support.small_jobs import small_job
 
 from aggregator.honest_sums import Asked, check_totals
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from privacy.dp import adaptive_clip
-from privacy.secagg import train
-from privacy.secagg.ring_errors import SumOutOfRange
+from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
+from privacy.secagg.protocol import train
 
 HONEST: Mapping[str, float] = {
     "weight": 1.5,

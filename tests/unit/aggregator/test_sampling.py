@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from aggregator.sampling import draw_cohort
-from federation.job import (
+from federation.job.spec import (
     JobSpec,
     ModelSpec,
     OptimizerSpec,

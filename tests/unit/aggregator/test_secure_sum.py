@@ -16,7 +16,7 @@ from federation.messages import (
     Task,
 )
 from federation.protocols import SiteHandler
-from privacy.secagg.train import read_train
+from privacy.secagg.protocol.train import read_train
 
 SITE = "site-1"
 

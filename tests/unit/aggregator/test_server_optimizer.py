@@ -8,7 +8,7 @@ import pytest
 from support import oracles
 
 from aggregator.server_optimizer import server_optimizer
-from federation.job import ServerOptimizerSpec
+from federation.job.spec import ServerOptimizerSpec
 from federation.vectors import CHUNK_VALUES, Vector
 
 NAMES = ["average", "momentum", "nesterov", "adagrad", "adam", "yogi"]

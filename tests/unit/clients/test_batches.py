@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from clients.batches import epoch_order, epochwise, stepwise
+from clients.data.batches import epoch_order, epochwise, stepwise
 from federation.ids import SiteId
 
 SITE = SiteId("a")

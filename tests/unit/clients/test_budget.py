@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.toy import LAYOUT
 
-from clients.budget import BudgetedTrainer, Releases
-from clients.kept_integers import KeptIntegers
-from clients.site import Site
+from clients.privacy.spending import BudgetedTrainer, Releases
+from clients.training.kept_integers import KeptIntegers
+from clients.training.site import Site
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
 from federation.ids import RunId, SiteId
@@ -29,8 +29,8 @@ from federation.protocols import LocalResult
 from federation.vectors import IntegerVector, Layout, Vector
 from privacy.dp.events import Event
 from privacy.dp.held_out import HeldOutMechanism
-from privacy.dp.ledger import InMemoryLedger
-from privacy.dp.ledger_format import Terms
+from privacy.dp.ledger.ledger import InMemoryLedger
+from privacy.dp.ledger.ledger_format import Terms
 
 NAME = SiteId("a")
 STEP = Event(noise_multiplier=2.0, sampling_rate=1.0, steps=1)

@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 from support.small_jobs import blobs
 from torch import nn
 
-from clients.canaries import (
+from clients.audit.canaries import (
     CanariedData,
     CanaryScores,
     draw_canaries,
     record_shape,
     with_canaries,
 )
-from clients.datasets import Dataset, Examples, as_dataset
+from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.models import gpt
-from clients.objectives import OBJECTIVES
-from clients.weights import layout_of
+from clients.models.objectives import OBJECTIVES
+from clients.models.weights import layout_of
 from federation.errors import JobError, SiteError
 from privacy.dp_sgd.clipping import ClippedSum
 from privacy.dp_sgd.fit import fit_for_privacy
@@ -192,7 +192,7 @@ def test_factory_that_makes_no_model_is_refused():
     """As without canaries."""
     with pytest.raises(JobError, match="Examples"):
         with_canaries(
-            "clients.datasets:Examples",
+            "clients.data.datasets:Examples",
             {"inputs": np.zeros(2)},
             num_canaries=1,
             gradient_norm=1.0,

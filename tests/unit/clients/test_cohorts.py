@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from support.secagg_parties import Parties
 
-from clients.cohorts import DOCUMENT, Cohort, CohortRule
-from clients.site_memory import FileMemory, InMemory, SiteMemory
+from clients.privacy.cohorts import DOCUMENT, Cohort, CohortRule
+from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from federation.errors import CorruptObject, ProtocolError
 from federation.ids import SiteId
-from privacy.secagg.contract import Contract, members_of
+from privacy.secagg.agreement.contract import Contract, members_of
 from privacy.secagg.errors import CohortRefused, ContractRefused
 
 PARTIES = Parties(10)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.data_digest import SAMPLED_EXAMPLES, digest
-from clients.datasets import Dataset, Examples, as_dataset
-from clients.ledger_memory import note_content
+from clients.privacy.ledger_memory import note_content
+from clients.privacy.site_memory import InMemory
 from clients.shards.dataset import open_dataset
 from clients.shards.write import write_dataset
-from clients.site_memory import InMemory
 from cloud_adapters.storage.memory import MemoryStore
 
 SIZE = 3 * SAMPLED_EXAMPLES

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from clients import cohorts, groups
-from clients.cohorts import CohortRule
 from clients.dataset_name import DOCUMENT, dataset_name, lineage
-from clients.site_memory import FileMemory, InMemory, SiteMemory
+from clients.privacy import cohorts, groups
+from clients.privacy.cohorts import CohortRule
+from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from federation.errors import JobError
 from federation.ids import SiteId
 from privacy.secagg.errors import CohortRefused

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 from support.secagg_parties import Parties, entropy, site_name
 
-from clients.groups import DOCUMENT, GroupRule
-from clients.site_memory import FileMemory, InMemory, SiteMemory
+from clients.privacy.groups import DOCUMENT, GroupRule
+from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from federation.errors import CorruptObject
-from privacy.secagg.canonical import lp, numbers
-from privacy.secagg.errors import ContractRefused, DrawRefused, OutOfOrder
-from privacy.secagg.floor import Group, check_against_floor
-from privacy.secagg.groups import (
+from privacy.secagg.agreement.canonical import lp, numbers
+from privacy.secagg.agreement.floor import Group, check_against_floor
+from privacy.secagg.agreement.groups import (
     AggregatorDraw,
     commit,
     draw_of,
@@ -24,6 +23,7 @@ from privacy.secagg.groups import (
     write_group_offer,
     write_start,
 )
+from privacy.secagg.errors import ContractRefused, DrawRefused, OutOfOrder
 
 PARTIES = Parties(10)
 SITES = [site_name(i) for i in range(1, 11)]

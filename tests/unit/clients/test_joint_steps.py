@@ -10,12 +10,12 @@ from support.noisy_jobs import noisy_job
 from support.small_jobs import blobs
 from torch import nn
 
-from clients.datasets import Dataset, Examples, as_dataset
-from clients.model_pool import ModelPool
-from clients.private_steps import PrivateTraining, sensitivity_of_sum
-from clients.trainer import TorchTrainer
+from clients.data.datasets import Dataset, Examples, as_dataset
+from clients.models.model_pool import ModelPool
+from clients.training.private_steps import PrivateTraining, sensitivity_of_sum
+from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.protocols import LocalResult
 from privacy.counts import coarse
 

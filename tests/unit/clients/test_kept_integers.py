@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from clients.kept_integers import KEEP_ROUNDS, KeptIntegers
+from clients.training.kept_integers import KEEP_ROUNDS, KeptIntegers
 from cloud_adapters.storage.memory import MemoryStore
 from federation.errors import CorruptObject
 from federation.ids import SiteId

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clients.ledger_memory import (
+from clients.privacy.ledger_memory import (
     DOCUMENT,
     LifetimeBudget,
     RememberedLedger,
@@ -16,15 +16,15 @@ from clients.ledger_memory import (
     known_anchor,
     lifetime,
 )
-from clients.site_memory import FileMemory, InMemory, SiteMemory
+from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from federation.clock import VirtualClock
 from federation.errors import BudgetExceeded, CorruptObject, JobError
 from federation.ids import RunId
 from federation.messages import LedgerAnchor
 from privacy.dp import accountant
 from privacy.dp.events import Event
-from privacy.dp.ledger import FileLedger, InMemoryLedger
-from privacy.dp.ledger_format import Terms
+from privacy.dp.ledger.ledger import FileLedger, InMemoryLedger
+from privacy.dp.ledger.ledger_format import Terms
 
 STEP = Event(noise_multiplier=4.0, sampling_rate=1.0, steps=1)
 NAME = "records"

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from support.small_jobs import small_job
 
-from clients.membership import membership_scores
-from clients.model_pool import ModelPool
-from clients.objectives import OBJECTIVES
-from deploy.wiring import deal_data
+from clients.audit.membership_scores import membership_scores
+from clients.models.model_pool import ModelPool
+from clients.models.objectives import OBJECTIVES
+from deploy.wiring.parts import deal_data
 from federation.errors import SiteError
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 GPT = {
     "factory": "clients.models:gpt",

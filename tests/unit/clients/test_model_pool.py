@@ -8,8 +8,8 @@ import torch
 from support.small_jobs import small_job
 from torch import nn
 
-from clients import weights
-from clients.model_pool import Instance, ModelPool
+from clients.models import weights
+from clients.models.model_pool import Instance, ModelPool
 from federation.errors import JobError, LayoutMismatch
 
 X = torch.ones(2, 4)

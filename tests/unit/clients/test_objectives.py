@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from clients.objectives import OBJECTIVES, causal_lm, classification
+from clients.models.objectives import OBJECTIVES, causal_lm, classification
 from federation.errors import SiteError
 
 

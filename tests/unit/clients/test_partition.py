@@ -4,14 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import ArrayLike
 
 from clients.data import Dataset, Examples, as_dataset
-from clients.partition import Parts, count_labels, partition
+from clients.data.partition import Parts, count_labels, partition
 from federation.errors import SiteError
-from federation.job import PartitionSpec
+from federation.job.spec import PartitionSpec
 
 
 def dataset(

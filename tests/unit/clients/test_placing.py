@@ -6,11 +6,11 @@ from support.small_jobs import small_job
 from torch import nn
 
 from clients.models import digits_cnn, gpt
+from clients.models.weights import layout_of, own_spans
 from clients.ranks.checks import check_devices, check_shardable
 from clients.ranks.placing import units_of
-from clients.weights import layout_of, own_spans
 from federation.errors import JobError, SiteError
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 
 class Scaled(nn.Module):

@@ -6,32 +6,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
 
-from clients.batches import Rank
-from clients.datasets import Dataset, Indices, as_dataset
-from clients.model_pool import ModelPool
-from clients.private_steps import (
+from clients.data.batches import Rank
+from clients.data.datasets import Dataset, Indices, as_dataset
+from clients.models.model_pool import ModelPool
+from clients.ranks.peers import Peers
+from clients.training.private_steps import (
     PrivateGradient,
     PrivateTraining,
     event_of,
     num_private_steps,
     sampling_rate,
 )
-from clients.ranks.peers import Peers
-from clients.trainer import TorchTrainer
+from clients.training.trainer import TorchTrainer
 from federation.errors import JobError, SiteError
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from privacy.counts import coarse
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
 from privacy.dp_sgd.clipping import MARGIN, sum_margin
-from privacy.secagg.prg import Keystream
+from privacy.keystream import Keystream
 
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())

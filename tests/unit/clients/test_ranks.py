@@ -10,15 +10,16 @@ import pytest
 import torch
 from support.small_jobs import blobs, small_job
 
-from clients.batches import Rank
-from clients.datasets import Dataset, as_dataset
-from clients.model_pool import ModelPool
+from clients.data.batches import Rank
+from clients.data.datasets import Dataset, as_dataset
+from clients.models.model_pool import ModelPool
 from clients.ranks import control
 from clients.ranks.control import (
     Channel,
     Evaluate,
     Failed,
     Fit,
+    Inherited,
     Measured,
     Message,
     Ready,
@@ -26,11 +27,10 @@ from clients.ranks.control import (
     Trained,
 )
 from clients.ranks.peers import Peers, Sums
-from clients.ranks.process import Inherited
 from clients.ranks.shared_model import SharedModel
 from clients.shards.dataset import Reading, open_dataset
 from clients.shards.write import write_dataset
-from clients.trainer import TorchTrainer
+from clients.training.trainer import TorchTrainer
 from cloud_adapters.storage.memory import MemoryStore
 from federation.errors import JobError, ProtocolError, SiteError
 from federation.ids import SiteId

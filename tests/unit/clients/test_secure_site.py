@@ -8,9 +8,9 @@ import pytest
 from support.noisy_jobs import noisy_job
 from support.secure_runs import Run, Spoilt, run, secure_job
 
-from clients.secure_site import SecureSite
+from clients.privacy.secure_site import SecureSite
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
     RoundTask,
@@ -21,10 +21,10 @@ from federation.messages import (
     Task,
 )
 from privacy.dp.adaptive_clip import CLIP_RANGE
-from privacy.dp.ledger import InMemoryLedger
+from privacy.dp.ledger.ledger import InMemoryLedger
 from privacy.secagg.errors import ReplayedRound
-from privacy.secagg.keys import Secret
-from privacy.secagg.train import read_train, write_train
+from privacy.secagg.protocol.key_schedule import Secret
+from privacy.secagg.protocol.train import read_train, write_train
 
 SITE = SiteId("site-1")
 

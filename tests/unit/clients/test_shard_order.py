@@ -4,16 +4,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from support.small_jobs import blobs, small_job
 
-from clients.batches import ALONE, Rank, Shuffle, epochwise, stepwise
-from clients.datasets import Batch, Dataset, Indices, as_dataset
-from clients.model_pool import ModelPool
+from clients.data.batches import ALONE, Rank, Shuffle, epochwise, stepwise
+from clients.data.datasets import Batch, Dataset, Indices, as_dataset
+from clients.models.model_pool import ModelPool
 from clients.shards.dataset import ORDERS
 from clients.shards.order import shard_order, telling_ahead
-from clients.trainer import TorchTrainer
+from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=12)

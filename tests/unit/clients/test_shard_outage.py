@@ -6,21 +6,22 @@ import torch
 from support.faulty_store import FaultyStore
 from support.small_jobs import blobs, small_job
 
-from clients.datasets import Dataset, as_dataset
-from clients.model_pool import ModelPool
+from clients.data.datasets import Dataset, as_dataset
+from clients.models.model_pool import ModelPool
 from clients.shards.dataset import Reading, ShardedDataset, open_dataset
 from clients.shards.shelf import PATIENCE
 from clients.shards.write import write_dataset
-from clients.trainer import TorchTrainer
-from cloud_adapters.inproc_grid import InProcessGrid
+from clients.training.local_federation import Federation
+from clients.training.trainer import TorchTrainer
+from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.storage.retry import Retry
-from deploy.wiring import Federation, build_server, plain_gather
+from deploy.wiring.parts import build_server, plain_gather
 from federation.clock import VirtualClock
-from federation.coordinator import run_federation
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import RunId, SiteId
 from federation.protocols import RunState
+from federation.rounds.coordinator import run_federation
 
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
 JOB = small_job(

@@ -12,7 +12,7 @@ import torch
 from pyarrow import parquet
 from support.small_jobs import blobs
 
-from clients.datasets import Dataset, Examples, as_dataset
+from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.shards.dataset import Reading, ShardedDataset, open_dataset
 from clients.shards.index import INDEX_KEY, DatasetIndex, read_index
 from clients.shards.verify import verify_dataset
@@ -361,7 +361,7 @@ def test_expected_shards_are_fetched_before_they_are_asked_for(
 
 def test_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A job reads what the command wrote, from the same folder."""
-    from deploy.data import load_data, shard  # noqa: PLC0415 -- imports all of deploy
+    from deploy.wiring.job_data import load_data, shard  # noqa: PLC0415 -- imports all of deploy
 
     monkeypatch.chdir(tmp_path)
     shard(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from clients.datasets import Dataset, Examples, as_dataset
+from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.shards.dataset import open_dataset
 from clients.shards.index import INDEX_KEY, DatasetIndex
 from clients.shards.write import write_dataset

@@ -10,7 +10,7 @@ import torch
 from support.faulty_store import FaultyStore
 from support.small_jobs import blobs
 
-from clients.datasets import as_dataset
+from clients.data.datasets import as_dataset
 from clients.shards.dataset import Reading, ShardedDataset, open_dataset
 from clients.shards.write import write_dataset
 from cloud_adapters.storage.memory import MemoryStore

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.kept_integers import KeptIntegers
-from clients.site import Site
+from clients.training.kept_integers import KeptIntegers
+from clients.training.site import Site
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
 from federation.errors import SiteError
@@ -26,7 +26,7 @@ from federation.messages import (
 )
 from federation.protocols import LocalResult
 from federation.vectors import IntegerVector, Layout, Role, Vector
-from federation.wire import MAX_TEXT_CHARS
+from federation.wire.frame import MAX_TEXT_CHARS
 
 SITE = SiteId("a")
 LAYOUT = Layout.build(

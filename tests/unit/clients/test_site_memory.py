@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from clients.site_memory import FileMemory, InMemory, SiteMemory, fresh_secret
+from clients.privacy.site_memory import (
+    FileMemory,
+    InMemory,
+    SiteMemory,
+    fresh_secret,
+)
 from federation.errors import CorruptObject, StoreUnavailable
 
 

@@ -10,18 +10,18 @@ import torch
 from support.small_jobs import small_job
 
 from clients import standardise
-from clients.datasets import Dataset, Examples, as_dataset
-from clients.ledger_memory import LifetimeBudget, RememberedLedger, lifetime
-from clients.site_memory import InMemory, SiteMemory
+from clients.data.datasets import Dataset, Examples, as_dataset
+from clients.privacy.ledger_memory import LifetimeBudget, RememberedLedger, lifetime
+from clients.privacy.site_memory import InMemory, SiteMemory
 from clients.standardise import DOCUMENT, Remembered, Statistics
 from federation.clock import VirtualClock
 from federation.errors import BudgetExceeded, CorruptObject, JobError, SiteError
-from federation.job import JobSpec
-from federation.privacy_job import StandardiseSpec
+from federation.job.privacy_job import StandardiseSpec
+from federation.job.spec import JobSpec
 from privacy.dp import accountant
 from privacy.dp.events import Event
-from privacy.dp.ledger import InMemoryLedger
-from privacy.dp.ledger_format import Terms
+from privacy.dp.ledger.ledger import InMemoryLedger
+from privacy.dp.ledger.ledger_format import Terms
 
 EVENT = Event(noise_multiplier=4.0, sampling_rate=1.0, steps=1)
 DELTA = 1e-5

@@ -12,15 +12,15 @@ from support.small_jobs import blobs, small_job
 from torch import nn
 from torch.nn import functional
 
-from clients import weights
-from clients.batches import epoch_order
-from clients.datasets import Dataset, Examples, as_dataset
-from clients.local_steps import learning_rate
-from clients.model_pool import ModelPool
-from clients.trainer import TorchTrainer
+from clients.data.batches import epoch_order
+from clients.data.datasets import Dataset, Examples, as_dataset
+from clients.models import weights
+from clients.models.model_pool import ModelPool
+from clients.training.local_steps import learning_rate
+from clients.training.trainer import TorchTrainer
 from federation.errors import SiteError
 from federation.ids import SiteId
-from federation.job import JobSpec, LearningRateSpec
+from federation.job.spec import JobSpec, LearningRateSpec
 
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from clients.update import NotFinite, prepare
+from clients.training.update import NotFinite, prepare
 from federation.messages import MetricSums
 from federation.protocols import LocalResult
 

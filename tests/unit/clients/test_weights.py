@@ -6,12 +6,12 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
 
-from clients import models, weights
+from clients import models
+from clients.models import weights
 from federation.errors import JobError, LayoutMismatch
 from federation.vectors import Layout, Role
 

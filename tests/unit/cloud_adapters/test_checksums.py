@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from cloud_adapters.storage import local_files
 from cloud_adapters.storage.checksums import (
     Checksums,
     Crc32c,
@@ -18,7 +16,8 @@ from cloud_adapters.storage.checksums import (
     crc32c,
     summed,
 )
-from cloud_adapters.storage.local_files import write_and_sum
+from cloud_adapters.storage.disk import files as local_files
+from cloud_adapters.storage.disk.files import write_and_sum
 from federation.protocols import Buffer
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cloud_adapters.child_process import FIRST_WAIT_SECONDS, Child
+from cloud_adapters.local.child_process import FIRST_WAIT_SECONDS, Child
 from federation.clock import SystemClock, VirtualClock
 
 SLEEP = "/bin/sleep"
@@ -16,7 +16,7 @@ SLEEP = "/bin/sleep"
 PARENT = """
 import sys
 from pathlib import Path
-from cloud_adapters.child_process import Child
+from cloud_adapters.local.child_process import Child
 from federation.clock import SystemClock
 child = Child(
     name="sleep",

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from support import toy
 
-from cloud_adapters.faults import FaultInjector, Restartable
+from cloud_adapters.local.faults import FaultInjector, Restartable
 from federation.clock import VirtualClock
-from federation.job import FaultSpec
+from federation.job.spec import FaultSpec
 from federation.messages import (
     FailureKind,
     MaskedUpdate,

@@ -19,12 +19,12 @@ import federation
 import monitoring
 import privacy
 from cloud_adapters.keys.key_file import KeyFile, add_key
+from cloud_adapters.storage.disk.transfer import download, stream
 from cloud_adapters.storage.encrypted import EncryptedStore
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.storage.retry import Retry
-from cloud_adapters.storage.transfer import download, stream
-from deploy.encryption import KeyName
-from deploy.rewrap import Place, rewrap
+from deploy.tools.rewrap import Place, rewrap
+from deploy.wiring.encryption import KeyName
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject, KeyRefused
 from federation.protocols import ObjectStore
@@ -37,17 +37,17 @@ ONCE = Retry(attempts=1, clock=VirtualClock())
 
 # Who reads ranges, and what they compare what they read with.
 CALLERS = {
-    "cloud_adapters/storage/transfer.py": "the checksum of the whole object",
+    "cloud_adapters/storage/disk/transfer.py": "the checksum of the whole object",
     "cloud_adapters/storage/encrypted.py": "the tags of segments and trailer",
     # tests/unit/aggregator/test_checkpoint.py
     "aggregator/checkpoint_objects.py": "the digest in the manifest, or of it",
-    "deploy/rewrap.py": "the whole object, before it counts as in clear",
-    "deploy/data.py": "nothing: an index that is taken for another kind is no index",
-    "deploy/doctor_store.py": "the bytes that it has written itself",
+    "deploy/tools/rewrap.py": "the whole object, before it counts as in clear",
+    "deploy/wiring/job_data.py": "nothing: an index taken for another kind is no index",
+    "deploy/doctor/store.py": "the bytes that it has written itself",
 }
 PASSING_ON = {
     "cloud_adapters/storage/metered.py",
-    "cloud_adapters/storage/s3.py",
+    "cloud_adapters/storage/s3/store.py",
 }
 
 

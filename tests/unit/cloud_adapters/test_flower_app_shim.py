@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -19,7 +19,10 @@ flower_simulation.import_flower()
 from flwr.app import Context, Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_app_shim, flower_bundle  # noqa: E402
+from cloud_adapters.flower_apps import (  # noqa: E402
+    app_shim as flower_app_shim,
+    bundle as flower_bundle,
+)
 
 pytestmark = pytest.mark.flower
 

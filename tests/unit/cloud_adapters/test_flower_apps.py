@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from support import toy, toy_sites
 
-from cloud_adapters import flower_simulation
-from federation import job_file
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
 from federation.errors import SiteError
 from federation.exchange import exchange
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
     MetricSums,
@@ -46,11 +46,11 @@ from flwr.app import (  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_site  # noqa: E402
-from cloud_adapters.flower_apps import FlowerApps  # noqa: E402
-from cloud_adapters.flower_grid import Delivery, FlowerGrid  # noqa: E402
-from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
-from cloud_adapters.frames import INLINE, Frames  # noqa: E402
+from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
+from cloud_adapters.flower_apps.apps import FlowerApps  # noqa: E402
+from cloud_adapters.transport.frames import INLINE, Frames  # noqa: E402
 
 pytestmark = pytest.mark.flower
 

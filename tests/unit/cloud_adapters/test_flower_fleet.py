@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
 from federation.errors import SiteError
 
@@ -20,14 +20,8 @@ flower_simulation.import_flower()
 
 import httpx  # noqa: E402
 
-from cloud_adapters import flower_fleet  # noqa: E402
-from cloud_adapters.flower_fleet import (  # noqa: E402
-    Dropped,
-    FleetCalls,
-    Lost,
-    Passing,
-    Taken,
-)
+from cloud_adapters.flower import fleet as flower_fleet  # noqa: E402
+from cloud_adapters.flower.fleet import Dropped, FleetCalls, Lost, Passing, Taken  # noqa: E402
 
 pytestmark = pytest.mark.flower
 

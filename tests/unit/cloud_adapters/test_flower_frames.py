@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support import toy, toy_sites
 
-from cloud_adapters import flower_simulation
-from cloud_adapters import frames as frames_module
-from cloud_adapters.frames import Frames
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.transport import frames as frames_module
+from cloud_adapters.transport.frames import Frames
 from federation.clock import VirtualClock
 from federation.errors import JobError, StoreUnavailable
 from federation.exchange import exchange as exchange_over
@@ -36,9 +36,9 @@ flower_simulation.import_flower()
 from flwr.app import Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_site  # noqa: E402
-from cloud_adapters.flower_grid import Delivery, FlowerGrid  # noqa: E402
-from cloud_adapters.redelivery import Inbox  # noqa: E402
+from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.transport.redelivery import Inbox  # noqa: E402
 
 pytestmark = pytest.mark.flower
 

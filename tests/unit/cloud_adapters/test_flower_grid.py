@@ -13,8 +13,7 @@ import pytest
 import torch
 from support import toy_sites
 
-from cloud_adapters import flower_simulation
-from federation import wire
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.exchange import exchange as exchange_over
@@ -30,6 +29,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.wire import frame as wire
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -41,15 +41,15 @@ from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
 )
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import (  # noqa: E402
-    flower_presence,
-    flower_questions,
-    flower_site,
+from cloud_adapters.flower import (  # noqa: E402
+    presence as flower_presence,
+    questions as flower_questions,
+    site as flower_site,
 )
-from cloud_adapters.flower_grid import Delivery, FlowerGrid  # noqa: E402
-from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
-from cloud_adapters.frame_references import Packed  # noqa: E402
-from cloud_adapters.redelivery import Inbox  # noqa: E402
+from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
+from cloud_adapters.transport.frame_references import Packed  # noqa: E402
+from cloud_adapters.transport.redelivery import Inbox  # noqa: E402
 
 pytestmark = pytest.mark.flower
 

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from support import toy
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.errors import InvalidUpdate
-from federation.flower_app_job import FlowerAppSpec
 from federation.ids import SiteId
-from federation.job import OptimizerSpec, TrainingSpec
+from federation.job.flower_app_job import FlowerAppSpec
+from federation.job.spec import OptimizerSpec, TrainingSpec
 from federation.messages import MetricSums, RoundTask, TaskKind
 from federation.vectors import Layout, Role
 
@@ -28,7 +27,7 @@ flower_simulation.import_flower()
 
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict  # noqa: E402
 
-from cloud_adapters import flower_records  # noqa: E402
+from cloud_adapters.flower import records as flower_records  # noqa: E402
 
 pytestmark = pytest.mark.flower
 

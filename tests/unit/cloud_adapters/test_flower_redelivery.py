@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import toy, toy_sites
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
 from federation.exchange import exchange as exchange_over
 from federation.ids import RunId, SiteId
@@ -38,10 +38,10 @@ from support.lossy_flower import (  # noqa: E402
     is_task,
 )
 
-from cloud_adapters import flower_site  # noqa: E402
-from cloud_adapters.flower_grid import FlowerGrid  # noqa: E402
-from cloud_adapters.flower_roll_call import Attendance  # noqa: E402
-from cloud_adapters.redelivery import Inbox, Word  # noqa: E402
+from cloud_adapters.flower import site as flower_site  # noqa: E402
+from cloud_adapters.flower.grid import FlowerGrid  # noqa: E402
+from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
+from cloud_adapters.transport.redelivery import Inbox, Word  # noqa: E402
 
 pytestmark = pytest.mark.flower
 

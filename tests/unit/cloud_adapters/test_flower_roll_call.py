@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cloud_adapters import flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.clock import VirtualClock
 from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
@@ -19,7 +19,7 @@ flower_simulation.import_flower()
 from flwr.app import Error, Message, RecordDict  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_roll_call, flower_site  # noqa: E402
+from cloud_adapters.flower import roll_call as flower_roll_call, site as flower_site  # noqa: E402
 
 pytestmark = pytest.mark.flower
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cloud_adapters import flower_simulation
-from federation import wire
+from cloud_adapters.flower import simulation as flower_simulation
 from federation.ids import RunId, SiteId
 from federation.messages import RoundTask, TaskKind
+from federation.wire import frame as wire
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
@@ -38,9 +38,13 @@ from flwr.supercore.inflatable.inflatable_object import (  # noqa: E402
 )
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from cloud_adapters import flower_envelope, flower_runtime, flower_site  # noqa: E402
-from cloud_adapters.flower_envelope import Envelope, Parcel  # noqa: E402
-from cloud_adapters.flower_runtime import RuntimeGrid  # noqa: E402
+from cloud_adapters.flower import (  # noqa: E402
+    envelope as flower_envelope,
+    runtime as flower_runtime,
+    site as flower_site,
+)
+from cloud_adapters.flower.envelope import Envelope, Parcel  # noqa: E402
+from cloud_adapters.flower.runtime import RuntimeGrid  # noqa: E402
 
 pytestmark = pytest.mark.flower
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from support import toy_sites
 
-from cloud_adapters import flower_simulation
-from cloud_adapters.flower_simulation import import_flower, run_on_flower_simulation
+from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.flower.simulation import import_flower, run_on_flower_simulation
 from federation.clock import SystemClock
 from federation.errors import FederationError, JobError
 from federation.exchange import exchange
@@ -205,7 +205,7 @@ def test_long_temporary_folder_is_avoided(monkeypatch: pytest.MonkeyPatch):
 def test_flower_is_not_imported_before_it_is_used():
     """Neither by this module nor by what it imports."""
     code = (
-        "import sys, cloud_adapters.flower_simulation as f;"
+        "import sys, cloud_adapters.flower.simulation as f;"
         "print([m for m in ('flwr', 'ray') if m in sys.modules])"
     )
     command = [sys.executable, "-I", "-c", code]

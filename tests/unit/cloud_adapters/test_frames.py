@@ -11,18 +11,17 @@ import pytest
 from support import toy
 from support.faulty_store import FaultyStore
 
-from cloud_adapters import frames as frames_module
-from cloud_adapters.frame_references import (
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.storage.retry import Retry
+from cloud_adapters.transport import frames as frames_module
+from cloud_adapters.transport.frame_references import (
     Packed,
     Reference,
     Sizes,
     read_references,
     write_references,
 )
-from cloud_adapters.frames import Frames
-from cloud_adapters.storage.local import LocalStore
-from cloud_adapters.storage.retry import Retry
-from federation import wire
+from cloud_adapters.transport.frames import Frames
 from federation.clock import VirtualClock
 from federation.errors import (
     CorruptObject,
@@ -34,7 +33,8 @@ from federation.errors import (
 from federation.ids import RunId, SiteId
 from federation.messages import MaskedUpdate, RoundTask, SiteUpdate, TaskKind
 from federation.protocols import ObjectInfo, ObjectStore
-from federation.wire import WireMessage
+from federation.wire import frame as wire
+from federation.wire.frame import WireMessage
 
 D, M = 1000, 300
 SIZES = Sizes(num_floats=D, num_integers=M)

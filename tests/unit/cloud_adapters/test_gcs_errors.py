@@ -7,7 +7,7 @@ import pytest
 import requests
 import urllib3.exceptions
 
-from cloud_adapters.storage import gcs_errors
+from cloud_adapters.storage.gcs import errors as gcs_errors
 from federation.errors import (
     BucketNotFound,
     CorruptObject,

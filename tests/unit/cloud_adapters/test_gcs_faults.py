@@ -10,7 +10,7 @@ from support.bad_lines import LOST_REPLY, Line, google_error
 from support.fake_gcs import KIB_256, FakeGcs
 from support.tcp_proxy import Fault
 
-from cloud_adapters.storage.gcs import MAX_SESSIONS
+from cloud_adapters.storage.gcs.store import MAX_SESSIONS
 from federation.errors import (
     CorruptObject,
     ObjectChanged,

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from support import gcs_stores
 from support.fake_gcs import FakeGcs
 
-from cloud_adapters.storage.gcs import GcsStore
+from cloud_adapters.storage.gcs.store import GcsStore
 from federation.errors import NotAuthenticated
 
 EMAIL = "site@project.iam.gserviceaccount.com"

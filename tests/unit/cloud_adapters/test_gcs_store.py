@@ -10,14 +10,13 @@ import google.auth.exceptions
 import google.oauth2.credentials
 import pytest
 import requests
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support import gcs_stores
 from support.fake_gcs import KIB_256, FakeGcs
 
-from cloud_adapters.storage.gcs import GcsStore
-from cloud_adapters.storage.gcs_http import Ask, GcsHttp
-from cloud_adapters.storage.gcs_upload import chunks
+from cloud_adapters.storage.gcs.http import Ask, GcsHttp
+from cloud_adapters.storage.gcs.store import GcsStore
+from cloud_adapters.storage.gcs.upload import chunks
 from federation.errors import (
     BucketNotFound,
     CorruptObject,

@@ -16,9 +16,8 @@ import pytest
 from support import toy
 from support.scripted_grid import reply_to
 
-from cloud_adapters import inproc_grid
-from cloud_adapters.inproc_grid import InProcessGrid
-from federation import wire
+from cloud_adapters.local import inproc_grid
+from cloud_adapters.local.inproc_grid import InProcessGrid
 from federation.clock import SystemClock, VirtualClock
 from federation.exchange import exchange
 from federation.ids import SiteId
@@ -31,6 +30,7 @@ from federation.messages import (
     SiteUpdate,
 )
 from federation.protocols import Clock
+from federation.wire import frame as wire
 
 SITES = toy.SITES
 PATIENT, SHORT = 60.0, 0.05

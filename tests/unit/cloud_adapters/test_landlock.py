@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters import landlock
+from cloud_adapters.local import landlock
 
 pytestmark = pytest.mark.skipif(
     not landlock.is_available(), reason="this kernel has no Landlock"
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 HIDE = """
 import os, subprocess, sys
 from pathlib import Path
-from cloud_adapters import landlock
+from cloud_adapters.local import landlock
 
 folder = Path(sys.argv[1])
 assert landlock.hide(folder, ["secret"])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters.storage import local_files
-from cloud_adapters.storage.local import PARTIAL_FOLDER, LocalStore
-from cloud_adapters.storage.local_records import RECORD_FOLDER
+from cloud_adapters.storage.disk import files as local_files
+from cloud_adapters.storage.disk.records import RECORD_FOLDER
+from cloud_adapters.storage.disk.store import PARTIAL_FOLDER, LocalStore
 from federation.errors import (
     CorruptObject,
     ObjectChanged,

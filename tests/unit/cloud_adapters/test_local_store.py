@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters.storage.local import PARTIAL_FOLDER, LocalStore
-from cloud_adapters.storage.local_records import RECORD_FOLDER
+from cloud_adapters.storage.disk.records import RECORD_FOLDER
+from cloud_adapters.storage.disk.store import PARTIAL_FOLDER, LocalStore
 from federation.errors import (
     CorruptObject,
     ObjectChanged,
@@ -25,7 +25,7 @@ MEGABYTE = 1 << 20
 # Run in a process of its own: the limits must not reach the test runner.
 PUT_TWO_MEGABYTES = """
 import resource, sys
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 from federation.errors import StoreUnavailable
 
 if len(sys.argv) > 2:
@@ -42,7 +42,7 @@ print(*[info.key for info in store.list()])
 # Writes a piece, says so, and waits to be killed or told to end.
 HALF_A_PUT = """
 import sys
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 
 def pieces():
     yield b"half"
@@ -57,7 +57,7 @@ LocalStore(sys.argv[1]).put("object", pieces())
 # Is killed when it gives the second object its name.
 KILLED_AT_ITS_NAME = """
 import os, signal, sys
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
 
 store = LocalStore(sys.argv[1])
 store.put("object", [b"first"], metadata={"number": "1"})

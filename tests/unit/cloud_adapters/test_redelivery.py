@@ -2,8 +2,8 @@
 
 import pytest
 
-from cloud_adapters import redelivery
-from cloud_adapters.redelivery import Inbox, Inquiry, Word
+from cloud_adapters.transport import redelivery
+from cloud_adapters.transport.redelivery import Inbox, Inquiry, Word
 
 
 def test_no_two_questions_share_a_name():

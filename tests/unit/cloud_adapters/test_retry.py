@@ -5,8 +5,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cloud_adapters.storage.retry import LEAST_SECONDS, Retry, seconds_left
 from federation.clock import VirtualClock

@@ -7,7 +7,7 @@ import pytest
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 
-from cloud_adapters.storage import s3_errors
+from cloud_adapters.storage.s3 import errors as s3_errors
 from federation.errors import (
     BucketNotFound,
     CorruptObject,

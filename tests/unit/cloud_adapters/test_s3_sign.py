@@ -4,7 +4,7 @@ import pytest
 import requests
 from support.s3_server import S3Server
 
-from cloud_adapters.storage.s3 import S3Store
+from cloud_adapters.storage.s3.store import S3Store
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import pytest
 from support import s3_server as servers
 from support.buckets import quick_retry
 
-from cloud_adapters.storage import s3_copy, s3_upload
 from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.parts import Buffers
 from cloud_adapters.storage.retry import Retry
-from cloud_adapters.storage.s3 import S3Store
-from cloud_adapters.storage.s3_calls import Clients, ServerSideEncryption
+from cloud_adapters.storage.s3 import copy as s3_copy, upload as s3_upload
+from cloud_adapters.storage.s3.calls import Clients, ServerSideEncryption
+from cloud_adapters.storage.s3.store import S3Store
 from federation.clock import VirtualClock
 from federation.errors import (
     BucketNotFound,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters.tls import client_context
-from deploy.certificates import Authority
+from cloud_adapters.net.tls import client_context
 from federation.clock import SystemClock
 from federation.errors import JobError
+from privacy.membership.certificates import Authority
 
 
 @pytest.fixture(scope="module")

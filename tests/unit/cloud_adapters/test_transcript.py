@@ -14,11 +14,9 @@ import pytest
 from support import toy
 from support.scripted_grid import ScriptedGrid, reply_to
 
-from cloud_adapters.inproc_grid import InProcessGrid
-from cloud_adapters.transcript import TranscriptGrid, check_fresh, recorded
-from deploy import transcript, transcript_bodies
-from federation import wire
-from federation.coordinator import run_federation
+from cloud_adapters.local.inproc_grid import InProcessGrid
+from cloud_adapters.local.transcript import TranscriptGrid, check_fresh, recorded
+from deploy.tools import transcript_bodies, transcript_reader as transcript
 from federation.errors import (
     CorruptObject,
     ObjectExists,
@@ -29,7 +27,9 @@ from federation.errors import (
 from federation.exchange import exchange
 from federation.ids import SiteId, TaskId
 from federation.messages import Reply, SiteMessage, Task
-from privacy.secagg.messages import Confirms, Decline, Head, Masked
+from federation.rounds.coordinator import run_federation
+from federation.wire import frame as wire
+from privacy.secagg.protocol.messages import Confirms, Decline, Head, Masked
 
 TASKS: list[Task] = [toy.task(), toy.secure_task()]
 ANSWERS: list[SiteMessage] = [

@@ -8,14 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.faulty_store import FaultyStore, outage
 
-from cloud_adapters.storage.local import LocalStore
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.storage.disk.transfer import (
+    FilePieces,
+    download,
+    stream,
+    upload,
+)
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.storage.retry import Retry
-from cloud_adapters.storage.transfer import FilePieces, download, stream, upload
 from federation.clock import VirtualClock
 from federation.errors import (
     CorruptObject,
@@ -34,8 +38,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from support.faulty_store import FaultyStore
-from cloud_adapters.storage.local import LocalStore
-from cloud_adapters.storage.transfer import download
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.storage.disk.transfer import download
 
 def meddle(number, content):
     if number == 3:

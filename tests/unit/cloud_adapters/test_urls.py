@@ -108,7 +108,7 @@ parse_url("gs://bucket")
 """
 HELP = """
 import contextlib, io
-from deploy.cli import main
+from deploy.cli.commands import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main(["--help"])
 """

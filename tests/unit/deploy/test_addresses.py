@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.addresses import bracketed, parse_address, parse_port
+from federation.addresses import bracketed, parse_address, parse_port
 from federation.errors import JobError
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import aggregator_file
+from deploy.aggregator_host import config as aggregator_file
 from federation.errors import FederationError, JobError
 
 

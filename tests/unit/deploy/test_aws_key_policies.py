@@ -9,10 +9,10 @@ import pytest
 from support import s3_server as servers
 from support.buckets import quick_retry
 
+from cloud_adapters.identity import aws_policies
 from cloud_adapters.keys.aws_kms import AwsKms
 from cloud_adapters.storage.encrypted import EncryptedStore, context_of
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import aws_policies
 from federation.errors import StoreForbidden
 
 WRITES = aws_policies.parse_place("s3://runs/sites/a")

@@ -10,9 +10,9 @@ import pytest
 from support import s3_server as servers
 from support.buckets import quick_retry
 
+from cloud_adapters.identity import aws_policies
 from cloud_adapters.storage.encrypted import context_of
-from cloud_adapters.storage.s3 import S3Store
-from deploy import aws_policies
+from cloud_adapters.storage.s3.store import S3Store
 from federation.errors import StoreForbidden
 
 pytestmark = pytest.mark.slow

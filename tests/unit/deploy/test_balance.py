@@ -4,19 +4,18 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support import event_samples
 from support.small_jobs import small_job
 
-from clients.datasets import Examples, as_dataset
-from clients.partition import partition
-from deploy.balance import balance, measured_speeds, proportional
+from clients.data.datasets import Examples, as_dataset
+from clients.data.partition import partition
+from deploy.tools.balance import balance, measured_speeds, proportional
 from federation.errors import SiteError
 from federation.events import Event, SiteAnswered
-from federation.job import JobSpec, PartitionSpec
+from federation.job.spec import JobSpec, PartitionSpec
 from federation.messages import Phase
-from monitoring.run_fold import fold
+from monitoring.views.run_fold import fold
 
 LOCAL_STEPS = small_job(training={"local_steps": 10, "batch_size": 16, "accumulate": 2})
 LOCAL_EPOCHS = small_job(training={"local_epochs": 3, "batch_size": 16})

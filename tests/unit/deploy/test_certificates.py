@@ -9,9 +9,14 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from deploy import certificates
-from deploy.certificates import Authority, key_pem, new_key, signing_request
 from federation.clock import VirtualClock
+from privacy.membership import certificates
+from privacy.membership.certificates import (
+    Authority,
+    key_pem,
+    new_key,
+    signing_request,
+)
 from privacy.secagg.errors import KeyFileRefused
 
 NOW = 1_800_000_000.0

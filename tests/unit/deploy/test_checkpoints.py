@@ -11,17 +11,17 @@ from support.small_jobs import small_job
 
 from aggregator.checkpoint import RunCheckpoints
 from cloud_adapters.keys.key_file import add_key
-from cloud_adapters.storage.local import LocalStore
-from deploy import run_store
-from deploy.checkpoints import Findings, examine, facts, lines
-from deploy.encryption import encrypted
-from deploy.run_folder import RunFolder
+from cloud_adapters.storage.disk.store import LocalStore
+from deploy.tools.checkpoints import Findings, examine, facts, lines
+from deploy.wiring import run_store
+from deploy.wiring.encryption import encrypted
 from federation.clock import VirtualClock
 from federation.errors import JobError, RunConflict, RunNotFound
 from federation.event_log import EventWriter
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore, RunState
 from federation.vectors import Layout, Role
+from monitoring.runs.run_folder import RunFolder
 
 NOW = 1_790_000_000.0
 LAYOUT = Layout.build([("x", (1_000,), "float32", Role.PARAMETER)])

@@ -10,16 +10,18 @@ from support.agents import consortium
 from support.enrolments import Federation
 from support.small_jobs import small_job
 
-from deploy import cli, keys, roster_file, run_queue
-from deploy.deployed_run import DeployedRun, Parties, check
-from deploy.roll_call import SignedRollCall
-from deploy.run_folder import RunFolder
+from deploy.aggregator_host import run_queue
+from deploy.aggregator_host.deployed_run import DeployedRun, Parties, check
+from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.cli import commands as cli
 from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.event_log import EventWriter
 from federation.events import RunStarted
 from federation.ids import SiteId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
+from privacy.membership import key_files as keys, roster_file
 
 
 def test_aggregator_without_sites_says_how_one_is_invited(tmp_path: Path):

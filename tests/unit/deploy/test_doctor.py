@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.secagg_parties import Parties, entropy
 
-from deploy import doctor
-from deploy.doctor import Check
+from deploy.doctor import checks as doctor
+from deploy.doctor.checks import Check
 from federation.clock import SystemClock, VirtualClock
-from privacy.secagg import identity, roster
+from privacy.secagg.agreement import identity, roster
 
 NOW = 1_800_000_000.0
 KEY = identity.generate(entropy("key"))

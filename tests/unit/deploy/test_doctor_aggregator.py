@@ -8,15 +8,12 @@ import pytest
 from support.enrolments import Federation
 
 from cloud_adapters import closed_memory
-from deploy import (
-    doctor_aggregator,
-    enrolment_operator,
-    folder_lock,
-    host_secrets,
-    proxy,
-)
-from deploy.doctor import Check
-from deploy.ports import LOOPBACK, free_port
+from cloud_adapters.net.ports import LOOPBACK, free_port
+from cloud_adapters.nginx import config as proxy
+from deploy.aggregator_host import enrolment_operator, host_secrets
+from deploy.doctor import aggregator as doctor_aggregator
+from deploy.doctor.checks import Check
+from federation import folder_lock
 
 DAY = 86400.0
 

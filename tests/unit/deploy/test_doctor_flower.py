@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from deploy.doctor_flower import check_flower, pinned_version
+from deploy.doctor.flower import check_flower, pinned_version
 
 
 @pytest.mark.parametrize(

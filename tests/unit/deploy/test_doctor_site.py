@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
-from deploy import doctor_site, keys
-from deploy.doctor import Check
+from deploy.doctor import site as doctor_site
+from deploy.doctor.checks import Check
+from privacy.membership import key_files as keys
 
 DAY = 86400.0
 

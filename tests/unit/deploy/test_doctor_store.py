@@ -9,8 +9,9 @@ import pytest
 from support import s3_server as servers
 
 from cloud_adapters.urls import StoreOptions
-from deploy import cli, doctor_store
-from deploy.doctor import Check
+from deploy.cli import commands as cli
+from deploy.doctor import store as doctor_store
+from deploy.doctor.checks import Check
 from deploy.exit_codes import DONE, FAILED
 
 pytestmark = pytest.mark.slow

@@ -11,23 +11,22 @@ from typing import Any
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from support.enrolments import NOW, Federation
 
-from deploy import (
-    certificates,
-    enrolment,
-    enrolment_operator,
-    enrolment_roster,
-    enrolment_site,
-    roster_file,
+from deploy.aggregator_host import enrolment_operator
+from deploy.aggregator_host.enrolment_book import (
+    Book,
+    BookDamaged,
+    BookFile,
+    Invitation,
 )
-from deploy.certificates import Authority, new_key, signing_request
-from deploy.enrolment_book import Book, BookDamaged, BookFile, Invitation
-from deploy.enrolment_token import EnrolmentRefused, Token
+from deploy.site_host import enrol as enrolment_site, enrolment_roster
 from federation.errors import FederationError
-from privacy.secagg import identity, roster
+from privacy.membership import certificates, messages as enrolment, roster_file
+from privacy.membership.certificates import Authority, new_key, signing_request
+from privacy.membership.token import EnrolmentRefused, Token
+from privacy.secagg.agreement import identity, roster
 from privacy.secagg.errors import KeyFileRefused, RosterRefused, StaleRoster
 
 DAY = 86_400.0

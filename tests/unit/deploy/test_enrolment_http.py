@@ -7,11 +7,10 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from deploy import enrolment_http
-from deploy.ports import PortTaken
+from cloud_adapters.net.ports import PortTaken
+from deploy.aggregator_host import enrolment_http
 
 
 @pytest.fixture

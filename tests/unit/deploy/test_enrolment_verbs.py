@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
-from deploy import cli
-from deploy.enrolment_token import Token
+from deploy.cli import commands as cli
 from federation.clock import SystemClock
+from privacy.membership.token import Token
 
 
 @pytest.fixture

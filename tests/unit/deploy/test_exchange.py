@@ -7,16 +7,18 @@ import numpy as np
 import pytest
 from support import toy
 
-from cloud_adapters.frame_references import Packed, Sizes
 from cloud_adapters.keys.key_file import add_key
-from cloud_adapters.storage.local import LocalStore
-from deploy import aggregator_file, exchange, site_file
-from deploy.exchange import ExchangeSpec
-from deploy.store_meters import StoreMeters, User
-from federation import wire
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.transport.frame_references import Packed, Sizes
+from deploy.aggregator_host import config as aggregator_file
+from deploy.site_host import config as site_file
+from deploy.wiring import exchange
+from deploy.wiring.exchange import ExchangeSpec
+from deploy.wiring.store_meters import StoreMeters, User
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject, JobError
-from federation.storage_job import EncryptionSpec
+from federation.job.storage_job import EncryptionSpec
+from federation.wire import frame as wire
 
 SITE = """
 name = "one"

@@ -13,8 +13,7 @@ from support.faulty_store import FaultyStore
 from support.small_jobs import small_job
 
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.export import CARD, JOB, MODEL, examine, export
-from deploy.run_folder import RunFolder
+from deploy.tools.export import CARD, JOB, MODEL, examine, export
 from federation.errors import (
     CorruptObject,
     ObjectExists,
@@ -24,6 +23,7 @@ from federation.errors import (
 )
 from federation.event_log import EventWriter
 from federation.protocols import ObjectStore
+from monitoring.runs.run_folder import RunFolder
 
 NUM_CHANGES = 6
 

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 from support import toy
 
-from cloud_adapters import flower_simulation
-from deploy import exit_codes, run_queue
-from deploy.enrolment_book import Book, BookFile, Member
+from cloud_adapters.flower import simulation as flower_simulation
+from deploy import exit_codes
+from deploy.aggregator_host import run_queue
+from deploy.aggregator_host.enrolment_book import Book, BookFile, Member
 from federation.errors import JobError, RunStopped, StoreUnavailable
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)
 flower_simulation.import_flower()
 
-from deploy.flower_server import (  # noqa: E402
+from deploy.aggregator_host.server_app import (  # noqa: E402
     ReplacedMeanwhile,
     SiteWait,
     known_nodes,

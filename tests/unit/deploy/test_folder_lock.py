@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import folder_lock
+from federation import folder_lock
 from federation.clock import SystemClock
 from federation.errors import StoreUnavailable
 

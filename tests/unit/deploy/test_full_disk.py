@@ -14,11 +14,15 @@ from cryptography import x509
 from faults import disks
 from support.enrolments import Federation
 
-from cloud_adapters import flower_simulation
-from cloud_adapters.answer_limits import Limits, free_bytes
-from deploy import disk_reserve, enrolment_operator, superlink_process
-from deploy.aggregator_file import LimitsSpec
-from deploy.enrolment_book import BookDamaged, BookFile, Invitation
+from cloud_adapters.flower import simulation as flower_simulation
+from cloud_adapters.superlink.answer_limits import Limits, free_bytes
+from deploy.aggregator_host import (
+    disk_reserve,
+    enrolment_operator,
+    superlink_process,
+)
+from deploy.aggregator_host.config import LimitsSpec
+from deploy.aggregator_host.enrolment_book import BookDamaged, BookFile, Invitation
 from federation.errors import StoreUnavailable
 
 if importlib.util.find_spec("flwr") is None:
@@ -27,8 +31,8 @@ flower_simulation.import_flower()
 
 from fastapi import HTTPException  # noqa: E402
 
-from cloud_adapters import flower_gate  # noqa: E402
-from cloud_adapters.flower_fleet import PASSING  # noqa: E402
+from cloud_adapters.flower.fleet import PASSING  # noqa: E402
+from cloud_adapters.superlink import gate as flower_gate  # noqa: E402
 
 pytestmark = pytest.mark.flower
 MIB = 1 << 20

@@ -14,10 +14,16 @@ from support.fake_gcs import KIB_256, FakeGcs
 from support.fake_kms import FakeKms
 from support.gcs_iam import Binding
 
+from cloud_adapters.identity.gcp_policies import (
+    condition,
+    key_binding,
+    main,
+    parse_place,
+    role,
+)
 from cloud_adapters.storage.encrypted import EncryptedStore
-from cloud_adapters.storage.gcs import GcsStore
+from cloud_adapters.storage.gcs.store import GcsStore
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.gcp_policies import condition, key_binding, main, parse_place, role
 from federation.errors import ObjectNotFound, StoreForbidden
 
 pytestmark = pytest.mark.slow

@@ -12,11 +12,16 @@ import pytest
 from support.agents import Consortium, consortium, proposal
 from support.small_jobs import small_job
 
-from deploy import introduction
-from deploy.introduction import Introduction
 from federation.errors import ProtocolError
 from federation.events import SitePrivacy
-from privacy.secagg.identity import SIGNATURE_BYTES, Identity, Label, generate
+from privacy.membership import introduction
+from privacy.membership.introduction import Introduction
+from privacy.secagg.agreement.identity import (
+    SIGNATURE_BYTES,
+    Identity,
+    Label,
+    generate,
+)
 
 PROMISE = SitePrivacy(
     site="one",

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from support.small_jobs import small_job
 
-from deploy import job_check, wiring
+from deploy.cli import job_check
+from deploy.wiring import parts as wiring
 
 
 @pytest.mark.parametrize(("bits", "up"), [(None, 400), (32, 400), (24, 300), (16, 200)])

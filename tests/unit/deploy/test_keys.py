@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.secagg_parties import entropy
 
-from deploy import keys
-from privacy.secagg import identity
+from privacy.membership import key_files as keys
+from privacy.secagg.agreement import identity
 from privacy.secagg.errors import KeyFileRefused
 
 

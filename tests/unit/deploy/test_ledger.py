@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from support import event_samples
 
-from deploy import cli, ledger
+from deploy.cli import commands as cli
+from deploy.tools import ledger_reader as ledger
 from federation.clock import VirtualClock
 from federation.errors import RunNotFound
 from federation.event_log import to_line
 from federation.events import RunStarted
-from privacy.dp import accountant, ledger_format
+from privacy.dp import accountant
 from privacy.dp.events import Event
-from privacy.dp.ledger import FileLedger, Terms
-from privacy.dp.ledger_files import replace_head
+from privacy.dp.ledger import ledger_format
+from privacy.dp.ledger.ledger import FileLedger, Terms
+from privacy.dp.ledger.ledger_files import replace_head
 
 STEP = Event(noise_multiplier=2.0, sampling_rate=0.05, steps=20)
 HELD_OUT = Event(noise_multiplier=20.0, sampling_rate=1.0, steps=1)

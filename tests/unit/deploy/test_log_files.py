@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import log_files
+from deploy.aggregator_host import log_files
 
 
 def test_a_log_begins_anew_while_it_is_written(tmp_path: Path):

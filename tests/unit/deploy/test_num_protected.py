@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from support.small_jobs import small_job
 
-from clients.datasets import Dataset, Examples, as_dataset
-from deploy.sum_privacy import num_protected
+from clients.data.datasets import Dataset, Examples, as_dataset
+from clients.privacy.sum_plan import num_protected
 
 
 def _dataset(size: int) -> Dataset:

@@ -5,7 +5,7 @@ from pathlib import Path
 from support.agents import site_config
 from support.secure_runs import in_the_clear, secure_job
 
-from deploy.site_run import order_seed
+from deploy.site_host.run import order_seed
 
 SECURE = secure_job(5)
 PROPOSAL = b"a proposal with a fresh nonce"

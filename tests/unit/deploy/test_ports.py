@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from deploy import ports
-from deploy.ports import PortTaken
+from cloud_adapters.net import ports
+from cloud_adapters.net.ports import PortTaken
 from federation.clock import SystemClock, VirtualClock
 
 

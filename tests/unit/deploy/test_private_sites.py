@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from support.small_jobs import small_job
 
-from deploy import wiring
-from deploy.private_sites import PrivateSites
+from clients.privacy.site_plans import PrivateSites
+from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
 from federation.events import PrivacyPlanned
 from federation.ids import RunId

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from support.secure_runs import secure_job
 
-from deploy import wiring
-from deploy.protection import Rehearsal, rehearse
+from deploy.wiring import parts as wiring
+from deploy.wiring.rehearsal import Rehearsal, rehearse
 from federation.errors import JobError
 from federation.ids import RunId
-from privacy.secagg.floor import check_against_floor
-from privacy.secagg.terms import NO_PRIVACY
+from privacy.secagg.agreement.floor import check_against_floor
+from privacy.secagg.agreement.terms import NO_PRIVACY
 
 
 def _rehearsal(**secure: Any) -> Rehearsal:

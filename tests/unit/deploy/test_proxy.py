@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import proxy, proxy_processes
-from deploy.proxy import ProxySettings, config_text
+from cloud_adapters.nginx import config as proxy, processes as proxy_processes
+from cloud_adapters.nginx.config import ProxySettings, config_text
 from federation.errors import JobError
 
 

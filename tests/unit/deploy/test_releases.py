@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy import releases
+from privacy.membership import releases
 
 
 @pytest.mark.parametrize(

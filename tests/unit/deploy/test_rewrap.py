@@ -9,12 +9,13 @@ import pytest
 from support.faulty_store import FaultyStore
 
 from cloud_adapters.keys.key_file import KeyFile, add_key
+from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.encrypted import EncryptedStore
-from cloud_adapters.storage.local import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import cli, exit_codes
-from deploy.encryption import EXPORT, NO_KEY, KeyName
-from deploy.rewrap import Place, decrypt, rewrap
+from deploy import exit_codes
+from deploy.cli import commands as cli
+from deploy.tools.rewrap import Place, decrypt, rewrap
+from deploy.wiring.encryption import EXPORT, NO_KEY, KeyName
 from federation.errors import CorruptObject, KeyRefused, RunNotFound, StoreUnavailable
 from federation.protocols import ObjectStore
 

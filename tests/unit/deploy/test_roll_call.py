@@ -7,16 +7,16 @@ import pytest
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
-from deploy import introduction
-from deploy.introduction import Introduction, SiteAnchor
-from deploy.protection import code_hash
-from deploy.roll_call import SignedRollCall
-from federation import job_file
+from deploy.aggregator_host.roll_call import SignedRollCall
 from federation.errors import ProtocolError, SiteError
 from federation.events import SitePrivacy
 from federation.ids import SiteId
+from federation.job import job_file
 from federation.messages import NO_ANCHOR, LedgerAnchor
-from privacy.secagg.identity import generate
+from privacy.membership import introduction
+from privacy.membership.introduction import Introduction, SiteAnchor
+from privacy.secagg.agreement.code_hash import code_hash
+from privacy.secagg.agreement.identity import generate
 
 JOB = small_job(num_sites=2)
 

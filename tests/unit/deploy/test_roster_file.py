@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.secagg_parties import entropy
 
-from deploy import roster_file
-from privacy.secagg import identity, roster
+from privacy.membership import roster_file
+from privacy.secagg.agreement import identity, roster
 from privacy.secagg.errors import RosterRefused
 
 KEYS = [identity.generate(entropy(f"key {at}")).public.key.hex() for at in range(4)]

@@ -8,10 +8,11 @@ import pytest
 from support import event_samples
 from support.small_jobs import small_job
 
-from cloud_adapters.flower_facts import FlowerRun
-from deploy import folder_lock, run_queue, runs
-from deploy.run_folder import RunFolder
-from deploy.run_queue import GiveUp, Handed, Outcome, Start
+from cloud_adapters.flower.facts import FlowerRun
+from deploy.aggregator_host import run_queue
+from deploy.aggregator_host.run_queue import GiveUp, Handed, Outcome, Start
+from deploy.tools import runs
+from federation import folder_lock
 from federation.errors import (
     BudgetExceeded,
     CheckpointMismatch,
@@ -23,6 +24,7 @@ from federation.errors import (
 )
 from federation.event_log import to_line
 from federation.events import RoundFinished, RunFinished, RunStarted
+from monitoring.runs.run_folder import RunFolder
 
 RUNNING = FlowerRun(is_over=False, status="running")
 OVER = FlowerRun(is_over=True, status="finished failed")

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from support.small_jobs import small_job
 
-from deploy import folder_lock, run_queue, run_verbs
-from deploy.run_folder import RunFolder
+from deploy.aggregator_host import run_queue
+from deploy.cli import run_verbs
+from federation import folder_lock
 from federation.clock import VirtualClock
+from monitoring.runs.run_folder import RunFolder
 
 
 def test_line_of_a_killed_writer_is_not_taken_for_the_next(tmp_path: Path):

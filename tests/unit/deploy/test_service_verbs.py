@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
-from cloud_adapters import flower_simulation
-from deploy import cli, folder_lock
+from cloud_adapters.flower import simulation as flower_simulation
+from deploy.cli import commands as cli
+from federation import folder_lock
 
 if importlib.util.find_spec("flwr") is None:
     pytest.skip("the flower extra is not installed", allow_module_level=True)

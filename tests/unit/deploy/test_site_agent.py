@@ -13,19 +13,20 @@ from support import agents
 from support.agents import OPEN_FLOOR, RUN_ID, Consortium, consortium
 from support.small_jobs import blobs, small_job
 
-from clients.datasets import Examples
-from clients.model_pool import ModelPool
+from clients.data.datasets import Examples
+from clients.models.model_pool import ModelPool
+from clients.privacy.site_plans import PrivateSites
 from cloud_adapters.storage.memory import MemoryStore
-from deploy import introduction, site_folder, wiring
-from deploy.private_sites import PrivateSites
-from deploy.site_agent import SiteAgent
-from federation import job_file, wire
+from deploy.site_host import folder as site_folder
+from deploy.site_host.agent import SiteAgent
+from deploy.wiring import parts as wiring
 from federation.clock import SystemClock
 from federation.errors import FederationError, ProtocolError
 from federation.event_log import read_events
 from federation.events import StoreUsed
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
     RoundTask,
@@ -35,9 +36,11 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
-from privacy.secagg import roster
-from privacy.secagg.identity import generate
-from privacy.secagg.roster import Roster
+from federation.wire import frame as wire
+from privacy.membership import introduction
+from privacy.secagg.agreement import roster
+from privacy.secagg.agreement.identity import generate
+from privacy.secagg.agreement.roster import Roster
 
 NAME = SiteId("site-0")
 LEAVES = "support.users_module:leaves"

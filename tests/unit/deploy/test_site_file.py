@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import site_file
-from deploy.site_file import FloorSpec
+from clients.privacy.floor_spec import FloorSpec
+from deploy.site_host import config as site_file
 from federation.errors import JobError
 
 SMALLEST = """

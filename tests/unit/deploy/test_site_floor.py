@@ -12,19 +12,19 @@ from support.secure_runs import secure_job
 from support.small_jobs import small_job
 
 from clients import models
-from clients.model_pool import ModelPool
-from deploy import site_floor
-from deploy.protection import contract_of
-from deploy.site_file import UNITS, FloorSpec
-from federation import job_digest
+from clients.models.model_pool import ModelPool
+from clients.privacy import site_floor
+from clients.privacy.floor_spec import UNITS, FloorSpec
 from federation.errors import JobError
 from federation.ids import SiteId
-from federation.job import JobSpec
-from privacy.secagg.contract import Contract
+from federation.job import job_digest
+from federation.job.spec import JobSpec
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.floor import check_against_floor
+from privacy.secagg.arithmetic.noise_shares import NoiseShare
+from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import ContractRefused
-from privacy.secagg.floor import check_against_floor
-from privacy.secagg.noise_shares import NoiseShare
-from privacy.secagg.ring import RingSpec
+from privacy.secagg.protocol.of_job import contract_of
 
 SITE = SiteId("site-0")
 NOISE_SHARE = NoiseShare(

@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 from support.small_jobs import blobs, small_job
 
-from clients.datasets import as_dataset
-from deploy import site_ranks
-from deploy.site_file import AggregatorSpec, ComputeSpec, SiteDataSpec, SiteFile
+from clients.data.datasets import as_dataset
+from deploy.site_host import ranks as site_ranks
+from deploy.site_host.config import (
+    AggregatorSpec,
+    ComputeSpec,
+    SiteDataSpec,
+    SiteFile,
+)
 from federation.errors import JobError, SiteError
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 DATA = tuple(as_dataset(part, name="blobs") for part in blobs())
 WHOLE = {

@@ -7,10 +7,11 @@ import pytest
 from support.noisy_jobs import noisy_job
 from support.small_jobs import small_job
 
-from deploy import data, site_data, wiring
-from deploy.site_file import AggregatorSpec, SiteDataSpec, SiteFile
+from deploy.site_host import data as site_data
+from deploy.site_host.config import AggregatorSpec, SiteDataSpec, SiteFile
+from deploy.wiring import job_data as data, parts as wiring
 from federation.errors import JobError
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 
 USERS = "support.users_module"
 MODEL = {"options": {"inputs": 2, "classes": 2}}

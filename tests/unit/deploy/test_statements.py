@@ -14,14 +14,14 @@ from support import agents
 from support.agents import RUN_ID, Consortium, consortium
 from support.small_jobs import small_job
 
-from deploy import introduction
-from deploy.introduction import Introduction, Statements
-from deploy.roll_call import SignedRollCall
-from deploy.site_agent import SiteAgent
+from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.site_host.agent import SiteAgent
 from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
-from federation.job import JobSpec
-from privacy.secagg.identity import Label, generate
+from federation.job.spec import JobSpec
+from privacy.membership import introduction
+from privacy.membership.introduction import Introduction, Statements
+from privacy.secagg.agreement.identity import Label, generate
 
 NAMES = ("site-0", "site-1", "site-2", "site-3")
 SITE, ODD = SiteId("site-2"), SiteId("site-0")

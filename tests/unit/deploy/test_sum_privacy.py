@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from support.noisy_jobs import noisy_job
 
-from deploy import sum_privacy, wiring
-from deploy.sum_privacy import SumPrivacy
+from clients.privacy import sum_plan as sum_privacy
+from clients.privacy.sum_plan import SumPrivacy
+from deploy.wiring import parts as wiring
 from federation.errors import JobError
 from privacy.dp.accountant import epsilon
 from privacy.dp.adaptive_clip import BIT_SHARE, together

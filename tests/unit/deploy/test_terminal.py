@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from deploy import terminal
+from deploy.cli import terminal
 from federation.typed_json import refuse_constant
 
 

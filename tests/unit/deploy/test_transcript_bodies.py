@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from deploy.transcript_bodies import decode, kind_of
+from deploy.tools.transcript_bodies import decode, kind_of
 from federation.errors import ProtocolError
-from privacy.secagg.train import TrainBody, read_train, write_train
+from privacy.secagg.protocol.train import TrainBody, read_train, write_train
 
 BODY = TrainBody(
     setup_hash=bytes(range(32)), confirms=b"", certificate=b"c", update_clip=0.125

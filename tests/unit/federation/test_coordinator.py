@@ -12,10 +12,8 @@ import pytest
 from support import toy
 from support.scripted_grid import ScriptedGrid, reply_to
 
-from cloud_adapters.faults import FaultInjector
-from federation import wire
+from cloud_adapters.local.faults import FaultInjector
 from federation.clock import VirtualClock
-from federation.coordinator import run_federation
 from federation.errors import (
     BudgetExceeded,
     CorruptObject,
@@ -36,7 +34,7 @@ from federation.events import (
     Warned,
 )
 from federation.ids import SiteId, TaskId
-from federation.job import JobSpec
+from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
     Reply,
@@ -48,7 +46,9 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import RunState, ServerOptimizer, WeightedUpdate
+from federation.rounds.coordinator import run_federation
 from federation.vectors import Vector
+from federation.wire import frame as wire
 
 C, A, B = toy.SITES
 OPTIMIZERS = ["average", "momentum", "nesterov", "adagrad", "adam", "yogi"]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support import event_samples
 
 from federation.errors import CorruptObject, RunNotFound, StoreUnavailable

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 from support import toy
 
-from federation import flower_app_job, job_file, privacy_job, storage_job
-from federation import job as jobs
 from federation.errors import JobError
-from federation.job import JobSpec
+from federation.job import (
+    flower_app_job,
+    job_file,
+    privacy_job,
+    spec as jobs,
+    storage_job,
+)
+from federation.job.spec import JobSpec
 
 
 def robust(rule: str, **aggregation: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from federation import job_digest, job_file
+from federation.job import job_digest, job_file
 
 JOB = """
 name = "tiny"

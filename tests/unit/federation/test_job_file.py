@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support import toy
 
-from federation import job_file
 from federation.errors import JobError
-from federation.job import PLANNED_KEYS, JobSpec
+from federation.job import job_file
+from federation.job.spec import PLANNED_KEYS, JobSpec
 
 TOML = """
 name = "toy"

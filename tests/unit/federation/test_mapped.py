@@ -12,12 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from aggregator.combine import combine_rule
-from federation.job import AggregationSpec
+from federation.job.spec import AggregationSpec
 from federation.mapped import give_back, sha256
 from federation.protocols import WeightedUpdate
 from federation.vectors import Vector, is_finite
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.ring import RingSpec
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.ring import RingSpec
 
 NUM_VALUES = 4 << 20  # 16 MiB
 SLACK_MB = 8

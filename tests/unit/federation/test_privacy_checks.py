@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from support import toy
 
-from federation import job_file
 from federation.errors import JobError
-from federation.job import JobSpec
+from federation.job import job_file
+from federation.job.spec import JobSpec
 
 DP = "privacy.differential_privacy"
 SECURE = "privacy.secure_aggregation"

@@ -5,8 +5,8 @@ from dataclasses import replace
 from support import event_samples
 
 from federation.events import Event, RoundFinished
-from federation.round_count import completed_rounds
-from monitoring.run_fold import RunFold
+from federation.rounds.round_count import completed_rounds
+from monitoring.views.run_fold import RunFold
 
 
 def _view(events: list[Event]) -> int:

@@ -27,7 +27,7 @@ from federation.messages import (
     SiteMessage,
     TaskKind,
 )
-from federation.round_record import RoundRecord
+from federation.rounds.round_record import RoundRecord
 
 SITE, OTHER, THIRD = toy.SITES
 ANSWER = toy.secure_answer(SITE)

@@ -7,7 +7,7 @@ import pytest
 from support import toy
 
 from federation.messages import FailureKind, MetricSums, SiteMessage, TaskKind
-from federation.round_state import RoundState
+from federation.rounds.round_state import RoundState
 from federation.vectors import Role
 
 SITE, OTHER, _ = toy.SITES

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from federation import wire, wire_fields
 from federation.errors import WireError
 from federation.messages import (
     FailureKind,
@@ -27,6 +26,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.wire import frame as wire, wire_fields
 
 ABOUT = {"run_id": "run-1", "round_index": 2, "site": "site-a"}
 SUMS = MetricSums(count=10, loss_sum=2.5, correct=7)

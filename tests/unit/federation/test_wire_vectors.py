@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vectors.generate import WIRE_MESSAGES, WIRE_V2, wire_vectors
 
-from federation import wire
+from federation.wire import frame as wire
 
 GOLDEN = json.loads(WIRE_V2.read_text(encoding="ascii"))
 KINDS = {

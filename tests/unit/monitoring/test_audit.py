@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from federation.errors import StoreUnavailable
-from monitoring import audit_page
 from monitoring.audit_findings import (
     CurveFindings,
     Findings,
@@ -20,7 +19,8 @@ from monitoring.audit_findings import (
     document,
     lines,
 )
-from monitoring.audit_page import render, write_audit
+from monitoring.pages import audit_page
+from monitoring.pages.audit_page import render, write_audit
 from privacy.dp import curve_tests
 from privacy.dp.auditing import Guesses, guess, roc
 from privacy.dp.curve_tests import PValues

@@ -11,9 +11,14 @@ from support.event_samples import Script, run
 
 from federation.events import Event
 from federation.messages import FailureKind
-from monitoring.comparison import ComparedRun, changed_keys, render, write_comparison
-from monitoring.comparison_plots import draw_comparison, has_accuracy
-from monitoring.run_fold import fold
+from monitoring.pages.comparison import (
+    ComparedRun,
+    changed_keys,
+    render,
+    write_comparison,
+)
+from monitoring.pages.comparison_plots import draw_comparison, has_accuracy
+from monitoring.views.run_fold import fold
 
 pytestmark = pytest.mark.slow
 

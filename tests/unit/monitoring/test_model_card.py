@@ -7,11 +7,11 @@ import tomli_w
 from support import event_samples
 from support.small_jobs import small_job
 
-from federation import job_file
 from federation.events import DataDistributed, Event, RunStarted
-from monitoring.model_card import ModelFile, model_card
-from monitoring.run_fold import fold
-from monitoring.run_view import DEPLOYED, RunView
+from federation.job import job_file
+from monitoring.pages.model_card import ModelFile, model_card
+from monitoring.views.run_fold import fold
+from monitoring.views.run_view import DEPLOYED, RunView
 
 MODEL = ModelFile(
     size=7_800, sha256="a5" * 32, num_tensors=2, num_values=1_930, types=("BF16", "F32")

@@ -5,8 +5,8 @@ import re
 from support import event_samples
 from support.stored_runs import stored
 
-from monitoring.outcome import lines
-from monitoring.run_fold import fold
+from monitoring.terminal.outcome import lines
+from monitoring.views.run_fold import fold
 
 
 def test_plain_outcome():

@@ -11,7 +11,7 @@ from support import event_samples
 from federation.events import Event, ModelEvaluated, PrivacyPlanned
 from federation.messages import MetricSums, PrivacySpent
 from monitoring import privacy_words
-from monitoring.run_fold import fold
+from monitoring.views.run_fold import fold
 from privacy.dp.held_out import HeldOutMechanism
 
 

@@ -25,11 +25,11 @@ from federation.events import (
     Warned,
 )
 from federation.messages import FailureKind
-from monitoring.live import LiveProgress, sparkline
-from monitoring.outcome import lines
-from monitoring.progress import PlainProgress, printable
-from monitoring.report import render
-from monitoring.run_fold import fold
+from monitoring.pages.report import render
+from monitoring.terminal.live import LiveProgress, sparkline
+from monitoring.terminal.outcome import lines
+from monitoring.terminal.progress import PlainProgress, printable
+from monitoring.views.run_fold import fold
 
 HOSTILE = "\x1b[31m\r\nboom [bold]\x07"
 
@@ -492,7 +492,8 @@ def test_printable_cuts():
 def test_start_up_is_quick():
     """Progress must not wait for matplotlib."""
     code = (
-        "import sys, monitoring.live, monitoring.progress, monitoring.run_view;"
+        "import sys, monitoring.terminal.live, monitoring.terminal.progress;"
+        "import monitoring.views.run_view;"
         "sys.exit('matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -23,10 +23,15 @@ from federation.events import (
     StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent
-from monitoring.plots import MAX_SITES_SHOWN, draw_all, shown_sites, site_colours
-from monitoring.progress import PlainProgress
-from monitoring.report import FAILURE_MEANINGS, render, write_report
-from monitoring.run_fold import fold
+from monitoring.pages.plots import (
+    MAX_SITES_SHOWN,
+    draw_all,
+    shown_sites,
+    site_colours,
+)
+from monitoring.pages.report import FAILURE_MEANINGS, render, write_report
+from monitoring.terminal.progress import PlainProgress
+from monitoring.views.run_fold import fold
 
 pytestmark = pytest.mark.slow
 

@@ -21,10 +21,10 @@ from federation.events import (
     StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums
-from monitoring.round_view import accuracy_of, loss_of, perplexity
-from monitoring.run_fold import RunFold, fold
-from monitoring.run_result import result
-from monitoring.run_view import RunView
+from monitoring.views.result_json import result
+from monitoring.views.round_view import accuracy_of, loss_of, perplexity
+from monitoring.views.run_fold import RunFold, fold
+from monitoring.views.run_view import RunView
 
 
 def test_quiet_run_is_complete():

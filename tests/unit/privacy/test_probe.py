@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from clients import models
 from clients.frozen_features import oriented_gradients
-from clients.objectives import inputs_of_model
+from clients.models.objectives import inputs_of_model
+from clients.models.records_apart import RecordsApart
 from clients.randomness import seeded_globally
-from clients.records_apart import RecordsApart
 from federation.errors import JobError
 from privacy.dp_sgd.fit import fit_for_privacy
 from privacy.dp_sgd.probe import check_records_apart

@@ -5,8 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.secagg_parties import entropy
 
 from privacy.dp.adaptive_clip import (
@@ -17,8 +16,8 @@ from privacy.dp.adaptive_clip import (
     split,
     together,
 )
-from privacy.secagg import train
-from privacy.secagg.header import decode_header, encode_header
+from privacy.secagg.arithmetic.header import decode_header, encode_header
+from privacy.secagg.protocol import train
 
 EMPTY = dict.fromkeys(train.HEADER_SLOTS, 0)
 

@@ -10,7 +10,7 @@ import pytest
 
 from federation.clock import VirtualClock
 from federation.errors import BudgetExceeded, FederationError, StoreUnavailable
-from privacy.dp import accountant, ledger_files, ledger_format
+from privacy.dp import accountant
 from privacy.dp.errors import (
     ClockWentBackwards,
     LedgerBusy,
@@ -19,7 +19,8 @@ from privacy.dp.errors import (
     LedgerShortened,
 )
 from privacy.dp.events import Event
-from privacy.dp.ledger import (
+from privacy.dp.ledger import ledger_files, ledger_format
+from privacy.dp.ledger.ledger import (
     CLOCK_TOLERANCE_SECONDS,
     FileLedger,
     InMemoryLedger,

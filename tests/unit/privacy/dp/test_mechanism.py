@@ -10,7 +10,7 @@ import pytest
 
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.noise import RoundedGaussian
-from privacy.secagg.prg import Keystream, open_keystream
+from privacy.keystream import Keystream, open_keystream
 
 SIZES = [1, 10, 1000, 10**6, 10**7, 10**8]
 

@@ -18,7 +18,7 @@ from privacy.dp import noise
 from privacy.dp.gaussian_weights import half_weights, truncation_distance
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.noise import RoundedGaussian
-from privacy.secagg.prg import Keystream, open_keystream
+from privacy.keystream import Keystream, open_keystream
 
 KEYS = [bytes([k]) * 32 for k in range(8)]
 DRAWS = 1 << 24

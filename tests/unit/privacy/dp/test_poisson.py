@@ -9,7 +9,7 @@ from scipy import stats
 from support.noise_oracles import ChosenWords
 
 from privacy.dp.poisson import poisson_indices
-from privacy.secagg.prg import Keystream
+from privacy.keystream import Keystream
 
 KEY = bytes(range(32))
 

@@ -14,11 +14,11 @@ from support.secagg_parties import entropy
 
 from privacy.dp.noise import MAX_SIGMA
 from privacy.dp.ring_noise import RingNoise
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.noise_shares import NoiseShare
-from privacy.secagg.prg import CHUNK_WORDS, Mask
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.seal import seal_
+from privacy.keystream import CHUNK_WORDS, Mask
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.noise_shares import NoiseShare
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.arithmetic.seal import seal_
 
 SIZE = 1 << 20
 TOLERANCE = 7 * math.sqrt(2 / SIZE)  # Of a variance: false alarm 3e-12.

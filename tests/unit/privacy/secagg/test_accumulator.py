@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from privacy.secagg.accumulator import MaskedSum
-from privacy.secagg.prg import CHUNK_WORDS, Mask
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.ring_errors import SumOutOfRange
-from privacy.secagg.seal import encode_, seal_
+from privacy.keystream import CHUNK_WORDS, Mask
+from privacy.secagg.arithmetic.accumulator import MaskedSum
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
+from privacy.secagg.arithmetic.seal import encode_, seal_
 
 ALL_BITS = pytest.mark.parametrize("bits", [16, 24, 32])
 NUM_SITES = 3

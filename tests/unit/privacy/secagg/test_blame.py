@@ -15,9 +15,9 @@ from support.dealers import (
 )
 from support.secagg_parties import DIGEST, HEADER, Run, alter, site_name, start
 
-from privacy.secagg.commitments import SECRET
 from privacy.secagg.errors import BadShare, TooFewSites
-from privacy.secagg.messages import Masked, Reveal
+from privacy.secagg.protocol.commitments import SECRET
+from privacy.secagg.protocol.messages import Masked, Reveal
 
 
 def keys_of(played: Played) -> set[bytes]:

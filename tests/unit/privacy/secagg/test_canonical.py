@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from privacy.secagg import canonical
-from privacy.secagg.canonical import Reader
+from privacy.secagg.agreement import canonical
+from privacy.secagg.agreement.canonical import Reader
 from privacy.secagg.errors import MalformedMessage
 
 TAG = canonical.lp(b"t")

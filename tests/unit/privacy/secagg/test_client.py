@@ -17,7 +17,6 @@ from support.secagg_parties import (
 )
 
 from federation.errors import ProtocolError, StoreUnavailable
-from privacy.secagg.client import SiteSession
 from privacy.secagg.errors import (
     BadShare,
     BadSignature,
@@ -30,8 +29,9 @@ from privacy.secagg.errors import (
     WrongCohort,
     WrongContext,
 )
-from privacy.secagg.keys import RoundFacts
-from privacy.secagg.messages import (
+from privacy.secagg.protocol.client import SiteSession
+from privacy.secagg.protocol.key_schedule import RoundFacts
+from privacy.secagg.protocol.messages import (
     Consent,
     Head,
     Masked,
@@ -40,8 +40,8 @@ from privacy.secagg.messages import (
     Survivors,
     sign,
 )
-from privacy.secagg.round_memory import InMemoryRounds
-from privacy.secagg.server import AggregatorRound
+from privacy.secagg.protocol.round_memory import InMemoryRounds
+from privacy.secagg.protocol.server import AggregatorRound
 
 OTHER_MODEL = hashlib.sha256(b"crafted").digest()
 

@@ -1,13 +1,12 @@
 """Numbers that a site would say in every round alike are on a coarse public grid."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.secagg_parties import RECORD, Parties
 
 from federation.messages import MetricSums
 from privacy.counts import coarse
-from privacy.secagg import train
+from privacy.secagg.protocol import train
 
 PARTIES = Parties(5)
 

@@ -8,12 +8,11 @@ import pytest
 from support.secagg_parties import RECORD, Parties
 
 from federation.ids import SiteId
-from privacy.secagg import contract as contracts
-from privacy.secagg import thresholds
-from privacy.secagg.contract import Contract, Setting
+from privacy.secagg.agreement import contract as contracts, thresholds
+from privacy.secagg.agreement.contract import Contract, Setting
+from privacy.secagg.agreement.terms import PrivacyTerms
+from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import ContractRefused, MalformedMessage, UnknownSite
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.terms import PrivacyTerms
 
 PARTIES = Parties(5)
 CONTRACT = PARTIES.contract()

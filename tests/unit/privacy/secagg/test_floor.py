@@ -8,11 +8,11 @@ import pytest
 from support.secagg_parties import RECORD, Parties
 
 from federation.ids import SiteId
-from privacy.secagg.contract import Contract, members_of
+from privacy.secagg.agreement.contract import Contract, members_of
+from privacy.secagg.agreement.floor import check_against_floor
+from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
+from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.errors import ContractRefused, StaleRoster
-from privacy.secagg.floor import check_against_floor
-from privacy.secagg.noise_shares import NoiseShare
-from privacy.secagg.terms import NO_PRIVACY, PrivacyTerms
 
 PARTIES = Parties(5)
 CONTRACT = PARTIES.contract()

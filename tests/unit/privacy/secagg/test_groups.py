@@ -9,25 +9,16 @@ import pytest
 from support.secagg_parties import Parties, entropy, site_name
 
 from federation.errors import ProtocolError
-from privacy.secagg.certificate import (
+from privacy.secagg.agreement.certificate import (
     Certificate,
     ModelTrail,
     OpenedRound,
     certify,
     without_sum,
 )
-from privacy.secagg.contract import Contract, Setting
-from privacy.secagg.errors import (
-    BadSignature,
-    CertificateRefused,
-    ContractRefused,
-    DrawRefused,
-    MalformedMessage,
-    OutOfOrder,
-    TooFewSites,
-)
-from privacy.secagg.floor import Group, check_against_floor
-from privacy.secagg.groups import (
+from privacy.secagg.agreement.contract import Contract, Setting
+from privacy.secagg.agreement.floor import Group, check_against_floor
+from privacy.secagg.agreement.groups import (
     AggregatorDraw,
     Commitment,
     Draw,
@@ -43,6 +34,15 @@ from privacy.secagg.groups import (
     write_commitments,
     write_group_offer,
     write_reveal,
+)
+from privacy.secagg.errors import (
+    BadSignature,
+    CertificateRefused,
+    ContractRefused,
+    DrawRefused,
+    MalformedMessage,
+    OutOfOrder,
+    TooFewSites,
 )
 
 PARTIES = Parties(10)

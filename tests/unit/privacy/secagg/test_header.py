@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from privacy.secagg import header, prg
-from privacy.secagg.header import HeaderSpec, Slot, SlotKind
-from privacy.secagg.prg import Mask
-from privacy.secagg.ring_errors import SumOutOfRange, UpdateOutOfRange
+from privacy import keystream as prg
+from privacy.keystream import Mask
+from privacy.secagg.arithmetic import header
+from privacy.secagg.arithmetic.header import HeaderSpec, Slot, SlotKind
+from privacy.secagg.arithmetic.ring_errors import SumOutOfRange, UpdateOutOfRange
 
 SPEC = HeaderSpec(
     slots=(

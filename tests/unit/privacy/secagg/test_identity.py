@@ -10,9 +10,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from support.secagg_parties import entropy
 
-from privacy.secagg import identity as identities
+from privacy.secagg.agreement import identity as identities
+from privacy.secagg.agreement.identity import Identity, Label, PublicIdentity
 from privacy.secagg.errors import BadSignature, KeyFileRefused
-from privacy.secagg.identity import Identity, Label, PublicIdentity
 
 
 @pytest.fixture

@@ -10,9 +10,14 @@ from dataclasses import replace
 import pytest
 from support.secagg_parties import JOB, MODEL, TASK, entropy, start
 
-from privacy.secagg import keys
 from privacy.secagg.errors import BadShare, OutOfOrder, WeakKey
-from privacy.secagg.keys import PairRoots, RoundFacts, RunKeys, Secret
+from privacy.secagg.protocol import key_schedule as keys
+from privacy.secagg.protocol.key_schedule import (
+    PairRoots,
+    RoundFacts,
+    RunKeys,
+    Secret,
+)
 
 H_Q, H_U = hashlib.sha256(b"Q").digest(), hashlib.sha256(b"U").digest()
 DH, KEM = hashlib.sha256(b"dh").digest(), hashlib.sha256(b"kem").digest()

@@ -11,13 +11,13 @@ import pytest
 from support.secagg_parties import RECORD, Parties, entropy
 
 from federation.errors import ProtocolError
-from privacy.secagg.canonical import float64, u64
+from privacy.secagg.agreement.canonical import float64, u64
+from privacy.secagg.agreement.identity import Label
+from privacy.secagg.agreement.terms import NO_PRIVACY
+from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import ContractRefused, OutOfOrder, StaleRoster
-from privacy.secagg.identity import Label
-from privacy.secagg.messages import Offer
-from privacy.secagg.ring import RingSpec
-from privacy.secagg.setup import SiteSetup
-from privacy.secagg.terms import NO_PRIVACY
+from privacy.secagg.protocol.messages import Offer
+from privacy.secagg.protocol.setup import SiteSetup
 
 PARTIES = Parties(5)
 AGREED = PARTIES.contract(

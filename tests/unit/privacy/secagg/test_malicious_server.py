@@ -28,7 +28,10 @@ from support.secagg_parties import (
 )
 
 from federation.errors import ProtocolError
-from privacy.secagg.client import SiteSession
+from privacy.keystream import Mask, apply_masks_
+from privacy.secagg.agreement.floor import Group
+from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite
+from privacy.secagg.arithmetic.seal import encode_
 from privacy.secagg.errors import (
     BadShare,
     BadSignature,
@@ -39,8 +42,8 @@ from privacy.secagg.errors import (
     WrongCohort,
     WrongContext,
 )
-from privacy.secagg.floor import Group
-from privacy.secagg.messages import (
+from privacy.secagg.protocol.client import SiteSession
+from privacy.secagg.protocol.messages import (
     Book,
     Consent,
     Head,
@@ -50,11 +53,8 @@ from privacy.secagg.messages import (
     Survivors,
     sign,
 )
-from privacy.secagg.prg import Mask, apply_masks_
-from privacy.secagg.ring_errors import UpdateNotFinite
-from privacy.secagg.round_memory import InMemoryRounds
-from privacy.secagg.seal import encode_
-from privacy.secagg.setup import AggregatorSetup
+from privacy.secagg.protocol.round_memory import InMemoryRounds
+from privacy.secagg.protocol.setup import AggregatorSetup
 
 OTHER_MODEL = hashlib.sha256(b"crafted").digest()
 OTHER_TASK = hashlib.sha256(b"evaluate").digest()

@@ -15,11 +15,11 @@ import pytest
 from support.secagg_parties import DIGEST, HEADER, Run, site_name, start
 
 from federation.ids import RunId
-from privacy.secagg import train
+from privacy.secagg.arithmetic.seal import seal_
 from privacy.secagg.errors import TooFewSites
-from privacy.secagg.keys import RoundMasks
-from privacy.secagg.seal import seal_
-from privacy.secagg.server import AggregatorRound
+from privacy.secagg.protocol import train
+from privacy.secagg.protocol.key_schedule import RoundMasks
+from privacy.secagg.protocol.server import AggregatorRound
 
 NUM_WORDS = 1 << 20
 EVERY_RING = pytest.mark.parametrize("bits", [16, 24, 32])

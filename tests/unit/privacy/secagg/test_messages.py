@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.secagg_parties import Parties, site_name, start
 
 from federation.errors import ProtocolError
 from privacy.secagg.errors import MalformedMessage
-from privacy.secagg.messages import (
+from privacy.secagg.protocol.messages import (
     Advert,
     Book,
     Confirm,
@@ -23,7 +22,7 @@ from privacy.secagg.messages import (
     Shares,
     Survivors,
 )
-from privacy.secagg.setup import AggregatorSetup
+from privacy.secagg.protocol.setup import AggregatorSetup
 
 KINDS = (
     Offer,

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from support.secagg_parties import DIGEST, HEADER, Run, site_name, start
 
-from privacy.secagg import client, identity, keys, setup
-from privacy.secagg.keys import Secret
+from privacy.secagg.agreement import identity
+from privacy.secagg.protocol import client, key_schedule as keys, setup
+from privacy.secagg.protocol.key_schedule import Secret
 
 
 def reachable(root: object) -> Iterator[object]:

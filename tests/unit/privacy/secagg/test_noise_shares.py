@@ -5,16 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
-from privacy.secagg.noise_shares import (
+from privacy.secagg.arithmetic.noise_shares import (
     MAX_INFLATION,
     MIN_NOISE_STD,
     NoiseShare,
     honest_shares,
 )
-from privacy.secagg.ring import RingSpec
+from privacy.secagg.arithmetic.ring import RingSpec
 
 
 def _share(**changes: Any) -> NoiseShare:

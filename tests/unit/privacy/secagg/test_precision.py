@@ -5,10 +5,10 @@ import pytest
 from support.secagg_parties import Parties
 
 from federation.vectors import Vector
-from privacy.secagg.contract import Contract
-from privacy.secagg.ring import decode_sum_
-from privacy.secagg.ring_errors import UpdateOutOfRange
-from privacy.secagg.seal import encode_
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.arithmetic.ring import decode_sum_
+from privacy.secagg.arithmetic.ring_errors import UpdateOutOfRange
+from privacy.secagg.arithmetic.seal import encode_
 
 SIZE = 1_000_000
 STD = 1e-3

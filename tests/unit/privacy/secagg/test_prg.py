@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from support import ring_oracles
 
-from privacy.secagg import prg
-from privacy.secagg.prg import (
+from privacy import keystream as prg
+from privacy.keystream import (
     CHUNK_WORDS,
     SPARE_BYTES,
     FrontKeystream,

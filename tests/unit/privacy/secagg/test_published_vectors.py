@@ -25,7 +25,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 from support import plain_crypto, plain_mlkem
 
-from privacy.secagg import keys, prg
+from privacy import keystream as prg
+from privacy.secagg.protocol import key_schedule as keys
 
 PUBLISHED = json.loads(
     (Path(vectors.__path__[0]) / "published.json").read_text(encoding="ascii")

@@ -7,7 +7,7 @@ import pytest
 from support.secagg_parties import Parties, site_name
 
 from federation.ids import SiteId
-from privacy.secagg import roster as rosters
+from privacy.secagg.agreement import roster as rosters
 from privacy.secagg.errors import RosterRefused, StaleRoster, UnknownSite
 
 ROSTER = Parties(3).roster

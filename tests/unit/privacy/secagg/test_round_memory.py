@@ -8,7 +8,11 @@ import pytest
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import RunId
 from privacy.secagg.errors import ReplayedRound
-from privacy.secagg.round_memory import FileRounds, InMemoryRounds, RoundMemory
+from privacy.secagg.protocol.round_memory import (
+    FileRounds,
+    InMemoryRounds,
+    RoundMemory,
+)
 
 RUN = RunId("run-1")
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from support.secagg_parties import DIGEST, HEADER, MODEL, Run, site_name, start
 
-from privacy.secagg import prg
+from privacy import keystream as prg
+from privacy.keystream import Mask
 from privacy.secagg.errors import OutOfOrder, TooFewSites
-from privacy.secagg.keys import RoundMasks, Stream
-from privacy.secagg.messages import Shares
-from privacy.secagg.prg import Mask
+from privacy.secagg.protocol.key_schedule import RoundMasks, Stream
+from privacy.secagg.protocol.messages import Shares
 
 WORDS = 16
 

@@ -7,12 +7,12 @@ import pytest
 from support import ring_oracles
 
 from federation.vectors import Vector
-from privacy.secagg import prg
-from privacy.secagg.measure import measure
-from privacy.secagg.prg import CHUNK_WORDS, Mask
-from privacy.secagg.ring import RingSpec, decode_sum_
-from privacy.secagg.ring_errors import UpdateNotFinite, UpdateOutOfRange
-from privacy.secagg.seal import encode_, seal_
+from privacy import keystream as prg
+from privacy.keystream import CHUNK_WORDS, Mask
+from privacy.secagg.arithmetic.measure import measure
+from privacy.secagg.arithmetic.ring import RingSpec, decode_sum_
+from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
+from privacy.secagg.arithmetic.seal import encode_, seal_
 
 ALL_BITS = pytest.mark.parametrize("bits", [16, 24, 32])
 ROUNDING = bytes([9]) * 32

@@ -15,7 +15,6 @@ from support.secagg_parties import (
 
 from federation.errors import ProtocolError
 from federation.ids import SiteId
-from privacy.secagg.commitments import dealt_digests
 from privacy.secagg.errors import (
     BadShare,
     BadSignature,
@@ -27,7 +26,8 @@ from privacy.secagg.errors import (
     WrongCohort,
     WrongContext,
 )
-from privacy.secagg.messages import (
+from privacy.secagg.protocol.commitments import dealt_digests
+from privacy.secagg.protocol.messages import (
     Consent,
     Decline,
     Head,
@@ -35,7 +35,7 @@ from privacy.secagg.messages import (
     Shares,
     sign,
 )
-from privacy.secagg.server import AggregatorRound
+from privacy.secagg.protocol.server import AggregatorRound
 
 
 def resigned(

@@ -14,7 +14,8 @@ from support.secagg_parties import (
 )
 
 from federation.errors import ProtocolError
-from privacy.secagg import identity as identities
+from privacy.secagg.agreement import identity as identities
+from privacy.secagg.agreement.identity import Label
 from privacy.secagg.errors import (
     BadSignature,
     BookRefused,
@@ -27,10 +28,16 @@ from privacy.secagg.errors import (
     WeakKey,
     WrongContext,
 )
-from privacy.secagg.identity import Label
-from privacy.secagg.keys import PublicRunKeys
-from privacy.secagg.messages import Advert, Book, Confirm, Confirms, Offer, sign
-from privacy.secagg.setup import AggregatorSetup, SiteSetup
+from privacy.secagg.protocol.key_schedule import PublicRunKeys
+from privacy.secagg.protocol.messages import (
+    Advert,
+    Book,
+    Confirm,
+    Confirms,
+    Offer,
+    sign,
+)
+from privacy.secagg.protocol.setup import AggregatorSetup, SiteSetup
 
 PARTIES = Parties(4)
 CONTRACT = PARTIES.contract()

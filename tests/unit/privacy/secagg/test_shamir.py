@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.secagg_parties import entropy
 
-from privacy.secagg import shamir
+from privacy.secagg.arithmetic import shamir
 from privacy.secagg.errors import BadShare
 
 SECRET = bytes(range(32))

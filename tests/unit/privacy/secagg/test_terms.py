@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support.secagg_parties import RECORD
 
-from privacy.secagg.canonical import Reader, lp
+from privacy.secagg.agreement.canonical import Reader, lp
+from privacy.secagg.agreement.terms import NO_PRIVACY, PROFILES, PrivacyTerms
 from privacy.secagg.errors import MalformedMessage
-from privacy.secagg.terms import NO_PRIVACY, PROFILES, PrivacyTerms
 
 JOINT = dataclasses.replace(
     RECORD, profile="joint", steps_per_round=1, ring_noise_std=4.0

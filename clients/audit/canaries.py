@@ -1,0 +1,234 @@
+"""Canaries: records made to be found, in a job's own training.
+
+Each canary has a coordinate of its own: one more trained value of the model. Its
+gradient points along this coordinate, always the same way and beyond the clip norm, so
+that what clipping leaves of it is the largest trace that one record may leave (a Dirac
+canary: Steinke, Nasr and Jagielski 2023, arXiv:2305.08846, section 6). All else is the
+job's own: sampling, clipping, noise, optimiser, rounds. Only training data and the
+model are wrapped, as a data source and a factory of a user's could do it.
+
+A canary that is out stays in its place as a record without a gradient, so that the
+number of records, and with it the sampling rate, does not tell who is in.
+
+How a record carries its code: in the first token of a window as a negative number, or
+behind the flattened values of an example.
+
+Shape suffixes: B records, T tokens, V vocabulary, m canaries, d values of the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from clients.data.datasets import Batch, Dataset, Indices
+from clients.factories import call_factory, import_factory
+from federation.errors import JobError, SiteError
+from federation.vectors import Layout, Vector
+
+MAX_CANARIES = 1_000_000  # Codes are exact in float32 up to 2^24.
+FACTORY = "clients.audit.canaries:with_canaries"
+
+_ORDINARY, _EMPTY, _FIRST = 0, 1, 2  # Codes; from _FIRST on they are canaries.
+_WEIGHTS = "canaries.weight"
+
+
+def with_canaries(
+    factory: str,
+    options: Mapping[str, Any],
+    *,
+    num_canaries: int,
+    gradient_norm: float,
+    shape: Sequence[int],
+    task: str,
+) -> nn.Module:
+    """Make a job's model and give it a coordinate for each canary.
+
+    Args:
+        factory: The job's own.
+        options: Its keyword arguments.
+        num_canaries: m.
+        gradient_norm: Norm of a canary's gradient before clipping.
+        shape: Shape of one record's inputs.
+        task: ``classification`` or ``causal_lm``.
+
+    Raises:
+        JobError: There is no such factory, or it makes no model.
+    """
+    made = import_factory(factory, key="model.factory")
+    module = call_factory(made, options, key="model.options")
+    if not isinstance(module, nn.Module):
+        raise JobError(
+            f"returned a {type(module).__name__}, not a torch.nn.Module",
+            key="model.factory",
+        )
+    return _CanariedModel(
+        module,
+        num_canaries=num_canaries,
+        gradient_norm=gradient_norm,
+        shape=None if task == "causal_lm" else tuple(shape),
+    )
+
+
+class _CanariedModel(nn.Module):
+    """A model, beside one value for each canary.
+
+    For an ordinary record it is the model. For a canary all logits are 0, whatever
+    its value has become, and so its gradient is the same in every step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_canaries: int,
+        gradient_norm: float,
+        shape: tuple[int, ...] | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        # The first row is of all records that are no canary; it has no gradient.
+        self.canaries = nn.Embedding(1 + num_canaries, 1, padding_idx=0)
+        nn.init.zeros_(self.canaries.weight)
+        self._gradient_norm = gradient_norm
+        self._shape = shape
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits of records that carry a code."""
+        if self._shape is None:
+            codes_b = (-inputs[:, 0]).clamp(min=0)
+            inputs = inputs.clamp(min=0)
+        else:
+            codes_b = inputs[:, -1].long()
+            inputs = inputs[:, :-1].reshape(-1, *self._shape)
+        logits: torch.Tensor = self.model(inputs)
+        value_b = self.canaries((codes_b - _EMPTY).clamp(min=0)[:, None])[:, 0, 0]
+        # The gradient of a cross-entropy by the right one of K equal logits.
+        classes = logits.shape[-1]
+        steepness = self._gradient_norm * classes / max(classes - 1, 1)
+        signal_b = steepness * (value_b - value_b.detach())
+        along = (-1,) + (1,) * (logits.ndim - 1)
+        flat = torch.zeros_like(logits)
+        flat[..., 0] = signal_b.to(logits.dtype).view(along[:-1])
+        return torch.where((codes_b == _ORDINARY).view(along), logits, flat)
+
+
+class CanariedData:
+    """A site's records with codes, and its canaries behind them: a ``Dataset``."""
+
+    def __init__(
+        self,
+        data: Dataset,
+        is_in_m: NDArray[np.bool_],
+        *,
+        task: str,
+        first: int = 0,
+    ) -> None:
+        """Put canaries behind the records.
+
+        Args:
+            data: The site's own.
+            is_in_m: Which canaries are in, shape ``(m,)``; empty for none, as at
+                sites that are not audited, and for held-out data.
+            task: ``classification`` or ``causal_lm``.
+            first: Number of the first canary's coordinate among the model's.
+
+        Raises:
+            SiteError: The data has tokens below 0, or no targets to classify.
+        """
+        self._data = data
+        self._is_language = task == "causal_lm"
+        places = np.arange(len(is_in_m)) + _FIRST + first
+        extra = np.where(is_in_m, places, _EMPTY)
+        self._codes = np.concatenate((np.zeros(len(data), np.int64), extra))
+        one, targets = data.batch(np.array([0]))
+        if self._is_language and (one.ndim != 2 or one.is_floating_point()):  # noqa: PLR2004 - windows of tokens.
+            raise SiteError("canaries of causal_lm need windows of integer tokens")
+        if not self._is_language and targets is None:
+            raise SiteError("classification needs targets, and the data has none")
+
+    def __len__(self) -> int:
+        """Records and canaries, also those that are out."""
+        return len(self._codes)
+
+    def batch(self, indices: Indices) -> Batch:
+        """Inputs with codes, and targets; a canary looks like the first record."""
+        codes_b = torch.from_numpy(self._codes[indices])
+        inputs, targets = self._data.batch(
+            np.where(indices < len(self._data), indices, 0)
+        )
+        is_extra = codes_b != _ORDINARY
+        if self._is_language:
+            if (inputs[~is_extra] < 0).any():
+                raise SiteError("tokens are below 0")
+            inputs[is_extra] = 0
+            inputs[is_extra, 0] = -codes_b[is_extra]
+            return inputs, targets
+        if targets is not None:
+            targets[is_extra] = 0
+        carried = codes_b.to(inputs.dtype)[:, None]
+        return torch.cat((inputs.flatten(1), carried), dim=1), targets
+
+    def labels(self) -> Indices | None:
+        """None: whoever deals out data has done so before."""
+        return None
+
+    @property
+    def groups(self) -> Indices | None:
+        """None, as with labels."""
+        return None
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """None, as with labels."""
+        return ()
+
+    def subset(self, indices: Indices) -> Dataset:
+        """Refuse: canaries belong to all of a site's records."""
+        raise NotImplementedError(f"canaried data is whole, not {len(indices)} of it")
+
+
+def record_shape(data: Dataset) -> tuple[int, ...]:
+    """Shape of one record's inputs."""
+    inputs, _ = data.batch(np.array([0]))
+    return tuple(inputs.shape[1:])
+
+
+def draw_canaries(num_canaries: int, random_bytes: bytes) -> NDArray[np.bool_]:
+    """Draw which canaries are in, each with probability 1/2.
+
+    Args:
+        num_canaries: m.
+        random_bytes: At least m bits from the operating system: whoever can repeat
+            the draw needs no attack.
+    """
+    bits = np.unpackbits(np.frombuffer(random_bytes, np.uint8), count=num_canaries)
+    return bits.astype(np.bool_)
+
+
+class CanaryScores:
+    """Adds up updates along the coordinates of a site's canaries.
+
+    The sum over the rounds is what an attacker who sees every update of one site, or
+    every opened sum, tells canaries by: the more it grew, the more often the canary
+    was trained on.
+    """
+
+    def __init__(self, layout: Layout, num_canaries: int, *, first: int = 0) -> None:
+        """Find the coordinates, from number ``first`` on, in a canaried layout."""
+        spec = next(t for t in layout.tensors if t.name == _WEIGHTS)
+        start = spec.offset + 1 + first
+        self._place = slice(start, start + num_canaries)
+        self.scores_m = np.zeros(num_canaries, np.float64)
+
+    def see(self, weights_d: Vector, local_d: Vector) -> None:
+        """Count an update: weights before and after local training."""
+        self.scores_m += local_d[self._place].astype(np.float64)
+        self.scores_m -= weights_d[self._place]
+
+    def see_sum(self, mean_d: Vector) -> None:
+        """Count the mean of the sites' updates, as a round opened it."""
+        self.scores_m += mean_d[self._place].astype(np.float64)

@@ -1,0 +1,313 @@
+"""Instances of a job's model, shared by all sites of a process.
+
+A site keeps no model between rounds, so a thousand simulated sites need no more
+instances than train at the same time.
+"""
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clients.factories import call_factory, import_factory
+from clients.models import weights
+from clients.models.records_apart import RecordsApart
+from clients.randomness import GlobalDraws, seeded_globally, torch_seed
+from federation.errors import JobError
+from federation.job.spec import JobSpec
+from federation.vectors import IntegerVector, Layout, Role, Vector
+from privacy.dp_sgd.fit import fit_for_privacy, without_batch_norm
+
+
+class Instance:
+    """One instance of the model, which forgets what it went through.
+
+    Attributes:
+        module: The model.
+    """
+
+    def __init__(self, module: torch.nn.Module, layout: Layout) -> None:
+        """Note what the module is like when it is new."""
+        self.module = module
+        self._layout = layout
+        self._begin = _Snapshot(module)
+        frozen = {t.name for t in layout.tensors if t.role is Role.FROZEN}
+        self._frozen = [
+            tensor
+            for name, tensor in module.named_parameters(remove_duplicate=False)
+            if name in frozen
+        ]
+        self._versions = self._frozen_versions()
+        is_sharded = any(hasattr(tensor, "to_local") for tensor in self._frozen)
+        self._digest = (
+            weights.frozen_digest(module, layout) if is_sharded else layout.frozen
+        )
+
+    def load(self, weights_d: Vector, integers_m: IntegerVector) -> None:
+        """Make the module a new one that holds the given weights."""
+        self.reset()
+        weights.load(self.module, self._layout, weights_d, integers_m)
+
+    def check_frozen(self) -> None:
+        """Check that frozen tensors are what they were: nothing loads them again.
+
+        Raises:
+            JobError: Training has changed one.
+        """
+        versions = self._frozen_versions()
+        if versions == self._versions:
+            return
+        # Written to, perhaps with the values that were there: private steps do that.
+        if weights.frozen_digest(self.module, self._layout) != self._digest:
+            raise JobError(
+                "has frozen tensors (requires_grad is False) that training changed, "
+                "and those are never sent: let them require a gradient, or make them "
+                "buffers",
+                key="model.factory",
+            )
+        self._versions = versions
+
+    def _frozen_versions(self) -> list[int]:
+        return [tensor._version for tensor in self._frozen]  # noqa: SLF001 -- torch's
+
+    def reset(self) -> None:
+        """Take back everything but weights: gradients, hooks, caches, counters."""
+        self._begin.restore()
+        self.module.zero_grad(set_to_none=True)
+
+
+class ModelPool:
+    """Builds a job's model when one is needed and keeps it for the next user.
+
+    Attributes:
+        device: Where the models live.
+        layout: Layout of the model.
+        draws: Makes models that draw random numbers reproducible.
+        records_apart: Tests these models for mixing records.
+        replaced: Layers that differential privacy has replaced, for people to read.
+        trained_spans: Places ``[start, stop)`` of these in the flat vector.
+        num_trained: Values that training changes: those of parameters that require a
+            gradient.
+    """
+
+    def __init__(
+        self, job: JobSpec, place_: Callable[[torch.nn.Module], None] | None = None
+    ) -> None:
+        """Build the first instance, with the job's seed.
+
+        Args:
+            job: The job.
+            place_: Puts a new model where it trains. A rank of a site says so, and
+                needs no initial weights; without it models go to the job's device.
+
+        Raises:
+            JobError: The factory cannot be imported or called, returns something
+                that cannot be trained, or the device is not there.
+        """
+        self._factory = import_factory(job.model.factory, key="model.factory")
+        self._options = job.model.options
+        self._seed = torch_seed(job.seed, "initial weights")
+        self._privacy = job.privacy.differential_privacy
+        self._lock = threading.Lock()
+        self._memory: WeakKeyDictionary[torch.nn.Module, set[int]]
+        self._memory = WeakKeyDictionary()
+        self.device = _device(job.training.device)
+        self.draws = GlobalDraws(self.device)
+        self.records_apart = RecordsApart(self.device)
+        self.replaced: tuple[str, ...] = ()
+        first = self._build()
+        self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
+        # An app of Flower's is given the whole model in Flower's own words.
+        self._sends_frozen = any(site.flower_app is not None for site in job.sites)
+        self._integer_buffers = job.model.integer_buffers
+        self.layout: Layout = self._layout_of(first)
+        self.trained_spans = weights.trained_spans(first, self.layout)
+        initial = weights.read(first, self.layout)
+        _check_finite(self.layout, initial[0])
+        self._initial = None if place_ else initial
+        self._place_ = place_ or (lambda module: module.to(self.device))
+        self._idle = [self._instance(first)]
+
+    def initial_weights(self) -> tuple[Vector, IntegerVector]:
+        """Weights that the job's seed gives: shapes ``(d,)`` and ``(m,)``."""
+        if self._initial is None:
+            raise ValueError("a rank keeps no initial weights")
+        weights_d, integers_m = self._initial
+        return weights_d.copy(), integers_m.copy()
+
+    def reserve(self, num_instances: int) -> None:
+        """Build instances ahead, so that a factory's mistakes show before the run.
+
+        Args:
+            num_instances: How many will be lent at the same time.
+
+        Raises:
+            JobError: The factory does not make a new model each time.
+        """
+        while len(self._idle) < num_instances:
+            self._idle.append(self._instance(self._another()))
+
+    def frozen_arrays(self) -> dict[str, NDArray[Any]]:
+        """Copies of the tensors that are not trained and never travel, by name."""
+        with self.borrow() as model:
+            return weights.frozen_arrays(model.module, self.layout)
+
+    @contextmanager
+    def borrow(self) -> Iterator[Instance]:
+        """Lend an instance; load it before use.
+
+        Raises:
+            JobError: The factory does not make a new model each time.
+        """
+        with self._lock:
+            instance = self._idle.pop() if self._idle else None
+        if instance is None:
+            instance = self._instance(self._another())
+        try:
+            yield instance
+            instance.check_frozen()
+        finally:
+            instance.reset()
+            with self._lock:
+                self._idle.append(instance)
+
+    def _layout_of(self, module: torch.nn.Module) -> Layout:
+        return weights.layout_of(
+            module, self._integer_buffers, sends_frozen=self._sends_frozen
+        )
+
+    def _another(self) -> torch.nn.Module:
+        module = self._build()
+        # All else is loaded from the global weights.
+        if self.layout.frozen and self._layout_of(module).frozen != self.layout.frozen:
+            raise JobError(
+                "gave out a second model whose frozen tensors have other values than "
+                "the first one's, and those do not travel: read them from one file, "
+                "or draw them with torch, which is seeded for every call",
+                key="model.factory",
+            )
+        return module
+
+    def _instance(self, module: torch.nn.Module) -> Instance:
+        self._place_(module)
+        memory = weights.memory_of(module)
+        with self._lock:
+            self._check_new(module, memory)
+            self._memory[module] = memory
+        return Instance(module, self.layout)
+
+    def _build(self) -> torch.nn.Module:
+        with seeded_globally(self._seed, self.device):
+            module = call_factory(self._factory, self._options, key="model.options")
+            if not isinstance(module, torch.nn.Module):
+                raise JobError(
+                    f"returned a {type(module).__name__}, not a torch.nn.Module",
+                    key="model.factory",
+                )
+            if self._privacy.enabled:
+                # Before any layout is taken. What takes a layer's place may draw.
+                is_site = self._privacy.unit == "site"
+                fit = without_batch_norm if is_site else fit_for_privacy
+                module, replaced = fit(module)
+                self.replaced = tuple(replaced)
+        return module
+
+    def _check_new(self, module: torch.nn.Module, memory: set[int]) -> None:
+        # Addresses are noted: a module that another thread uses cannot be read.
+        if module in self._memory or any(memory & m for m in self._memory.values()):
+            raise JobError(
+                "gave out the same weights twice, and sites that train at the same "
+                "time need a model each: build a new module in every call, or set "
+                "simulation.workers = 1",
+                key="model.factory",
+            )
+
+
+class _Snapshot:
+    """What a module holds beside its state: modes, hooks, caches, counters."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
+        self._contents = [
+            (value, copy.copy(value))
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if type(value) in {dict, OrderedDict, list, set}
+        ]
+        state = module.state_dict().keys()
+        self._buffers = [
+            (tensor, tensor.detach().clone())
+            for name, tensor in module.named_buffers()
+            if name not in state
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back in its place, without new objects."""
+        for attributes, before in self._attributes:
+            _refill(attributes, before)
+        for container, content in self._contents:
+            _refill(container, content)
+        for tensor, values in self._buffers:
+            # Instances may share a constant: it is written to only if it changed.
+            if not torch.equal(tensor, values):
+                tensor.copy_(values)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a container its content back; others may read one that has not changed."""
+    if _holds(container, content):
+        return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _holds(container: Any, content: Any) -> bool:
+    """Whether a container holds these very objects: tensors cannot be compared."""
+    if isinstance(container, set):
+        return bool(container == content)
+    if len(container) != len(content) or not all(map(is_, container, content)):
+        return False
+    if isinstance(container, dict):
+        return all(map(is_, container.values(), content.values()))
+    return True
+
+
+def _check_finite(layout: Layout, weights_d: Vector) -> None:
+    for spec, values in layout.float_views(weights_d):
+        if not np.isfinite(values).all():
+            raise JobError(
+                f"{spec.name!r} of the model begins with NaN or infinite values, "
+                "which cannot be averaged; make a constant like a mask a buffer "
+                "with persistent=False",
+                key="model.factory",
+            )
+
+
+def _device(name: str) -> torch.device:
+    """Resolve the job's device; without a number it is the first of its kind.
+
+    Raises:
+        JobError: It names a CUDA device that this machine does not have.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda:0" if name == "cuda" else name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise JobError(
+            f"this machine has {torch.cuda.device_count()} CUDA devices and no "
+            f"{name!r}; use auto or cpu",
+            key="training.device",
+        )
+    return device

@@ -1,0 +1,493 @@
+"""What a site remembers of its ledgers, in a place of its own, over all runs.
+
+A run's ledger lies in the run's folder, which may be deleted or put back. The site's
+memory knows two things of every run: how many charges its ledger held, so that one
+that has lost some is noticed; and what was charged, so that all runs on one dataset
+together have a budget that no deleted folder refills.
+
+Each charge is durable in both before anything is released. The ledger comes first,
+inside the update of the memory: a crash in between leaves the ledger ahead, and the
+memory takes over what it lacks when the ledger is opened next.
+
+The budget of all runs counts every event as if it were about the same records. Inside
+a run, training and held-out records are different ones; which are which may change
+from run to run.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from clients.privacy.site_memory import Document, SiteMemory
+from federation.errors import BudgetExceeded, CorruptObject, JobError
+from federation.ids import RunId
+from federation.messages import NO_ANCHOR, LedgerAnchor
+from privacy.dp import accountant
+from privacy.dp.errors import LedgerBehind
+from privacy.dp.events import Event
+from privacy.dp.ledger.ledger import Ledger, Release
+from privacy.dp.ledger.ledger_format import Charge, Purpose, Terms
+
+DOCUMENT = "ledgers"
+_RUNS, _DATASETS, _REPEATED = "runs", "datasets", "repeated"
+_CONTENTS, _MAX_CONTENTS = "contents", 256
+_UNIT = "privacy.differential_privacy.unit"
+_TARGET = "privacy.differential_privacy.target_epsilon"
+
+_Kind = tuple[float, float, float]
+_NONE = Counter[_Kind]()
+
+
+class ClosableLedger(Ledger, Protocol):
+    """A ledger that holds something open."""
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifetimeBudget:
+    """What all runs on one dataset of a site may spend together.
+
+    Attributes:
+        dataset: What the operator calls the data. Their content does not matter: with
+            one record changed the others have still spent what they have.
+        epsilon: The most; None to count and not to limit.
+        delta: The probability that goes with it; None for the smallest of the runs.
+        key: Of the limit, for messages.
+    """
+
+    dataset: str
+    epsilon: float | None = None
+    delta: float | None = None
+    key: str = "floor.total_epsilon"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifetimeSpent:
+    """What all runs on one dataset have spent together.
+
+    Attributes:
+        dataset: Its name.
+        relation: Neighbouring relation of all of them.
+        num_runs: How many have charged something.
+        epsilon: By composition of everything that was charged; an upper bound.
+        delta: The probability that goes with it.
+        num_contents: How many different contents the data had, as far as is known.
+    """
+
+    dataset: str
+    relation: str
+    num_runs: int
+    epsilon: float
+    delta: float
+    num_contents: int
+
+
+def known_anchor(memory: SiteMemory, run_id: RunId) -> LedgerAnchor:
+    """Return how many charges a run's ledger is known to have held.
+
+    Raises:
+        StoreError: The memory cannot be read, or is damaged.
+    """
+    return _anchor(memory.read(DOCUMENT), run_id)
+
+
+def keep_anchor(memory: SiteMemory, run_id: RunId, anchor: LedgerAnchor) -> None:
+    """Remember an anchor of a run; one that is smaller than before changes nothing.
+
+    Raises:
+        StoreError: The memory cannot be read or made durable.
+    """
+    if not anchor.is_within(known_anchor(memory, run_id)):
+        memory.update(DOCUMENT, lambda known: _raised(known, run_id, anchor))
+
+
+def adopt(
+    memory: SiteMemory, dataset: str, terms: Terms, charges: Sequence[Charge]
+) -> None:
+    """Count what another ledger of the site holds and its memory does not know.
+
+    As after an upgrade from a release that remembered no charges, or where the memory
+    was put back from a backup.
+
+    Raises:
+        JobError: The ledger is about other neighbours than those before it.
+        StoreError: The memory cannot be read or made durable.
+    """
+    events = _merged(charge.event for charge in charges)
+    document = memory.read(DOCUMENT)
+    if any(_covers(d, terms.run_id, events) for d in _datasets(document)):
+        return
+    memory.update(DOCUMENT, lambda known: _noted(known, dataset, terms, events))
+
+
+def lifetime(memory: SiteMemory, budget: LifetimeBudget) -> LifetimeSpent | None:
+    """Compose what all runs on a dataset have spent; None if there is nothing.
+
+    Raises:
+        StoreError: The memory cannot be read, or is damaged.
+    """
+    document = memory.read(DOCUMENT)
+    entry = document.get(_DATASETS, {}).get(budget.dataset)
+    runs = {} if entry is None else _charged(entry["runs"])
+    if entry is None or not runs:
+        return None
+    delta = budget.delta or min(run["delta"] for run in runs.values())
+    return LifetimeSpent(
+        dataset=budget.dataset,
+        relation=entry["relation"],
+        num_runs=len(runs),
+        epsilon=accountant.epsilon(_events(runs), delta),
+        delta=delta,
+        num_contents=max(1, len(_contents(document, budget.dataset))),
+    )
+
+
+def note_content(memory: SiteMemory, dataset: str, digest: str) -> bool:
+    """Remember what the data behind a name are; return whether they have changed.
+
+    They have if they were others before and never these, so it is said once.
+
+    Args:
+        memory: The site's.
+        dataset: The name.
+        digest: See ``data_digest``.
+
+    Raises:
+        StoreError: The memory cannot be read or made durable.
+    """
+    before = _contents(memory.read(DOCUMENT), dataset)
+    if digest in before:
+        return False
+
+    def change(document: Document) -> Document:
+        known = [*_contents(document, dataset), digest]
+        found = {**document.get(_CONTENTS, {}), dataset: known[-_MAX_CONTENTS:]}
+        return {**document, _CONTENTS: found}
+
+    memory.update(DOCUMENT, change)
+    return bool(before)
+
+
+def one_budget(dataset: str) -> str:
+    """Say what changed data mean for the budget of their name."""
+    return (
+        f"the budget of {dataset!r} goes on, because records that were there before "
+        "have spent what they have. Give data another data.name in site.toml only if "
+        "no record of the old data is in them"
+    )
+
+
+def _contents(document: Document, dataset: str) -> list[str]:
+    found: list[str] = document.get(_CONTENTS, {}).get(dataset, [])
+    return found
+
+
+def dataset_of(memory: SiteMemory, run_id: str) -> str | None:
+    """Return the name of the dataset that a run was charged to; None if it is unknown.
+
+    Raises:
+        StoreError: The memory cannot be read, or is damaged.
+    """
+    datasets = memory.read(DOCUMENT).get(_DATASETS, {})
+    return next((name for name, d in datasets.items() if run_id in d["runs"]), None)
+
+
+def check_plan(
+    memory: SiteMemory,
+    budget: LifetimeBudget,
+    terms: Terms,
+    planned: Iterable[Event],
+) -> None:
+    """Refuse a run that the budget of all runs does not allow to its end.
+
+    Nothing is written. Runs that are not over count with what they have charged.
+
+    Args:
+        memory: The site's.
+        budget: Of all runs on the data.
+        terms: Of the run.
+        planned: All that the run will release, if nothing is done twice.
+
+    Raises:
+        JobError: It is not allowed, or earlier runs were about other neighbours.
+        StoreError: The memory cannot be read, or is damaged.
+    """
+    document = memory.read(DOCUMENT)
+    entry = document.get(_DATASETS, {}).get(budget.dataset, {_RUNS: {}})
+    _check_relation(entry, budget.dataset, terms)
+    if budget.epsilon is None:
+        return
+    own = _merged(_events({"": entry[_RUNS].get(terms.run_id, {"events": []})}))
+    others = _other_runs(document, budget, terms)
+    epsilon, delta = _composed(budget, terms, others, own | _merged(planned))
+    if epsilon > budget.epsilon:
+        before, _ = _composed(budget, terms, others, own)
+        raise JobError(
+            f"site {terms.site!r}: all runs on {budget.dataset!r} have spent epsilon "
+            f"{before:.4g} at delta {delta:g}, this one would take it to "
+            f"{epsilon:.4g}, and {budget.epsilon:g} is allowed ({budget.key}). Ask "
+            "for less, or for fewer rounds",
+            key=_TARGET,
+        )
+
+
+class RememberedLedger:
+    """A ledger whose charges its site's memory knows, too.
+
+    Args:
+        ledger: The run's own.
+        memory: The site's.
+        budget: Of all runs on the data.
+        planned: All that the run will release, if nothing is done twice.
+
+    Raises:
+        JobError: The run could exceed the budget, or earlier runs on the data were
+            about other neighbours.
+        StoreError: The memory cannot be read or made durable.
+    """
+
+    def __init__(
+        self,
+        ledger: ClosableLedger,
+        memory: SiteMemory,
+        budget: LifetimeBudget,
+        planned: Iterable[Event] = (),
+    ) -> None:
+        """Note what the ledger is ahead of the memory, as after a crash."""
+        self._ledger = ledger
+        self._memory = memory
+        self._budget = budget
+        known = memory.read(DOCUMENT).get(_DATASETS, {}).get(budget.dataset, {})
+        run = known.get(_RUNS, {}).get(ledger.terms.run_id, {})
+        self._repeated = _merged(_events({"": {"events": run.get(_REPEATED, [])}}))
+        self._own = _merged(charge.event for charge in ledger.charges())
+        self._own -= self._repeated
+        self._planned = _merged(planned) | self._own
+        check_plan(memory, budget, ledger.terms, planned)
+        if self._own:  # A run that has charged nothing leaves no trace.
+            memory.update(DOCUMENT, self._note)
+        # With these other runs the plan is within the budget: a charge within it need
+        # not be composed with theirs again.
+        self._others = _other_runs(memory.read(DOCUMENT), budget, ledger.terms)
+
+    @property
+    def terms(self) -> Terms:
+        """See ``Ledger.terms``."""
+        return self._ledger.terms
+
+    def charge(
+        self, event: Event, *, round_index: int, purpose: Purpose = "train"
+    ) -> float:
+        """See ``Ledger.charge``."""
+        (spent,) = self.charge_all([(event, purpose)], round_index=round_index)
+        return spent
+
+    def charge_all(
+        self, releases: Sequence[Release], *, round_index: int
+    ) -> tuple[float, ...]:
+        """See ``Ledger.charge_all``; also refused beyond the budget of all runs."""
+        found: list[float] = []
+
+        def change(document: Document) -> Document:
+            after = self._own + _merged(event for event, _ in releases)
+            self._check_total(document, after, round_index)
+            found.extend(self._ledger.charge_all(releases, round_index=round_index))
+            self._own = after
+            return self._note(document)
+
+        self._memory.update(DOCUMENT, change)
+        return tuple(found)
+
+    def repeat(self, event: Event, *, round_index: int) -> None:
+        """Charge this run for what another one released, and all runs only once.
+
+        After a crash in between, all runs are charged twice.
+        """
+
+        def change(document: Document) -> Document:
+            self._ledger.charge(event, round_index=round_index)
+            self._repeated += _merged([event])
+            return self._note(document)
+
+        self._memory.update(DOCUMENT, change)
+
+    def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
+        """See ``Ledger.epsilon``."""
+        return self._ledger.epsilon(purpose, *more)
+
+    def charges(self) -> tuple[Charge, ...]:
+        """See ``Ledger.charges``."""
+        return self._ledger.charges()
+
+    def anchor(self) -> LedgerAnchor:
+        """See ``Ledger.anchor``."""
+        return self._ledger.anchor()
+
+    def check_anchor(self, anchor: LedgerAnchor) -> None:
+        """See ``Ledger.check_anchor``; what is refused is kept, for the recovery."""
+        try:
+            self._ledger.check_anchor(anchor)
+        except LedgerBehind:
+            keep_anchor(self._memory, RunId(self.terms.run_id), anchor)
+            raise
+
+    def close(self) -> None:
+        """Close the run's ledger."""
+        self._ledger.close()
+
+    def _note(self, document: Document) -> Document:
+        """Make the memory know what the ledger holds."""
+        run_id = self.terms.run_id
+        document = _raised(document, RunId(run_id), self._ledger.anchor())
+        dataset, own = self._budget.dataset, self._own
+        return _noted(document, dataset, self.terms, own, self._repeated)
+
+    def _check_total(
+        self, document: Document, after: Counter[_Kind], round_index: int
+    ) -> None:
+        limit = self._budget.epsilon
+        others = _other_runs(document, self._budget, self.terms)
+        if limit is None or (after <= self._planned and others == self._others):
+            return
+        if others != self._others:  # Another process has charged something meanwhile.
+            whole = self._planned | after
+            if _composed(self._budget, self.terms, others, whole)[0] <= limit:
+                self._planned, self._others = whole, others
+                return
+        epsilon, delta = _composed(self._budget, self.terms, others, after)
+        if epsilon > limit:
+            raise BudgetExceeded(
+                f"round {round_index} would take all runs on "
+                f"{self._budget.dataset!r} at site {self.terms.site!r} to epsilon "
+                f"{epsilon:.4g} at delta {delta:g}, beyond {limit:g} "
+                f"({self._budget.key}); nothing was released. A higher limit is a "
+                "decision of the site's operator",
+                epsilon=epsilon,
+                cap=limit,
+            )
+
+
+def _other_runs(
+    document: Document, budget: LifetimeBudget, terms: Terms
+) -> Mapping[str, Any]:
+    entry = document.get(_DATASETS, {}).get(budget.dataset, {_RUNS: {}})
+    return {name: run for name, run in entry[_RUNS].items() if name != terms.run_id}
+
+
+def _composed(
+    budget: LifetimeBudget,
+    terms: Terms,
+    others: Mapping[str, Any],
+    own: Counter[_Kind],
+) -> tuple[float, float]:
+    """Epsilon of other runs and of this one, and the delta that goes with it."""
+    runs = _charged(others)
+    delta = budget.delta or min([terms.delta, *(r["delta"] for r in runs.values())])
+    events = [*_events(runs), *map(_event, own.items())]
+    return accountant.epsilon(events, delta), delta
+
+
+def _anchor(document: Document, run_id: RunId) -> LedgerAnchor:
+    found = document.get(_RUNS, {}).get(run_id)
+    if found is None:
+        return NO_ANCHOR
+    counts = [found.get(name) for name in ("train", "evaluate")]
+    if not all(type(n) is int and n >= 0 for n in counts):
+        raise CorruptObject(
+            f"this site's memory of its ledger of run {run_id} is damaged: restore the "
+            f"document {DOCUMENT!r}"
+        )
+    return LedgerAnchor(train=counts[0], evaluate=counts[1])
+
+
+def _raised(document: Document, run_id: RunId, anchor: LedgerAnchor) -> Document:
+    joined = _anchor(document, run_id).joined(anchor)
+    entry = {"train": joined.train, "evaluate": joined.evaluate}
+    return {**document, _RUNS: {**document.get(_RUNS, {}), run_id: entry}}
+
+
+def _noted(
+    document: Document,
+    dataset: str,
+    terms: Terms,
+    events: Counter[_Kind],
+    repeated: Counter[_Kind] = _NONE,
+) -> Document:
+    """Put a run's events into a dataset's entry; what it had before stays, or grows."""
+    datasets = document.get(_DATASETS, {})
+    entry = datasets.get(dataset, {"relation": terms.relation, "runs": {}})
+    _check_relation(entry, dataset, terms)
+    before = entry["runs"].get(terms.run_id)
+    kept = events if before is None else events | _merged(_events({"": before}))
+    run = {"delta": terms.delta, "events": _listed(kept)}
+    if repeated:
+        run[_REPEATED] = _listed(repeated)
+    elif before is not None and _REPEATED in before:
+        run[_REPEATED] = before[_REPEATED]
+    runs = {**entry["runs"], terms.run_id: run}
+    return {**document, _DATASETS: {**datasets, dataset: {**entry, "runs": runs}}}
+
+
+def _listed(kinds: Counter[_Kind]) -> list[list[float]]:
+    return [[*kind, steps] for kind, steps in sorted(kinds.items())]
+
+
+def _check_relation(entry: Document, dataset: str, terms: Terms) -> None:
+    before = entry.get("relation", terms.relation)
+    if before != terms.relation:
+        raise JobError(
+            f"site {terms.site!r}: earlier runs on {dataset!r} were about "
+            f"{before!r} and this one is about {terms.relation!r}; the two "
+            "do not add up to one epsilon. Ask for the same unit as before; other data "
+            "need another data.name in site.toml",
+            key=_UNIT,
+        )
+
+
+def _datasets(document: Document) -> Iterable[Document]:
+    found: Mapping[str, Document] = document.get(_DATASETS, {})
+    return found.values()
+
+
+def _covers(entry: Document, run_id: str, events: Counter[_Kind]) -> bool:
+    run = entry["runs"].get(run_id)
+    if run is None:
+        return False
+    repeated = {"events": run.get(_REPEATED, [])}
+    return events <= _merged(_events({run_id: run, "": repeated}))
+
+
+def _charged(runs: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: run for name, run in runs.items() if run["events"]}
+
+
+def _events(runs: Mapping[str, Any]) -> list[Event]:
+    try:
+        return [
+            Event(noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=steps)
+            for run in runs.values()
+            for noise, rate, slack, steps in run["events"]
+        ]
+    except (TypeError, ValueError, KeyError) as error:
+        raise CorruptObject(
+            f"this site's memory of what runs have spent is damaged: {error}; restore "
+            f"the document {DOCUMENT!r}"
+        ) from error
+
+
+def _merged(events: Iterable[Event]) -> Counter[_Kind]:
+    """Steps of each kind of event."""
+    steps = Counter[_Kind]()
+    for event in events:
+        kind = (event.noise_multiplier, event.sampling_rate, event.slack)
+        steps[kind] += event.steps
+    return steps
+
+
+def _event(item: tuple[_Kind, int]) -> Event:
+    (noise, rate, slack), steps = item
+    return Event(noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=steps)

@@ -1,0 +1,356 @@
+"""A site under secure aggregation: its updates leave masked or not at all.
+
+Wraps the work of a plain site in the site's half of ``privacy.secagg``. What leaves
+beside the masked words is public: the round, the site, signed digests.
+
+Shape suffixes: d float values of the model.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from clients.privacy.cohorts import CohortRule
+from clients.privacy.groups import GroupRule
+from clients.privacy.masking import Masking, SumNoise, check_clip
+from clients.training.kept_integers import KeptIntegers
+from federation.errors import BudgetExceeded, FederationError, ProtocolError, SiteError
+from federation.ids import SiteId
+from federation.messages import (
+    FailureKind,
+    MaskedUpdate,
+    RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
+    SiteMessage,
+    Task,
+    TaskKind,
+)
+from federation.protocols import Trainer
+from federation.rounds.failures import failure
+from federation.vectors import ByteVector, HeaderVector, Layout, layout_differs
+from privacy.keystream import RandomBytes
+from privacy.secagg.agreement.floor import Group, LocalFloor
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
+from privacy.secagg.errors import NotSetUp
+from privacy.secagg.protocol import train
+from privacy.secagg.protocol.client import SiteSession
+from privacy.secagg.protocol.key_schedule import RoundFacts
+from privacy.secagg.protocol.messages import Survivors
+from privacy.secagg.protocol.round_memory import RoundMemory
+from privacy.secagg.protocol.setup import SiteSetup
+
+_LOG = logging.getLogger(__name__)
+
+_RESTARTED = "has no keys for this run: it was restarted, and needs a new setup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protection:
+    """What a site's operator gives it for secure aggregation.
+
+    Attributes:
+        identity: The site's long-lived key.
+        floor_of: What the operator demands of a contract, given the layout of the
+            site's own model.
+        memory: Remembers the rounds that were answered, beyond a restart.
+        random_bytes: The system's source of randomness.
+        cohorts: Which sums it may be part of.
+        noise: What this site adds to its words, where privacy is made inside the
+            sum.
+        groups: Its part in drawing groups; None where all sites are in one sum.
+        threads: Threads of the arithmetic.
+    """
+
+    identity: Identity
+    floor_of: Callable[[Layout], LocalFloor]
+    memory: RoundMemory
+    random_bytes: RandomBytes
+    cohorts: CohortRule
+    noise: SumNoise | None = None
+    groups: GroupRule | None = None
+    threads: int = 1
+
+
+class SecureSite:
+    """What one site does when the aggregator may see sums only."""
+
+    def __init__(
+        self,
+        name: SiteId,
+        *,
+        make_trainer: Callable[[], Trainer],
+        kept: KeptIntegers,
+        protection: Protection,
+    ) -> None:
+        """Make a site; arguments as in ``clients.training.site.Site``."""
+        self._name = name
+        self._make_trainer = make_trainer
+        self._kept = kept
+        self._protection = protection
+        self._trainer: Trainer | None = None
+        self._setup: SiteSetup | None = None
+        self._session: SiteSession | None = None
+
+    def handle(self, task: Task) -> SiteMessage:
+        """Answer a task; whatever goes wrong becomes a ``SiteFailure``.
+
+        The failure says what a protocol step found wrong. Of an error in training
+        only its kind leaves the site; the rest is in the site's own log.
+        """
+        if self._session is not None:
+            self._session.expire(task.round_index)
+        try:
+            if isinstance(task, SecureTask):
+                return self._answer_step(task)
+            return self._answer_round(task)
+        except ProtocolError as error:
+            _LOG.warning("round %s refused: %s", task.round_index, error)
+            lacking = isinstance(error, NotSetUp)
+            kind = FailureKind.NOT_SET_UP if lacking else FailureKind.INVALID
+            return failure(task, kind, str(error))
+        except BudgetExceeded as error:
+            _LOG.warning("round %s refused: %s", task.round_index, error)
+            return failure(task, FailureKind.BUDGET, str(error))
+        except Exception as error:  # noqa: BLE001 -- a site never takes the run down
+            _LOG.warning("round %s failed", task.round_index, exc_info=error)
+            known = isinstance(error, FederationError)
+            text = str(error) if known else type(error).__name__
+            return failure(task, FailureKind.CRASHED, text)
+
+    def close(self) -> None:
+        """Erase every key of the run: the site takes no further part in it."""
+        for part in (self._session, self._setup):
+            if part is not None:
+                part.close()
+        self._session = self._setup = None
+
+    def _answer_step(self, task: SecureTask) -> SecureAnswer:
+        if task.step is SecureStep.COMMIT:
+            body = self._group_rule().commit(task.body, self._protection.identity)
+        elif task.step is SecureStep.DRAW:
+            body = self._group_rule().reveal(task.body)
+        elif task.step is SecureStep.ADVERTISE:
+            body = self._advertise(task.body)
+        elif task.step is SecureStep.CONFIRM:
+            body = self._current_setup().on_book(task.body)
+        elif task.step is SecureStep.SURVIVORS:
+            body = self._consent(task.body)
+        elif task.step is SecureStep.REVEAL:
+            body = self._reveal(task)
+        else:
+            raise ProtocolError(f"{task.step.value} is not a step to ask for")
+        return _step(task, task.step, body)
+
+    def _group_rule(self) -> GroupRule:
+        rule = self._protection.groups
+        if rule is None:
+            raise ProtocolError("was asked to draw groups, and the job has none")
+        return rule
+
+    def _advertise(self, body: bytes) -> bytes:
+        group, offer = None, body
+        if self._protection.groups is not None:
+            group, offer = self._protection.groups.take_offer(body)
+        setup = self._begin_setup(group)
+        advert = setup.on_offer(offer)
+        try:
+            self._protection.cohorts.check_contract(setup.contract)
+        except BaseException:
+            setup.close()
+            raise
+        return advert
+
+    def _consent(self, body: bytes) -> bytes:
+        """Sign a list of survivors, unless their sum tells too much of the others.
+
+        A site that does not sign is no obstacle to a sum that enough others sign.
+        """
+        session = self._current_session()
+        consent = session.on_survivors(body)
+        survivors = Survivors.from_bytes(body).heads
+        try:
+            self._protection.cohorts.leave_out(session.contract, survivors)
+        except BaseException:
+            session.expire(0)  # It erases the round: its sum stays closed.
+            raise
+        return consent
+
+    def _reveal(self, task: SecureTask) -> bytes:
+        """Release shares; say in the log what was wrong with those of others."""
+        session = self._current_session()
+        shares = session.on_reveal(task.body)
+        for dispute in session.disputes:
+            _LOG.warning("round %s: %s", task.round_index, dispute)
+        return shares
+
+    def _begin_setup(self, group: Group | None) -> SiteSetup:
+        """Begin a new setup, of a group's sites or of all.
+
+        The session of the one before lives until this one is complete: if somebody
+        is missing now, those who have keys can go on without. No round is answered
+        under both, since the memory of rounds outlives sessions.
+        """
+        if self._setup is not None:
+            self._setup.close()
+        protection = self._protection
+        floor = protection.floor_of(self._current_trainer().layout())
+        self._setup = SiteSetup(
+            identity=protection.identity,
+            site=self._name,
+            floor=replace(floor, group=group),
+            random_bytes=protection.random_bytes,
+        )
+        return self._setup
+
+    def _current_setup(self) -> SiteSetup:
+        if self._setup is None:
+            raise ProtocolError("was asked to confirm before it was made an offer")
+        return self._setup
+
+    def _current_session(self) -> SiteSession:
+        if self._session is None:
+            raise NotSetUp(_RESTARTED)
+        return self._session
+
+    def _current_trainer(self) -> Trainer:
+        if self._trainer is None:
+            self._trainer = self._make_trainer()
+        return self._trainer
+
+    def _session_of(self, body: train.TrainBody) -> SiteSession:
+        """Find the session of a round's setup; its first task opens it.
+
+        Raises:
+            NotSetUp: This site has no keys of that setup.
+        """
+        session, setup = self._session, self._setup
+        if session is not None and session.setup_hash == body.setup_hash:
+            return session
+        if setup is None or setup.setup_hash != body.setup_hash:
+            raise NotSetUp(_RESTARTED)
+        return self._open_session(setup, body.confirms)
+
+    def _open_session(self, setup: SiteSetup, confirms: bytes) -> SiteSession:
+        """Turn a finished setup into a session, which takes the old one's place.
+
+        Raises:
+            NotSetUp: Not all sites have confirmed the same setup; it is given up.
+        """
+        protection = self._protection
+        self._setup = None
+        try:
+            secrets = setup.on_confirms(confirms)
+        except ProtocolError as error:
+            raise NotSetUp(str(error)) from error
+        try:
+            protection.cohorts.join(setup.contract)  # From here on there may be a sum.
+        except BaseException:
+            secrets.erase()
+            raise
+        if self._session is not None:
+            self._session.close()
+        self._session = SiteSession(
+            contract=setup.contract,
+            identity=protection.identity,
+            secrets=secrets,
+            memory=protection.memory,
+            random_bytes=protection.random_bytes,
+        )
+        return self._session
+
+    def _answer_round(self, task: RoundTask) -> SiteMessage:
+        if not task.secure:
+            raise ProtocolError("answers under secure aggregation only")
+        body = train.read_train(task.secure)
+        session = self._session_of(body)
+        contract = session.contract
+        check_clip(contract, body.update_clip)
+        trainer = self._current_trainer()
+        if task.layout_digest != trainer.layout().digest:
+            raise ProtocolError(layout_differs(trainer.layout()))
+        model = train.model_digest(task.weights_d, task.integers_m)
+        session.check_model(
+            body.certificate, round_index=task.round_index, model_digest=model
+        )
+        # The round is recorded, and its masks exist, before anything is trained.
+        masks = session.begin_round(
+            RoundFacts(
+                round_index=task.round_index,
+                cohort=session.cohort,
+                model_digest=model,
+                task_digest=train.task_digest(task, body.update_clip),
+            )
+        )
+        protection = self._protection
+        masking = Masking(
+            contract=contract,
+            masks=masks,
+            update_clip=body.update_clip,
+            noise=protection.noise,
+            random_bytes=protection.random_bytes,
+            threads=protection.threads,
+        )
+        try:
+            words, header_h = self._work(task, trainer, masking)
+        except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
+            _LOG.warning("round %s declined", task.round_index, exc_info=error)
+            return _step(task, SecureStep.DECLINE, session.decline())
+        except BaseException:
+            session.decline()  # Said to nobody: it erases the round's keys.
+            raise
+        signed = session.finish_masked(
+            vector_digest=hashlib.sha256(words.data).digest(),
+            header_digest=hashlib.sha256(header_h.data).digest(),
+        )
+        return MaskedUpdate(
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=self._name,
+            layout_digest=task.layout_digest,
+            words=words,
+            header_h=header_h,
+            body=signed,
+            spent=trainer.spent(),
+        )
+
+    def _work(
+        self, task: RoundTask, trainer: Trainer, masking: Masking
+    ) -> tuple[ByteVector, HeaderVector]:
+        """Evaluate and train as asked; mask the update and what is reported of it."""
+        integers_m = self._kept.restore(task.integers_m, task.round_index)
+        evaluation = training = sealed = None
+        trains = task.kind is TaskKind.TRAIN
+        evaluates = task.evaluate or not trains
+        trainer.pay(
+            round_index=task.round_index,
+            trains=trains,
+            evaluations=int(evaluates),
+            anchor=task.anchor,
+        )
+        if evaluates:
+            evaluation = trainer.evaluate(task.weights_d, integers_m)
+        if trains:
+            result = trainer.fit(
+                task.weights_d, integers_m, round_index=task.round_index
+            )
+            training = result.training
+            sealed = masking.update(task.weights_d, result)
+            self._kept.keep(result.integers_m, task.round_index)
+        header_h = masking.header(sealed, training=training, evaluation=evaluation)
+        return np.empty(0, np.uint8) if sealed is None else sealed.words, header_h
+
+
+def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:
+    return SecureAnswer(
+        run_id=task.run_id,
+        round_index=task.round_index,
+        site=task.site,
+        step=step,
+        body=body,
+    )

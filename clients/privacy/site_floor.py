@@ -1,0 +1,271 @@
+"""What a site demands of a job before it builds anything of it."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from clients.factories import import_factory
+from clients.privacy.floor_spec import UNITS, FloorSpec
+from federation.errors import JobError
+from federation.ids import RunId, SiteId
+from federation.job import job_digest
+from federation.job.spec import JobSpec
+from federation.vectors import Layout
+from privacy.secagg.agreement.code_hash import code_hash
+from privacy.secagg.agreement.floor import LocalFloor
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.agreement.thresholds import colluding_tolerated
+from privacy.secagg.arithmetic.noise_shares import NoiseShare
+from privacy.secagg.protocol.of_job import header_slots, terms_of_job
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z]\w*")
+_UNIT = "privacy.differential_privacy.unit"
+_TARGET = "privacy.differential_privacy.target_epsilon"
+_DELTA = "privacy.differential_privacy.delta"
+_HELD_OUT = "privacy.differential_privacy.held_out"
+_SECURE = "privacy.secure_aggregation.enabled"
+_COLLUDING = "privacy.differential_privacy.colluding_sites"
+_CLIP = "privacy.secure_aggregation.clip_norm"
+_THRESHOLD = "privacy.secure_aggregation.threshold"
+_HYBRID = "privacy.secure_aggregation.hybrid"
+_ELEMENT = "privacy.secure_aggregation.element_bound"
+_RING = "privacy.secure_aggregation.ring_bits"
+_WEIGHTS = "aggregation.weights"
+_PAIR = 2
+
+_Faults = Iterator[tuple[str, str]]
+
+
+def check_job(job: JobSpec, floor: FloorSpec, site: SiteId) -> None:
+    """Hold a job against what a site's operator demands.
+
+    What its contract says is checked again, by ``privacy.secagg.agreement.floor``; here
+    an operator is told before the first round, and by the keys of the job.
+
+    Raises:
+        JobError: The site does not take part; ``key`` is the key of the job.
+    """
+    if site not in {spec.name for spec in job.sites}:
+        raise JobError(f"site {site!r} is not named by this job", key="sites")
+    for rule in (_privacy_faults, _other_faults, _sum_faults, _function_faults):
+        for key, fault in rule(job, floor):
+            raise JobError(f"site {site!r} {fault}", key=key)
+
+
+def contract_floor(
+    job: JobSpec,
+    layout: Layout,
+    *,
+    run_id: RunId,
+    floor: FloorSpec,
+    roster: Roster,
+    noise_share: NoiseShare | None,
+) -> LocalFloor:
+    """What the operator demands of the contract of a job that was accepted.
+
+    Args:
+        job: The job as it was proposed.
+        layout: Of the site's own model.
+        run_id: The run that was proposed.
+        floor: What the operator demands.
+        roster: Whom the site trusts.
+        noise_share: What the site counts on of the noise inside the sum; None if
+            there is none.
+
+    Raises:
+        JobError: The job does not say how many examples a site has at most.
+    """
+    return LocalFloor(
+        roster=roster,
+        run_id=run_id,
+        job_digest=job_digest.digest(job),
+        code_hashes=frozenset({code_hash()}),
+        layout_digest=bytes.fromhex(layout.digest),
+        num_values=layout.size,
+        sites=frozenset(SiteId(site.name) for site in job.sites),
+        terms=_terms(job),
+        min_sites=floor.fewest_in_sum(_sum_size(job)),
+        colluding=floor.colluding_sites,
+        ring_bits=frozenset(floor.ring_bits),
+        max_clip_norm=floor.max_clip_norm,
+        max_element_bound=floor.max_element_bound,
+        weight_rules=frozenset(floor.weight_rules),
+        # That of the job, which was accepted: where a contract claims more than its
+        # job does, the claim would lift the rule for two sites.
+        privacy_profiles=frozenset({job.privacy.differential_privacy.unit}),
+        max_epsilon=floor.max_epsilon if floor.demands_privacy else math.inf,
+        max_delta=floor.max_delta if floor.demands_privacy else 1.0,
+        max_rounds=floor.max_rounds + 1,
+        header_slots=header_slots(job),
+        noise_share=noise_share,
+        accept_two_sites=floor.accept_two_sites,
+        require_hybrid=floor.require_hybrid,
+    )
+
+
+def _terms(job: JobSpec) -> dict[str, Any]:
+    """What the job says of its contract, word for word."""
+    found = terms_of_job(job)
+    if job.privacy.secure_aggregation.groups is None:
+        found |= {"threshold": job.minimum_sites, "min_sites": job.minimum_sites}
+    return found
+
+
+def weakness_of(job: JobSpec, floor: FloorSpec, delta: float | None) -> str:
+    """Say why what a private job promises is too weak to count; empty if it counts.
+
+    Whatever unit the operator demands: with epsilon large enough, or delta close to 1,
+    an aggregator could call any job private.
+
+    Args:
+        job: With differential privacy.
+        floor: What the operator demands.
+        delta: What the site promises with the job's epsilon; None for less than any.
+    """
+    private = job.privacy.differential_privacy
+    target = private.target_epsilon
+    if target is None or target > floor.max_epsilon:
+        return f"its epsilon is above {floor.max_epsilon:g} (floor.max_epsilon)"
+    if delta is not None and delta > floor.max_delta:
+        return f"its delta is above {floor.max_delta:g} (floor.max_delta)"
+    is_public = private.held_out == "public" and job.evaluation.every > 0
+    if is_public and not floor.public_held_out:
+        return "it calls held-out data public (floor.public_held_out)"
+    return ""
+
+
+def accepted_units(floor: FloorSpec) -> tuple[str, ...]:
+    """Units of privacy that are as strong as the floor's, or stronger."""
+    return UNITS[UNITS.index(floor.privacy) :]
+
+
+def _privacy_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    private = job.privacy.differential_privacy
+    if private.unit not in accepted_units(floor):
+        demand = f"demands {floor.privacy!r} (floor.privacy)"
+        yield _UNIT, f"{demand}, and the job says {private.unit!r}"
+    if not floor.demands_privacy:
+        return
+    if private.held_out == "public" and not floor.public_held_out:
+        demand = "does not call its held-out data public (floor.public_held_out)"
+        yield _HELD_OUT, f"{demand}: choose 'noise'"
+    target, delta = private.target_epsilon, private.delta
+    if target is not None and target > floor.max_epsilon:
+        yield _TARGET, f"allows {floor.max_epsilon:g} (floor.max_epsilon)"
+    if delta is not None and delta > floor.max_delta:
+        yield _DELTA, f"allows {floor.max_delta:g} (floor.max_delta)"
+
+
+def _other_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    if floor.secure_aggregation and not job.privacy.secure_aggregation.enabled:
+        yield _SECURE, "demands secure aggregation (floor.secure_aggregation)"
+    if job.rounds > floor.max_rounds:
+        yield "rounds", f"allows {floor.max_rounds} (floor.max_rounds)"
+
+
+def _sum_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    """How well the secure sum hides an update, and how much is in it."""
+    if not job.privacy.secure_aggregation.enabled:
+        return
+    yield from _arithmetic_faults(job, floor)
+    yield from _number_faults(job, floor)
+    yield from _noise_faults(job, floor)
+    if floor.require_hybrid and not job.privacy.secure_aggregation.hybrid:
+        yield _HYBRID, "demands the post-quantum hybrid (floor.require_hybrid)"
+
+
+def _sum_size(job: JobSpec) -> int:
+    """How many sites agree to one sum: all, or those of the smallest group."""
+    by_group = job.privacy.secure_aggregation.groups is not None
+    return job.sites_in_sum if by_group else len(job.sites)
+
+
+def _number_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    """With how many others an update is summed up."""
+    num_sites, fewest = _sum_size(job), job.sites_in_sum
+    if num_sites == _PAIR:
+        private = job.privacy.differential_privacy
+        hides = private.unit == "record" and not weakness_of(job, floor, private.delta)
+        if not hides and not floor.accept_two_sites:
+            demand = "demands record-level privacy in a run of two"
+            yield _UNIT, f"{demand} (floor.accept_two_sites)"
+    demanded = floor.fewest_in_sum(num_sites)
+    if fewest < demanded:
+        given = f"and {fewest} of {num_sites} may make one"
+        key = "sites" if fewest == num_sites else _THRESHOLD
+        yield key, f"demands {demanded} in a sum (floor.min_sites), {given}"
+    tolerated = colluding_tolerated(num_sites, fewest)
+    if tolerated < floor.colluding_sites:
+        demand = f"demands protection against {floor.colluding_sites} colluding sites"
+        given = f"{fewest} of {num_sites} give it against {tolerated}"
+        yield _THRESHOLD, f"{demand} (floor.colluding_sites), and {given}"
+
+
+def _arithmetic_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    """How updates are weighed and rounded."""
+    secure, weights = job.privacy.secure_aggregation, job.aggregation.weights
+    if job.update_clip_norm > floor.max_clip_norm:
+        yield _CLIP, f"allows {floor.max_clip_norm:g} (floor.max_clip_norm)"
+    bound = secure.element_bound or job.update_clip_norm
+    if floor.max_element_bound is not None and bound > floor.max_element_bound:
+        yield (
+            _ELEMENT,
+            (
+                f"allows {floor.max_element_bound:g} (floor.max_element_bound), and "
+                f"the job says {bound:g}"
+            ),
+        )
+    if secure.ring_bits not in floor.ring_bits:
+        accepted = ", ".join(map(str, floor.ring_bits))
+        yield _RING, f"accepts rings of {accepted} bits (floor.ring_bits)"
+    if weights not in floor.weight_rules:
+        accepted = ", ".join(map(repr, floor.weight_rules))
+        yield _WEIGHTS, f"accepts the weights {accepted} (floor.weight_rules)"
+
+
+def _noise_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    """Against how many sites the noise holds that adds up inside the sum."""
+    private = job.privacy.differential_privacy
+    if private.in_sum and private.colluding_sites < floor.colluding_sites:
+        demand = f"demands noise that {floor.colluding_sites} colluding sites cannot "
+        counted = f"take off (floor.colluding_sites), not {private.colluding_sites}"
+        yield _COLLUDING, demand + counted
+
+
+def _function_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+    named = [("model.factory", job.model.factory)]
+    sources = [("data.source", "" if job.data is None else job.data.source)]
+    sources += [
+        (f"sites[{at}].data.source", site.data.source)
+        for at, site in enumerate(job.sites)
+        if site.data is not None
+    ]
+    named += [(key, text) for key, text in sources if text and "://" not in text]
+    for key, function in named:
+        try:
+            accepted = is_accepted(function, floor.functions)
+        except JobError as error:
+            yield key, f"has no such function: {error.reason}"
+            return
+        if not accepted:
+            yield key, f"does not accept {function!r} (floor.functions)"
+
+
+def is_accepted(function: str, accepted: tuple[str, ...]) -> bool:
+    """Whether a job may name a function.
+
+    Nothing is imported but modules of which every function is accepted.
+
+    Raises:
+        JobError: Such a module has no such function.
+    """
+    if not _FUNCTION.fullmatch(function):
+        return False
+    if function in accepted:
+        return True
+    module = function.partition(":")[0]
+    if f"{module}:*" not in accepted:
+        return False
+    # A module also holds what it has imported, which nobody meant.
+    return getattr(import_factory(function), "__module__", None) == module

@@ -1,0 +1,616 @@
+"""Differential privacy of a run: what each site promises, and its ledger.
+
+Noise is calibrated for each site from the number of its own records, rounded up to
+the grid of ``privacy.counts``. What the accountant charges and what the trainer does
+come from the same functions of ``clients.training.private_steps``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from clients import standardise
+from clients.data.datasets import Dataset
+from clients.privacy import ledger_memory, sum_plan as sum_privacy
+from clients.privacy.ledger_memory import (
+    ClosableLedger,
+    LifetimeBudget,
+    RememberedLedger,
+    check_plan,
+    keep_anchor,
+    known_anchor,
+)
+from clients.privacy.site_memory import SiteMemory
+from clients.privacy.spending import BudgetedTrainer, ClippingTrainer, Releases
+from clients.privacy.sum_plan import SumPrivacy
+from clients.standardise import Remembered, Statistics
+from clients.training.local_federation import Federation
+from clients.training.private_steps import (
+    PrivateTraining,
+    event_of,
+    num_private_steps,
+    sampling_rate,
+)
+from clients.training.trainer import TorchTrainer
+from federation.errors import JobError
+from federation.events import PrivacyPlanned, SitePrivacy
+from federation.ids import RunId, SiteId
+from federation.job import job_digest
+from federation.job.spec import JobSpec
+from federation.messages import NO_ANCHOR, LedgerAnchor
+from federation.protocols import Clock, Trainer
+from privacy.counts import coarse
+from privacy.dp import accountant
+from privacy.dp.calibration import noise_multiplier
+from privacy.dp.errors import LedgerBehind
+from privacy.dp.events import Event
+from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
+from privacy.dp.ledger import ledger_recovery
+from privacy.dp.ledger.ledger import FileLedger, InMemoryLedger, Ledger
+from privacy.dp.ledger.ledger_files import (
+    HEAD_NAME,
+    LEDGER_NAME,
+    RECOVER,
+    HeadKey,
+    read_file,
+)
+from privacy.dp.ledger.ledger_format import Purpose, Terms
+from privacy.dp.ledger.ledger_recovery import Recovered
+from privacy.dp.mechanism import SLACK
+from privacy.secagg.protocol.round_memory import FileRounds
+
+_RELATIONS = {
+    "record": accountant.NEIGHBOURING_RELATION,
+    "joint": accountant.NEIGHBOURING_RELATION,
+    "site": accountant.SITE_RELATION,
+}
+_SAMPLINGS = {
+    "record": accountant.SAMPLING_ASSUMPTION,
+    "joint": accountant.SAMPLING_ASSUMPTION,
+    "site": accountant.NO_SAMPLING,
+}
+
+
+MakePrivate = Callable[[PrivateTraining | None, Statistics | None], ClippingTrainer]
+
+ROUNDS = "rounds"  # Folder of a site's round memory, beside its ledger.
+
+
+_UNLIMITED = LifetimeBudget(dataset="records")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a site keeps beside the ledger in a run's folder.
+
+    Attributes:
+        memory: Remembers charges over all runs; None if nothing does.
+        key: Signs heads of ledgers; None where sites have no keys.
+        budget: Of all runs on the site's data.
+        is_anchor: Whether a ledger is held to what the memory knows of its run. In a
+            simulation it is not: a person may copy a run and go on with both.
+        lineage: Names the site's data, for what is released of them once.
+    """
+
+    memory: SiteMemory | None = None
+    key: HeadKey | None = None
+    budget: LifetimeBudget = _UNLIMITED
+    is_anchor: bool = True
+    lineage: str = ""
+
+
+NOTHING_KEPT = Keeping()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SitePlan:
+    """How one site keeps its promise.
+
+    Attributes:
+        epsilon_cap: What it may spend, on training and on held-out records each.
+        delta: The probability that goes with it.
+        training: Noise and clipping of a step; None where whole sites are the unit.
+        round_event: The steps of a round, for the accountant.
+        held_out: Noise of held-out results; None if these are public.
+        num_rounds: Rounds that may be trained, with those held in reserve.
+        num_evaluations: Evaluations that may be charged, likewise.
+        once: What is released before the first round: noised statistics.
+    """
+
+    epsilon_cap: float
+    delta: float
+    training: PrivateTraining | None
+    round_event: Event
+    held_out: HeldOutMechanism | None
+    num_rounds: int
+    num_evaluations: int
+    once: tuple[Event, ...] = ()
+
+    @property
+    def planned(self) -> tuple[Event, ...]:
+        """All that the run releases, if everything that is held in reserve is used."""
+        event = self.round_event
+        found = [*self.once, replace(event, steps=event.steps * self.num_rounds)]
+        if self.held_out is not None:
+            event = self.held_out.event()
+            found.append(replace(event, steps=event.steps * self.num_evaluations))
+        return tuple(found)
+
+    def budgeted(self, trainer: ClippingTrainer, ledger: Ledger) -> BudgetedTrainer:
+        """Have a trainer ask a ledger before each release that is planned here."""
+        releases = Releases(
+            round_event=self.round_event,
+            held_out=self.held_out,
+            evaluates=self.num_evaluations > 0,
+            max_loss=MAX_LOSS,
+        )
+        return BudgetedTrainer(trainer, ledger, releases)
+
+
+class PrivateSites:
+    """Trainers that keep to a budget; a context manager, since ledgers are locked."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        *,
+        run_id: RunId,
+        folder: Path | None,
+        clock: Clock,
+        stated: Mapping[SiteId, float] | None = None,
+        keeping: Callable[[SiteId], Keeping] = lambda _name: NOTHING_KEPT,
+    ) -> None:
+        """Plan every site whose data are here.
+
+        Args:
+            federation: Model and data.
+            run_id: The run that the ledgers are of.
+            folder: The run's; ledgers lie in ``sites/NAME``. None keeps nothing.
+            clock: Of the entries.
+            stated: What sites have stated that they need, where noise adds up inside
+                the secure sum and some of them are elsewhere.
+            keeping: What a site keeps beside its ledgers.
+
+        Raises:
+            JobError: The promise cannot be kept with these data, rounds and batches;
+                the message names the site and says what would do.
+        """
+        self._federation = federation
+        self._run_id = run_id
+        self._folder = folder
+        self._clock = clock
+        self._keeping = keeping
+        self._anchors: Mapping[SiteId, LedgerAnchor] = {}
+        self._ledgers: dict[SiteId, ClosableLedger] = {}
+        self._statistics: dict[SiteId, Statistics] = {}
+        self.in_sum: SumPrivacy | None = None
+        self.plans: Mapping[SiteId, SitePlan]
+        if federation.job.privacy.differential_privacy.in_sum:
+            self.in_sum = sum_privacy.plan(federation, stated)
+            self.plans = _plans_in_sum(federation, self.in_sum)
+        else:
+            self.plans = {
+                name: _named(name, federation) for name in federation.site_data
+            }
+
+    def __enter__(self) -> Self:
+        """Return itself; ledgers are opened one by one, by ``trainer``."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close the ledgers."""
+        for ledger in self._ledgers.values():
+            ledger.close()
+
+    def expect(self, anchors: Mapping[SiteId, LedgerAnchor]) -> None:
+        """Refuse a ledger that is behind what the aggregator knows of it."""
+        self._anchors = anchors
+
+    def recover(self, name: SiteId, anchor: LedgerAnchor) -> Recovered:
+        """Charge again what a site's ledger has lost; see ``ledger_recovery``.
+
+        Raises:
+            PrivacyError: It cannot be done; the message says why.
+            StoreError: The ledger or the site's memory cannot be read or written.
+        """
+        plan, folder = self.plans[name], self._folder_of(name)
+        keeping = self._keeping(name)
+        if folder is None:
+            raise ValueError("a run that keeps nothing has nothing to recover")
+        events: dict[Purpose, Event] = {"train": plan.round_event}
+        if plan.held_out is not None:
+            events["evaluate"] = plan.held_out.event()
+        anchor = anchor.joined(self._remembered(keeping))
+        if _is_missing(folder):
+            rounds = FileRounds(folder / ROUNDS).last(self._run_id)
+            anchor = anchor.joined(
+                LedgerAnchor(
+                    train=rounds + len(plan.once) if rounds else 0,
+                    evaluate=rounds * ("evaluate" in events),
+                )
+            )
+        found = ledger_recovery.recover(
+            folder,
+            self._terms(name, plan),
+            anchor=anchor,
+            events=events,
+            once=plan.once,
+            clock=self._clock,
+            key=keeping.key,
+        )
+        if keeping.memory is not None:
+            keep_anchor(keeping.memory, self._run_id, found.after)
+            charges = read_file(folder / LEDGER_NAME).charges
+            terms, dataset = self._terms(name, plan), keeping.budget.dataset
+            ledger_memory.adopt(keeping.memory, dataset, terms, charges)
+        return found
+
+    def trainer(self, name: SiteId, make: MakePrivate | None = None) -> Trainer:
+        """Make a site's trainer and open its ledger.
+
+        Args:
+            name: The site.
+            make: Makes what trains as planned; this process does by default.
+
+        Raises:
+            PrivacyError: The ledger that is there cannot be gone on with.
+        """
+        plan, federation = self.plans[name], self._federation
+        ledger = self._ledger(name, plan)
+        train, held_out = federation.site_data[name]
+        statistics = self._released(name, plan, ledger)
+        trainer: ClippingTrainer
+        if make is not None:
+            trainer = make(plan.training, statistics)
+        else:
+            if statistics is not None:
+                train, held_out = statistics.apply(train), statistics.apply(held_out)
+            trainer = TorchTrainer(
+                federation.job,
+                name,
+                pool=federation.pool,
+                train=train,
+                held_out=held_out,
+                private=plan.training,
+                seed=federation.order_seed,
+            )
+        return plan.budgeted(trainer, ledger)
+
+    def _released(
+        self, name: SiteId, plan: SitePlan, ledger: ClosableLedger
+    ) -> Statistics | None:
+        """Return the statistics that a site's records are standardised by."""
+        if not plan.once:
+            return None
+        (event,) = plan.once
+        train, _ = self._federation.site_data[name]
+        make = partial(standardise.release, self._federation.job, train)
+        if name not in self._statistics:
+            remembered = self._remembered_statistics(name)
+            if remembered is None or not isinstance(ledger, RememberedLedger):
+                ledger.charge(event, round_index=standardise.ROUND)
+                self._statistics[name] = make()
+            else:
+                self._statistics[name] = remembered.take(ledger, event, make)
+        return self._statistics[name]
+
+    def _remembered_statistics(self, name: SiteId) -> Remembered | None:
+        """Where a site remembers its statistics; None if it does not, or has none."""
+        spec = self._federation.job.privacy.differential_privacy.standardise
+        keeping = self._keeping(name)
+        if spec is None or keeping.memory is None:
+            return None
+        return Remembered(
+            memory=keeping.memory,
+            lineage=keeping.lineage,
+            spec=spec,
+            run_id=self._run_id,
+        )
+
+    def _planned(self, name: SiteId, plan: SitePlan) -> tuple[Event, ...]:
+        """What a run adds to what all runs on its data have spent."""
+        remembered = self._remembered_statistics(name)
+        if remembered is not None and remembered.of_another_run():
+            plan = replace(plan, once=())
+        return plan.planned
+
+    def promises(self) -> tuple[SitePrivacy, ...]:
+        """What every site promises."""
+        return tuple(_promise(name, plan) for name, plan in self.plans.items())
+
+    def planned(self, *, at: float) -> PrivacyPlanned:
+        """Tell what every site promises, and what that means."""
+        return planned(
+            self._federation.job,
+            self.promises(),
+            replaced=self._federation.pool.replaced,
+            signal_to_noise=(
+                None if self.in_sum is None else self.in_sum.signal_to_noise
+            ),
+            at=at,
+        )
+
+    def _remembered(self, keeping: Keeping) -> LedgerAnchor:
+        if keeping.memory is None or not keeping.is_anchor:
+            return NO_ANCHOR
+        return known_anchor(keeping.memory, self._run_id)
+
+    def _folder_of(self, name: SiteId) -> Path | None:
+        return None if self._folder is None else self._folder / "sites" / name
+
+    def _terms(self, name: SiteId, plan: SitePlan) -> Terms:
+        unit = self._federation.job.privacy.differential_privacy.unit
+        return Terms(
+            run_id=self._run_id,
+            site=name,
+            job_digest=job_digest.digest(self._federation.job).hex(),
+            delta=plan.delta,
+            epsilon_cap=plan.epsilon_cap,
+            unit=unit,
+            relation=_RELATIONS[unit],
+            sampling="none" if unit == "site" else "poisson",
+        )
+
+    def _ledger(self, name: SiteId, plan: SitePlan) -> ClosableLedger:
+        """Open a site's ledger; a site that restarts opens its own again."""
+        before = self._ledgers.pop(name, None)
+        if before is not None:
+            before.close()
+        terms, folder = self._terms(name, plan), self._folder_of(name)
+        ledger: ClosableLedger
+        if folder is not None:
+            ledger = self._open(name, folder, plan)
+        elif before is not None:
+            ledger = before  # A run that keeps nothing remembers while it lasts.
+        else:
+            ledger = self._with_memory(
+                name, plan, InMemoryLedger(terms, clock=self._clock)
+            )
+        self._ledgers[name] = ledger
+        return ledger
+
+    def _open(self, name: SiteId, folder: Path, plan: SitePlan) -> ClosableLedger:
+        """Open a ledger, and hold it against everything that is known of it."""
+        keeping = self._keeping(name)
+        anchor = self._anchors.get(name, NO_ANCHOR)
+        if keeping.memory is not None and keeping.is_anchor:
+            # Another proposal may know less, and a recovery must not.
+            keep_anchor(keeping.memory, self._run_id, anchor)
+        anchor = anchor.joined(self._remembered(keeping))
+        _check_rounds(folder, self._run_id)
+        terms = self._terms(name, plan)
+        if keeping.memory is not None:  # Before anything is written of the run.
+            planned = self._planned(name, plan)
+            check_plan(keeping.memory, keeping.budget, terms, planned)
+        ledger = FileLedger(
+            folder,
+            terms,
+            clock=self._clock,
+            anchor=anchor,
+            key=keeping.key,
+        )
+        try:
+            return self._with_memory(name, plan, ledger)
+        except BaseException:
+            ledger.close()
+            raise
+
+    def _with_memory(
+        self, name: SiteId, plan: SitePlan, ledger: ClosableLedger
+    ) -> ClosableLedger:
+        """Have a site's memory count what is charged to a ledger, if it has one."""
+        keeping = self._keeping(name)
+        if keeping.memory is None:
+            return ledger
+        planned = self._planned(name, plan)
+        return RememberedLedger(ledger, keeping.memory, keeping.budget, planned)
+
+
+def _check_rounds(folder: Path, run_id: RunId) -> None:
+    """Refuse to begin a ledger where rounds of its run were answered in secret.
+
+    A ledger is begun before the first round.
+
+    Raises:
+        LedgerBehind: It is gone.
+    """
+    if not _is_missing(folder):
+        return
+    last = FileRounds(folder / ROUNDS).last(run_id)
+    if last:
+        raise LedgerBehind(
+            f"{folder / LEDGER_NAME} is gone, and this site has answered rounds of run "
+            f"{run_id} up to round {last}, so nothing is released. Bring the newest "
+            f"ledger back. {RECOVER}"
+        )
+
+
+def _is_missing(folder: Path) -> bool:
+    """Whether nothing of a ledger is there; an empty file is nothing."""
+    if (folder / HEAD_NAME).exists():
+        return False
+    path = folder / LEDGER_NAME
+    return not path.exists() or path.stat().st_size == 0
+
+
+def planned(
+    job: JobSpec,
+    promises: Sequence[SitePrivacy],
+    *,
+    replaced: tuple[str, ...],
+    signal_to_noise: float | None = None,
+    at: float,
+) -> PrivacyPlanned:
+    """Tell what the sites promise, and what that means."""
+    unit = job.privacy.differential_privacy.unit
+    return PrivacyPlanned(
+        at=at,
+        unit=unit,
+        relation=_RELATIONS[unit],
+        accountant="pld",
+        sampling=_SAMPLINGS[unit],
+        holds_against=_holds_against(job),
+        signal_to_noise=signal_to_noise,
+        sites=tuple(promises),
+        replaced=replaced,
+        withheld=tuple(_withheld(job)),
+    )
+
+
+def _named(name: SiteId, federation: Federation) -> SitePlan:
+    """Plan a site; what cannot be planned is told with the site's name."""
+    try:
+        return _plan(name, federation)
+    except JobError as error:
+        raise JobError(f"site {name!r}: {error.reason}", key=error.key) from error
+
+
+def _plan(name: SiteId, federation: Federation) -> SitePlan:
+    job = federation.job
+    private = job.privacy.differential_privacy
+    train, held_out = federation.site_data[name]
+    num_records, cap = len(train), private.target_epsilon
+    if cap is None:
+        raise ValueError("a checked job with differential privacy has a target")
+    delta = sum_privacy.delta_of_records(job, train, held_out)
+    rounds = job.rounds + private.reserve_rounds
+    once = standardise.events(job, train)
+    multiplier = private.noise_multiplier or noise_multiplier(
+        cap,
+        delta,
+        sampling_rate(job, num_records),
+        rounds * num_private_steps(job, num_records),
+        slack=SLACK,
+        beside=once,
+    )
+    training = PrivateTraining(
+        clip_norm=private.clip_norm,
+        noise_multiplier=multiplier,
+        clipping=private.clipping,
+    )
+    mechanism = training.mechanism(federation.pool.num_trained)
+    return SitePlan(
+        epsilon_cap=cap,
+        delta=delta,
+        training=training,
+        round_event=event_of(job, num_records, mechanism),
+        held_out=_held_out(job, held_out, delta),
+        num_rounds=rounds,
+        num_evaluations=_num_evaluations(job),
+        once=once,
+    )
+
+
+def _plans_in_sum(federation: Federation, shared: SumPrivacy) -> dict[SiteId, SitePlan]:
+    """What each site promises where noise adds up inside the secure sum."""
+    job = federation.job
+    private = job.privacy.differential_privacy
+    if private.target_epsilon is None:
+        raise ValueError("a checked job with differential privacy has a target")
+    training = None
+    if private.unit == "joint":
+        training = PrivateTraining(
+            clip_norm=private.clip_norm,
+            noise_multiplier=shared.share.multiplier,
+            clipping=private.clipping,
+            in_sum=True,
+        )
+    return {
+        name: SitePlan(
+            epsilon_cap=private.target_epsilon,
+            delta=shared.deltas[name],
+            training=training,
+            round_event=event,
+            held_out=_held_out(job, federation.site_data[name][1], shared.deltas[name]),
+            num_rounds=job.rounds + private.reserve_rounds,
+            num_evaluations=_num_evaluations(job),
+            once=standardise.events(job, federation.site_data[name][0]),
+        )
+        for name, event in shared.events.items()
+    }
+
+
+def _holds_against(job: JobSpec) -> str:
+    private = job.privacy.differential_privacy
+    if not private.in_sum:
+        return "the aggregator, all other sites and the public, whatever they do"
+    colluding = private.colluding_sites
+    sites = "one of the sites" if colluding == 1 else f"{colluding} of the sites"
+    return (
+        f"the aggregator and the public together with {sites}, as long as the other "
+        "sites in a sum bring their noise"
+    )
+
+
+def _withheld(job: JobSpec) -> Iterator[str]:
+    """Say what leaves no site, and what leaves beside the updates."""
+    private = job.privacy.differential_privacy
+    yield "losses of training leave no site, and answers hold no number of records"
+    if job.evaluation.every == 0:
+        yield "held-out results leave no site"
+    elif private.held_out == "public":
+        yield (
+            "held-out results leave as they are: the job declares the held-out data "
+            "public"
+        )
+    else:
+        yield "held-out results leave with noise, charged to the held-out records alone"
+    if private.standardise is not None:
+        yield (
+            "the mean and deviation of each feature at a site are made with noise, and "
+            "are in epsilon"
+        )
+    if private.adaptive_clip:
+        yield (
+            "whether an update was within the clip norm leaves in a sum with noise, "
+            "which epsilon counts"
+        )
+
+
+def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | None:
+    """Noise that a run's evaluations may be charged for, with those held in reserve."""
+    private, every = job.privacy.differential_privacy, job.evaluation.every
+    if every == 0 or private.held_out == "public" or private.target_epsilon is None:
+        return None
+    multiplier = noise_multiplier(
+        private.target_epsilon, delta, 1.0, _num_evaluations(job), slack=SLACK
+    )
+    return HeldOutMechanism(
+        noise_multiplier=multiplier,
+        predictions=_predictions(job, data),
+        num_records=coarse(len(data)),
+    )
+
+
+def _num_evaluations(job: JobSpec) -> int:
+    """The initial model, every so many rounds, the last one, and for a resume."""
+    every = job.evaluation.every
+    if every == 0:
+        return 0
+    reserve = job.privacy.differential_privacy.reserve_rounds
+    return 2 + job.rounds // every + reserve
+
+
+def _predictions(job: JobSpec, data: Dataset) -> int:
+    """Most predictions of one held-out record."""
+    if job.training.task == "classification":
+        return 1
+    windows, _ = data.batch(np.array([0]))
+    return windows.shape[1] - 1
+
+
+def _promise(name: SiteId, plan: SitePlan) -> SitePrivacy:
+    held_out = plan.held_out
+    return SitePrivacy(
+        site=name,
+        epsilon_cap=plan.epsilon_cap,
+        delta=plan.delta,
+        noise_multiplier=plan.round_event.noise_multiplier,
+        sampling_rate=plan.round_event.sampling_rate,
+        steps_per_round=plan.round_event.steps,
+        held_out_noise=None if held_out is None else held_out.standard_deviation(),
+    )

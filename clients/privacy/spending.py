@@ -1,0 +1,155 @@
+"""A trainer that asks the site's privacy ledger before anything private leaves.
+
+The ledger is charged, durably and for all of a round at once, before any of its work:
+what a crash interrupts stays charged, and a round that is refused costs nothing.
+What would tell of single records without noise is withheld: the losses of training,
+and how many examples the site holds.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from federation.errors import ProtocolError
+from federation.messages import (
+    NO_ANCHOR,
+    LedgerAnchor,
+    MetricSums,
+    PrivacySpent,
+)
+from federation.protocols import LocalResult, Trainer
+from federation.vectors import IntegerVector, Layout, Vector
+from privacy.dp.events import Event
+from privacy.dp.held_out import HeldOutMechanism
+from privacy.dp.ledger.ledger import Ledger, Release
+
+
+class ClippingTrainer(Trainer, Protocol):
+    """A trainer that can bound what a single record adds to held-out sums."""
+
+    def evaluate_clipped(
+        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float
+    ) -> MetricSums:
+        """Sums over the site's held-out data, each prediction's loss clipped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Releases:
+    """What a site releases, as its ledger is told.
+
+    Attributes:
+        round_event: The private steps of one round.
+        held_out: Noise for held-out results; None if these are public.
+        evaluates: Whether the job has evaluations; if not, held-out results stay.
+        max_loss: What a held-out prediction's loss is clipped to, in nats.
+        random_bytes: Source of the keys of the held-out noise.
+    """
+
+    round_event: Event
+    held_out: HeldOutMechanism | None
+    evaluates: bool
+    max_loss: float
+    random_bytes: Callable[[int], bytes] = os.urandom
+
+
+class BudgetedTrainer:
+    """A ``federation.protocols.Trainer`` around a private one and a ledger."""
+
+    def __init__(
+        self, trainer: ClippingTrainer, ledger: Ledger, releases: Releases
+    ) -> None:
+        """Charge what ``trainer`` does to ``ledger``.
+
+        Args:
+            trainer: Takes private steps, as ``releases.round_event`` says.
+            ledger: The site's own, of this run.
+            releases: What each piece of work costs.
+        """
+        self._trainer = trainer
+        self._ledger = ledger
+        self._releases = releases
+        # What was charged and has not been done yet.
+        self._round_index = -1
+        self._trains = False
+        self._evaluations = 0
+
+    def layout(self) -> Layout:
+        """Layout of the model."""
+        return self._trainer.layout()
+
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
+        """Charge all that a round releases, or nothing.
+
+        What an earlier payment was for and was not done is not to be done any more.
+
+        Raises:
+            BudgetExceeded: Some of it is beyond the budget; nothing was charged.
+            PrivacyError: The ledger cannot vouch for what was spent, or holds fewer
+                charges than ``anchor`` says that it held; nothing was charged.
+            ProtocolError: The job has no evaluations; nothing was charged.
+        """
+        self._trains, self._evaluations = False, 0
+        self._ledger.check_anchor(anchor)
+        held_out = self._releases.held_out
+        if evaluations and not self._releases.evaluates:
+            raise ProtocolError("was asked to evaluate, and the job has no evaluations")
+        releases: list[Release] = []
+        if trains:
+            releases.append((self._releases.round_event, "train"))
+        if held_out is not None:
+            releases += [(held_out.event(), "evaluate")] * evaluations
+        self._ledger.charge_all(releases, round_index=round_index)
+        self._round_index = round_index
+        self._trains, self._evaluations = trains, evaluations
+
+    def fit(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> LocalResult:
+        """Train a round that was paid for.
+
+        Raises:
+            RuntimeError: It was not, or it was trained already.
+        """
+        if not self._trains or round_index != self._round_index:
+            raise RuntimeError(f"round {round_index} was not paid for")
+        self._trains = False
+        result = self._trainer.fit(weights_d, integers_m, round_index=round_index)
+        return replace(result, num_examples=0, training=None)
+
+    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+        """Evaluate as was paid for, and add noise to the sums, if that is asked.
+
+        Raises:
+            RuntimeError: It was not paid for.
+        """
+        held_out = self._releases.held_out
+        if not self._evaluations:
+            raise RuntimeError("an evaluation was not paid for")
+        self._evaluations -= 1
+        if held_out is None:
+            return self._trainer.evaluate(weights_d, integers_m)
+        sums = self._trainer.evaluate_clipped(
+            weights_d, integers_m, max_loss=self._releases.max_loss
+        )
+        return held_out.release(sums, self._releases.random_bytes)
+
+    def spent(self) -> PrivacySpent:
+        """What the ledger says by now."""
+        ledger = self._ledger
+        return PrivacySpent(
+            epsilon=ledger.epsilon("train"),
+            delta=ledger.terms.delta,
+            held_out_epsilon=(
+                None if self._releases.held_out is None else ledger.epsilon("evaluate")
+            ),
+            anchor=ledger.anchor(),
+        )

@@ -1,0 +1,141 @@
+"""A trainer that lets the ranks of a site do the work."""
+
+import logging
+import threading
+
+from clients.ranks.control import Evaluate, Fit, Measured, Message, Trained, metric_sums
+from clients.ranks.group import RankGroup, RankLost
+from clients.ranks.shared_model import SharedModel
+from federation.errors import FederationError, ProtocolError, SiteError
+from federation.ids import SiteId
+from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
+from federation.protocols import LocalResult
+from federation.vectors import IntegerVector, Layout, Vector
+
+_LOG = logging.getLogger(__name__)
+
+
+class RankedTrainer:
+    """Drives a group of ranks; see ``federation.protocols.Trainer``.
+
+    A round in which a rank dies is begun again by new ranks, from the same weights:
+    what a round gives depends on its weights and its number alone. Private steps draw
+    fresh keys; of an attempt that was cut short nothing is known to anybody.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        site: SiteId,
+        layout: Layout,
+        memory: SharedModel,
+        restarts: int,
+    ) -> None:
+        """Start the ranks, which takes them seconds, and do not wait for them.
+
+        Args:
+            group: The ranks; this trainer ends them.
+            site: Name of the site.
+            layout: Layout of the model.
+            memory: What the ranks read weights from; this trainer closes it.
+            restarts: How often one piece of work is begun again.
+
+        Raises:
+            SiteError: No process can be started.
+        """
+        self._group = group
+        self._site = site
+        self._layout = layout
+        self._memory = memory
+        self._restarts = restarts
+        self._lock = threading.Lock()
+        group.start()
+
+    def layout(self) -> Layout:
+        """Layout of the model."""
+        return self._layout
+
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
+        """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
+
+    def fit(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> LocalResult:
+        """Train from the global weights.
+
+        Raises:
+            SiteError: Training failed, or ranks died again and again.
+        """
+        with self._lock:
+            done = self._do(Fit(round_index=round_index), weights_d, integers_m)
+            if not isinstance(done, Trained):
+                raise ProtocolError("a rank was asked to train and did something else")
+            local_d, local_m = self._memory.read()
+        return LocalResult(
+            weights_d=local_d,
+            integers_m=local_m,
+            num_examples=done.num_examples,
+            num_steps=done.num_steps,
+            training=None if done.count < 0 else metric_sums(done),
+        )
+
+    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+        """Sums over the site's held-out data.
+
+        Raises:
+            SiteError: Evaluation failed, or ranks died again and again.
+        """
+        return self.evaluate_clipped(weights_d, integers_m, max_loss=None)
+
+    def evaluate_clipped(
+        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float | None
+    ) -> MetricSums:
+        """Sums over the held-out data, each prediction's loss clipped, in nats.
+
+        Raises:
+            SiteError: As ``evaluate``.
+        """
+        with self._lock:
+            done = self._do(Evaluate(max_loss=max_loss or 0.0), weights_d, integers_m)
+        if not isinstance(done, Measured):
+            raise ProtocolError("a rank was asked to evaluate and did something else")
+        return metric_sums(done)
+
+    def spent(self) -> None:
+        """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
+
+    def close(self) -> None:
+        """End the ranks and let go of the memory."""
+        with self._lock:
+            self._group.end()
+            self._memory.close()
+
+    def _do(
+        self, work: Message, weights_d: Vector, integers_m: IntegerVector
+    ) -> Message:
+        lost = None
+        for attempt in range(1 + self._restarts):
+            self._memory.write(weights_d, integers_m)
+            try:
+                return self._group.ask(work)
+            except RankLost as error:
+                lost = error
+                _LOG.warning(
+                    "%s (attempt %d at site %s)", lost, attempt + 1, self._site
+                )
+                self._group.end()
+            except FederationError:
+                self._group.end()  # Others may wait for the one that failed.
+                raise
+        raise SiteError(
+            f"{lost}, and that in {1 + self._restarts} attempts; the log of site "
+            f"{self._site!r} says why"
+        )

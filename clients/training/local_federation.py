@@ -1,0 +1,63 @@
+"""Model and data of a job on one machine, ready for its sites."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from clients.data import Dataset
+from clients.models.model_pool import ModelPool
+from clients.training.kept_integers import KeptIntegers
+from clients.training.site import Site
+from clients.training.trainer import TorchTrainer
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+from federation.protocols import Clock, ObjectStore, Trainer
+
+SiteData = tuple[Dataset, Dataset]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Federation:
+    """Model and data of a job, ready for its sites.
+
+    Attributes:
+        job: The job.
+        pool: The model.
+        site_data: Training and held-out data of each site, in the job's order.
+        order_seed: Of the order of examples and of what models draw in training, in
+            place of the job's seed; secret. None for the job's.
+    """
+
+    job: JobSpec
+    pool: ModelPool
+    site_data: Mapping[SiteId, SiteData]
+    order_seed: int | None = field(default=None, repr=False)
+
+    def trainer(self, name: SiteId) -> Trainer:
+        """Make a site's trainer, which promises nothing of single records."""
+        train, held_out = self.site_data[name]
+        return TorchTrainer(
+            self.job,
+            name,
+            pool=self.pool,
+            train=train,
+            held_out=held_out,
+            seed=self.order_seed,
+        )
+
+    def site(
+        self,
+        name: SiteId,
+        *,
+        make_trainer: Callable[[], Trainer],
+        store: ObjectStore,
+        clock: Clock,
+        tells_all: bool = True,
+    ) -> Site:
+        """Make one site; ``store`` is where it keeps what never leaves it."""
+        return Site(
+            name,
+            make_trainer=make_trainer,
+            kept=KeptIntegers(name, self.pool.layout, store),
+            clock=clock,
+            tells_all=tells_all,
+        )

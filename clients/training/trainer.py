@@ -1,0 +1,421 @@
+"""Local training with torch: from the global weights to the site's own.
+
+One round at a site, as FedAvg's ClientUpdate (McMahan et al. 2017,
+arXiv:1602.05629, Algorithm 1) with the proximal term of FedProx (Li et al. 2020,
+arXiv:1812.06127, equation 2) if the job asks for it. Optimiser state starts afresh
+in every round, so a site has nothing to lose between rounds.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+
+from clients.data import batches
+from clients.data.batches import ALONE, Rank
+from clients.data.datasets import Batch, Dataset, Indices
+from clients.models import weights
+from clients.models.model_pool import ModelPool
+from clients.models.objectives import OBJECTIVES, inputs_of_model
+from clients.randomness import torch_seed
+from clients.ranks.checks import check_shares
+from clients.ranks.peers import NO_PEERS, Peers, Sums
+from clients.shards.order import ReadsAhead, telling_ahead
+from clients.training.local_steps import (
+    add_proximal,
+    groups,
+    make_optimizer,
+    set_learning_rate,
+)
+from clients.training.private_steps import (
+    PrivateGradient,
+    PrivateTraining,
+    num_private_steps,
+    sampling_rate,
+    takes_private_steps,
+)
+from federation.errors import SiteError
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
+from federation.protocols import LocalResult
+from federation.vectors import IntegerVector, Layout, Vector
+
+
+class TorchTrainer:
+    """Trains a job's model on the data of one site."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        site: SiteId,
+        *,
+        pool: ModelPool,
+        train: Dataset,
+        held_out: Dataset,
+        private: PrivateTraining | None = None,
+        peers: Peers = NO_PEERS,
+        seed: int | None = None,
+    ) -> None:
+        """Bring a job, a site's name and its data together.
+
+        Args:
+            job: The job.
+            site: Name of the site.
+            pool: Where models come from.
+            train: What to train on.
+            held_out: What to evaluate on.
+            private: Makes every gradient differentially private; None for none.
+            peers: The site's other ranks; each of them calls what this one calls.
+            seed: Of the order of examples and of what a model draws in training; the
+                job's by default.
+
+        Raises:
+            SiteError: The site has nothing to train on, or nothing to evaluate on
+                and the job asks for evaluation; or it has too few records for
+                private steps or for its ranks.
+            JobError: A batch cannot be shared out evenly, and the data needs it.
+            ValueError: The job's unit of privacy and ``private`` contradict each
+                other, or there are several ranks and noise in the secure sum.
+        """
+        if len(train) == 0:
+            raise SiteError(f"site {site!r} has no training examples")
+        if len(held_out) == 0 and job.evaluation.every > 0:
+            raise SiteError(
+                f"site {site!r} has no held-out examples; give it some or set "
+                "evaluation.every = 0"
+            )
+        if takes_private_steps(job) != (private is not None):
+            raise ValueError("private training is what the job asks for, or is not")
+        if private is not None:
+            if peers.count > 1 and private.in_sum:
+                raise ValueError("with noise in the sum one rank takes the step")
+            sampling_rate(job, len(train))
+        check_shares(job, site, train, peers.count)
+        self._private = private
+        self._is_protected = job.privacy.differential_privacy.enabled
+        self._job = job
+        self._site = site
+        self._pool = pool
+        self._train_data = train
+        self._held_out = held_out
+        self._peers = peers
+        self._seed = job.seed if seed is None else seed
+        self._objective = OBJECTIVES[job.training.task]
+        if private is None:
+            # Data that is far away begins to come while the first task is on its way
+            # and held-out data is read. After a resume this is the wrong guess.
+            self._indices(1)
+
+    def layout(self) -> Layout:
+        """Layout of the model."""
+        return self._pool.layout
+
+    def own_spans(self) -> tuple[tuple[int, int], ...]:
+        """Places of the weights that this rank answers for; see ``weights``."""
+        is_first = self._peers.rank.rank == 0
+        with self._pool.borrow() as model:
+            return weights.own_spans(model.module, self._pool.layout, is_first=is_first)
+
+    def pay(
+        self,
+        *,
+        round_index: int,
+        trains: bool,
+        evaluations: int,
+        anchor: LedgerAnchor = NO_ANCHOR,
+    ) -> None:
+        """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
+
+    def fit(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> LocalResult:
+        """Train from the global weights; see ``federation.protocols.Trainer``."""
+        # Every rank draws for itself; the first one draws what it would draw alone.
+        mine = (self._peers.rank.rank,) if self._peers.rank.rank else ()
+        seed = torch_seed(self._seed, "training", self._site, round_index, *mine)
+        with self._pool.borrow() as model:
+
+            def train() -> LocalResult:
+                model.load(weights_d, integers_m)
+                if self._private is not None and self._private.in_sum:
+                    return self._one_step(model.module, self._private, integers_m)
+                return self._train(model.module, round_index, weights_d)
+
+            return self._peers.draw(self._pool.draws, train, kind="train", seed=seed)
+
+    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+        """Sums over the site's held-out data."""
+        return self.evaluate_clipped(weights_d, integers_m, max_loss=None)
+
+    def evaluate_clipped(
+        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float | None
+    ) -> MetricSums:
+        """Sums over the held-out data, each prediction's loss clipped, in nats."""
+        seed = torch_seed(self._job.seed, "evaluation", self._site)
+        with self._pool.borrow() as model:
+
+            def evaluate() -> MetricSums:
+                model.load(weights_d, integers_m)
+                return self._evaluate(model.module, max_loss)
+
+            return self._peers.draw(
+                self._pool.draws, evaluate, kind="evaluate", seed=seed
+            )
+
+    def spent(self) -> None:
+        """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
+
+    def _train(
+        self, model: torch.nn.Module, round_index: int, weights_d: Vector
+    ) -> LocalResult:
+        """Train a model that holds the global weights."""
+        layout = self._pool.layout
+        lost_d = None
+        if weights.is_rounded(layout):  # By bfloat16 parameters, for example.
+            lost_d = weights_d - weights.read(model, layout)[0]
+        before_m = weights.read(model, layout)[1]
+        training: MetricSums | None = None
+        if self._private is None:
+            training, num_steps = self._steps(model, round_index)
+        else:
+            num_steps = self._private_steps(model, round_index, self._private)
+        local_d, local_m = weights.read(model, layout)
+        if lost_d is not None:
+            # What the model could not hold is not what training changed.
+            local_d += lost_d
+        if self._is_protected:
+            # Nothing leaves but what noise goes into.
+            weights.copy_untrained(model, layout, source_d=weights_d, out_d=local_d)
+            local_m = before_m
+        return LocalResult(
+            weights_d=local_d,
+            integers_m=local_m,
+            num_examples=len(self._train_data),
+            num_steps=num_steps,
+            training=training,
+        )
+
+    def _steps(
+        self, model: torch.nn.Module, round_index: int
+    ) -> tuple[MetricSums, int]:
+        """Take this round's local steps."""
+        training = self._job.training
+        model.train()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        anchor = (
+            [p.detach().clone() for p in parameters] if training.proximal_mu else []
+        )
+        optimizer = make_optimizer(parameters, training.optimizer)
+        sums = Sums(self._pool.device, self._peers)
+        wrapped = self._peers.wrap(model)
+        step = first_step = (round_index - 1) * self._steps_per_round()
+        for group in groups(self._indices(round_index), training.accumulate):
+            num_examples = self._peers.total(sum(map(len, group)))
+            for number, chosen in enumerate(group, start=1):
+                with self._peers.adding(wrapped, last=number == len(group)):
+                    self._add_gradient(wrapped, chosen, num_examples, sums)
+            if anchor:  # The gradient of mu/2 |x - theta|^2.
+                add_proximal(parameters, anchor, training.proximal_mu)
+            if training.clip_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, training.clip_grad_norm)
+            set_learning_rate(optimizer, self._job, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+        return sums.metrics(), step - first_step
+
+    def _add_gradient(
+        self, model: torch.nn.Module, chosen: Indices, num_examples: int, sums: Sums
+    ) -> None:
+        """Add the gradient of one batch of a step of so many examples."""
+        # A rank without an example goes through one all the same, and counts nothing.
+        read = chosen if len(chosen) else np.zeros(1, dtype=np.int64)
+        inputs, targets = self._on_device(self._train_data.batch(read))
+        with self._autocast():
+            loss = self._objective(model, inputs, targets)
+        if len(chosen) == 0:
+            (loss.total * 0.0).backward()  # type: ignore[no-untyped-call]
+            return
+        # Every example of a step counts the same, whatever its batch and its rank;
+        # the mean over the ranks is still to be taken.
+        share = len(chosen) * self._peers.count / num_examples
+        mean = loss.total / (loss.count / share)
+        mean.backward()  # type: ignore[no-untyped-call]
+        sums.add(loss.total, loss.count, loss.correct)
+
+    def _private_steps(
+        self, model: torch.nn.Module, round_index: int, private: PrivateTraining
+    ) -> int:
+        """Take this round's local steps with differentially private gradients.
+
+        Nothing is counted on the way: sums over the samples would have no noise.
+        """
+        training, size = self._job.training, len(self._train_data)
+        model.train()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        anchor = (
+            [p.detach().clone() for p in parameters] if training.proximal_mu else []
+        )
+        optimizer = make_optimizer(parameters, training.optimizer)
+        gradient = PrivateGradient(
+            model, self._job, private, num_records=size, peers=self._peers
+        )
+        num_steps = num_private_steps(self._job, size)
+        first_step = (round_index - 1) * num_steps
+        for step in range(first_step, first_step + num_steps):
+            for chosen in gradient.draw():
+                loss = self._private_loss(model, chosen)
+                gradient.add_(loss, len(chosen))
+            gradient.release_()
+            if anchor:  # It depends on no record.
+                add_proximal(parameters, anchor, training.proximal_mu)
+            set_learning_rate(optimizer, self._job, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return num_steps
+
+    def _one_step(
+        self,
+        model: torch.nn.Module,
+        private: PrivateTraining,
+        integers_m: IntegerVector,
+    ) -> LocalResult:
+        """Take one step of plain SGD whose noise is added inside the secure sum."""
+        model.train()
+        gradient = PrivateGradient(
+            model, self._job, private, num_records=len(self._train_data)
+        )
+        for chosen in gradient.draw():
+            gradient.add_(self._private_loss(model, chosen), len(chosen))
+        update_d = np.empty(self._pool.layout.size, dtype=np.float32)
+        gradient.write_update(
+            model,
+            self._pool.layout,
+            lr=self._job.training.optimizer.lr,
+            out_d=update_d,
+        )
+        return LocalResult(
+            weights_d=update_d,
+            integers_m=integers_m.copy(),
+            num_examples=len(self._train_data),
+            num_steps=1,
+            training=None,
+            is_update=True,
+        )
+
+    def _private_loss(
+        self, model: torch.nn.Module, chosen: Indices
+    ) -> Callable[[], torch.Tensor]:
+        """Read a batch, and return what computes its loss for per-record gradients.
+
+        Raises:
+            JobError: The model mixes records.
+        """
+        batch = self._on_device(self._train_data.batch(chosen))
+        self._check_apart(model, batch[0], gradients=True)
+        return partial(self._sum_of_means, model, batch)
+
+    def _sum_of_means(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Sum over records of each record's mean loss over its predictions."""
+        inputs, targets = batch
+        with self._autocast():
+            loss = self._objective(model, inputs, targets)
+        return loss.total / (loss.count / len(inputs))
+
+    def _check_apart(
+        self, model: torch.nn.Module, inputs: torch.Tensor, *, gradients: bool
+    ) -> None:
+        def forward(model: torch.nn.Module, inputs: torch.Tensor) -> object:
+            with self._autocast():
+                return model(inputs)
+
+        inputs = inputs_of_model(self._job.training.task, inputs)
+        self._pool.records_apart.check(model, inputs, forward, gradients=gradients)
+
+    @torch.no_grad()
+    def _evaluate(self, model: torch.nn.Module, max_loss: float | None) -> MetricSums:
+        model.eval()
+        sums = Sums(self._pool.device, self._peers)
+        size = self._job.evaluation.batch_size
+        total, rank = len(self._held_out), self._peers.rank
+        starts = range(rank.rank * size, total, rank.world_size * size)
+        walk = [np.arange(i, min(i + size, total)) for i in starts]
+        if self._peers.is_sharded and len(walk) * rank.world_size * size < total:
+            walk.append(np.arange(1))  # Others need this rank's part once more.
+        for number, chosen in enumerate(telling_ahead(self._held_out, iter(walk))):
+            inputs, targets = self._on_device(self._held_out.batch(chosen))
+            if self._private is not None and max_loss is not None:
+                # What one record adds to the sums is promised here too.
+                self._check_apart(model, inputs, gradients=False)
+            with self._autocast():
+                loss = self._objective(model, inputs, targets, max_loss=max_loss)
+            if number < len(starts):
+                sums.add(loss.total, loss.count, loss.correct)
+        return sums.metrics()
+
+    def _steps_per_round(self) -> int:
+        training = self._job.training
+        if training.local_steps is not None:
+            return training.local_steps
+        batches_per_epoch = -(-len(self._train_data) // training.batch_size)
+        num_batches = training.num_epochs * batches_per_epoch
+        return -(-num_batches // training.accumulate)
+
+    def _indices(self, round_index: int) -> Iterator[Indices]:
+        """Yield this rank's examples of each batch of a round."""
+        if isinstance(self._train_data, ReadsAhead):  # Each rank has its own shards.
+            return self._walk(round_index, self._peers.rank)
+        return map(self._peers.part, self._walk(round_index, ALONE))
+
+    def _walk(self, round_index: int, rank: Rank) -> Iterator[Indices]:
+        """Yield the examples of each batch of a round, or a rank's share of them."""
+        training, data = self._job.training, self._train_data
+        batch_size = training.batch_size // rank.world_size
+        # Data that is told in advance hears of the next round's first batches too.
+        ahead, shuffle = 0, None
+        if isinstance(data, ReadsAhead):
+            shuffle = data.epoch_order
+            if round_index < self._job.rounds:
+                ahead = -(-data.examples_ahead // batch_size)
+        if training.local_steps is not None:
+            num_batches = training.local_steps * training.accumulate
+            walk = batches.stepwise(
+                len(data),
+                batch_size=batch_size,
+                first_batch=(round_index - 1) * num_batches,
+                num_batches=num_batches + ahead,
+                seed=self._seed,
+                site=self._site,
+                shuffle=shuffle,
+                rank=rank,
+            )
+            return telling_ahead(data, walk, num_batches)
+        num_epochs = training.num_epochs
+        walk = batches.epochwise(
+            len(data),
+            batch_size=batch_size,
+            first_epoch=(round_index - 1) * num_epochs,
+            num_epochs=num_epochs + bool(ahead),
+            seed=self._seed,
+            site=self._site,
+            shuffle=shuffle,
+            rank=rank,
+        )
+        per_epoch = -(-len(data) // training.batch_size)
+        return telling_ahead(data, walk, num_epochs * per_epoch)
+
+    def _on_device(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        device = self._pool.device
+        return (
+            inputs.to(device, non_blocking=True),
+            None if targets is None else targets.to(device, non_blocking=True),
+        )
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._job.training.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._pool.device.type, dtype=torch.bfloat16)

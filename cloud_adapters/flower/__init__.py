@@ -1,0 +1,1 @@
+"""Flower behind the grid's seam: messages, nodes, simulation."""

@@ -1,0 +1,70 @@
+"""What sites answer over Flower, read and checked.
+
+Flower proves which node sent a reply; that it speaks for the site that was asked is
+checked here.
+"""
+
+from collections.abc import Sequence
+
+from flwr.app import Message
+
+from cloud_adapters.flower import site as flower_site
+from cloud_adapters.flower.questions import Asked
+from cloud_adapters.transport.frame_references import Packed, Reference, Sizes
+from cloud_adapters.transport.frames import Frames
+from federation.errors import CorruptObject, ObjectNotFound, ProtocolError, StoreError
+from federation.ids import SiteId
+from federation.messages import FailureKind, RoundTask, SecureTask, SiteMessage, Task
+from federation.rounds.failures import failure
+from federation.wire import frame as wire
+
+
+class Answers:
+    """Reads answers; what is wrong with one is its site's failure."""
+
+    def __init__(self, frames: Frames) -> None:
+        """Fetch the vectors of large ones as they travel."""
+        self._frames = frames
+
+    def read(self, task: Task, message: Message) -> tuple[SiteMessage, int]:
+        """Read the answer to a task, and how many bytes it took."""
+        packed = Packed(frame=b"")
+        try:
+            packed = flower_site.unpack_all(message.content)
+            answer = _of_site(packed, task.site)
+            if packed.references:
+                answer = self._fetch(task, answer, packed.references)
+        except (ProtocolError, CorruptObject, ObjectNotFound) as error:
+            answer = failure(task, FailureKind.INVALID, str(error))
+        except StoreError as error:
+            text = f"its answer cannot be fetched: {error}"
+            answer = failure(task, FailureKind.UNREACHABLE, text)
+        return answer, packed.num_bytes
+
+    def read_unfetched(self, asked: Asked, message: Message) -> tuple[SiteMessage, int]:
+        """Read an answer that came too late: its vectors stay where they are."""
+        try:
+            packed = flower_site.unpack_all(message.content)
+            return _of_site(packed, asked.site), packed.num_bytes
+        except ProtocolError as error:
+            return failure(asked, FailureKind.INVALID, str(error)), 0
+
+    def _fetch(
+        self, task: Task, head: SiteMessage, references: Sequence[Reference]
+    ) -> SiteMessage:
+        if not isinstance(task, RoundTask):
+            text = f"{task.site} answered a step with vectors in the store"
+            raise ProtocolError(text)
+        if (head.run_id, head.round_index) != (task.run_id, task.round_index):
+            return head  # It will not count, whatever its vectors are.
+        try:
+            return self._frames.receive(head, references, Sizes.of_task(task))
+        finally:
+            self._frames.discard(head, references)
+
+
+def _of_site(packed: Packed, site: SiteId) -> SiteMessage:
+    answer = wire.decode(packed.frame)
+    if isinstance(answer, RoundTask | SecureTask) or answer.site != site:
+        raise ProtocolError(f"{site}'s node spoke for {answer.site!r}")
+    return answer

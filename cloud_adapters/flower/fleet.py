@@ -1,0 +1,214 @@
+"""A node's requests to Flower's Fleet API, and what it means when they fail.
+
+A request is made again while the aggregator still counts the node as active, so that a
+restart of the SuperLink, or of the proxy before it, costs no message.
+"""
+
+import math
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+import httpx
+from flwr.supercore.error import FlowerError
+
+from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
+from federation.errors import SiteError
+from federation.protocols import Clock
+from federation.wire import frame as wire
+
+# The least that a SuperLink accepts; it counts a node as gone after two of these.
+HEARTBEAT_SECONDS = 10.0
+# A node that was heard of this recently is still counted as active: it goes on where
+# it was, and does not activate itself again, which would be refused.
+ACTIVE_SECONDS = 2 * HEARTBEAT_SECONDS
+MAX_WAIT_SECONDS = 30.0
+# Between attempts to take the place of a node with the same key, and how long to try:
+# Flower refuses a key that it does not know with the same words.
+MAX_TURN_SECONDS = 4.0
+TURN_SECONDS = 3 * ACTIVE_SECONDS
+
+# What a proxy or a server that is being restarted says.
+# The last is that of an aggregator whose disk is full.
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
+_UNAUTHORIZED = 401
+_FORBIDDEN = 403
+_NOT_ACTIVATED = 2004  # ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+
+Uniform = Callable[[float, float], float]
+Answer = TypeVar("Answer")
+
+
+class Lost(Exception):
+    """The connection is gone, or the node is no longer active."""
+
+
+class Passing(Lost):
+    """The aggregator or the way to it is down, perhaps for a moment."""
+
+
+class Taken(Lost):
+    """Another node is active under this key, or one that died is still counted."""
+
+
+class Dropped(Exception):
+    """A message cannot be answered; the next one can."""
+
+
+@dataclass(kw_only=True)
+class FleetCalls:
+    """Makes requests for one node.
+
+    Attributes:
+        address: ``HOST:PORT`` of the aggregator.
+        clock: Tells time.
+        stopped: Ends all waits.
+        listener: Called with a word about every failure that is waited for.
+        uniform: Draws the waits.
+        is_active: Whether the node has been let in.
+    """
+
+    address: str
+    clock: Clock
+    stopped: threading.Event
+    listener: Callable[[str], None]
+    uniform: Uniform
+    is_active: bool = False
+    _heard: float = field(default=-math.inf, init=False)
+    # Set by every failure; the first request that succeeds again clears it.
+    _lost: threading.Event = field(default_factory=threading.Event, init=False)
+    _refused_since: float | None = field(default=None, init=False)
+
+    def begin(self) -> None:
+        """The node asks to be let in; until it is, every failure is told at once."""
+        self.is_active, self._heard = False, -math.inf
+
+    def succeed(self) -> None:
+        """The node has been let in."""
+        self.is_active, self._refused_since = True, None
+
+    def hear(self) -> None:
+        """The aggregator has just answered."""
+        self._heard = self.clock.monotonic()
+
+    def pause(self, error: Lost, attempt: int, *, most: float = math.inf) -> None:
+        """Full jitter, as in ``cloud_adapters.storage.retry``, and at least a bit."""
+        longest = min(MAX_WAIT_SECONDS, most, 0.5 * 2.0 ** min(attempt, 16))
+        seconds = self.uniform(0.2, longest)
+        self._lost.set()
+        self.listener(f"{error}; trying again in {seconds:.1f} s")
+        self.stopped.wait(seconds)
+
+    def call(self, request: Callable[[], Answer]) -> Answer:
+        """Make a request, again while the aggregator still counts this node.
+
+        Raises:
+            SiteError: There is no use in going on.
+            Lost: The node must activate itself anew.
+            Dropped: The aggregator does not want this, and never will.
+        """
+        attempt = 0
+        while True:
+            try:
+                answer = request()
+            except httpx.TransportError as error:
+                problem = self._unreachable(error)
+            except httpx.HTTPStatusError as error:
+                problem = self._refused(error.response)
+            else:
+                self.hear()
+                if attempt and self._lost.is_set():
+                    self._lost.clear()
+                    self.listener(f"{self.address} answers again")
+                return answer
+            attempt += 1
+            age = self.clock.monotonic() - self._heard
+            over = age > ACTIVE_SECONDS or self.stopped.is_set()
+            if over or not isinstance(problem, Passing):
+                raise problem
+            self.pause(problem, attempt, most=MAX_TURN_SECONDS)
+
+    def _unreachable(self, error: httpx.TransportError) -> Exception:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                return SiteError(
+                    f"{self.address} does not prove that it is the aggregator: "
+                    f"{cause.verify_message}; compare its address and the certificate "
+                    "authority with those that the aggregator's operator gave you"
+                )
+            cause = cause.__cause__ or cause.__context__
+        return Passing(f"{self.address} cannot be reached: {error}")
+
+    def _refused(self, response: httpx.Response) -> Exception:
+        flower = FlowerError.from_json(response.text)
+        what = f"HTTP {response.status_code}"
+        if flower is not None:
+            what += f", Flower error {flower.code}: {flower.message}"
+        elif reason := _detail(response):
+            what += f": {reason}"
+        if response.status_code in PASSING:
+            return Passing(f"{self.address} refuses: {what}")
+        if flower is not None and flower.code == _NOT_ACTIVATED:
+            return self._not_activated()
+        # Flower's own 403 is about a run, which was stopped perhaps.
+        by_proxy = response.status_code == _FORBIDDEN and flower is None
+        denied = by_proxy or response.status_code == _UNAUTHORIZED
+        if self.is_active and not denied:
+            return Dropped(f"{self.address} refuses: {what}")
+        if self.is_active or not denied:
+            return Lost(f"{self.address} refuses: {what}")
+        if by_proxy:
+            return SiteError(
+                f"{self.address} does not let this site in: its certificate is "
+                "missing, expired or revoked; ask the aggregator's operator for an "
+                "invitation, and enrol the site again"
+            )
+        return self._unknown(response, what)
+
+    def _unknown(self, response: httpx.Response, what: str) -> SiteError:
+        """Why Flower does not take a node's signature."""
+        date = response.headers.get("Date", "")
+        try:
+            ahead = self.clock.now() - parsedate_to_datetime(date).timestamp()
+        except ValueError:
+            ahead = 0.0  # It does not tell the time.
+        if abs(ahead) > MOST_SKEW_SECONDS:
+            return SiteError(
+                f"{self.address} refuses the time that this site signs: its clock is "
+                f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}; set it "
+                "(NTP), and start the agent again"
+            )
+        return SiteError(
+            f"{self.address} does not know this site's key ({what}): enrol the "
+            "site, or ask the aggregator's operator whether it was revoked"
+        )
+
+    def _not_activated(self) -> Exception:
+        now = self.clock.monotonic()
+        if self._refused_since is None:
+            self._refused_since = now
+        if now - self._refused_since < TURN_SECONDS:
+            return Taken(
+                f"{self.address} counts another node with this site's key as active, "
+                f"or does not know it; a node that died is forgotten after "
+                f"{ACTIVE_SECONDS:g} s"
+            )
+        return SiteError(
+            f"{self.address} does not activate this site's key: stop the other agent "
+            "that uses it; or enrol the site, or ask the aggregator's operator whether "
+            "it was revoked"
+        )
+
+
+def _detail(response: httpx.Response) -> str:
+    """Why our gate at the SuperLink refuses; empty if it was not the gate."""
+    try:
+        found = response.json()
+    except ValueError:
+        return ""
+    reason = found.get("detail") if isinstance(found, dict) else None
+    return wire.one_line(reason) if isinstance(reason, str) else ""

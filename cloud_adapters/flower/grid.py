@@ -1,0 +1,405 @@
+"""The grid over Flower: tasks become Flower messages, answers become replies.
+
+What is lost on the way is asked after, and sent again: see ``redelivery``. Byte counts
+are those of the wire format, without Flower's own; what travels through a store instead
+is among them.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid as FlowerApi
+
+from cloud_adapters.flower import errors as flower_errors, site as flower_site
+from cloud_adapters.flower.answers import Answers
+from cloud_adapters.flower.presence import Presence
+from cloud_adapters.flower.questions import Asked, Batch, Out, Question, num_ahead
+from cloud_adapters.flower.roll_call import ANYBODY, Attendance
+from cloud_adapters.transport.frame_references import Packed
+from cloud_adapters.transport.frames import INLINE, Frames
+from cloud_adapters.transport.redelivery import Inquiry, Word
+from federation.errors import FederationError, StoreError
+from federation.ids import RunId, SiteId, TaskId
+from federation.messages import (
+    FailureKind,
+    Reply,
+    SiteFailure,
+    SiteMessage,
+    Task,
+)
+from federation.protocols import Clock
+from federation.rounds.failures import failure
+
+POLL_SECONDS = 0.02
+# Over a SuperLink, which works for 10 ms on every look, while sites wait for it.
+SUPERLINK_POLL_SECONDS = 0.1
+# An answer stays with Flower for this long after its deadline, so that a late one
+# is seen to be late, and then is deleted.
+LATE_SECONDS = 60.0
+# Tasks per shared process that are out at the same time: one waits in the process's
+# queue while it works on another.
+QUEUE = 2
+# Flower's own delays, where nodes share processes.
+GRACE_SECONDS = 2.0
+# A look for answers that took so long has fetched vectors.
+LONG_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """How tasks travel, and their answers.
+
+    Attributes:
+        job_text: Handed to every site with its tasks; empty where sites know it.
+        frames: How large messages travel; all in one piece by default.
+        ordered: Yield replies in the order of the tasks, so that sums of floating-point
+            updates are the same in every run; otherwise, and where memory does not
+            allow to hold all of them back, as they arrive.
+        workers: Processes that the nodes share, as in a simulation: a task's deadline
+            then counts from when a process takes it up. None if every node has a
+            process of its own: it counts from when the task goes out.
+        poll_seconds: Pause between two looks for replies.
+    """
+
+    job_text: str = ""
+    frames: Frames = INLINE
+    ordered: bool = False
+    workers: int | None = None
+    poll_seconds: float = POLL_SECONDS
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether nodes share processes, on the machine of the coordinator."""
+        return self.workers is not None
+
+    @property
+    def max_in_flight(self) -> float:
+        """Tasks that are out at the same time."""
+        return math.inf if self.workers is None else QUEUE * self.workers
+
+
+class FlowerGrid:
+    """The sites as nodes of a Flower run."""
+
+    def __init__(
+        self,
+        api: FlowerApi,
+        sites: Sequence[SiteId],
+        *,
+        clock: Clock,
+        attendance: Attendance = ANYBODY,
+        delivery: Delivery = Delivery(),
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Find a node for each site, and have it ready for work.
+
+        Args:
+            api: Flower's own grid.
+            sites: In the order of the job.
+            clock: Measures deadlines and durations.
+            attendance: Which nodes they are, and how many of them must be there.
+            delivery: How tasks travel.
+            stopped: Tells that Flower has ended and nothing more will come.
+
+        Raises:
+            SiteError: There are too few nodes in time, or one cannot run a site.
+        """
+        self._api = api
+        self._sites = tuple(sites)
+        self._clock = clock
+        self._delivery = delivery
+        self._stopped = stopped
+        self._known = attendance.known
+        self._answers = Answers(delivery.frames)
+        self._tidied: tuple[RunId, int] | None = None
+        self._num_sent = 0
+        self._batches: list[Batch] = []  # Those with a task that is open.
+        # Messages for which nobody waits and whose replies are still to be taken in.
+        self._late: dict[str, Asked] = {}
+        self._presence = Presence(
+            api,
+            quorum=attendance.quorum,
+            clock=clock,
+            pause=self._pause,
+            is_told=not delivery.is_simulated,
+        )
+        self._nodes = attendance.find_nodes(
+            api, sites, workers=delivery.workers, clock=clock, pause=self._pause
+        )
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site, in the order of the job."""
+        return self._sites
+
+    def send(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Sequence[TaskId]:
+        """Open tasks; see ``Grid``. Waits for nodes that have just gone.
+
+        Raises:
+            ValueError: A task is for a site that the grid does not have.
+            FederationError: Flower has ended.
+        """
+        unknown = [task.site for task in tasks if task.site not in self._sites]
+        if unknown:
+            raise ValueError(f"the grid has no sites {unknown}")
+        self._tidy(tasks)
+        ordered, ahead = self._delivery.ordered, math.inf
+        if ordered:
+            num_held = num_ahead(tasks)
+            ahead = self._delivery.max_in_flight + num_held
+            # Without shared processes all tasks go out at once, and all answers may
+            # have to wait for the first.
+            ordered = self._delivery.is_simulated or len(tasks) <= num_held
+        task_ids = [TaskId(self._num_sent + index) for index in range(len(tasks))]
+        self._num_sent += len(tasks)
+        sites = {task.site for task in tasks} & self._nodes.keys()
+        self._presence.await_return({self._nodes[s] for s in sites}, deadline_seconds)
+        batch = Batch(
+            task_ids=task_ids,
+            deadline_seconds=deadline_seconds,
+            waiting=deque(enumerate(tasks)),
+            ahead=ahead,
+            ordered=ordered,
+        )
+        self._batches.append(batch)
+        self._push(batch)
+        return task_ids
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Take in what comes; answers that missed their deadline come as they arrive.
+
+        Raises:
+            FederationError: Flower has ended.
+        """
+        end = math.inf
+        if timeout_seconds is not None:
+            end = self._clock.monotonic() + timeout_seconds
+        while True:
+            for batch in self._batches:
+                self._push(batch)
+            ready = deque(self._pull_all())
+            for batch in self._batches:
+                self._expire(batch)
+                self._give_up_silent(batch)
+                self._ask_after(batch)
+                ready.extend(batch.ready())
+            self._batches = [batch for batch in self._batches if batch.is_open()]
+            if ready or not self._batches or self._clock.monotonic() >= end:
+                return ready
+            self._pause()
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Close tasks; sites are not told."""
+        for batch in self._batches:
+            self._late |= batch.withdraw(task_ids)
+
+    def _push(self, batch: Batch) -> None:
+        while batch.waiting and self._num_in_flight() < self._delivery.max_in_flight:
+            index, task = batch.waiting[0]
+            if index >= batch.next_index + batch.ahead:
+                return
+            batch.waiting.popleft()
+            packed = self._pack(task)
+            now = self._clock.monotonic()
+            # A simulation's messages do not leave this machine.
+            inquiry = None if self._delivery.is_simulated else Inquiry(now)
+            task_id = batch.task_ids[index]
+            question = Question.of(task, index, now, inquiry, task_id=task_id)
+            batch.open[index] = question
+            self._send(batch, question, packed)
+
+    def _num_in_flight(self) -> int:
+        return sum(len(batch.open) for batch in self._batches)
+
+    def _send(
+        self, batch: Batch, question: Question, packed: Packed | SiteFailure
+    ) -> None:
+        """Send a question, for the first time or again."""
+        if isinstance(packed, SiteFailure):
+            self._settle(batch, question, packed)
+            return
+        question.asked.bytes_down += packed.num_bytes
+        content = flower_site.pack(
+            packed.frame,
+            site=question.task.site,
+            job_text=self._delivery.job_text,
+            deadline_seconds=self._seconds_left(batch, question),
+            references=packed.references,
+        )
+        out = Out(question=question)
+        if not self._post(batch, out, content, question.kind.value):
+            text = "Flower did not take the message for its node"
+            self._fail(batch, question, FailureKind.UNREACHABLE, text)
+        elif question.inquiry is not None:
+            question.inquiry.note_sent(self._clock.monotonic())
+
+    def _post(self, batch: Batch, out: Out, content: RecordDict, kind: str) -> bool:
+        """Give Flower a message that is about a question; say whether it took it."""
+        question = out.question
+        message = Message(
+            content,
+            self._nodes[question.task.site],
+            kind,
+            ttl=QUEUE * (self._seconds_left(batch, question) + LATE_SECONDS),
+            group_id=question.name,
+        )
+        for message_id in self._api.push_messages([message]):
+            if message_id:
+                batch.out[message_id] = out
+                return True
+        return False
+
+    def _seconds_left(self, batch: Batch, question: Question) -> float:
+        passed = self._clock.monotonic() - question.asked.asked_seconds
+        return max(batch.deadline_seconds - passed, 1.0)
+
+    def _ask_after(self, batch: Batch) -> None:
+        """Ask sites what became of questions that have been out for long."""
+        for question in [*batch.open.values()]:
+            now = self._clock.monotonic()
+            if question.inquiry is not None and question.inquiry.is_due(now):
+                self._probe(batch, question, flower_site.PROBE)
+
+    def _probe(self, batch: Batch, question: Question, kind: str) -> None:
+        out = Out(question=question, probed_seconds=self._clock.monotonic())
+        self._post(batch, out, RecordDict(), kind)
+
+    def _pack(self, task: Task) -> Packed | SiteFailure:
+        if task.site not in self._nodes:
+            return failure(task, FailureKind.UNREACHABLE, "was never there")
+        try:
+            frames = INLINE if task.site in self._known else self._delivery.frames
+            return frames.send(task)
+        except StoreError as error:
+            text = f"the model does not get into the store: {error}"
+            return failure(task, FailureKind.UNREACHABLE, text)
+
+    def _tidy(self, tasks: Sequence[Task]) -> None:
+        """Remove what rounds before all that are open have left in the store."""
+        for task in tasks[:1]:  # All are of one round.
+            rounds = set[int]().union(*(batch.rounds() for batch in self._batches))
+            now = task.run_id, min(rounds | {task.round_index})
+            if self._tidied != now:
+                self._tidied = now
+                self._delivery.frames.end_rounds(now[0], self._sites, before=now[1])
+
+    def _pull_all(self) -> list[Reply]:
+        """Take in what has arrived, also while vectors were being fetched.
+
+        Or answers would miss their deadline because others are large.
+        """
+        late: list[Reply] = []
+        while True:
+            begin, num_open = self._clock.monotonic(), self._num_in_flight()
+            late += self._pull()
+            is_new = self._num_in_flight() < num_open
+            if not is_new or self._clock.monotonic() - begin < LONG_SECONDS:
+                return late
+
+    def _pull(self) -> list[Reply]:
+        """Take in what has arrived; return the late answers among it."""
+        late = []
+        owners = {name: batch for batch in self._batches for name in batch.out}
+        found = self._api.pull_messages([*owners, *self._late])
+        # Words last: one that tells of an answer may have come with it.
+        for message in sorted(found, key=_is_word):
+            message_id = message.metadata.reply_to_message_id
+            batch = owners.get(message_id)
+            if batch is not None and message_id in batch.out:
+                self._take_in(batch, batch.out.pop(message_id), message)
+            elif message_id in self._late:
+                late += self._take_in_late(self._late.pop(message_id), message)
+        return late
+
+    def _take_in(self, batch: Batch, out: Out, message: Message) -> None:
+        question, inquiry = out.question, out.question.inquiry
+        if message.has_error():
+            if out.probed_seconds is not None:
+                return  # It is asked after again.
+            if inquiry is not None and message.error.code in flower_errors.LOST:
+                inquiry.note_lost(self._clock.monotonic())
+                return
+            if message.error.code == flower_errors.NODE_GONE:
+                self._presence.note_gone(self._nodes[question.task.site])
+            told = flower_errors.failure_of(question.task, message)
+            self._settle(batch, question, told)
+            return
+        word = flower_site.read_word(message.content)
+        if word is not None:
+            self._take_word(batch, out, word, is_again=not _is_word(message))
+            return
+        answer, bytes_up = self._answers.read(question.task, message)
+        question.asked.is_answered = True
+        self._settle(batch, question, answer, bytes_up=bytes_up)
+
+    def _take_word(self, batch: Batch, out: Out, word: Word, *, is_again: bool) -> None:
+        question, inquiry = out.question, out.question.inquiry
+        if inquiry is None or out.probed_seconds is None:
+            return  # A copy came there, of which nothing follows.
+        if inquiry.is_missing(word, out.probed_seconds):
+            self._send(batch, question, self._pack(question.task))
+        elif word is Word.ANSWERED and not is_again:
+            self._probe(batch, question, flower_site.AGAIN)
+
+    def _take_in_late(self, asked: Asked, message: Message) -> list[Reply]:
+        """The answer to a question for which nobody waits, if it is the first one."""
+        if asked.is_answered or message.has_error():
+            return []  # A failure was counted when the deadline passed.
+        answer, bytes_up = self._answers.read_unfetched(asked, message)
+        if isinstance(answer, SiteFailure):
+            return []
+        asked.is_answered = True
+        now = self._clock.monotonic()
+        return [asked.reply(answer, answered_seconds=now, bytes_up=bytes_up)]
+
+    def _expire(self, batch: Batch) -> None:
+        allowed = seconds = batch.deadline_seconds
+        if self._delivery.is_simulated:
+            # The process keeps the deadline itself; this is for when it is gone.
+            allowed = QUEUE * (seconds + GRACE_SECONDS)
+        now = self._clock.monotonic()
+        for question in [*batch.open.values()]:
+            if now - question.asked.asked_seconds >= allowed:
+                text = f"gave no answer within {seconds:g} s"
+                self._fail(batch, question, FailureKind.DEADLINE, text)
+
+    def _give_up_silent(self, batch: Batch) -> None:
+        """Do not wait for nodes whose heartbeats have stopped."""
+        silent = self._presence.silent(
+            {self._nodes[one.task.site] for one in batch.open.values()}
+        )
+        for question in [*batch.open.values()]:
+            if self._nodes[question.task.site] in silent:
+                # How long that takes to be known is different for nodes of Flower's.
+                text = "is not there any more: its heartbeats have stopped"
+                self._fail(batch, question, FailureKind.DISCONNECTED, text)
+
+    def _fail(
+        self, batch: Batch, question: Question, kind: FailureKind, text: str
+    ) -> None:
+        self._settle(batch, question, failure(question.task, kind, text))
+
+    def _settle(
+        self,
+        batch: Batch,
+        question: Question,
+        message: SiteMessage,
+        *,
+        bytes_up: int = 0,
+    ) -> None:
+        now = self._clock.monotonic()
+        reply = question.asked.reply(message, answered_seconds=now, bytes_up=bytes_up)
+        self._late |= batch.settle(question, reply)
+
+    def _pause(self, seconds: float | None = None) -> None:
+        if self._stopped():
+            raise FederationError("Flower has ended; no site will answer any more")
+        self._clock.sleep(self._delivery.poll_seconds if seconds is None else seconds)
+
+
+def _is_word(message: Message) -> bool:
+    return message.metadata.message_type == flower_site.PROBE

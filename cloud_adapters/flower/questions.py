@@ -1,0 +1,199 @@
+"""The questions of one batch of tasks over Flower, and the messages that carry them.
+
+A question may be out in several messages: as it was sent first, sent again, and asked
+after. The first answer to any of them counts.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from cloud_adapters.transport.redelivery import Inquiry, new_name
+from federation.ids import RunId, SiteId, TaskId
+from federation.messages import Reply, RoundTask, SiteMessage, Task, TaskKind
+
+# Answers that may be held back for one that is due before them.
+MAX_AHEAD = 64
+MAX_AHEAD_BYTES = 64 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """What is remembered of a question when nobody waits for it: no weights.
+
+    Attributes:
+        task_id: Which question.
+        run_id: The run.
+        round_index: The round.
+        site: Who was asked.
+        asked_seconds: When, on the monotonic clock.
+        bytes_down: Bytes sent to the site for it.
+        is_answered: Whether an answer has come; any further one is dropped.
+    """
+
+    task_id: TaskId
+    run_id: RunId
+    round_index: int
+    site: SiteId
+    asked_seconds: float
+    bytes_down: int
+    is_answered: bool = False
+
+    def reply(
+        self, message: SiteMessage, *, answered_seconds: float, bytes_up: int = 0
+    ) -> Reply:
+        """What has come, with what the journey cost."""
+        return Reply(
+            task_id=self.task_id,
+            message=message,
+            asked_seconds=self.asked_seconds,
+            answered_seconds=answered_seconds,
+            bytes_down=self.bytes_down,
+            bytes_up=bytes_up,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A task that waits for its answer.
+
+    Attributes:
+        index: Its place among the tasks of its batch.
+        name: The same in every message that is about it.
+        task: What is asked.
+        asked: What outlives the question.
+        inquiry: When to ask after it; None where nothing is lost.
+    """
+
+    index: int
+    name: str
+    task: Task
+    asked: Asked
+    inquiry: Inquiry | None
+
+    @property
+    def kind(self) -> TaskKind:
+        """What Flower calls it: steps of secure aggregation belong to training."""
+        return self.task.kind if isinstance(self.task, RoundTask) else TaskKind.TRAIN
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        index: int,
+        now: float,
+        inquiry: Inquiry | None,
+        *,
+        task_id: TaskId,
+    ) -> "Question":
+        """Name a task that is to be sent now."""
+        asked = Asked(
+            task_id=task_id,
+            run_id=task.run_id,
+            round_index=task.round_index,
+            site=task.site,
+            asked_seconds=now,
+            bytes_down=0,
+        )
+        name = new_name(task.round_index)
+        return cls(index=index, name=name, task=task, asked=asked, inquiry=inquiry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Out:
+    """A message that may bring an answer.
+
+    Attributes:
+        question: What it is about.
+        probed_seconds: When the question was asked after by it; None if the message
+            is the question.
+    """
+
+    question: Question
+    probed_seconds: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """What is open of one call of ``FlowerGrid.send``.
+
+    Attributes:
+        task_ids: Of its tasks, by their places.
+        deadline_seconds: How long a site may take.
+        waiting: Tasks that have not gone out, with their places.
+        ahead: How far they may go out ahead of the next one to be handed on.
+        ordered: Whether replies are handed on in the order of the tasks.
+        open: Questions without an answer, by their places.
+        out: Messages to which a reply may come, by their ids.
+        landed: What is to be handed on, by its place; None for a task that was
+            withdrawn.
+        next_index: Place of the next one, where order is kept.
+    """
+
+    task_ids: Sequence[TaskId]
+    deadline_seconds: float
+    waiting: deque[tuple[int, Task]]
+    ahead: float
+    ordered: bool
+    open: dict[int, Question] = field(default_factory=dict)
+    out: dict[str, Out] = field(default_factory=dict)
+    landed: dict[int, Reply | None] = field(default_factory=dict)
+    next_index: int = 0
+
+    def is_open(self) -> bool:
+        """Whether an answer is still to come or to be handed on."""
+        return bool(self.waiting or self.open or self.landed)
+
+    def rounds(self) -> set[int]:
+        """Rounds whose tasks still wait for an answer."""
+        tasks = [question.task for question in self.open.values()]
+        return {task.round_index for task in (*tasks, *(t for _, t in self.waiting))}
+
+    def settle(self, question: Question, reply: Reply) -> dict[str, Asked]:
+        """Wait for a question no longer.
+
+        Returns:
+            Its messages that may still be replied to.
+        """
+        self.landed[question.index] = reply
+        return self._leave(question)
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> dict[str, Asked]:
+        """Close tasks.
+
+        Returns:
+            Their messages that may still be replied to.
+        """
+        found = [i for i, task_id in enumerate(self.task_ids) if task_id in task_ids]
+        places = {i for i in found if i >= self.next_index}
+        self.waiting = deque(one for one in self.waiting if one[0] not in places)
+        self.landed |= dict.fromkeys(places)
+        questions = [self.open[place] for place in places & self.open.keys()]
+        left: dict[str, Asked] = {}
+        for question in questions:
+            left |= self._leave(question)
+        return left
+
+    def _leave(self, question: Question) -> dict[str, Asked]:
+        self.open.pop(question.index, None)
+        left = [name for name, out in self.out.items() if out.question is question]
+        return {name: self.out.pop(name).question.asked for name in left}
+
+    def ready(self) -> list[Reply]:
+        """Take out the replies that may be handed on."""
+        if not self.ordered:
+            found = [*self.landed.values()]
+            self.landed.clear()
+        else:
+            found = []
+            while self.next_index in self.landed:
+                found.append(self.landed.pop(self.next_index))
+                self.next_index += 1
+        return [reply for reply in found if reply is not None]
+
+
+def num_ahead(tasks: Sequence[Task]) -> int:
+    """Answers that memory allows to hold back."""
+    models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
+    largest = max(models, default=0)
+    return min(MAX_AHEAD, MAX_AHEAD_BYTES // max(largest, 1))

@@ -1,0 +1,331 @@
+"""Which of Flower's nodes speaks for which site."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid as FlowerApi
+
+from cloud_adapters.flower import site as flower_site
+from cloud_adapters.flower.errors import LOST, NODE_GONE, gist
+from cloud_adapters.transport.redelivery import Inquiry, Word, new_name
+from federation.errors import ProtocolError, SiteError
+from federation.ids import SiteId
+from federation.protocols import Clock
+from federation.wire import frame as wire
+
+CONNECT_SECONDS = 60.0
+# How long sites that are missing may still come, once a node has answered something
+# that cannot be believed.
+DOUBT_SECONDS = 15.0
+
+
+class RollCall(Protocol):
+    """See ``deploy.aggregator_host.roll_call``."""
+
+    @property
+    def question(self) -> bytes:
+        """What every node is asked now."""
+        ...
+
+    @property
+    def absent(self) -> Mapping[SiteId, str]:
+        """Sites that nobody waits for, and why; answers may add to them."""
+        ...
+
+    def site_of(self, answer: bytes) -> SiteId:
+        """Tell a site by its node's answer.
+
+        Raises:
+            ProtocolError: The answer is not to be believed.
+            SiteError: The site does not take part, and the run does not do without
+                it; the message says why.
+        """
+        ...
+
+    def move_on(self) -> bool:
+        """Go on to the next question, for those who answered; false if all is said."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attendance:
+    """Who must be there before work begins, and how nodes are told apart.
+
+    Attributes:
+        roll_call: Tells which node is which site. Without it nodes are as good as each
+            other: they are dealt out in ascending order of their ids.
+        known: Nodes that need not or cannot say who they are: of the roll call's sites
+            those that run an app of Flower. They are not asked; they are there when
+            they are connected.
+        required: Sites that must be there; all of them by default.
+        quorum: Sites without which an exchange is of no use.
+        connect_seconds: How long to wait for the nodes, and for the answers to each
+            further question of the roll call.
+    """
+
+    roll_call: RollCall | None = None
+    known: Mapping[SiteId, int] = field(default_factory=dict)
+    required: int | None = None
+    quorum: int = 0
+    connect_seconds: float = CONNECT_SECONDS
+
+    def find_nodes(
+        self,
+        api: FlowerApi,
+        sites: Sequence[SiteId],
+        *,
+        workers: int | None = None,
+        clock: Clock,
+        pause: Callable[[], None],
+    ) -> dict[SiteId, int]:
+        """Find the node of each site, until all are there or time is up.
+
+        Args:
+            api: Flower's own grid.
+            sites: Who is waited for; other nodes are left in peace.
+            workers: Processes that the nodes share; None if each has its own.
+            clock: Tells time.
+            pause: Waits between two looks.
+
+        Returns:
+            The node of each site that is there.
+
+        Raises:
+            SiteError: Too few sites are there, one refuses the run or cannot run, or
+                two nodes claim one site.
+        """
+        deadline = clock.monotonic() + self.connect_seconds
+        wait = _Wait(deadline=deadline, clock=clock, pause=pause)
+        if self.roll_call is None:
+            nodes = _greet(api, len(sites), at_once=workers, wait=wait)
+            return dict(zip(sites, nodes, strict=True))
+        call = _Call(
+            api=api,
+            roll_call=self.roll_call,
+            sites=sites,
+            known=self.known,
+            required=len(sites) if self.required is None else self.required,
+        )
+        _ask(call, api.get_node_ids, wait)
+        call.check()
+        while self.roll_call.move_on():
+            nodes_before = call.nodes
+            call = _Call(
+                api=api,
+                roll_call=self.roll_call,
+                sites=list(nodes_before),
+                known=self.known,
+                required=len(nodes_before),
+                lack="answer again",
+            )
+            # A site that came late has used up the time for the question before.
+            deadline = clock.monotonic() + self.connect_seconds
+            _ask(call, nodes_before.values, replace(wait, deadline=deadline))
+            call.check()
+        return call.nodes
+
+
+ANYBODY = Attendance()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wait:
+    deadline: float  # on the clock's monotonic time
+    clock: Clock
+    pause: Callable[[], None]
+
+
+def _greet(
+    api: FlowerApi, count: int, *, at_once: int | None, wait: _Wait
+) -> list[int]:
+    """Find nodes that are as good as each other, in ascending order.
+
+    ``at_once`` of them are greeted, all by default, to have the processes that they
+    share started before a round's time counts.
+    """
+
+    def pause(complaint: str) -> None:
+        if wait.clock.monotonic() >= wait.deadline:
+            raise SiteError(f"{complaint}; start them, or allow them more time")
+        wait.pause()
+
+    while len(nodes := sorted(api.get_node_ids())) < count:
+        pause(f"only {len(nodes)} of {count} Flower nodes are connected")
+    first = nodes[:count][:at_once]
+    messages = [Message(RecordDict(), node, "query") for node in first]
+    silent = set(api.push_messages(messages))
+    while silent:
+        for reply in api.pull_messages(silent):
+            silent.discard(reply.metadata.reply_to_message_id)
+            if reply.has_error():
+                reason = wire.one_line(gist(reply.error.reason))
+                raise SiteError(f"a Flower node cannot run a site: {reason}")
+        if silent:
+            pause(f"{len(silent)} Flower nodes are silent")
+    return nodes[:count]
+
+
+def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait) -> None:
+    """Ask one question of all nodes, until it is answered or time is up."""
+    now = wait.clock.monotonic
+    while not call.is_over(now()) and now() < wait.deadline:
+        online = set(nodes())
+        call.nodes |= {
+            site: call.known[site]
+            for site in call.expected
+            if call.known.get(site) in online
+        }
+        for node in online - call.met - set(call.known.values()):
+            call.ask(node, now())
+        for reply in call.api.pull_messages([*call.out]) if call.out else ():
+            call.note(reply, now())
+        call.ask_after(now())
+        if not call.is_over(now()):
+            wait.pause()
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    """A node that has not answered yet."""
+
+    node: int
+    name: str
+    inquiry: Inquiry
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """Who has been asked, and what came of it.
+
+    Attributes:
+        required: Sites that must answer.
+        lack: What those who are missing did not do.
+        out: Messages to which a reply may come, by their ids; with the time of those
+            that ask after the question.
+    """
+
+    api: FlowerApi
+    roll_call: RollCall
+    sites: Sequence[SiteId]
+    known: Mapping[SiteId, int]
+    required: int
+    lack: str = "connect"
+    out: dict[str, tuple[_Asked, float | None]] = field(default_factory=dict)
+    open: dict[int, _Asked] = field(default_factory=dict)
+    met: set[int] = field(default_factory=set)
+    nodes: dict[SiteId, int] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    doubted: float = math.inf
+
+    @property
+    def expected(self) -> list[SiteId]:
+        """Sites that may be there."""
+        return [site for site in self.sites if site not in self.roll_call.absent]
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether too many are absent, whoever else comes."""
+        return len(self.expected) < self.required
+
+    def is_over(self, now: float) -> bool:
+        """Whether there is nothing to wait for."""
+        complete = len(self.nodes) == len(self.expected)
+        ended = complete or self.is_hopeless or bool(self.complaints)
+        return ended or now - self.doubted > DOUBT_SECONDS
+
+    def check(self) -> None:
+        """Say why the run cannot begin, if it cannot.
+
+        Raises:
+            SiteError: See ``Attendance.find_nodes``.
+        """
+        if not self.complaints and len(self.nodes) >= self.required:
+            return
+        missing = [site for site in self.expected if site not in self.nodes]
+        texts = [*self.complaints, *self.roll_call.absent.values()]
+        if missing and not self.complaints and not self.is_hopeless:
+            texts.append(f"{', '.join(missing)} did not {self.lack}")
+        raise SiteError(f"the run cannot begin: {'; '.join([*texts, *self.doubts])}")
+
+    def ask(self, node: int, now: float) -> None:
+        """Ask a node for the first time."""
+        asked = _Asked(node=node, name=new_name(0), inquiry=Inquiry(now))
+        if self._post(asked, None):
+            self.met.add(node)
+            self.open[node] = asked
+
+    def ask_after(self, now: float) -> None:
+        """Ask nodes that are silent what became of the question."""
+        for asked in self.open.values():
+            if asked.inquiry.is_due(now):
+                self._post(asked, now)
+
+    def note(self, reply: Message, now: float) -> None:
+        """Take in what a node replied."""
+        asked, probed = self.out.pop(reply.metadata.reply_to_message_id)
+        if self.open.get(asked.node) is not asked:
+            return  # It has answered already.
+        if reply.has_error() and self._is_passing(asked, reply.error.code, probed, now):
+            return
+        word = None if reply.has_error() else flower_site.read_word(reply.content)
+        if word is None:
+            del self.open[asked.node]
+            self._identify(asked.node, reply, now)
+        elif probed is None:
+            return  # A copy came there, of which nothing follows.
+        elif asked.inquiry.is_missing(word, probed):
+            self._post(asked, None)
+            asked.inquiry.note_sent(now)
+        elif reply.metadata.message_type == flower_site.PROBE and word is Word.ANSWERED:
+            self._post(asked, now, flower_site.AGAIN)
+
+    def _is_passing(
+        self, asked: _Asked, code: int, probed: float | None, now: float
+    ) -> bool:
+        """Whether an error is no answer of the node's."""
+        if code == NODE_GONE:
+            self.met.discard(asked.node)  # It may come back.
+            del self.open[asked.node]
+            return True
+        if code in LOST:
+            asked.inquiry.note_lost(now)
+        return code in LOST or probed is not None
+
+    def _post(
+        self, asked: _Asked, probed: float | None, kind: str = flower_site.PROBE
+    ) -> bool:
+        content = RecordDict()
+        if probed is None:
+            content, kind = flower_site.pack_bytes(self.roll_call.question), "query"
+        message = Message(content, asked.node, kind, group_id=asked.name)
+        for message_id in self.api.push_messages([message]):
+            if message_id:
+                self.out[message_id] = asked, probed
+                return True
+        return False
+
+    def _identify(self, node: int, reply: Message, now: float) -> None:
+        try:
+            site = self._site_of(reply)
+        except SiteError as error:
+            self.complaints.append(str(error))
+        except ProtocolError as error:
+            # Nobody knows whose node it is; it must not stop a run of others.
+            self.doubts.append(f"Flower node {node}: {error}")
+            self.doubted = min(self.doubted, now)
+        else:
+            if site in self.expected:
+                self.nodes[site] = node
+
+    def _site_of(self, reply: Message) -> SiteId:
+        if reply.has_error():
+            reason = wire.one_line(gist(reply.error.reason))
+            raise ProtocolError(f"cannot answer: {reason}")
+        site = self.roll_call.site_of(flower_site.unpack_bytes(reply.content))
+        if site in self.nodes:
+            raise SiteError(f"two nodes speak for site {site!r}: stop one of them")
+        return site

@@ -1,0 +1,299 @@
+"""A run on Flower's own simulation engine, Ray, without any daemon.
+
+Nothing of Flower or Ray is imported before it is used: they are an extra. Both are
+kept from calling home, from logging to the terminal and from leaving processes or
+files behind.
+"""
+
+import gc
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from federation.errors import FederationError, JobError
+from federation.ids import SiteId
+from federation.protocols import Clock, Grid
+
+if TYPE_CHECKING:
+    from flwr.app import Context
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid as FlowerApi
+
+    from cloud_adapters.flower.site import HandlerFor
+
+T = TypeVar("T")
+
+# How long the server's thread may take to notice that Flower has ended.
+END_SECONDS = 10.0
+
+# Ray's socket names add 80 characters to a path, and 107 are the most.
+MAX_PARENT_CHARS = 20
+
+# Read by Flower and Ray when they are imported, and by Ray's processes.
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Sites see the GPUs that this process sees, as in the in-process engine.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+def run_on_flower_simulation(
+    server: Callable[[Grid], T],
+    handler_for: "HandlerFor",
+    *,
+    sites: Sequence[SiteId],
+    job_text: str,
+    clock: Clock,
+    workers: int = 1,
+    cpus_per_site: int = 1,
+    gpus_per_site: float = 0.0,
+) -> T:
+    """Run a server against simulated sites in Ray's processes.
+
+    Args:
+        server: Called once, in a thread of this process, with the grid; what it
+            returns or raises is returned or raised here.
+        handler_for: See ``flower_site.client_app``; called in Ray's processes.
+        sites: In the order of the job.
+        job_text: Handed to ``handler_for``.
+        clock: Measures deadlines and durations.
+        workers: Sites that work at the same time, each in a process.
+        cpus_per_site: Threads of arithmetic in each process.
+        gpus_per_site: Part of a GPU that each process reserves; with 0 they share
+            every GPU that there is.
+
+    Raises:
+        JobError: Flower is not installed.
+        FederationError: Flower's engine failed.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(_short_folder())
+        environment = {
+            **_QUIET,
+            "FLWR_HOME": folder,
+            "OMP_NUM_THREADS": str(cpus_per_site),
+            # Ray's processes import what this process can import.
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        stack.enter_context(_environment(environment))
+        import_flower()
+        from cloud_adapters.flower.site import client_app  # noqa: PLC0415
+
+        stack.enter_context(_silenced("flwr", "ray"))
+        stack.enter_context(_ray(workers * cpus_per_site, folder))
+        return _run(
+            _Server(
+                server,
+                sites=sites,
+                job_text=job_text,
+                clock=clock,
+                workers=workers,
+            ),
+            client_app(handler_for, threads=cpus_per_site),
+            # Flower hands these to Ray as an actor's options. Without the last one a
+            # process that dies would fail every later task.
+            resources={
+                "num_cpus": cpus_per_site,
+                "num_gpus": gpus_per_site,
+                "max_restarts": -1,
+            },
+        )
+
+
+class _Server(Generic[T]):
+    """The server as Flower's thread runs it, and what came of it."""
+
+    def __init__(
+        self,
+        server: Callable[[Grid], T],
+        *,
+        sites: Sequence[SiteId],
+        job_text: str,
+        clock: Clock,
+        workers: int,
+    ) -> None:
+        self.server = server
+        self.sites = sites
+        self.job_text = job_text
+        self.clock = clock
+        self.workers = workers
+        self.flower_ended = threading.Event()
+        self.idle = threading.Event()
+        self.idle.set()
+        self.results: list[T] = []
+        self.error: BaseException | None = None
+
+    def main(self, api: "FlowerApi", context: "Context") -> None:  # noqa: ARG002
+        """Run the server; Flower calls this."""
+        from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: PLC0415
+
+        self.idle.clear()
+        try:
+            grid = FlowerGrid(
+                api,
+                self.sites,
+                clock=self.clock,
+                delivery=Delivery(
+                    job_text=self.job_text, ordered=True, workers=self.workers
+                ),
+                stopped=self.flower_ended.is_set,
+            )
+            self.results.append(self.server(grid))
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.idle.set()
+
+
+def _run(
+    server: _Server[T], app: "ClientApp", *, resources: dict[str, int | float]
+) -> T:
+    from flwr.serverapp import ServerApp  # noqa: PLC0415
+
+    # Deprecated in favour of `flwr run`, which starts a daemon and takes neither
+    # closures nor results. tests/contract/test_grid.py watches it.
+    from flwr.simulation import run_simulation  # noqa: PLC0415
+
+    server_app = ServerApp()
+    server_app.main()(server.main)
+    try:
+        run_simulation(
+            server_app=server_app,
+            client_app=app,
+            num_supernodes=len(server.sites),
+            backend_config={"client_resources": {**resources}},
+        )
+    except RuntimeError as error:
+        if server.error is None:
+            raise FederationError(
+                f"Flower's simulation engine failed: {_origin(error)}"
+            ) from error
+    finally:
+        # The server's thread must not wait for answers that cannot come.
+        server.flower_ended.set()
+        server.idle.wait(END_SECONDS)
+    if server.error is not None:
+        raise server.error
+    return server.results[0]
+
+
+@contextmanager
+def _ray(num_cpus: int, folder: str) -> Iterator[None]:
+    """Start Ray here, before the server's clock runs; Flower uses what it finds."""
+    import ray  # noqa: PLC0415
+    from ray._private import worker  # noqa: PLC0415 -- for the next line alone
+
+    # Deaths of processes would be printed on standard output, which is for data;
+    # the grid reports them. Ray's own debugger uses this switch.
+    worker._worker_logs_enabled = False  # noqa: SLF001
+    with warnings.catch_warnings():
+        # Ray leaves closing its files and children to the interpreter.
+        for message in ("unclosed file .*/dev/null", "subprocess .* still running"):
+            warnings.filterwarnings("ignore", message, ResourceWarning)
+        try:
+            with _signals_kept():
+                ray.init(
+                    address="local",  # Of our own, whatever RAY_ADDRESS says.
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.CRITICAL,
+                    _temp_dir=folder,
+                )
+            yield
+        finally:
+            ray.shutdown()
+            # What Ray left open must go here, where its warnings are expected, and
+            # not at some later moment of the caller's.
+            gc.collect()
+            worker._worker_logs_enabled = True  # noqa: SLF001
+
+
+def import_flower() -> None:
+    """Import Flower and Ray, which warn of their own dependencies' plans.
+
+    Raises:
+        JobError: They are not installed.
+    """
+    missing = [n for n in ("flwr", "ray") if importlib.util.find_spec(n) is None]
+    if missing:
+        raise JobError(
+            f"the Flower engine needs {' and '.join(missing)}, which this "
+            'installation lacks: pip install "crossfed[flower]"'
+        )
+    with _environment(_QUIET), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for name in ("flwr.serverapp", "flwr.simulation", "ray"):
+            importlib.import_module(name)
+
+
+def _origin(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a while; Ray adds one that goes with them."""
+    names = {*values, "PYTHONBREAKPOINT"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Put the handler of SIGTERM back, which Ray replaces by one that exits."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _silenced(*names: str) -> Iterator[None]:
+    """Keep libraries off the terminal; what matters of it is raised or replied."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _short_folder() -> Iterator[str]:
+    """Make a folder for sockets and logs that goes away afterwards."""
+    parent = tempfile.gettempdir()
+    if len(parent) > MAX_PARENT_CHARS:
+        parent = "/tmp"  # noqa: S108 -- the folder in it has a random name
+    with tempfile.TemporaryDirectory(
+        prefix="crossfed-", dir=parent, ignore_cleanup_errors=True
+    ) as folder:
+        yield folder

@@ -1,0 +1,86 @@
+"""The bundle that Flower wants for a run: an import here, and a loader of apps there.
+
+It is the same, byte for byte, wherever a release is installed. So a site that runs a
+stock SuperNode can answer for the aggregator which bundle that gets.
+"""
+
+import functools
+import hashlib
+from pathlib import Path
+
+from flwr.cli.build import build_fab_from_files
+from flwr.common.serde import fab_to_proto
+from flwr.proto.fab_pb2 import GetFabRequest, GetFabResponse
+from flwr.supercore.fab import Fab
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from cloud_adapters.flower_apps import app_shim as flower_app_shim
+from federation.errors import ProtocolError
+
+PYPROJECT = b"""\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "crossfed-run"
+version = "1.0.0"
+description = "Imports what is installed"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41.0"]
+
+[tool.flwr.app]
+publisher = "crossfed"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+
+[tool.flwr.app.components]
+serverapp = "crossfed_run.server:app"
+clientapp = "crossfed_run.client:app"
+
+[tool.flwr.app.config]
+folder = ""
+config = ""
+"""
+_SERVER = b"from deploy.aggregator_host.server_app import app  # noqa: F401\n"
+
+
+@functools.cache
+def bundle() -> Fab:
+    """The bundle of every run."""
+    content, _ = build_fab_from_files(
+        {
+            "pyproject.toml": PYPROJECT,
+            "LICENSE": b"Apache-2.0\n",
+            "crossfed_run/__init__.py": b"",
+            "crossfed_run/server.py": _SERVER,
+            "crossfed_run/client.py": Path(flower_app_shim.__file__).read_bytes(),
+        }
+    )
+    return Fab(hashlib.sha256(content).hexdigest(), content, {})
+
+
+def answer(request: bytes) -> bytes:
+    """Answer a SuperNode that asks for the bundle of a run.
+
+    Args:
+        request: Of Flower's call ``get-fab``.
+
+    Returns:
+        What a SuperLink answers, with the bundle of this release.
+
+    Raises:
+        ProtocolError: It asks for another one, or is malformed.
+    """
+    try:
+        wanted = GetFabRequest.FromString(request).hash_str
+    except DecodeError as error:
+        raise ProtocolError(f"a malformed request for a bundle: {error}") from error
+    if wanted != bundle().hash_str:
+        raise ProtocolError(
+            f"the aggregator's run has the bundle {wanted[:16]!r}, and this release's "
+            f"is {bundle().hash_str[:16]!r}: install the same release of crossfed and "
+            "of flwr on both sides. What it holds was not fetched"
+        )
+    content: bytes = GetFabResponse(fab=fab_to_proto(bundle())).SerializeToString()
+    return content

@@ -1,0 +1,1 @@
+"""What needs no cloud: grids in process, child processes, Landlock."""

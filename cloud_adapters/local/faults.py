@@ -1,0 +1,173 @@
+"""Misfortunes that a simulation rehearses: the job's ``simulation.faults``.
+
+They spoil what a site says on its way to the aggregator, as a broken or hostile
+site would. The site's own code is not touched.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from federation.ids import SiteId
+from federation.job.spec import FaultSpec
+from federation.messages import (
+    FailureKind,
+    MaskedUpdate,
+    RoundTask,
+    SecureTask,
+    SiteFailure,
+    SiteMessage,
+    SiteUpdate,
+    Task,
+    TaskKind,
+)
+from federation.protocols import Clock, SiteHandler
+from federation.rounds.failures import failure
+
+_SILENCING = frozenset({"silent", "crash"})
+
+
+class Restartable:
+    """A site that can be made anew in the middle of a run, as by a restart.
+
+    Args:
+        make: Makes the site with what it has on its disk, and nothing in memory.
+    """
+
+    def __init__(self, make: Callable[[], SiteHandler]) -> None:
+        """Make the site for the first time."""
+        self._make = make
+        self._site = make()
+
+    def handle(self, task: Task) -> SiteMessage:
+        """Answer a task."""
+        return self._site.handle(task)
+
+    def restart(self) -> None:
+        """Lose everything that is in memory."""
+        self._site.close()
+        self._site = self._make()
+
+    def close(self) -> None:
+        """End the site's part in the run."""
+        self._site.close()
+
+
+class FaultInjector:
+    """Applies a job's faults to the answers of its sites."""
+
+    def __init__(
+        self,
+        faults: Sequence[FaultSpec],
+        *,
+        clock: Clock,
+        seed: int,
+        restart: Callable[[SiteId], None] = lambda _site: None,
+    ) -> None:
+        """Rehearse ``faults``.
+
+        Args:
+            faults: Which, where and when.
+            clock: Waits.
+            seed: Makes garbage the same in every run.
+            restart: Restarts a site.
+        """
+        self._restart = restart
+        self._faults = tuple(faults)
+        self._clock = clock
+        self._seed = seed
+
+    def __call__(
+        self, task: Task, answer: Callable[[], SiteMessage]
+    ) -> Sequence[SiteMessage]:
+        """Let a site answer, and spoil it if that is what the job wants.
+
+        Only answers to training tasks are spoilt, by the first fault that strikes. A
+        site that gives no answer to its training task is silent for the rest of the
+        round: it answers no step of secure aggregation either. One that hangs takes
+        part in them if its answer came in time; if not, nobody asks it.
+        """
+        fault = self._striking(task)
+        if fault is None:
+            return (answer(),)
+        if isinstance(task, RoundTask):
+            return self._spoil(fault, task, answer)
+        return () if fault.kind in _SILENCING else (answer(),)
+
+    def _striking(self, task: Task) -> FaultSpec | None:
+        """Find the fault that strikes a site in the round of its task."""
+        if isinstance(task, SecureTask):
+            trains = task.round_index > 0  # Nobody trains in the setup of a run.
+        else:
+            trains = task.kind is TaskKind.TRAIN
+        if trains:
+            for fault in self._faults:
+                if fault.site == task.site and _strikes(fault, task.round_index):
+                    return fault
+        return None
+
+    def _spoil(
+        self, fault: FaultSpec, task: RoundTask, answer: Callable[[], SiteMessage]
+    ) -> Sequence[SiteMessage]:
+        if fault.kind == "silent":
+            return ()
+        if fault.kind == "crash":
+            return (failure(task, FailureKind.CRASHED, "rehearsed crash"),)
+        self._befall(fault, task.site)
+        message = answer()
+        if fault.kind == "duplicate":
+            return (message, message)
+        if fault.kind == "wrong_round":
+            return (replace(message, round_index=task.round_index - 1),)
+        if isinstance(message, SiteUpdate):
+            message = self._spoil_update(fault, message)
+        elif isinstance(message, MaskedUpdate):
+            message = self._spoil_masked(fault, task, message)
+        return (message,)
+
+    def _befall(self, fault: FaultSpec, site: SiteId) -> None:
+        """Have happen what happens to a site before it answers."""
+        if fault.kind == "hang":
+            self._clock.sleep(fault.seconds)
+        if fault.kind == "restart":
+            self._restart(site)
+
+    def _spoil_update(self, fault: FaultSpec, update: SiteUpdate) -> SiteUpdate:
+        if fault.kind == "wrong_length":
+            return replace(update, delta_d=update.delta_d[:-1])
+        if fault.kind in {"nan", "inf"}:
+            delta_d = update.delta_d.copy()
+            delta_d[delta_d.size // 2] = float(fault.kind)
+            return replace(update, delta_d=delta_d)
+        if fault.kind == "garbage":
+            draws = self._draws(update)
+            delta_d = draws.standard_normal(update.delta_d.size, dtype=np.float32)
+            delta_d *= fault.scale / float(np.linalg.norm(delta_d))
+            return replace(update, delta_d=delta_d)
+        return update
+
+    def _spoil_masked(
+        self, fault: FaultSpec, task: RoundTask, update: MaskedUpdate
+    ) -> MaskedUpdate | SiteFailure:
+        if fault.kind == "wrong_length":
+            word_bytes = max(1, update.words.size // max(1, task.weights_d.size))
+            return replace(update, words=update.words[:-word_bytes])
+        if fault.kind in {"nan", "inf"}:
+            text = f"rehearsed crash: masked words have no place for {fault.kind}"
+            return failure(task, FailureKind.CRASHED, text)
+        if fault.kind == "garbage":
+            words = self._draws(update).integers(
+                256, size=update.words.size, dtype=np.uint8
+            )
+            return replace(update, words=words)
+        return update
+
+    def _draws(self, update: SiteUpdate | MaskedUpdate) -> np.random.Generator:
+        entropy = [self._seed, update.round_index, *update.site.encode()]
+        return np.random.default_rng(entropy)
+
+
+def _strikes(fault: FaultSpec, round_index: int) -> bool:
+    chosen = not fault.rounds or round_index in fault.rounds
+    return chosen and round_index % fault.every == 0

@@ -1,0 +1,420 @@
+"""The grid in one process: sites are called in threads, nothing is serialised.
+
+Replies come in the order of a round's tasks, whatever the number of threads, so that
+sums of floating-point updates are the same in every run. Byte counts are those
+of the wire format. A task's deadline counts from when a thread takes it up: in a
+simulation the sites share one machine, and waiting for it is nobody's fault.
+
+Threads are daemons: a site that hangs for ever delays neither the round beyond its
+deadline nor the end of the process. Its thread is given up and another one started.
+"""
+
+import math
+import threading
+from collections import deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from federation.errors import WireError
+from federation.ids import SiteId, TaskId
+from federation.messages import (
+    FailureKind,
+    Reply,
+    RoundTask,
+    SiteFailure,
+    SiteMessage,
+    Task,
+)
+from federation.protocols import Clock, SiteHandler
+from federation.rounds.failures import failure
+from federation.wire import frame as wire
+
+# Updates that threads may finish ahead of the one that is waited for.
+MAX_AHEAD = 64
+MAX_AHEAD_BYTES = 64 << 20
+
+# How long `close` waits for sites that are in the middle of their work: a process
+# that ends while a thread is inside a C++ library may be aborted by it.
+CLOSING_SECONDS = 1.0
+
+Fault = Callable[[Task, Callable[[], SiteMessage]], Sequence[SiteMessage]]
+_Answer = tuple[SiteMessage, int]  # What a site said, and its bytes on the wire.
+
+
+def no_fault(
+    task: Task,  # noqa: ARG001 -- faults see the task
+    answer: Callable[[], SiteMessage],
+) -> Sequence[SiteMessage]:
+    """Let a site answer as it does."""
+    return (answer(),)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Slot:
+    """One task on its way through the threads.
+
+    It is settled once it has replies. It is given up when its deadline passes while a
+    site works on it, and left when it is withdrawn: what the site then says is late.
+    """
+
+    task_id: TaskId
+    task: Task
+    deadline_seconds: float
+    bytes_down: int
+    started: float = 0.0
+    thread: threading.Thread | None = None
+    replies: deque[Reply] | None = None
+    given_up: bool = False
+    left: bool = False
+
+    def seconds_left(self, now: float) -> float:
+        """Time until its deadline, once a site works on it."""
+        return self.started + self.deadline_seconds - now
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Batch:
+    """The tasks of one call of ``send``.
+
+    Attributes:
+        slots: Those whose replies were not taken, in the order of the tasks.
+        waiting: Those of them that no thread has taken up.
+        ahead: Slots of the grid that may hold an update when one of these starts.
+    """
+
+    slots: deque[_Slot]
+    waiting: deque[_Slot]
+    ahead: int
+
+
+class InProcessGrid:
+    """Sites in threads of this process.
+
+    Use it as a context manager: threads end with it, except those in which a site
+    hangs. Several calls of ``send`` may be open: each site works on one task at a time.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[SiteId, SiteHandler],
+        *,
+        clock: Clock,
+        workers: int = 1,
+        fault: Fault = no_fault,
+    ) -> None:
+        """Make a grid of the given sites.
+
+        Args:
+            handlers: What answers for each site, in the order of the job.
+            clock: Measures deadlines and durations.
+            workers: Sites that work at the same time.
+            fault: May spoil answers, to rehearse misfortune.
+
+        Raises:
+            ValueError: There is no site or no worker.
+        """
+        if not handlers or workers < 1:
+            raise ValueError("an in-process grid needs a site and a worker")
+        self._handlers = dict(handlers)
+        self._clock = clock
+        self._fault = fault
+        self._num_workers = min(workers, len(self._handlers))
+        # The condition guards everything below, and every slot and batch.
+        self._condition = threading.Condition()
+        self._open = True
+        self._num_sent = 0
+        self._batches: list[_Batch] = []
+        self._num_held = 0  # Slots taken up whose replies were not taken.
+        self._working: set[_Slot] = set()  # Within their deadline, or left.
+        self._busy: dict[SiteId, _Slot] = {}  # What each site is called for.
+        self._late: deque[Reply] = deque()
+        self._threads: set[threading.Thread] = set()  # Without those given up.
+        for _ in range(self._num_workers):
+            self._start_thread()
+
+    def __enter__(self) -> Self:
+        """Return the grid."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the threads."""
+        self.close()
+
+    def close(self) -> None:
+        """End the threads.
+
+        Sites in the middle of their work get ``CLOSING_SECONDS`` to finish it; a
+        thread in which a site hangs ends when the site does.
+        """
+        with self._condition:
+            self._open = False
+            at_work = {slot.thread for slot in self._working}
+            patience = CLOSING_SECONDS / max(1, len(at_work))
+            threads = tuple(self._threads)
+            self._condition.notify_all()
+        for thread in threads:
+            thread.join(timeout=patience if thread in at_work else None)
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site, in the order of the job."""
+        return tuple(self._handlers)
+
+    def send(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Sequence[TaskId]:
+        """Have the sites work on their tasks; see ``Grid``.
+
+        Raises:
+            ValueError: A task is for a site that the grid does not have, or the grid
+                was closed.
+        """
+        unknown = [task.site for task in tasks if task.site not in self._handlers]
+        if unknown:
+            raise ValueError(f"the grid has no sites {unknown}")
+        slots = [
+            _Slot(
+                task_id=TaskId(number),
+                task=task,
+                deadline_seconds=deadline_seconds,
+                bytes_down=wire.encoded_size(task),
+            )
+            for number, task in enumerate(tasks, start=self._num_sent)
+        ]
+        batch = _Batch(
+            slots=deque(slots), waiting=deque(slots), ahead=self._ahead(tasks)
+        )
+        with self._condition:
+            self._check_open()
+            self._num_sent += len(slots)
+            if slots:
+                self._batches.append(batch)
+            self._condition.notify_all()
+        return [slot.task_id for slot in slots]
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Wait for the replies to one task: those of a ``send`` come in its order.
+
+        Of an answer that missed its deadline, or whose task was withdrawn, only the
+        word is kept that it came: a ``SiteFailure``, taken before any other reply.
+
+        Raises:
+            ValueError: The grid was closed.
+        """
+        end = math.inf
+        if timeout_seconds is not None:
+            end = self._clock.monotonic() + timeout_seconds
+        with self._condition:
+            while True:
+                self._check_open()
+                replies = self._take()
+                if replies or not self._batches:
+                    return replies
+                seconds_left = self._give_up_overdue()
+                if seconds_left > 0:
+                    seconds_left = min(seconds_left, end - self._clock.monotonic())
+                    if seconds_left <= 0:
+                        return replies
+                    forever = math.isinf(seconds_left)
+                    self._condition.wait(timeout=None if forever else seconds_left)
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Close tasks; a site at work on one has until its deadline."""
+        with self._condition:
+            for batch in self._batches:
+                for slot in batch.slots:
+                    slot.left = slot.task_id in task_ids
+                    slot.replies = None if slot.left else slot.replies
+                num_held = len(batch.slots) - len(batch.waiting)
+                batch.slots = deque(s for s in batch.slots if not s.left)
+                batch.waiting = deque(s for s in batch.waiting if not s.left)
+                self._num_held -= num_held - len(batch.slots) + len(batch.waiting)
+            self._batches = [batch for batch in self._batches if batch.slots]
+            self._condition.notify_all()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ValueError("the grid was closed")
+
+    def _ahead(self, tasks: Sequence[Task]) -> int:
+        models = (t.weights_d.nbytes for t in tasks if isinstance(t, RoundTask))
+        largest = max(models, default=0)
+        by_memory = MAX_AHEAD_BYTES // max(largest, 1)
+        return min(MAX_AHEAD, max(by_memory, self._num_workers))
+
+    def _take(self) -> deque[Reply]:
+        """Take out what came late, or else the replies to the first settled task."""
+        if self._late:
+            late, self._late = self._late, deque()
+            return late
+        for batch in self._batches:
+            slot = batch.slots[0]
+            if slot.replies is not None:
+                replies, slot.replies = slot.replies, None
+                batch.slots.popleft()
+                if not batch.slots:
+                    self._batches.remove(batch)
+                self._num_held -= 1
+                self._condition.notify_all()
+                return replies
+        return deque()
+
+    def _give_up_overdue(self) -> float:
+        """Give up every slot past its deadline; return seconds until the next.
+
+        That is 0 if there is a reply to take now.
+        """
+        now, given_up = self._clock.monotonic(), False
+        for slot in [s for s in self._working if s.seconds_left(now) <= 0]:
+            slot.given_up = given_up = True
+            slot.replies = None if slot.left else self._overdue(slot, now)
+            self._working.remove(slot)
+            if slot.thread is not None:
+                self._threads.discard(slot.thread)
+            self._start_thread()
+            self._condition.notify_all()
+        if given_up:
+            return 0.0
+        return min((s.seconds_left(now) for s in self._working), default=math.inf)
+
+    def _overdue(self, slot: _Slot, now: float) -> deque[Reply]:
+        text = f"gave no answer within {slot.deadline_seconds:g} s"
+        failed = failure(slot.task, FailureKind.DEADLINE, text)
+        return deque([_reply(slot, failed, 0, now)])
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name="crossfed-site", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while (slot := self._claim()) is not None:
+            replies = self._replies(slot)
+            if not self._settle(slot, replies):
+                return  # Another thread has taken this one's place.
+            del slot, replies  # Not to keep an update while waiting for work.
+
+    def _claim(self) -> _Slot | None:
+        """Wait for a task that may be started; None when the grid is closed."""
+        with self._condition:
+            while self._open:
+                slot = self._next_slot()
+                if slot is not None:
+                    slot.started = self._clock.monotonic()
+                    slot.thread = threading.current_thread()
+                    self._working.add(slot)
+                    self._busy[slot.task.site] = slot
+                    self._condition.notify_all()
+                    return slot
+                self._condition.wait()
+            return None
+
+    def _next_slot(self) -> _Slot | None:
+        """Take the next task whose site is free; those of hung sites are settled."""
+        for batch in self._batches:
+            while batch.waiting and self._num_held < batch.ahead:
+                slot = batch.waiting[0]
+                earlier = self._busy.get(slot.task.site)
+                if earlier is not None and not earlier.given_up:
+                    break  # It works on another task.
+                batch.waiting.popleft()
+                self._num_held += 1
+                if earlier is None:
+                    return slot
+                text = f"still works on round {earlier.task.round_index}"
+                failed = failure(slot.task, FailureKind.BUSY, text)
+                slot.started = self._clock.monotonic()
+                slot.replies = deque([_reply(slot, failed, 0, slot.started)])
+                self._condition.notify_all()
+        return None
+
+    def _replies(self, slot: _Slot) -> deque[Reply]:
+        """Call the site."""
+        answers = self._call(slot.task)
+        now = self._clock.monotonic()
+        replies = deque(_reply(slot, *answer, now) for answer in answers)
+        for index in range(1, len(replies)):  # The task travelled once.
+            replies[index] = replace(replies[index], bytes_down=0)
+        return replies
+
+    def _call(self, task: Task) -> Sequence[_Answer]:
+        try:
+            messages = self._fault(task, lambda: self._handlers[task.site].handle(task))
+            answers = [_checked(task, message) for message in messages]
+        except WireError as error:
+            answers = [_refusal(task, FailureKind.INVALID, str(error))]
+        except BaseException as error:  # noqa: BLE001 -- the thread's own end: whatever
+            # ends a site (SystemExit too) must neither hang the round nor end it.
+            text = f"{type(error).__name__}: {error}"
+            answers = [_refusal(task, FailureKind.CRASHED, text)]
+        return answers or [_refusal(task, FailureKind.UNREACHABLE, "never answered")]
+
+    def _settle(self, slot: _Slot, replies: deque[Reply]) -> bool:
+        """Hand replies in; False if the thread was given up meanwhile."""
+        now = replies[0].answered_seconds
+        with self._condition:
+            self._working.discard(slot)
+            self._busy.pop(slot.task.site)
+            in_time = slot.seconds_left(now) > 0
+            if not slot.given_up and not slot.left:
+                slot.replies = replies if in_time else self._overdue(slot, now)
+            if not in_time or slot.given_up or slot.left:
+                # After the word that the deadline has passed, if that was not taken.
+                told = self._late if slot.replies is None else slot.replies
+                told.extend(_late(replies))
+            self._condition.notify_all()
+            return not slot.given_up
+
+
+def _checked(task: Task, message: SiteMessage) -> _Answer:
+    """Weigh a message, and see to it that a site speaks for itself alone.
+
+    Raises:
+        WireError: The message could not have travelled.
+    """
+    num_bytes = wire.encoded_size(message)
+    if message.site != task.site:
+        text = f"spoke for {message.site!r}"
+        return failure(task, FailureKind.INVALID, text), num_bytes
+    return message, num_bytes
+
+
+def _refusal(task: Task, kind: FailureKind, text: str) -> _Answer:
+    return failure(task, kind, text), 0
+
+
+def _reply(slot: _Slot, message: SiteMessage, bytes_up: int, now: float) -> Reply:
+    return Reply(
+        task_id=slot.task_id,
+        message=message,
+        asked_seconds=slot.started,
+        answered_seconds=now,
+        bytes_down=slot.bytes_down,
+        bytes_up=bytes_up,
+    )
+
+
+def _late(replies: Iterable[Reply]) -> Iterator[Reply]:
+    """Keep the word that answers came, not the updates: nobody may use them.
+
+    The task's bytes were counted when its deadline passed. What was a failure
+    anyway is not reported twice.
+    """
+    for reply in replies:
+        message = reply.message
+        if not isinstance(message, SiteFailure):
+            late = failure(message, FailureKind.LATE, "answered after its deadline")
+            yield replace(reply, message=late, bytes_down=0)

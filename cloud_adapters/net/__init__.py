@@ -1,0 +1,1 @@
+"""Ports, loopback and TLS."""

@@ -1,0 +1,98 @@
+"""A threaded HTTP server on the loopback, and the bodies of its requests.
+
+What is served, and to whom, is the business of those who derive from it.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from cloud_adapters.net.ports import LOOPBACK, PortTaken
+
+_LOOK_SECONDS = 0.1
+
+_LOG = logging.getLogger(__name__)
+
+
+class Server(ThreadingHTTPServer):
+    """One thread for each connection."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, request: type["Request"], *, advice: str) -> None:
+        """Take the port; nothing is answered before ``listening``.
+
+        Args:
+            port: Where to listen; 0 for any that is free.
+            request: Answers what comes.
+            advice: What to do if another process has the port, for the message.
+
+        Raises:
+            PortTaken: Another process has it, or there is no such port.
+        """
+        try:
+            super().__init__((LOOPBACK, port), request)
+        except (OSError, OverflowError) as error:  # OverflowError: none is so large.
+            reason = getattr(error, "strerror", error)
+            raise PortTaken(
+                f"cannot listen on {LOOPBACK}:{port}: {reason}; {advice}"
+            ) from error
+
+    @contextmanager
+    def listening(self) -> Iterator[int]:
+        """Serve until the end of the context; yields the port."""
+        thread = threading.Thread(target=self.serve_forever, args=(_LOOK_SECONDS,))
+        thread.start()
+        try:
+            yield int(self.server_address[1])
+        finally:
+            self.shutdown()
+            thread.join()
+            self.server_close()
+
+    def handle_error(self, *_: object) -> None:
+        """A client that hangs up is nothing to write a traceback about."""
+        _LOG.info("a request was broken off", exc_info=True)
+
+
+class Request(BaseHTTPRequestHandler):
+    """The requests of one connection."""
+
+    def read_body(self, max_bytes: int) -> bytes | None:
+        """Read a request's body.
+
+        Returns:
+            None if it was refused or broken off; the connection then ends.
+        """
+        text = self.headers.get("Content-Length", "0" if self.command == "GET" else "")
+        closes, self.close_connection = self.close_connection, True
+        if not (text.isascii() and text.isdigit()):
+            self.answer(411)
+            return None
+        # Digits are counted first: `int` refuses some thousands of them.
+        if len(text) > len(str(max_bytes)) or int(text) > max_bytes:
+            self.answer(413)
+            return None
+        body = self.rfile.read(int(text))
+        if len(body) < int(text):
+            return None  # It has hung up.
+        self.close_connection = closes
+        return body
+
+    def answer(
+        self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Write a whole answer."""
+        self.send_response_only(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing: callers tell what fails."""

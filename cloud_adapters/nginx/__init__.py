@@ -1,0 +1,1 @@
+"""nginx as the aggregator's front door."""

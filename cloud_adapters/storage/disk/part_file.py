@@ -1,0 +1,155 @@
+"""A file that is filled in parts, in any order, and gets its name when it is whole.
+
+It lies beside its target as ``.NAME.DIGEST.partial``; a second file with one byte for
+each part says which are there. Both outlive a killed process, and the next attempt to
+get the same content goes on with them. After a power cut the second file may promise
+what the disk has not kept: the content is to be checked as a whole in any case.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from cloud_adapters.storage.disk.errors import ADVICE
+from cloud_adapters.storage.disk.files import FOLDER_FLAGS, Flushes, read_range
+from cloud_adapters.storage.parts import Part
+from federation.errors import StoreUnavailable
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_SUFFIX = ".partial"
+_PARTS_SUFFIX = ".parts"
+_THERE = b"1"
+
+
+@contextlib.contextmanager
+def file_errors(verb: str, path: Path) -> Iterator[None]:
+    """Turn the system's errors with a local file into ours, with the cause kept."""
+    try:
+        yield
+    except OSError as error:
+        advice = ADVICE.get(error.errno or 0, error.strerror or str(error))
+        raise StoreUnavailable(f"cannot {verb} {str(path)!r}: {advice}") from error
+
+
+class PartFile:
+    """A file on its way; see the module. Several threads may fill it.
+
+    Args:
+        target: The name that it will have.
+        digest: Hexadecimal digest of what it will hold: the same content, cut in
+            the same parts, has the same one.
+        size: Bytes that it will have.
+    """
+
+    def __init__(self, target: Path, digest: str, size: int) -> None:
+        """Open what an earlier attempt has left, or begin.
+
+        Raises:
+            StoreUnavailable: Another process is at it.
+            OSError: The file cannot be made, or the disk is full.
+        """
+        _sweep(target, keep=digest)
+        self._target = target
+        self._path = target.with_name(f".{target.name}.{digest}{_SUFFIX}")
+        self._parts_path = self._path.with_suffix(_PARTS_SUFFIX)
+        self._flushes = Flushes()
+        with contextlib.ExitStack() as opened:
+            self._file = os.open(self._path, _FLAGS, 0o666)
+            opened.callback(os.close, self._file)
+            _lock(self._file, target)
+            self._parts = os.open(self._parts_path, _FLAGS, 0o666)
+            opened.callback(os.close, self._parts)
+            if size and os.fstat(self._file).st_size != size:
+                os.ftruncate(self._parts, 0)
+                _allocate(self._file, size)
+            self._opened = opened.pop_all()
+
+    def has(self, part: Part) -> bool:
+        """Whether a part is there, perhaps from an earlier attempt."""
+        return os.pread(self._parts, 1, part.number) == _THERE
+
+    def fill(self, part: Part, content: bytes) -> None:
+        """Write a part.
+
+        Raises:
+            OSError: The disk reports an error.
+        """
+        left, at = memoryview(content), part.start
+        while left:
+            num_written = os.pwrite(self._file, left, at)
+            left, at = left[num_written:], at + num_written
+        os.pwrite(self._parts, _THERE, part.number)
+        if self._flushes.are_due(part.length):
+            os.fsync(self._file)
+
+    def read(self, part: Part) -> bytes:
+        """Give a part's content, to check it."""
+        return read_range(self._file, part.start, part.length)
+
+    def forget(self) -> None:
+        """Take every part for missing."""
+        os.ftruncate(self._parts, 0)
+
+    def publish(self) -> None:
+        """Flush the content to the disk and give it its name.
+
+        Raises:
+            OSError: A folder is in its place, or the disk reports an error.
+        """
+        os.fsync(self._file)
+        self._path.replace(self._target)
+        self._parts_path.unlink()
+        folder = os.open(self._target.parent, FOLDER_FLAGS)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Remove what is there: it will not be wanted again."""
+        for path in (self._parts_path, self._path):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the files; what is there stays for the next attempt."""
+        self._opened.close()
+
+
+def _lock(file: int, target: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StoreUnavailable(
+            f"another process is writing {str(target)!r}: wait for it to end"
+        ) from error
+    if not os.fstat(file).st_nlink:
+        raise StoreUnavailable(
+            f"another process has just written {str(target)!r}: look at it first"
+        )
+
+
+def _allocate(file: int, size: int) -> None:
+    """Take the room that will be needed, where the system can: it fails early."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    os.ftruncate(file, size)
+
+
+def _sweep(target: Path, *, keep: str) -> None:
+    """Remove what attempts to get other contents for the same target have left."""
+    left = re.compile(rf"\.{re.escape(target.name)}\.([0-9a-f]+)\{_SUFFIX}")
+    for path in target.parent.iterdir():
+        named = left.fullmatch(path.name)
+        if named is None or named[1] == keep:
+            continue
+        with contextlib.suppress(OSError):  # In use, or gone.
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.with_suffix(_PARTS_SUFFIX).unlink(missing_ok=True)
+                path.unlink()
+            finally:
+                os.close(file)

@@ -1,0 +1,276 @@
+"""Objects in a bucket of Amazon S3, or of a service that speaks as S3 does.
+
+Conditional writes are the service's own (If-None-Match, If-Match), so they hold
+between processes and clouds. An object's version is its ETag, which follows from the
+content: an object that gets back an earlier content gets back its version too.
+
+An object that came as a stream of more than one part has no SHA-256 in its metadata,
+which S3 takes before the content; its CRC32C is kept by the service. A file or a list,
+which can be gone through twice, has both.
+
+Not here: client-side encryption, caches, downloads to files.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from cloud_adapters.storage.object_keys import (
+    check_conditions,
+    check_metadata,
+    check_range,
+    folder_of,
+    key_in,
+    name_in,
+)
+from cloud_adapters.storage.retry import Retry
+from cloud_adapters.storage.s3 import (
+    copy as s3_copy,
+    leftovers as s3_leftovers,
+    upload as s3_upload,
+)
+from cloud_adapters.storage.s3.calls import (
+    Answer,
+    Clients,
+    GivenClient,
+    S3Calls,
+    ServerSideEncryption,
+    check_said,
+    updated_of,
+    version_of,
+)
+from cloud_adapters.storage.s3.read import Read
+from federation.errors import ObjectChanged, ObjectNotFound
+from federation.protocols import Buffer, ObjectInfo
+
+MAX_URL_SECONDS = 7 * 24 * 3600
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_SIGNED = {"GET": "get_object", "PUT": "put_object"}
+
+
+class S3Store:
+    """A ``federation.protocols.ObjectStore`` and ``SignsUrls`` over S3.
+
+    It may be used by several threads at once, but not after a fork. Every write that
+    is not seen through leaves nothing under its key; parts that a killed process left
+    behind go with ``remove_unfinished``, or by the bucket's lifecycle rule.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        encryption: ServerSideEncryption | None = None,
+        bucket_owner: str | None = None,
+        retry: Retry | None = None,
+        client: Any = None,
+    ) -> None:
+        """Use a bucket; nothing is asked of it yet.
+
+        Args:
+            bucket: Its name.
+            prefix: Before every key, without slashes at its ends; may be empty.
+            endpoint_url: Of a service other than Amazon's.
+            region: Of the bucket; by default, that of the profile or environment.
+            encryption: By the service; as the bucket is configured, by default.
+            bucket_owner: Account number that the bucket must belong to: without it, a
+                bucket that was deleted may be somebody else's tomorrow.
+            retry: How often to try; sensible by default.
+            client: Of boto3, in place of one with the environment's credentials; its
+                own retries are to be off.
+
+        Raises:
+            ValueError: Bucket or prefix are not of the permitted form.
+            NotAuthenticated: The profile that the environment names is not there.
+        """
+        if not _BUCKET.fullmatch(bucket):
+            raise ValueError(f"{bucket[:80]!r} cannot be the name of a bucket")
+        self._calls = S3Calls(
+            clients=GivenClient(client)
+            if client is not None
+            else Clients(endpoint_url=endpoint_url, region=region),
+            bucket=bucket,
+            prefix=folder_of(prefix),
+            retry=retry or Retry(),
+            encryption=encryption or ServerSideEncryption(),
+            owner=bucket_owner,
+        )
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._calls.where().removesuffix("/")
+
+    def put(
+        self,
+        key: str,
+        data: Iterable[Buffer],
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> ObjectInfo:
+        """Write an object whole or not at all; see ``ObjectStore.put``.
+
+        Content of more than one part (8 MiB) goes up in parallel parts, with at most
+        about 100 MiB of memory for objects of up to 60 GiB.
+        """
+        write = self._write(
+            key, if_absent=if_absent, if_version=if_version, metadata=metadata
+        )
+        return s3_upload.put(self._calls, write, data)
+
+    def put_in_parts(
+        self,
+        key: str,
+        content: bytes,
+        *,
+        if_absent: bool = False,
+        if_version: str | None = None,
+    ) -> ObjectInfo:
+        """Write even a small content in parts; see ``probe.WritesInParts``."""
+        write = self._write(key, if_absent=if_absent, if_version=if_version)
+        return s3_upload.put(self._calls, write, [content], in_parts=True)
+
+    def _write(
+        self,
+        key: str,
+        *,
+        if_absent: bool,
+        if_version: str | None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> s3_upload.Write:
+        check_conditions(if_absent=if_absent, if_version=if_version)
+        return s3_upload.Write(
+            key=self._check(key),
+            metadata=check_metadata(metadata),
+            put_id=secrets.token_hex(16),
+            if_absent=if_absent,
+            if_version=if_version,
+        )
+
+    def read(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        if_version: str | None = None,
+    ) -> bytes:
+        """Bytes of an object; see ``ObjectStore.read``."""
+        self._check(key)
+        check_range(start, length)
+        if length == 0:  # HTTP has no empty range.
+            found = self.stat(key)
+            if if_version is not None and found.version != if_version:
+                raise ObjectChanged(f"{self._calls.where(key)} has changed")
+            return b""
+        read = Read(self._calls, key, start=start, length=length)
+        return self._calls.retry.call(lambda _: read.attempt(if_version))
+
+    def stat(self, key: str) -> ObjectInfo:
+        """All that is known of an object; see ``ObjectStore.stat``."""
+        return self._calls.head(self._check(key))
+
+    def list(self, prefix: str = "", *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """Objects under a prefix, in key order, page by page as they are asked for.
+
+        S3 orders by the bytes of UTF-8, which is the order of code points. Objects
+        that others wrote under names that no key can have are left out.
+        """
+        calls = self._calls
+        asked: Answer = (
+            {"StartAfter": calls.prefix + start_after} if start_after else {}
+        )
+        while True:
+            answer = calls.call(
+                "list_objects_v2",
+                f"list {calls.where(prefix)}",
+                Prefix=calls.prefix + prefix,
+                **asked,
+            )
+            for entry in answer.get("Contents", ()):
+                check_said(f"list {calls.where(prefix)}", entry, ("Key",))
+                key = key_in(calls.prefix, entry["Key"])
+                if key is not None:
+                    check_said(f"list {calls.where(key)}", entry, ("Size", "ETag"))
+                    yield _listed(key, entry)
+            if not answer.get("IsTruncated"):
+                return
+            asked = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens if there is none."""
+        name = name_in(self._calls.prefix, key)
+        try:
+            self._calls.call("delete_object", f"delete {self._where(key)}", Key=name)
+        except ObjectNotFound:
+            return
+
+    def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
+        """Copy an object inside the service; see ``ObjectStore.copy``."""
+        self._check(source)
+        write = s3_upload.Write(
+            key=self._check(target),
+            metadata={},
+            put_id=secrets.token_hex(16),
+            if_absent=if_absent,
+        )
+        return s3_copy.copy(self._calls, source, write)
+
+    def signed_url(self, key: str, *, method: str, expires_seconds: float) -> str:
+        """Make a URL that opens one object; see ``SignsUrls.signed_url``.
+
+        It ends with the credentials that signed it, if that is sooner.
+
+        Raises:
+            ValueError: Method or time are not of the permitted kind.
+            NotAuthenticated: There are no credentials.
+        """
+        name = name_in(self._calls.prefix, key)
+        if method not in _SIGNED:
+            raise ValueError(f"a URL can be signed for GET and PUT, not {method!r}")
+        if not 1 <= expires_seconds <= MAX_URL_SECONDS:
+            raise ValueError(f"a URL works for 1 s to 7 days, not {expires_seconds} s")
+        url: str = self._calls.understand(
+            f"sign a URL of {self._where(key)}",
+            lambda: self._calls.client.generate_presigned_url(
+                _SIGNED[method],
+                Params={"Bucket": self._calls.bucket, "Key": name},
+                ExpiresIn=int(expires_seconds),
+            ),
+        )
+        return url
+
+    def remove_unfinished(self, *, older_seconds: float) -> int:
+        """Remove parts of killed uploads; see ``probe.RemovesUnfinished``."""
+        return s3_leftovers.remove(self._calls, older_seconds=older_seconds)
+
+    def close(self) -> None:
+        """Let go of connections; the store is not used afterwards."""
+        self._calls.clients.close()
+
+    def __repr__(self) -> str:
+        """Where it is, and nothing of its credentials."""
+        return f"S3Store({self.url!r})"
+
+    def _where(self, key: str) -> str:
+        return self._calls.where(key)
+
+    def _check(self, key: str) -> str:
+        name_in(self._calls.prefix, key)
+        return key
+
+
+def _listed(key: str, entry: Answer) -> ObjectInfo:
+    return ObjectInfo(
+        key=key,
+        size=int(entry["Size"]),
+        version=version_of(entry),
+        updated=updated_of(entry),
+    )

@@ -1,0 +1,403 @@
+"""Uploads to S3: in one request or in parallel parts, with bounded memory.
+
+The service checks each part against a CRC32C that was computed before it left, and
+the whole against the CRC32C and the size of all that the source gave.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+
+from cloud_adapters.storage.checksums import Checksums, Crc32c, checksums_of, crc32c
+from cloud_adapters.storage.parts import Buffers
+from cloud_adapters.storage.request_count import carried
+from cloud_adapters.storage.s3.calls import (
+    CRC32C,
+    PUT_ID,
+    SHA256,
+    Answer,
+    S3Calls,
+    encode_crc32c,
+    if_match,
+    info_of,
+    version_of,
+)
+from federation.errors import (
+    ObjectChanged,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+    StoreUnavailable,
+)
+from federation.protocols import Buffer, ObjectInfo
+
+PART_BYTES = 8 * 1024 * 1024
+MAX_PARTS = 10_000
+
+# Parts double in size after so many: with 10,000 of them, 7.8 TiB fit, which is more
+# than an object may have, and up to 7.8 GiB no part is larger than the first.
+PARTS_OF_ONE_SIZE = 1_000
+
+# In flight at once, besides the part that is being filled; always at least one part.
+BYTES_IN_FLIGHT = 8 * PART_BYTES
+NUM_WORKERS = 8
+
+REMOVAL_SECONDS = 10.0  # How long the parts of a failed upload are tried to remove.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One object that is to be written.
+
+    Attributes:
+        key: Its key.
+        metadata: Its writer's.
+        put_id: Random; tells this write from all others when an answer is lost.
+        if_absent: Fail if the key is taken.
+        if_version: Fail unless the object is of this version.
+    """
+
+    key: str
+    metadata: Mapping[str, str]
+    put_id: str
+    if_absent: bool = False
+    if_version: str | None = None
+
+    def condition(self) -> Answer:
+        """The parameters that make the service check it."""
+        return {"IfNoneMatch": "*"} if self.if_absent else if_match(self.if_version)
+
+
+def part_bytes(number: int) -> int:
+    """Size of a part, from its number (1 to ``MAX_PARTS``)."""
+    return PART_BYTES << (number - 1) // PARTS_OF_ONE_SIZE
+
+
+def cut(data: Iterable[Buffer], buffers: Buffers) -> Iterator[bytearray]:
+    """Cut content into parts of the sizes that S3 takes, each in a buffer of its own.
+
+    The last one is shorter, and there is at least one, even if it is empty.
+
+    Args:
+        data: Pieces of any size; each is copied before the next is asked for.
+        buffers: Where full parts may be given back to.
+    """
+    # The first one grows: most objects are far smaller than a part.
+    number, part, filled = 1, bytearray(), 0
+    for piece in data:
+        view = memoryview(piece)
+        left = view.cast("B") if view.nbytes else memoryview(b"")
+        while left:
+            if filled == part_bytes(number):
+                yield part
+                number, filled = number + 1, 0
+                part = buffers.take(part_bytes(number))
+            now = left[: part_bytes(number) - filled]
+            if filled == len(part):
+                part += now
+            else:
+                memoryview(part)[filled : filled + len(now)] = now
+            filled += len(now)
+            left = left[len(now) :]
+    del part[filled:]
+    yield part
+
+
+def put(
+    calls: S3Calls, write: Write, data: Iterable[Buffer], *, in_parts: bool = False
+) -> ObjectInfo:
+    """Write an object: see ``ObjectStore.put``.
+
+    Args:
+        calls: To the bucket.
+        write: What is to be written.
+        data: Its content.
+        in_parts: Send even a small one in parts.
+    """
+    buffers = Buffers()
+    parts = cut(data, buffers)
+    front = list(itertools.islice(parts, 2))
+    if len(front) == 1 and not in_parts:
+        return _put_whole(calls, write, front[0])
+    upload = _Upload(calls, write, checksums_of(data), buffers)
+    return upload.put(_chain(front, parts))
+
+
+def _chain(front: list[bytearray], rest: Iterator[bytearray]) -> Iterator[bytearray]:
+    """Put parts back in front, and keep no hold of them."""
+    while front:
+        yield front.pop(0)
+    yield from rest
+
+
+def _put_whole(calls: S3Calls, write: Write, content: bytearray) -> ObjectInfo:
+    doing = f"write {calls.where(write.key)}"
+    checksums = Checksums()
+    checksums.update(content)
+    written = _info(write, checksums, sha256=checksums.sha256)
+
+    def request(attempt: int) -> ObjectInfo:
+        try:
+            answer = calls.once(
+                "put_object",
+                doing,
+                Key=calls.prefix + write.key,
+                Body=content,
+                ChecksumCRC32C=encode_crc32c(checksums.crc32c),
+                Metadata=_metadata(write, checksums.crc32c, checksums.sha256),
+                **write.condition(),
+                **calls.encryption.parameters(),
+            )
+        except (ObjectChanged, ObjectNotFound) as error:
+            found = _ours(calls, write, written) if attempt > 1 else None
+            if found is None:
+                raise refusal(calls, write) from error
+            return found
+        return replace(written, version=version_of(answer))
+
+    return calls.retry.call(request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A part that the service has."""
+
+    number: int
+    size: int
+    crc32c: str
+    etag: str
+
+    def entry(self) -> Answer:
+        """What names it when the upload is completed."""
+        checksum = encode_crc32c(self.crc32c)
+        return {
+            "PartNumber": self.number,
+            "ETag": self.etag,
+            "ChecksumCRC32C": checksum,
+        }
+
+
+class _Upload:
+    """A multipart upload.
+
+    1. Begin it; nothing is visible under the key until the end.
+    2. Send parts in parallel, each tried again by itself and with its CRC32C.
+    3. Complete it, under the write's condition.
+    If anything fails, wait for what is in flight and remove all parts.
+    """
+
+    def __init__(
+        self,
+        calls: S3Calls,
+        write: Write,
+        known: Checksums | None,
+        buffers: Buffers,
+    ) -> None:
+        self._calls = calls
+        self._write = write
+        self._known = known
+        self._buffers = buffers
+        self._doing = f"write {calls.where(write.key)}"
+        self._upload: Answer = {}
+
+    def put(self, parts: Iterator[bytearray]) -> ObjectInfo:
+        known = self._known
+        self._upload = begin(  # 1.
+            self._calls,
+            self._write,
+            crc32c=known.crc32c if known else None,
+            sha256=known.sha256 if known else None,
+        )
+        try:
+            sent = self._send_all(parts)  # 2.
+            return complete(  # 3.
+                self._calls,
+                self._write,
+                upload=self._upload,
+                parts=[part.entry() for part in sent],
+                written=self._written(sent),
+            )
+        except BaseException as error:
+            abort(self._calls, self._upload, self._doing, error)
+            raise
+
+    def _send_all(self, parts: Iterator[bytearray]) -> list[_Sent]:
+        sent: list[_Sent] = []
+        pending: dict[Future[_Sent], int] = {}
+        pool = ThreadPoolExecutor(NUM_WORKERS, "s3-upload")
+        try:
+            for number, part in enumerate(parts, 1):
+                size = len(part)
+                while pending and sum(pending.values()) + size > BYTES_IN_FLIGHT:
+                    sent += _ended(pending)
+                send = carried(self._send)
+                pending[pool.submit(send, number, part)] = size
+                # Nothing here may hold it: the next one is filled meanwhile.
+                del part
+            while pending:
+                sent += _ended(pending)
+        finally:
+            # Also on failure: a part that came after the removal would stay behind.
+            pool.shutdown(wait=True, cancel_futures=True)
+        return sorted(sent, key=lambda part: part.number)
+
+    def _send(self, number: int, part: bytearray) -> _Sent:
+        checksum = crc32c(part)
+        answer = self._calls.call(
+            "upload_part",
+            f"{self._doing}, part {number}",
+            **self._upload,
+            PartNumber=number,
+            Body=part,
+            ChecksumCRC32C=encode_crc32c(checksum),
+        )
+        size = len(part)
+        self._buffers.give_back(part)
+        return _Sent(number=number, size=size, crc32c=checksum, etag=answer["ETag"])
+
+    def _written(self, sent: list[_Sent]) -> ObjectInfo:
+        """Say what will be known of the object, but for its version.
+
+        Raises:
+            StoreUnavailable: What was sent is not what was read before.
+        """
+        whole = Crc32c()
+        for part in sent:
+            whole.join(part.crc32c, part.size)
+        if self._known is not None and self._known.crc32c != whole.crc32c:
+            raise StoreUnavailable(
+                f"cannot {self._doing}: its content has changed while it was read; "
+                "write it when it is whole"
+            )
+        known = None if self._known is None else self._known.sha256
+        return _info(self._write, whole, sha256=known)
+
+
+def _ended(pending: dict[Future[_Sent], int]) -> list[_Sent]:
+    """Wait until a part has been sent, and take all that are out of ``pending``."""
+    done, _ = wait(pending, return_when=FIRST_COMPLETED)
+    for future in done:
+        del pending[future]
+    return [future.result() for future in done]
+
+
+def begin(
+    calls: S3Calls, write: Write, *, crc32c: str | None, sha256: str | None
+) -> Answer:
+    """Begin a multipart upload, and return what each of its requests names."""
+    name = calls.prefix + write.key
+    answer = calls.call(
+        "create_multipart_upload",
+        f"write {calls.where(write.key)}",
+        Key=name,
+        Metadata=_metadata(write, crc32c, sha256),
+        ChecksumAlgorithm="CRC32C",
+        ChecksumType="FULL_OBJECT",
+        **calls.encryption.parameters(),
+    )
+    return {"Key": name, "UploadId": answer["UploadId"]}
+
+
+def complete(
+    calls: S3Calls,
+    write: Write,
+    *,
+    upload: Answer,
+    parts: list[Answer],
+    written: ObjectInfo,
+) -> ObjectInfo:
+    """Make the parts an object, unless the write's condition fails.
+
+    Raises:
+        ObjectExists: The write is ``if_absent`` and the key is taken.
+        ObjectChanged: The object is not of the write's ``if_version``.
+        StoreError: Anything else.
+    """
+    checks = {"ChecksumType": "FULL_OBJECT", "MpuObjectSize": written.size}
+    if written.crc32c is not None:
+        checks["ChecksumCRC32C"] = encode_crc32c(written.crc32c)
+
+    def request(attempt: int) -> ObjectInfo:
+        try:
+            answer = calls.once(
+                "complete_multipart_upload",
+                f"write {calls.where(write.key)}",
+                **upload,
+                MultipartUpload={"Parts": parts},
+                **checks,
+                **write.condition(),
+            )
+        except StoreError as error:
+            if error.temporary:
+                raise
+            found = _ours(calls, write, written) if attempt > 1 else None
+            if found is not None:
+                return found
+            if isinstance(error, ObjectChanged | ObjectNotFound):
+                raise refusal(calls, write) from error
+            raise
+        return replace(written, version=version_of(answer))
+
+    return calls.retry.call(request)
+
+
+def abort(calls: S3Calls, upload: Answer, doing: str, error: BaseException) -> None:
+    """Remove the parts of an upload that failed with ``error``.
+
+    Not for long: a service that was out of reach for a whole deadline is not to hold
+    the caller for another one, and what is left is removed later (``s3_leftovers``).
+    """
+    retry = replace(calls.retry, deadline_seconds=REMOVAL_SECONDS)
+    try:
+        retry.call(
+            lambda _: calls.once(
+                "abort_multipart_upload", f"{doing}, remove its parts", **upload
+            )
+        )
+    except ObjectNotFound:
+        pass
+    except StoreError:
+        error.add_note(
+            "The parts that had been sent could not be removed, and cost storage until "
+            "the bucket's lifecycle rule AbortIncompleteMultipartUpload ends them."
+        )
+
+
+def refusal(calls: S3Calls, write: Write) -> StoreError:
+    """The error for a write whose condition did not hold."""
+    where = calls.where(write.key)
+    if write.if_absent:
+        return ObjectExists(f"{write.key!r} exists already: {where}")
+    return ObjectChanged(f"{write.key!r} is not of the version named, or gone: {where}")
+
+
+def _ours(calls: S3Calls, write: Write, written: ObjectInfo) -> ObjectInfo | None:
+    """The object, if it is what an earlier attempt wrote whose answer was lost."""
+    with contextlib.suppress(ObjectNotFound):
+        answer = calls.head_once(write.key)
+        found = info_of(write.key, answer)
+        is_same = found.size == written.size and (
+            None in {found.crc32c, written.crc32c} or found.crc32c == written.crc32c
+        )
+        if answer.get("Metadata", {}).get(PUT_ID) == write.put_id and is_same:
+            return replace(written, version=found.version)
+    return None
+
+
+def _info(write: Write, sums: Checksums | Crc32c, *, sha256: str | None) -> ObjectInfo:
+    """What will be known of the object, but for its version."""
+    return ObjectInfo(
+        key=write.key,
+        size=sums.size,
+        version="",
+        crc32c=sums.crc32c,
+        sha256=sha256,
+        metadata=write.metadata,
+    )
+
+
+def _metadata(write: Write, crc32c: str | None, sha256: str | None) -> Answer:
+    added = {PUT_ID: write.put_id, CRC32C: crc32c, SHA256: sha256}
+    return {**write.metadata, **{name: v for name, v in added.items() if v is not None}}

@@ -1,0 +1,1 @@
+"""Around Flower's SuperLink: who may use it, and what may lie there."""

@@ -1,0 +1,332 @@
+"""What an enrolled site may leave at the SuperLink, and in whose name.
+
+Flower stores whatever a node pushes: as much as it likes, in another node's name, and a
+task for another node too. ``install`` puts a gate before the two calls of its Fleet API
+that store something. The gate runs in the SuperLink's own process and keeps its
+accounts in the SuperLink's database, in the same transaction as what they count, so
+that neither a restart nor a crash loses one of the two.
+
+A site may push one thing: the answer to a task that it was sent, in its own name. An
+answer, all answers of a site that have not been collected, and those of a run are
+bounded, and none may take the last of the disk: what is left there is for the
+operator, who must be able to revoke a site.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import HTTPException
+from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest, PushObjectResponse
+from flwr.server.superlink.linkstate import LinkState
+from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.utils import uint64_to_int64
+from flwr.superlink.cli import flower_superlink
+from flwr.superlink.servicer.fleet import fleet_handlers
+from sqlalchemy import Engine, event, text
+from sqlalchemy.orm import Session
+
+from cloud_adapters.superlink.answer_limits import Limits, free_bytes
+
+# What the SuperLink calls itself in its messages.
+SUPERLINK_NODE_ID = 1
+# Rows about one announced object take about so much.
+OBJECT_BYTES = 512
+# Times that a site may begin to push one answer: each leaves a row.
+MAX_SESSIONS = 64
+# A log of SQLite that has once grown is cut back to this.
+WAL_BYTES = 32 << 20
+
+# Not 403, by which a site knows that the proxy does not let it in.
+_CONFLICT, _TOO_LARGE, _UNAVAILABLE, _NO_ROOM = 409, 413, 503, 507
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS crossfed_answers (
+    session_id TEXT PRIMARY KEY,
+    message_id TEXT NOT NULL,
+    question_id TEXT NOT NULL,
+    run_id INTEGER NOT NULL,
+    node_id INTEGER NOT NULL,
+    bytes INTEGER NOT NULL
+)
+"""
+
+
+def run_superlink(arguments: Sequence[str]) -> None:
+    """Become Flower's SuperLink, with what was installed in this process.
+
+    Args:
+        arguments: Those of ``flower-superlink``.
+    """
+    sys.argv = ["flower-superlink", *arguments]
+    flower_superlink()
+
+
+def install(limits: Limits, database: Path) -> None:
+    """Put the gate before the SuperLink's handlers, in this process.
+
+    Args:
+        limits: What may be stored.
+        database: The SuperLink's; its disk is the one that is watched.
+    """
+    event.listen(Engine, "connect", _bound_wal)
+    gate = Gate(limits=limits, folder=database.parent)
+    # The routes look their handlers up in this module with every request.
+    for name, guard in (
+        ("push_messages", gate.messages(fleet_handlers.push_messages)),
+        ("push_object", gate.object(fleet_handlers.push_object)),
+    ):
+        setattr(fleet_handlers, name, guard)
+
+
+def _bound_wal(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+    cursor.close()
+
+
+Messages = Callable[[PushMessagesRequest, LinkState], PushMessagesResponse]
+Objects = Callable[[PushObjectRequest, LinkState], PushObjectResponse]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Checks and counts what nodes push.
+
+    Attributes:
+        limits: What may be stored.
+        folder: Where; the free space of its disk is looked at.
+    """
+
+    limits: Limits
+    folder: Path
+
+    def messages(self, handler: Messages) -> Messages:
+        """Have answers announced only if the gate agrees."""
+
+        def push_messages(
+            request: PushMessagesRequest, state: LinkState
+        ) -> PushMessagesResponse:
+            size = request.ByteSize()
+            with _session(state) as session:
+                _tidy(session, state, request.node.node_id)
+                _check_name(session, request)
+                size += OBJECT_BYTES * _count(request.message_object_trees[0])
+                self._check_sessions(session, request)
+                self._check_room(session, request, size)
+                answer = handler(request, state)
+                _note(session, request, answer.session_id, size)
+            return answer
+
+        return push_messages
+
+    def object(self, handler: Objects) -> Objects:
+        """Have a part of an answer stored only if the gate agrees."""
+
+        def push_object(
+            request: PushObjectRequest, state: LinkState
+        ) -> PushObjectResponse:
+            with _session(state) as session:
+                message = _message_of(session, request)
+                size = len(request.object_content)
+                self._check_sums(
+                    session,
+                    message=message,
+                    node_id=request.node.node_id,
+                    run_id=request.run_id,
+                    size=size,
+                )
+                self.check_disk(size)
+                answer = handler(request, state)
+                if answer.stored:
+                    session.execute(
+                        text(
+                            "UPDATE crossfed_answers SET bytes = bytes + :size "
+                            "WHERE session_id = :session"
+                        ),
+                        {"size": size, "session": request.session_id},
+                    )
+            return answer
+
+        return push_object
+
+    def _check_sessions(self, session: Session, request: PushMessagesRequest) -> None:
+        begun = session.scalar(
+            text("SELECT count(*) FROM crossfed_answers WHERE message_id = :message"),
+            {"message": request.messages_list[0].metadata.message_id},
+        )
+        if begun is not None and begun >= MAX_SESSIONS:
+            raise HTTPException(
+                _TOO_LARGE, f"this answer was begun {begun} times: send it to its end"
+            )
+
+    def _check_room(
+        self, session: Session, request: PushMessagesRequest, size: int
+    ) -> None:
+        metadata = request.messages_list[0].metadata
+        self._check_sums(
+            session,
+            message=metadata.message_id,
+            node_id=request.node.node_id,
+            run_id=metadata.run_id,
+            size=size,
+        )
+        self.check_disk(size)
+
+    def _check_sums(
+        self, session: Session, *, message: str, node_id: int, run_id: int, size: int
+    ) -> None:
+        sums = session.execute(
+            text(
+                "SELECT coalesce(sum(bytes) FILTER (WHERE message_id = :message), 0), "
+                "coalesce(sum(bytes) FILTER (WHERE node_id = :node), 0), "
+                "coalesce(sum(bytes) FILTER (WHERE run_id = :run), 0) "
+                "FROM crossfed_answers"
+            ),
+            {
+                "message": message,
+                "node": uint64_to_int64(node_id),
+                "run": uint64_to_int64(run_id),
+            },
+        ).one()
+        named = (
+            ("answer_mib", "an answer of a site", self.limits.answer),
+            ("site_mib", "the answers of a site that wait here", self.limits.site),
+            ("run_mib", "the answers of a run that wait here", self.limits.run),
+        )
+        for stored, (key, what, limit) in zip(sums, named, strict=True):
+            if stored + size > limit:
+                raise HTTPException(
+                    _TOO_LARGE,
+                    f"{what} may have {limit} bytes (limits.{key} in aggregator.toml), "
+                    f"and this would make {stored + size}",
+                )
+
+    def check_disk(self, size: int) -> None:
+        """See that so many bytes leave the disk its reserve.
+
+        Raises:
+            HTTPException: They do not; the site tries again.
+        """
+        free = free_bytes(self.folder)
+        if free - size < self.limits.reserve:
+            raise HTTPException(
+                _NO_ROOM,
+                f"the aggregator's disk has {free} bytes left and keeps "
+                f"{self.limits.reserve} of them for its operator "
+                "(limits.reserve_mib in aggregator.toml)",
+            )
+
+
+@contextlib.contextmanager
+def _session(state: LinkState) -> Iterator[Session]:
+    """A transaction that the handler's own statements join.
+
+    It begins with a statement that takes SQLite's lock for writing: nothing that is
+    read here can change before it is acted on.
+    """
+    if not isinstance(state, SqlLinkState):
+        raise HTTPException(
+            _UNAVAILABLE, "the SuperLink keeps its state in no database"
+        )
+    with state.session() as session:
+        session.execute(text(_TABLE))
+        session.execute(text("DELETE FROM crossfed_answers WHERE session_id = ''"))
+        yield session
+
+
+def _count(tree: ObjectTree) -> int:
+    return sum(1 for _ in iterate_object_tree(tree))
+
+
+def _check_name(session: Session, request: PushMessagesRequest) -> None:
+    """Refuse all but one answer of this node to a question that it was asked."""
+    if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+        raise HTTPException(_CONFLICT, "a node pushes one answer at a time")
+    metadata = request.messages_list[0].metadata
+    if metadata.src_node_id != request.node.node_id:
+        raise HTTPException(_CONFLICT, "a node answers in its own name")
+    if metadata.dst_node_id != SUPERLINK_NODE_ID or not metadata.reply_to_message_id:
+        raise HTTPException(_CONFLICT, "a node sends answers, and to nobody else")
+    if metadata.message_id != request.message_object_trees[0].object_id:
+        raise HTTPException(_CONFLICT, "an answer is announced under its own name")
+    asked = session.scalar(
+        text("SELECT dst_node_id FROM message_ins WHERE message_id = :question"),
+        {"question": metadata.reply_to_message_id},
+    )
+    if asked != uint64_to_int64(request.node.node_id):
+        raise HTTPException(_CONFLICT, "this node was not asked that, or is too late")
+
+
+def _message_of(session: Session, request: PushObjectRequest) -> str:
+    """The answer that an object is a part of, which this node has announced."""
+    found = session.scalar(
+        text(
+            "SELECT message_id FROM crossfed_answers WHERE session_id = :session "
+            "AND node_id = :node AND run_id = :run"
+        ),
+        {
+            "session": request.session_id,
+            "node": uint64_to_int64(request.node.node_id),
+            "run": uint64_to_int64(request.run_id),
+        },
+    )
+    if found is None:
+        raise HTTPException(
+            _CONFLICT, "this node has announced no answer that this is a part of"
+        )
+    return str(found)
+
+
+def _note(
+    session: Session, request: PushMessagesRequest, session_id: str, size: int
+) -> None:
+    metadata = request.messages_list[0].metadata
+    session.execute(
+        text(
+            "INSERT INTO crossfed_answers "
+            "VALUES (:session, :message, :question, :run, :node, :size)"
+        ),
+        {
+            "session": session_id,
+            "message": metadata.message_id,
+            "question": metadata.reply_to_message_id,
+            "run": uint64_to_int64(metadata.run_id),
+            "node": uint64_to_int64(request.node.node_id),
+            "size": size,
+        },
+    )
+
+
+def _tidy(session: Session, state: LinkState, node_id: int) -> None:
+    """Forget a node's answers that were collected, and delete those that came too late.
+
+    Flower keeps both until the run ends.
+    """
+    rows = session.execute(
+        text(
+            "SELECT DISTINCT a.message_id, a.question_id, o.object_id IS NULL, "
+            "i.created_at + i.ttl FROM crossfed_answers a "
+            "LEFT JOIN objects o ON o.object_id = a.message_id "
+            "LEFT JOIN message_ins i ON i.message_id = a.question_id "
+            "WHERE a.node_id = :node"
+        ),
+        {"node": uint64_to_int64(node_id)},
+    ).all()
+    for message, question, is_collected, until in rows:
+        if not is_collected and until is not None and until > now().timestamp():
+            continue
+        if not is_collected:
+            state.object_store.delete(message)
+        for statement in (
+            "UPDATE message_res SET content = x'' WHERE message_id = :message",
+            "UPDATE message_ins SET content = x'' WHERE message_id = :question",
+            "DELETE FROM crossfed_answers WHERE message_id = :message",
+        ):
+            session.execute(text(statement), {"message": message, "question": question})

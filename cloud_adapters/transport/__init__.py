@@ -1,0 +1,1 @@
+"""How a message travels: frames, references to a store, redelivery."""

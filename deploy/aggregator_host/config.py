@@ -1,0 +1,224 @@
+"""``aggregator.toml``: where the aggregator listens and keeps what is its own."""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloud_adapters.superlink.answer_limits import Limits
+from deploy.wiring import exchange
+from deploy.wiring.exchange import ExchangeSpec
+from federation.addresses import parse_address, parse_port
+from federation.errors import FederationError, JobError
+from federation.job import job_file
+from federation.job.job_keys import key
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+
+
+# What an answer brings beside a vector that just does not go through the exchange.
+ANSWER_ROOM_MIB = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsSpec:
+    """What sites may leave on the aggregator's disk before it is collected."""
+
+    answer_mib: int = key(
+        "MiB that one answer of a site may have; at least `exchange.threshold_mb` and "
+        f"{ANSWER_ROOM_MIB}. Raise it for an app of Flower that answers with more.",
+        default=96,
+        low=1,
+    )
+    site_mib: int = key(
+        "MiB that all answers of one site may have which have not been collected.",
+        default=384,
+        low=1,
+    )
+    run_mib: int = key(
+        "MiB that all answers of a run may have which have not been collected.",
+        default=16384,
+        low=1,
+    )
+    reserve_mib: int = key(
+        "MiB of the disk that no answer of a site may take: with less room the "
+        "aggregator refuses answers, says so in its log and in `/health`, and can "
+        "still revoke a site.",
+        default=256,
+        low=80,  # More than a revocation is given: see disk_reserve.
+    )
+
+    def bytes(self) -> Limits:
+        """The same in bytes."""
+        return Limits(
+            answer=self.answer_mib << 20,
+            site=self.site_mib << 20,
+            run=self.run_mib << 20,
+            reserve=self.reserve_mib << 20,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorFile:
+    """The aggregator's configuration."""
+
+    listen: str = key(
+        "`ADDRESS:PORT` where sites connect, through the proxy.", default="0.0.0.0:8443"
+    )
+    hosts: tuple[str, ...] = key(
+        "Names and addresses that sites know this host by; they go into its "
+        "certificate.",
+        default=("localhost", "127.0.0.1"),
+    )
+    superlink_port: int = key(
+        "Port of Flower's SuperLink on the loopback; 0 for any that is free.",
+        default=0,
+        low=0,
+        high=65535,
+    )
+    service_port: int = key(
+        "Port of health and enrolment on the loopback; 0 for any that is free.",
+        default=0,
+        low=0,
+        high=65535,
+    )
+    proxy: bool = key(
+        "Whether nginx stands before the SuperLink and lets in sites alone. Without "
+        "it the SuperLink listens on `listen` itself, which must be a loopback.",
+        default=True,
+    )
+    connect_seconds: float = key(
+        "How long a run waits for its sites.", default=600.0, above=0.0
+    )
+    limits: LimitsSpec = key(
+        "What sites may leave on this host's disk.", default=LimitsSpec()
+    )
+    exchange: ExchangeSpec = key(
+        "Where large models travel; the same at all sites.", default=ExchangeSpec()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorConfig:
+    """The aggregator's configuration and its folder, which holds the file.
+
+    ``ca.key``, ``ca.crt``, ``server.key``, ``server.crt``: certificates.
+    ``control.secret``, ``superexec.secret``: see
+    ``deploy.aggregator_host.host_secrets``. ``aggregator.pem``, ``roster.toml``: the
+    identity, and whom it believes. ``flower/``: state of the SuperLink. ``proxy/``: of
+    nginx. ``runs/``: runs. ``logs/``: logs.
+
+    Attributes:
+        file: What was read.
+        folder: The folder.
+    """
+
+    file: AggregatorFile
+    folder: Path
+
+    @property
+    def runs(self) -> Path:
+        """Folder of all runs."""
+        return self.folder / "runs"
+
+    @property
+    def flower(self) -> Path:
+        """State of the SuperLink, and the ports that were chosen."""
+        return self.folder / "flower"
+
+    @property
+    def state(self) -> Path:
+        """File of the SuperLink's state."""
+        return self.flower / "state.db"
+
+    @property
+    def port_file(self) -> Path:
+        """Holds the SuperLink's port, where none is named."""
+        return self.flower / "port"
+
+    def superlink_port(self) -> int | None:
+        """Port of the SuperLink on the loopback; None before one was chosen.
+
+        Raises:
+            FederationError: The file of the chosen port is damaged.
+        """
+        if not self.file.proxy:
+            return parse_address(self.file.listen, key="listen")[1]
+        if self.file.superlink_port:
+            return self.file.superlink_port
+        if not self.port_file.exists():
+            return None
+        port = parse_port(self.port_file.read_text(errors="replace").strip())
+        if port is None:
+            raise FederationError(f"{self.port_file} holds no port: remove it")
+        return port
+
+    @property
+    def proxy(self) -> Path:
+        """Folder of nginx's own."""
+        return self.folder / "proxy"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the service while it works."""
+        return self.folder / "service.lock"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs."""
+        return self.folder / "logs"
+
+
+def load(path: Path) -> AggregatorConfig:
+    """Read an ``aggregator.toml``.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown or wrong.
+    """
+    file = job_file.load_table(path, AggregatorFile, check)
+    return AggregatorConfig(file=file, folder=path.parent)
+
+
+def check(file: AggregatorFile) -> None:
+    """Refuse what contradicts itself.
+
+    Raises:
+        JobError: It does.
+    """
+    host, _ = parse_address(file.listen, key="listen")
+    if not file.proxy and host not in {"127.0.0.1", "::1", "localhost"}:
+        raise JobError("without a proxy it must be a loopback", key="listen")
+    if not file.hosts:
+        raise JobError("name at least one", key="hosts")
+    for name in file.hosts:
+        if not _is_host(name):
+            raise JobError(f"{name!r:.200} is no name or address", key="hosts")
+    exchange.check(file.exchange)
+    _check_limits(file)
+
+
+def _check_limits(file: AggregatorFile) -> None:
+    limits, least = file.limits, file.exchange.threshold_mb + ANSWER_ROOM_MIB
+    if limits.answer_mib < least:
+        raise JobError(
+            f"must be at least {least}: an answer may hold a vector of "
+            f"exchange.threshold_mb = {file.exchange.threshold_mb}",
+            key="limits.answer_mib",
+        )
+    for key_, value, below, least in (
+        ("site_mib", limits.site_mib, "answer_mib", limits.answer_mib),
+        ("run_mib", limits.run_mib, "site_mib", limits.site_mib),
+    ):
+        if value < least:
+            raise JobError(
+                f"must be at least limits.{below} = {least}", key=f"limits.{key_}"
+            )
+
+
+def _is_host(text: str) -> bool:
+    """Whether a certificate can be made for it: no port, no URL."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _NAME.fullmatch(text) is not None
+    return True

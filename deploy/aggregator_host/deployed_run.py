@@ -1,0 +1,390 @@
+"""One run across machines, from the coordinator's side.
+
+The same round loop as in a simulation; the sites are elsewhere, so what a simulation
+knows of their data is learned from their introductions, or not at all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from clients.models.model_pool import ModelPool
+from clients.privacy import site_plans as private_sites, sum_plan as sum_privacy
+from clients.privacy.sum_plan import SumPrivacy
+from clients.training.local_federation import Federation
+from clients.user_code import unable_to_exit
+from deploy.aggregator_host.enrolment_book import BookFile
+from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.wiring import parts as wiring, store_meters
+from deploy.wiring.rehearsal import dropout_notice, secure_gather
+from deploy.wiring.run_record import RunRecord
+from deploy.wiring.store_meters import StoreMeters
+from federation.durable_files import replace_file
+from federation.errors import JobError
+from federation.events import Emit, Event, SitePrivacy, SitesIntroduced, Warned
+from federation.ids import SiteId
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.messages import LedgerAnchor, join_anchors
+from federation.protocols import Clock, Grid, RunState
+from federation.rounds.coordinator import run_federation
+from federation.rounds.gather import Gather
+from federation.vectors import Layout
+from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_result import RunResult
+from monitoring.views.run_view import DEPLOYED
+from privacy.membership import roster_file
+from privacy.secagg.agreement import identity, roster
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.errors import RosterRefused
+from privacy.secagg.protocol.of_job import check_layout, contract_of
+
+
+class Connect(Protocol):
+    """Makes a grid whose sites have answered a roll call."""
+
+    def __call__(
+        self,
+        roll_call: SignedRollCall,
+        sites: Sequence[SiteId],
+        *,
+        required: int,
+        quorum: int,
+    ) -> Grid:
+        """Call the roll.
+
+        Args:
+            roll_call: Tells which node is which site.
+            sites: In the order of the job.
+            required: How many must answer.
+            quorum: Without how many a round is of no use.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parties:
+    """Who runs the aggregator, and whom it believes.
+
+    Attributes:
+        identity: The aggregator's own key.
+        roster: Pins the sites' keys and its own.
+        revoked: Sites whose key is not believed any more, whatever the roster says.
+    """
+
+    identity: Identity
+    roster: Roster
+    revoked: frozenset[SiteId] = frozenset()
+
+    @classmethod
+    def of_run(cls, folder: Path, run: RunFolder) -> "Parties":
+        """Read a folder's key, and the roster that a run has begun with.
+
+        A site that enrols meanwhile changes the folder's roster; the sites of the run
+        hold the one before, and a contract is between holders of the same.
+
+        Raises:
+            FederationError: See ``load``; or the run's folder cannot be written.
+        """
+        found = cls.load(folder)
+        kept = run.path / "roster.toml"
+        if run.run_id() is None or not kept.exists():
+            replace_file(kept, [roster.dumps(found.roster).encode()])
+        members = roster.load(kept)
+        book = BookFile(folder=folder).read()
+        return replace(found, roster=members, revoked=book.revoked_sites(members))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Parties":
+        """Read ``aggregator.pem``, ``roster.toml`` and ``sites.json`` of a folder.
+
+        Raises:
+            KeyFileRefused: The key is missing or open to others.
+            BookDamaged: The record of sites cannot be read.
+            JobError: The roster has no sites yet, is malformed or cannot be read, or
+                pins another aggregator.
+        """
+        pinned = folder / "roster.toml"
+        try:
+            serial, digest = roster_file.describe(pinned)
+            if serial and not digest:
+                raise JobError(
+                    "no site is enrolled yet: invite one with crossfed aggregator "
+                    f"invite SITE --config {folder / 'aggregator.toml'}"
+                )
+            members = roster.load(pinned)
+        except RosterRefused as error:
+            raise JobError(f"{pinned}: {error}; restore it from its copy") from error
+        book = BookFile(folder=folder).read()
+        found = cls(
+            identity=identity.load(folder / "aggregator.pem"),
+            roster=members,
+            revoked=book.revoked_sites(members),
+        )
+        if found.identity.public.key != found.roster.aggregator_key:
+            raise JobError(
+                f"{pinned} pins another aggregator than "
+                f"{folder / 'aggregator.pem'}: pin this one with crossfed keys trust"
+            )
+        return found
+
+
+def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
+    """Refuse what a deployed run cannot do.
+
+    Args:
+        job: The job.
+        parties: Whom the aggregator believes.
+        resumed: Whether the run has begun, so that it may do without a site.
+
+    Raises:
+        JobError: The job asks for it; ``key`` says where.
+    """
+    _check_revoked(job, parties.revoked, resumed=resumed)
+    names = {site.name for site in job.sites}
+    known = {entry.site for entry in parties.roster.sites}
+    if not names <= known:
+        raise JobError(
+            f"{', '.join(sorted(names - known))} are not in the roster: enrol them",
+            key="sites",
+        )
+    if job.simulation.faults:
+        raise JobError("are for simulations alone", key="simulation.faults")
+
+
+def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -> None:
+    gone = [site.name for site in job.sites if site.name in revoked]
+    names = ", ".join(gone)
+    if gone and not resumed:
+        raise JobError(
+            f"revoked: {names}; invite again with crossfed aggregator invite "
+            f"{gone[0]}. A job without it is another cohort, which sites without "
+            "differential privacy refuse if they were summed with it before",
+            key="sites",
+        )
+    if len(job.sites) - len(gone) < _fewest(job):
+        # A site that comes back has new keys, and the run's roster pins the old ones.
+        raise JobError(
+            f"revoked: {names}; this run needs {_fewest(job)} of its {len(job.sites)} "
+            "sites to go on: start a new one after crossfed aggregator invite SITE",
+            key="sites",
+        )
+
+
+def _fewest(job: JobSpec) -> int:
+    """How many sites a run that has begun needs when its coordinator starts.
+
+    Under secure aggregation all: they make new keys together, and where noise is in
+    the sum they state together what they need.
+    """
+    secure = job.privacy.secure_aggregation.enabled
+    return len(job.sites) if secure else job.minimum_sites
+
+
+class DeployedRun:
+    """Coordinates one run; see ``run``.
+
+    Attributes:
+        watch: Notes what the coordinator uses stores for, for the run's events.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        parties: Parties,
+        *,
+        clock: Clock,
+        listeners: Sequence[Emit] = (),
+        stop_requested: Callable[[], bool] = lambda: False,
+        goes_on: Callable[[BaseException], bool] = lambda _error: False,
+    ) -> None:
+        """Read a run's job and build its model.
+
+        Args:
+            run: Holds ``job.toml``, and whatever an earlier coordinator has left.
+            parties: The aggregator's key and roster.
+            clock: Tells time.
+            listeners: Called with every event.
+            stop_requested: Asked after every round.
+            goes_on: Whether another coordinator goes on with the run after an error.
+
+        Raises:
+            JobError: The job cannot be run.
+        """
+        self._run = run
+        self._parties = parties
+        self._clock = clock
+        self._stop_requested = stop_requested
+        self._goes_on = goes_on
+        self._job = job_file.loads(run.read_job())
+        begun = run.run_id()
+        check(self._job, parties, resumed=begun is not None)
+        with unable_to_exit():
+            pool = ModelPool(self._job)
+        self._federation = Federation(job=self._job, pool=pool, site_data={})
+        if self._job.privacy.secure_aggregation.enabled:
+            check_layout(self._federation.pool.layout)
+        self._run_id = begun or run.new_run_id(clock.now())
+        # What the sites have promised to this run, as an earlier coordinator noted it.
+        planned = None if begun is None else run.view().privacy
+        self._promised = {p.site: p for p in planned.sites} if planned else {}
+        self._begun = begun is not None
+        self._anchors: Mapping[SiteId, LedgerAnchor] = {}
+        self._roll_call: SignedRollCall
+        self._in_sum: SumPrivacy | None = None
+        meters = StoreMeters(clock)
+        self.watch = meters.watch(store_meters.coordinator(self._job))
+        self._record = RunRecord(
+            self._job,
+            run,
+            self._run_id,
+            pool=self._federation.pool,
+            clock=clock,
+            meters=meters,
+            introduce=self._facts,
+            listeners=listeners,
+            goes_on=goes_on,
+        )
+
+    @property
+    def job(self) -> JobSpec:
+        """The job."""
+        return self._job
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the model."""
+        return self._federation.pool.layout
+
+    def _can_spare_sites(self) -> bool:
+        """Whether a run that has begun can go on without some of its sites.
+
+        What it claims of privacy rests on promises of all of them.
+        """
+        job = self._job
+        known = self._promised.keys() >= {site.name for site in job.sites}
+        private = job.privacy.differential_privacy.enabled
+        return _fewest(job) < len(job.sites) and (known or not private)
+
+    def run(self, connect: Connect) -> RunResult:
+        """Begin the run, or go on with it from its newest checkpoint.
+
+        Args:
+            connect: Makes the grid.
+
+        Raises:
+            SiteError: A site refuses the run, or too few are there.
+            FederationError: Whatever ends a run before its time.
+        """
+        job = self._job
+        names = [SiteId(site.name) for site in job.sites]
+        # Promises of all sites are part of what the run claims.
+        private = job.privacy.differential_privacy.enabled
+        spares = self._begun and self._can_spare_sites()
+        required = len(names) if private and not spares else job.minimum_sites
+        with ExitStack() as stack:
+            stack.enter_context(wiring.torch_threads(job))
+            stack.enter_context(self._run.locked())
+            self._anchors = self._known_anchors()
+            self._roll_call = SignedRollCall.of(
+                job,
+                self._run_id,
+                aggregator=self._parties.identity,
+                roster=self._parties.roster,
+                revoked=self._parties.revoked,
+                spares=spares,
+                anchors=self._anchors,
+            )
+            grid = connect(
+                self._roll_call, names, required=required, quorum=job.minimum_sites
+            )
+            if self._roll_call.needs is not None:
+                self._in_sum = sum_privacy.plan(self._federation, self._roll_call.needs)
+            return self._record.keep(partial(self._coordinate, grid))
+
+    def _known_anchors(self) -> Mapping[SiteId, LedgerAnchor]:
+        """How many charges each site's ledger must hold: see ADR 27."""
+        if not self._begun or not self._job.privacy.differential_privacy.enabled:
+            return {}
+        checkpoints = wiring.run_checkpoints(
+            self._federation,
+            run_id=self._run_id,
+            store=self._record.store,
+            emit=self._record.emit,
+            clock=self._clock,
+        )
+        return join_anchors(checkpoints.anchors(), self._run.anchors())
+
+    def _facts(self) -> Iterator[Event]:
+        notice = dropout_notice(self._job)
+        if notice:
+            yield Warned(at=self._clock.now(), message=notice)
+        for reason in self._roll_call.absent.values():
+            text = f"{reason}; the run goes on without it"
+            yield Warned(at=self._clock.now(), message=text)
+        told = {name: n for name, n in self._roll_call.examples().items() if n}
+        if told:
+            yield SitesIntroduced(
+                at=self._clock.now(),
+                sites=tuple(told),
+                num_examples=tuple(told.values()),
+            )
+        promises = self._promises()
+        if promises:
+            in_sum = self._in_sum
+            yield private_sites.planned(
+                self._job,
+                promises,
+                replaced=self._federation.pool.replaced,
+                signal_to_noise=None if in_sum is None else in_sum.signal_to_noise,
+                at=self._clock.now(),
+            )
+
+    def _promises(self) -> tuple[SitePrivacy, ...]:
+        """What the sites promise; of those that are absent, what they have promised."""
+        new = {promise.site: promise for promise in self._roll_call.promises()}
+        return tuple(each for _, each in sorted((self._promised | new).items()))
+
+    def _gather(self, grid: Grid) -> Gather:
+        job, layout = self._job, self._federation.pool.layout
+        in_sum = self._in_sum
+        if not job.privacy.secure_aggregation.enabled:
+            return wiring.plain_gather(
+                self._federation,
+                self._run_id,
+                grid,
+                introduced=self._roll_call.examples(),
+            )
+        return secure_gather(
+            job,
+            layout=layout,
+            grid=grid,
+            identity=self._parties.identity,
+            contract=contract_of(
+                job,
+                layout,
+                run_id=self._run_id,
+                roster=self._parties.roster,
+                promises=self._promises(),
+                ring_noise_std=0.0 if in_sum is None else in_sum.ring.noise_std,
+            ),
+        )
+
+    def _coordinate(self, grid: Grid) -> RunState:
+        parts = wiring.build_server(
+            self._federation,
+            run_id=self._run_id,
+            engine=DEPLOYED,
+            gather=self._gather(grid),
+            store=self._record.store,
+            clock=self._clock,
+            emit=self._record.emit,
+            stop_requested=self._stop_requested,
+            goes_on=self._goes_on,
+            anchors=self._anchors,
+        )
+        return run_federation(self._job, parts)

@@ -1,0 +1,322 @@
+"""What the aggregator knows of its sites: who is invited, enrolled and revoked.
+
+One file, ``sites.json``, for its owner alone, replaced whole under a lock: the service
+and the commands of the operator write it. It holds no secret but the hashes of tokens.
+The list that the proxy reads, ``ca.crl``, is made from it.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from federation.durable_files import replace_file
+from federation.errors import FederationError
+from federation.ids import SiteId
+from federation.protocols import Clock
+from federation.typed_json import decode, encode, refuse_constant
+from privacy.membership.certificates import CERTIFICATE_DAYS, Authority, Revocations
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.errors import KeyFileRefused
+from privacy.secret_files import replace_private
+
+VERSION = 1
+MAX_BYTES = 16 << 20
+# Of one site, that are valid at the same time.
+MAX_CERTIFICATES = 16
+_DAY_SECONDS = 86_400.0
+
+
+class BookDamaged(FederationError):
+    """The record of sites cannot be read or written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """A token that was handed out.
+
+    Attributes:
+        digest: SHA-256 of its secret, hexadecimal.
+        site: Who is invited.
+        expires: Seconds since 1970.
+        keys: Digest of the keys that it was used with; empty before.
+    """
+
+    digest: str
+    site: str
+    expires: float
+    keys: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """A certificate of a site.
+
+    Attributes:
+        serial: Its serial number, hexadecimal.
+        expires: Seconds since 1970.
+    """
+
+    serial: str
+    expires: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A site that is enrolled.
+
+    Attributes:
+        site: Its name.
+        organisation: Who answers for it, in words.
+        release: Release of crossfed that it last came with.
+        identity: Public key of its identity, hexadecimal.
+        node_key: Public key that Flower knows it by, PEM.
+        node_id: Flower's number for it, in decimal digits.
+        enrolled_at: Seconds since 1970.
+        certificates: Those that may still be valid.
+    """
+
+    site: str
+    organisation: str
+    release: str
+    identity: str
+    node_key: str
+    node_id: str
+    enrolled_at: float
+    certificates: tuple[Certificate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """A site that was revoked; its keys are never taken again.
+
+    Attributes:
+        member: What it was.
+        at: When, in seconds since 1970.
+    """
+
+    member: Member
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Book:
+    """All that is known.
+
+    Attributes:
+        version: Of the file.
+        invitations: That may still be used.
+        members: Enrolled sites.
+        withdrawn: Revoked ones.
+    """
+
+    version: int = VERSION
+    invitations: tuple[Invitation, ...] = ()
+    members: tuple[Member, ...] = ()
+    withdrawn: tuple[Withdrawn, ...] = ()
+
+    def invitation(self, digest: str) -> Invitation | None:
+        """Find an invitation by its token's digest."""
+        found = [one for one in self.invitations if one.digest == digest]
+        return found[0] if found else None
+
+    def member(self, site: str) -> Member | None:
+        """Find an enrolled site."""
+        found = [one for one in self.members if one.site == site]
+        return found[0] if found else None
+
+    def with_invitation(self, invitation: Invitation) -> "Book":
+        """Put an invitation in the place of one with the same token, or add it."""
+        rest = [one for one in self.invitations if one.digest != invitation.digest]
+        return replace(self, invitations=(*rest, invitation))
+
+    def with_member(self, member: Member) -> "Book":
+        """Put a site in the place of one with the same name, or add it."""
+        rest = [one for one in self.members if one.site != member.site]
+        members = sorted((*rest, member), key=lambda one: one.site)
+        return replace(self, members=tuple(members))
+
+    def without(self, site: str, *, at: float) -> "Book":
+        """Withdraw a site and every invitation of it."""
+        gone = tuple(
+            Withdrawn(member=one, at=at) for one in self.members if one.site == site
+        )
+        return replace(
+            self,
+            invitations=tuple(one for one in self.invitations if one.site != site),
+            members=tuple(one for one in self.members if one.site != site),
+            withdrawn=(*self.withdrawn, *gone),
+        )
+
+    def shut_out(self, revoked: Mapping[int, float]) -> tuple[str, ...]:
+        """Sites that hold a certificate which was revoked.
+
+        There are none, unless this is an older book that was restored from a copy.
+        """
+        return tuple(
+            one.site
+            for one in self.members
+            if any(int(c.serial, 16) in revoked for c in one.certificates)
+        )
+
+    def revoked_sites(self, members: Roster) -> frozenset[SiteId]:
+        """Sites that were revoked, but for those that a roster pins with a new key."""
+        pinned = {entry.site: entry.public_key.hex() for entry in members.sites}
+        gone = (one.member for one in self.withdrawn)
+        return frozenset(
+            SiteId(one.site)
+            for one in gone
+            if pinned.get(SiteId(one.site), one.identity) == one.identity
+        )
+
+    def at(self, now: float) -> "Book":
+        """Leave out what time has ended: invitations, and certificates of members."""
+        return replace(
+            self,
+            invitations=tuple(one for one in self.invitations if one.expires > now),
+            members=tuple(
+                replace(
+                    one,
+                    certificates=tuple(c for c in one.certificates if c.expires > now),
+                )
+                for one in self.members
+            ),
+        )
+
+    def revoked(self, now: float) -> dict[int, float]:
+        """When certificates that would still hold were revoked, by serial number."""
+        return {
+            int(certificate.serial, 16): one.at
+            for one in self.withdrawn
+            for certificate in one.member.certificates
+            if certificate.expires > now
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookFile:
+    """The file of the book.
+
+    Attributes:
+        folder: The aggregator's folder.
+    """
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / "sites.json"
+
+    def read(self) -> Book:
+        """Read the book; an empty one if there is none.
+
+        Raises:
+            BookDamaged: It cannot be read, or is not as ``write`` leaves it.
+        """
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return Book()
+        except OSError as error:
+            raise BookDamaged(f"cannot read {self.path}: {error.strerror}") from error
+        try:
+            book = decode(
+                json.loads(data, parse_constant=refuse_constant), Book, where="sites"
+            )
+            if not isinstance(book, Book) or book.version != VERSION:
+                raise ValueError("it is of another version")  # noqa: TRY301
+            book.revoked(0.0)
+        except (ValueError, RecursionError) as error:
+            raise BookDamaged(
+                f"{self.path} is damaged ({error}): restore it from its copy. Without "
+                "it nobody is enrolled or revoked; do not delete it, or sites that "
+                "were revoked would be forgotten"
+            ) from error
+        return book
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes and threads from writing the book meanwhile.
+
+        Raises:
+            BookDamaged: The file of the lock cannot be opened.
+        """
+        try:
+            lock = os.open(
+                self.folder / "sites.lock",
+                os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+            )
+        except OSError as error:
+            raise BookDamaged(
+                f"cannot open {self.folder / 'sites.lock'}: {error.strerror}; make "
+                "the folder writable for this user, or name another"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def write(self, book: Book) -> None:
+        """Replace the book; the caller holds the lock.
+
+        Raises:
+            BookDamaged: It cannot be written; the one before is as it was.
+        """
+        text = json.dumps(encode(book), indent=1, allow_nan=False)
+        try:
+            replace_private(self.path, text.encode())
+        except OSError as error:
+            raise BookDamaged(f"cannot write {self.path}: {error.strerror}") from error
+
+    def read_revocations(self, authority: Authority) -> Revocations:
+        """What the proxy's list says of certificates that would still hold.
+
+        A list that is missing or torn says nothing: it is made again from the book.
+        """
+        try:
+            listed = authority.read_revocations((self.folder / "ca.crl").read_bytes())
+        except (OSError, KeyFileRefused):
+            return Revocations(number=0, revoked={})
+        now = authority.clock.now()
+        return Revocations(
+            number=listed.number,
+            revoked={
+                serial: at
+                for serial, at in listed.revoked.items()
+                if at + CERTIFICATE_DAYS * _DAY_SECONDS > now
+            },
+        )
+
+    def write_revocations(self, book: Book, authority: Authority) -> None:
+        """Write what the proxy reads: nothing that is listed is ever let in again.
+
+        Raises:
+            StoreUnavailable: It cannot be written.
+        """
+        before = self.read_revocations(authority)
+        now = authority.clock.now()
+        listed = authority.revocation_list(
+            {**before.revoked, **book.revoked(now)}, number=before.number + 1
+        )
+        replace_file(self.folder / "ca.crl", [listed])
+
+
+def open_authority(folder: Path, *, clock: Clock) -> Authority:
+    """Read the authority of an aggregator's folder.
+
+    Raises:
+        KeyFileRefused: The folder is not an aggregator's, or a file is damaged.
+    """
+    if not (folder / "ca.key").exists():
+        raise KeyFileRefused(
+            f"{folder} is not an aggregator's folder: it has no ca.key; make one with "
+            "crossfed aggregator init, or name its configuration with --config"
+        )
+    return Authority.load(folder, clock=clock)

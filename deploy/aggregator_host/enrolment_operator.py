@@ -1,0 +1,298 @@
+"""What the aggregator's operator does about sites: invite, look and revoke.
+
+A site that is revoked is on the proxy's list before anything else is written; what was
+begun is finished by doing it again, or by the next start of the aggregator. Neither
+needs room on the disk: some is kept for it (``disk_reserve``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloud_adapters.nginx import processes as proxy_processes
+from deploy.aggregator_host import disk_reserve
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.enrolment_book import (
+    BookFile,
+    Invitation,
+    Member,
+    Withdrawn,
+    open_authority,
+)
+from federation.addresses import bracketed, parse_address
+from federation.durable_files import replace_file
+from federation.errors import FederationError, JobError
+from federation.ids import check_name
+from federation.protocols import Clock
+from privacy.keystream import RandomBytes
+from privacy.membership import roster_file
+from privacy.membership.certificates import (
+    RENEW_BEFORE_SECONDS,
+    load_key,
+    names_in,
+    read_certificate,
+    server_names,
+)
+from privacy.membership.token import TOKEN_SECONDS, EnrolmentRefused, Token
+from privacy.secagg.agreement.identity import PublicIdentity
+from privacy.secagg.errors import RosterRefused
+
+# Lets a node in no more; a number that is not known is no error.
+Unregister = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRow:
+    """One line of the list of sites.
+
+    Attributes:
+        site: Its name.
+        state: ``invited``, ``enrolled`` or ``revoked``.
+        at: Until when the token or the newest certificate holds, or when it was
+            revoked; seconds since 1970.
+        organisation: Who answers for it; empty where that is not known.
+        release: Release of crossfed that it last came with; likewise.
+        fingerprint: Of its identity; likewise.
+    """
+
+    site: str
+    state: str
+    at: float
+    organisation: str = ""
+    release: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """Everybody that the aggregator knows.
+
+    Attributes:
+        sites: Invited, then enrolled, then revoked.
+        serial: Of the roster; 0 if there is none.
+        digest: Of the roster, hexadecimal; empty while it has no sites.
+    """
+
+    sites: tuple[SiteRow, ...]
+    serial: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revoked:
+    """What a revocation has done.
+
+    Attributes:
+        site: Who was shut out.
+        certificates: How many that still held are on the proxy's list.
+        proxy: Whether a proxy runs, which refuses them now.
+        still_registered: Why the node is still registered; None if it is not.
+    """
+
+    site: str
+    certificates: int
+    proxy: bool
+    still_registered: str | None
+
+
+def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
+    """List the sites.
+
+    Raises:
+        FederationError: A file is damaged or cannot be read.
+    """
+    book = BookFile(folder=config.folder).read().at(clock.now())
+    invited = [
+        SiteRow(site=one.site, state="invited", at=one.expires)
+        for one in book.invitations
+        if book.member(one.site) is None
+    ]
+    enrolled = [
+        _row(one, "enrolled", max((c.expires for c in one.certificates), default=0.0))
+        for one in book.members
+    ]
+    revoked = [_row(one.member, "revoked", one.at) for one in book.withdrawn]
+    serial, digest = roster_file.describe(config.folder / "roster.toml")
+    return Overview(sites=(*invited, *enrolled, *revoked), serial=serial, digest=digest)
+
+
+def _row(member: Member, state: str, at: float) -> SiteRow:
+    key = PublicIdentity(bytes.fromhex(member.identity))
+    return SiteRow(
+        site=member.site,
+        state=state,
+        at=at,
+        organisation=member.organisation,
+        release=member.release,
+        fingerprint=key.fingerprint,
+    )
+
+
+def invite(
+    config: AggregatorConfig,
+    site: str,
+    *,
+    random_bytes: RandomBytes,
+    clock: Clock,
+    address: str | None = None,
+    seconds: float = TOKEN_SECONDS,
+) -> Token:
+    """Make a token for a site; its hash alone is kept.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        site: Name of the site.
+        random_bytes: ``os.urandom``.
+        clock: Tells time.
+        address: ``HOST:PORT`` where the site finds the aggregator; by default the
+            first of ``hosts``, and the port of ``listen``.
+        seconds: How long it holds.
+
+    Raises:
+        EnrolmentRefused: The site is enrolled.
+        KeyFileRefused: The folder is not an aggregator's.
+        JobError: The site's name is none, or the address.
+        RosterRefused: The aggregator's own key is not pinned yet.
+    """
+    try:
+        check_name(site)
+    except ValueError as error:
+        raise JobError(str(error), key="site") from None
+    if address is None:
+        _, port = parse_address(config.file.listen, key="listen")
+        address = f"{bracketed(config.file.hosts[0])}:{port}"
+    parse_address(address, key="address")
+    authority = open_authority(config.folder, clock=clock)
+    _check_pinned(config.folder / "roster.toml")
+    token = Token.new(
+        address=address,
+        authority=authority.fingerprint,
+        site=site,
+        random_bytes=random_bytes,
+    )
+    Token.parse(token.text)  # Or the site would be the first to find out.
+    book_file = BookFile(folder=config.folder)
+    with book_file.locked():
+        book = book_file.read().at(clock.now())
+        member = book.member(site)
+        # One that let its certificates expire may come back with its own keys.
+        if member is not None and member.certificates:
+            raise EnrolmentRefused(
+                f"site {site!r} is enrolled: it renews its certificate itself with "
+                "crossfed enroll --renew; if its keys are lost, revoke it first with "
+                f"crossfed aggregator revoke {site}"
+            )
+        expires = clock.now() + seconds
+        found = Invitation(digest=token.digest, site=site, expires=expires)
+        book_file.write(book.with_invitation(found))
+    return token
+
+
+def revoke(
+    config: AggregatorConfig, site: str, *, unregister: Unregister, clock: Clock
+) -> Revoked:
+    """Shut a site out at once; doing it again finishes what was left undone.
+
+    Args:
+        config: The operator's ``aggregator.toml``.
+        site: Name of the site.
+        unregister: Shuts the node out at the SuperLink.
+        clock: Tells time.
+
+    Raises:
+        EnrolmentRefused: No such site is enrolled, invited or was revoked.
+        FederationError: The files cannot be written, or nginx does not take the list.
+    """
+    authority = open_authority(config.folder, clock=clock)
+    book_file = BookFile(folder=config.folder)
+    with book_file.locked():
+        before = book_file.read()
+        book = before.without(site, at=clock.now())
+        gone = [one for one in book.withdrawn if one.member.site == site]
+        if book == before and not gone:
+            known = ", ".join(one.site for one in book.members) or "none"
+            raise EnrolmentRefused(f"site {site!r} is not enrolled; enrolled: {known}")
+        with disk_reserve.released(config.folder):
+            book_file.write_revocations(book, authority)
+            runs = proxy_processes.reload(config.proxy)
+            # From here on it is refused; everything after this only tidies up. If it
+            # fails, ``prepare`` reads from the list who was revoked.
+            book_file.write(book)
+            roster_file.withdraw(config.folder / "roster.toml", site=site)
+    return Revoked(
+        site=site,
+        certificates=sum(len(one.member.certificates) for one in gone),
+        proxy=runs,
+        still_registered=_unregister(gone, unregister),
+    )
+
+
+def prepare(config: AggregatorConfig, *, clock: Clock) -> tuple[str, ...]:
+    """Write the proxy's list anew, and the server's certificate where it is due.
+
+    Before the proxy and the SuperLink start, whatever happened before. A site whose
+    certificate is on the list and that the book still has was revoked after the copy
+    of the book was made that somebody has restored: it is revoked again.
+
+    Returns:
+        The sites that were.
+
+    Raises:
+        FederationError: A file is missing, damaged or cannot be written.
+    """
+    authority = open_authority(config.folder, clock=clock)
+    book_file = BookFile(folder=config.folder)
+    with book_file.locked():
+        book = book_file.read()
+        forgotten = book.shut_out(book_file.read_revocations(authority).revoked)
+        for site in forgotten:
+            book = book.without(site, at=clock.now())
+        if forgotten:
+            book_file.write(book)
+        book_file.write_revocations(book, authority)
+        for site in forgotten:
+            roster_file.withdraw(config.folder / "roster.toml", site=site)
+    renew_server(config, clock=clock)
+    return forgotten
+
+
+def renew_server(config: AggregatorConfig, *, clock: Clock) -> bool:
+    """Certify the server's key anew if it is due, or if ``hosts`` has changed.
+
+    A proxy that runs takes it up at once; a SuperLink with its next start.
+
+    Returns:
+        Whether there is a new certificate.
+
+    Raises:
+        FederationError: A file is missing, damaged or cannot be written.
+    """
+    authority = open_authority(config.folder, clock=clock)
+    path = config.folder / "server.crt"
+    present = read_certificate(path)
+    names = server_names(config.file.hosts)
+    left = present.not_valid_after_utc.timestamp() - clock.now()
+    if left > RENEW_BEFORE_SECONDS and names_in(present) == frozenset(names):
+        return False
+    key = load_key(config.folder / "server.key")
+    replace_file(path, [authority.issue_server(names, key)])
+    proxy_processes.reload(config.proxy)
+    return True
+
+
+def _unregister(gone: list[Withdrawn], unregister: Unregister) -> str | None:
+    try:
+        for one in gone:
+            unregister(int(one.member.node_id))
+    except FederationError as error:
+        return str(error)
+    return None
+
+
+def _check_pinned(path: Path) -> None:
+    """The roster may be a draft that has no site yet, but must have an aggregator."""
+    if roster_file.pinned(path, site=None) is None:
+        raise RosterRefused(
+            f"{path} does not pin the aggregator's own key yet: crossfed keys trust "
+            f"{path} --aggregator --organisation ORG --key PUBLICKEY"
+        )

@@ -1,0 +1,266 @@
+"""The aggregator's side of enrolment: it answers sites that enrol or renew.
+
+A crash between two steps does no harm: an invitation is bound to the keys that it was
+used with before anything is done for them, so that the same site may ask again and
+nobody else can. What the operator does is in ``enrolment_operator``.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.enrolment_book import (
+    MAX_CERTIFICATES,
+    Book,
+    BookFile,
+    Certificate,
+    Invitation,
+    Member,
+    open_authority,
+)
+from federation.errors import FederationError
+from federation.protocols import Clock
+from privacy.membership import (
+    messages as enrolment,
+    roster_file,
+    token as enrolment_token,
+)
+from privacy.membership.certificates import Authority, parse_certificate
+from privacy.membership.messages import Enrolment, Renewal
+from privacy.membership.token import EnrolmentRefused
+from privacy.secagg.agreement import roster
+from privacy.secagg.errors import KeyFileRefused, RosterRefused
+
+_LOG = logging.getLogger(__name__)
+
+# Lets a node in by its public key (PEM) and returns Flower's number for it; for a key
+# that it knows already, the number that the key has.
+Register = Callable[[bytes], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnrolmentService:
+    """Answers sites that enrol or renew; threads may share it.
+
+    Attributes:
+        config: The operator's ``aggregator.toml``.
+        register: Lets the node in at the SuperLink.
+        clock: Tells time.
+        listener: Called with a word about everybody who is let in or not.
+    """
+
+    config: AggregatorConfig
+    register: Register
+    clock: Clock
+    listener: Callable[[str], None] = _LOG.info
+
+    @property
+    def _roster(self) -> Path:
+        return self.config.folder / "roster.toml"
+
+    def authority(self, body: bytes = b"") -> tuple[int, bytes]:
+        """Answer with the root certificate, for a site to hold against its token."""
+        del body
+        return 200, (self.config.folder / "ca.crt").read_bytes()
+
+    def handle(self, body: bytes) -> tuple[int, bytes]:
+        """Answer one request.
+
+        Args:
+            body: What a site has sent.
+
+        Returns:
+            HTTP status and body of the answer.
+        """
+        try:
+            asked = enrolment.read_request(body)
+            if isinstance(asked, Renewal):
+                answer = self._renew(asked)
+            else:
+                answer = self._enrol(asked)
+        except EnrolmentRefused as error:
+            self.listener(f"an enrolment was refused: {error}")
+            return error.status, enrolment.refusal(str(error))
+        except (KeyFileRefused, RosterRefused) as error:
+            self.listener(f"an enrolment was refused: {error}")
+            return 400, enrolment.refusal(str(error))
+        except FederationError as error:
+            # What is wrong here is not the site's business.
+            self.listener(f"an enrolment failed: {error}")
+            return 503, enrolment.refusal(
+                "the aggregator cannot do this now: its operator finds the reason in "
+                "its log; try again with the same token"
+            )
+        return 200, answer
+
+    def _enrol(self, asked: Enrolment) -> bytes:
+        book_file = BookFile(folder=self.config.folder)
+        authority = open_authority(self.config.folder, clock=self.clock)
+        with book_file.locked():
+            book = book_file.read()
+            invitation = self._invitation(book, asked)
+            # It may be refused only before the invitation is bound to these keys.
+            enrolment.check_enrolment(asked)
+            _check_new(book, asked)
+            self._check_roster(asked)
+            issued = authority.issue_site(asked.site, asked.request.encode())
+            book = book.at(self.clock.now()).with_invitation(
+                replace(invitation, keys=enrolment.keys_digest(asked))
+            )
+            book_file.write(book)
+            node_id = self.register(asked.node_key.encode())
+            roster_file.trust(
+                self._roster,
+                site=asked.site,
+                organisation=asked.organisation,
+                key=asked.identity,
+            )
+            member = self._member(book, asked, node_id)
+            book_file.write(book.with_member(_with_certificate(member, issued)))
+        self.listener(
+            f"site {asked.site!r} of {asked.organisation!r} is enrolled as node "
+            f"{node_id}"
+        )
+        return self._answer(issued)
+
+    def _invitation(self, book: Book, asked: Enrolment) -> Invitation:
+        secret = enrolment.unhex(asked.secret, "secret")
+        found = book.invitation(enrolment_token.digest_of(secret))
+        again = "ask the aggregator's operator for a new one"
+        if found is None:
+            raise EnrolmentRefused(f"this token is unknown or withdrawn: {again}")
+        if found.expires <= self.clock.now():
+            raise EnrolmentRefused(f"this token has expired: {again}")
+        if found.site != asked.site:
+            raise EnrolmentRefused(
+                f"this token invites another site than {asked.site!r}: take the one "
+                "that was made for it"
+            )
+        if found.keys not in {"", enrolment.keys_digest(asked)}:
+            raise EnrolmentRefused(
+                "this token was used already, with other keys. If that was not you, "
+                "tell the aggregator's operator at once to revoke "
+                f"{asked.site!r}; otherwise {again}"
+            )
+        return found
+
+    def _check_roster(self, asked: Enrolment) -> None:
+        before = roster_file.pinned(self._roster, site=asked.site)
+        if before is not None and before.public_key != asked.identity:
+            raise EnrolmentRefused(
+                f"the roster pins another key for site {asked.site!r}: the "
+                "aggregator's operator must revoke it first"
+            )
+        if before is not None and before.organisation != asked.organisation:
+            raise EnrolmentRefused(
+                f"the roster has site {asked.site!r} under the organisation "
+                f"{before.organisation!r}: name that one"
+            )
+        size = len(asked.organisation.encode())
+        if not 1 <= size <= roster.MAX_ORGANISATION_BYTES:
+            raise EnrolmentRefused(
+                f"the organisation has 1 to {roster.MAX_ORGANISATION_BYTES} bytes",
+                status=400,
+            )
+
+    def _member(self, book: Book, asked: Enrolment, node_id: int) -> Member:
+        before = book.member(asked.site)
+        if before is not None:
+            return before
+        return Member(
+            site=asked.site,
+            organisation=asked.organisation,
+            release=asked.release,
+            identity=asked.identity,
+            node_key=asked.node_key,
+            node_id=str(node_id),
+            enrolled_at=self.clock.now(),
+            certificates=(),
+        )
+
+    def _renew(self, asked: Renewal) -> bytes:
+        book_file = BookFile(folder=self.config.folder)
+        authority = open_authority(self.config.folder, clock=self.clock)
+        with book_file.locked():
+            book = book_file.read().at(self.clock.now())
+            member = self._shown(book, asked, authority)
+            issued = b""
+            if asked.request:
+                issued = authority.issue_site(asked.site, asked.request.encode())
+                member = replace(
+                    _with_certificate(member, issued), release=asked.release
+                )
+                book_file.write(book.with_member(member))
+                self.listener(f"site {asked.site!r} has a new certificate")
+        return self._answer(issued)
+
+    def _shown(self, book: Book, asked: Renewal, authority: Authority) -> Member:
+        """The site that shows its certificate.
+
+        Raises:
+            EnrolmentRefused: The certificate is not one that it holds now.
+        """
+        member = book.member(asked.site)
+        try:
+            certificate = parse_certificate(asked.certificate.encode())
+            authority.check_issued(certificate)
+        except KeyFileRefused as error:
+            raise EnrolmentRefused(
+                f"{error}; ask the aggregator's operator for an invitation"
+            ) from None
+        serial = f"{certificate.serial_number:x}"
+        if member is None or serial not in {c.serial for c in member.certificates}:
+            raise EnrolmentRefused(
+                f"this is not a certificate that site {asked.site!r} holds: it was "
+                "revoked, or is another site's"
+            )
+        enrolment.check_renewal(
+            asked, certificate, identity=member.identity, now=self.clock.now()
+        )
+        return member
+
+    def _answer(self, issued: bytes) -> bytes:
+        text = roster.dumps(roster.load(self._roster))
+        return enrolment.answer(certificate=issued, roster=text)
+
+
+def _with_certificate(member: Member, issued: bytes) -> Member:
+    """Note a certificate of a site.
+
+    Raises:
+        EnrolmentRefused: It has too many already.
+    """
+    if len(member.certificates) >= MAX_CERTIFICATES:
+        raise EnrolmentRefused(
+            f"site {member.site!r} has {MAX_CERTIFICATES} certificates that still "
+            "hold: use the newest, and renew it when it is about to expire",
+            status=429,
+        )
+    certificate = parse_certificate(issued)
+    noted = Certificate(
+        serial=f"{certificate.serial_number:x}",
+        expires=certificate.not_valid_after_utc.timestamp(),
+    )
+    return replace(member, certificates=(*member.certificates, noted))
+
+
+def _check_new(book: Book, asked: Enrolment) -> None:
+    """Keys belong to one site, and never again to one that was revoked."""
+    for one in book.withdrawn:
+        if asked.identity == one.member.identity or asked.node_key == (
+            one.member.node_key
+        ):
+            raise EnrolmentRefused(
+                "a key of this site was revoked: enrol with new keys, in an empty "
+                "folder"
+            )
+    for member in book.members:
+        same = (asked.identity, asked.node_key) == (member.identity, member.node_key)
+        if member.site == asked.site and not same:
+            raise EnrolmentRefused(f"site {asked.site!r} is enrolled with other keys")
+        if member.site != asked.site and (
+            asked.identity == member.identity or asked.node_key == member.node_key
+        ):
+            raise EnrolmentRefused("a key of this site is another site's")

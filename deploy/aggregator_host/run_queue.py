@@ -1,0 +1,444 @@
+"""Runs that were handed to the aggregator, as files in their folders.
+
+``crossfed run`` writes ``job.toml`` and ``request.json``; the service starts a
+coordinator and notes it in ``coordinator.json``; the coordinator leaves
+``outcome.json`` when there is nothing more to do, whether it went well or not. A
+coordinator that ends without an outcome was killed, or found the disk full, and the
+service starts another once there is room, which goes on from the newest checkpoint.
+``stop`` asks it to end after its round.
+"""
+
+import contextlib
+import errno
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cloud_adapters.flower.facts import FlowerRun
+from cloud_adapters.storage.disk.part_file import file_errors
+from deploy.exit_codes import FAILED, STOPPED, status_of
+from federation.durable_files import replace_file
+from federation.errors import (
+    CheckpointMismatch,
+    CorruptObject,
+    FederationError,
+    RunConflict,
+    RunNotFound,
+)
+from federation.event_log import from_line
+from federation.events import Event, RunFinished
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.rounds.round_count import completed_rounds
+from federation.typed_json import decode, encode, refuse_constant
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.run_view import INTERRUPTED
+
+REQUEST, COORDINATOR = "request.json", "coordinator.json"
+OUTCOME, STOP = "outcome.json", "stop"
+
+# What a run's disk must have room for before a coordinator is started.
+ROOM_BYTES = 1 << 20
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_COUNTED = tuple(
+    b'"event": "%b"' % name
+    for name in (b"RunStarted", b"RoundFinished", b"RunFinished")
+)
+
+MISSED_LOOKS = 3
+
+# Starts of a coordinator without a single round in between.
+MAX_FRUITLESS_STARTS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """That somebody wants a run.
+
+    Attributes:
+        at: When; seconds since 1970.
+    """
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinator:
+    """The coordinator that was started last.
+
+    Attributes:
+        flower_run: Flower's number for it, as text: it has 64 bits.
+        fruitless: Starts since the last one after which a round was completed.
+        rounds: Rounds that were completed when it was started.
+    """
+
+    flower_run: str
+    fruitless: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        code: One of ``deploy.exit_codes``.
+        message: What happened, and what to do.
+    """
+
+    code: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """A run that was handed over, and how far it is.
+
+    Attributes:
+        run: Its folder.
+        request: That it is wanted.
+        coordinator: Who works on it; None if nobody has begun.
+        outcome: How it ended; None if it has not.
+        stop: Whether it was asked to end after its round.
+    """
+
+    run: RunFolder
+    request: Request
+    coordinator: Coordinator | None
+    outcome: Outcome | None
+    stop: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are completed; counted anew, from all events."""
+        return _completed_rounds(self.run)
+
+    @property
+    def status(self) -> str:
+        """``waiting``, ``running``, ``finishing`` or how it ended.
+
+        A coordinator that finishes has done all rounds and writes model and report.
+        """
+        if self.outcome is not None:
+            return status_of(self.outcome.code)
+        if self.coordinator is None:
+            return "waiting"
+        return "finishing" if _is_finishing(self.run) else "running"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damaged:
+    """A run of which a file is damaged: nobody works on it until that is mended.
+
+    Attributes:
+        run: Its folder.
+        reason: Which file, and what to do.
+    """
+
+    run: RunFolder
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """Every run that was handed over.
+
+    Attributes:
+        runs: The oldest first.
+        damaged: Those that cannot be read; they keep nobody else waiting.
+    """
+
+    runs: tuple[Handed, ...]
+    damaged: tuple[Damaged, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start a coordinator for a run."""
+
+    handed: Handed
+    fruitless: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """Leave an outcome for a run that no coordinator will bring to its end."""
+
+    handed: Handed
+    code: int
+    reason: str
+    at_work: int | None = None  # Flower's number of a coordinator that is to end.
+
+
+def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
+    """Hand a job over.
+
+    Raises:
+        RunConflict: There is a run in the folder.
+        StoreUnavailable: The folder cannot be written.
+    """
+    if run.exists() or (run.path / REQUEST).exists():
+        raise RunConflict(f"{run.path} holds a run: choose another folder")
+    with file_errors("make", run.path):
+        run.path.mkdir(parents=True, exist_ok=True)
+    run.write_job(job)
+    _write(run.path / REQUEST, Request(at=at))
+
+
+def find_ended(job: JobSpec, root: Path) -> RunFolder:
+    """Find the newest run of a job, which ended before its last round.
+
+    Args:
+        job: The job that it was begun with.
+        root: Folder of all runs.
+
+    Raises:
+        RunNotFound: None was handed over.
+        RunConflict: It has not ended, or has come to its end.
+        CheckpointMismatch: It was begun with another job.
+        CorruptObject: A file of it is damaged.
+    """
+    runs = sorted(path.parent for path in root.glob(f"{job.name}/*/{REQUEST}"))
+    found = read(RunFolder(runs[-1])) if runs else None
+    if found is None:
+        raise RunNotFound(
+            f"there is no run of the job {job.name!r} to resume in {root}"
+        )
+    run, name = found.run, found.run.path.name
+    if found.outcome is None:
+        raise RunConflict(f"run {name} has not ended: crossfed watch {name} shows it")
+    if found.outcome.code == 0:
+        raise RunConflict(f"run {name} is completed: leave --resume out to start anew")
+    kept = job_file.document(job_file.loads(run.read_job()))
+    changes = job_file.differences(kept, job_file.document(job))
+    if changes:
+        raise CheckpointMismatch(f"run {name} was begun with another job: {changes[0]}")
+    return run
+
+
+def take_up(run: RunFolder, *, at: float) -> None:
+    """Hand over anew a run that ``find_ended`` has found.
+
+    Raises:
+        StoreUnavailable: Its folder cannot be written.
+    """
+    # The outcome goes last: until then it is not wanted.
+    (run.path / COORDINATOR).unlink(missing_ok=True)
+    (run.path / STOP).unlink(missing_ok=True)
+    _write(run.path / REQUEST, Request(at=at))
+    (run.path / OUTCOME).unlink()
+
+
+def ask_to_stop(run: RunFolder) -> None:
+    """Have a run end after its round."""
+    replace_file(run.path / STOP, [b""])
+
+
+def leave_outcome(run: RunFolder, outcome: Outcome) -> None:
+    """Say that there is nothing more to do; what was said first counts."""
+    if not (run.path / OUTCOME).exists():
+        _write(run.path / OUTCOME, outcome)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error comes of a full disk: the run waits for room and is not over."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False
+
+
+def goes_on(error: BaseException) -> bool:
+    """Whether a run outlives an error that ends its coordinator.
+
+    The service starts another one: where this one was ended from outside, met an error
+    that crossfed does not expect, found the disk full, or found another at work.
+    """
+    if not isinstance(error, FederationError):
+        return True
+    return isinstance(error, RunConflict) or is_full(error)
+
+
+def check_room(run: RunFolder) -> None:
+    """Refuse to start a coordinator that could not write anything.
+
+    Nor could its start be noted, and another one would follow it at once.
+
+    Raises:
+        StoreUnavailable: The folder cannot be written, for example since its disk is
+            full.
+    """
+    probe = run.path / "room"
+    replace_file(probe, [bytes(ROOM_BYTES)])
+    probe.unlink()
+
+
+class DeadCoordinators:
+    """Finds coordinators that have died, from the locks on their runs' folders.
+
+    One that has not been seen to hold the lock is not counted: it takes seconds to
+    start, and the one before it may have held the lock until just now.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._missed: dict[str, int] = {}  # Looks, by Flower's number.
+
+    def look(self, handed: Iterable[Handed]) -> list[tuple[RunFolder, int]]:
+        """Runs whose coordinator has left the lock for some looks, and its number.
+
+        One that has just done its work leaves its outcome at once.
+        """
+        found, missed = [], {}
+        for one in handed:
+            if one.outcome is not None or one.coordinator is None:
+                continue
+            number = one.coordinator.flower_run
+            if one.run.is_locked():
+                missed[number] = 0
+            elif number in self._missed:
+                missed[number] = self._missed[number] + 1
+                if missed[number] == MISSED_LOOKS:
+                    found.append((one.run, int(number)))
+        self._missed = missed
+        return found
+
+
+def note_start(handed: Handed, flower_run: int, *, fruitless: int) -> None:
+    """Say who works on a run."""
+    _write(
+        handed.run.path / COORDINATOR,
+        Coordinator(
+            flower_run=str(flower_run), fruitless=fruitless, rounds=handed.rounds
+        ),
+    )
+
+
+def read(run: RunFolder) -> Handed | None:
+    """How far a run is; None if it was not handed over.
+
+    Raises:
+        CorruptObject: A file of it is damaged.
+    """
+    request = _read(run.path / REQUEST, Request)
+    if request is None:
+        return None
+    return Handed(
+        run=run,
+        request=request,
+        coordinator=_read(run.path / COORDINATOR, Coordinator),
+        outcome=_read(run.path / OUTCOME, Outcome),
+        stop=(run.path / STOP).exists(),
+    )
+
+
+def handed_over(root: Path) -> Queue:
+    """Every run below a folder that was handed over."""
+    runs, damaged = [], []
+    for path in sorted(root.glob(f"*/*/{REQUEST}")):
+        run = RunFolder(path.parent)
+        try:
+            found = read(run)
+        except CorruptObject as error:
+            damaged.append(Damaged(run=run, reason=str(error)))
+        else:
+            runs += [] if found is None else [found]
+    runs.sort(key=lambda handed: (handed.request.at, handed.run.path))
+    return Queue(runs=tuple(runs), damaged=tuple(damaged))
+
+
+def decide(
+    handed: Sequence[Handed], flower: Mapping[int, FlowerRun]
+) -> Iterable[Start | GiveUp]:
+    """What to do next: sites work on one run at a time, the oldest first.
+
+    Args:
+        handed: Runs in the order of their requests.
+        flower: What the SuperLink says of its runs.
+    """
+    for one in handed:
+        if one.outcome is not None:
+            continue
+        if one.stop and not one.run.exists():
+            # It waits for its turn or for sites, and looks after its rounds alone.
+            yield _withdraw(one, flower)
+            continue
+        before = one.coordinator
+        if before is None:
+            yield Start(handed=one, fruitless=1)
+            return
+        now = flower.get(int(before.flower_run))
+        if now is not None and not now.is_over:
+            return
+        fruitless = 1 if one.rounds > before.rounds else before.fruitless + 1
+        if fruitless <= MAX_FRUITLESS_STARTS:
+            yield Start(handed=one, fruitless=fruitless)
+            return
+        said = "it is gone" if now is None else now.status
+        yield GiveUp(
+            handed=one,
+            code=FAILED,
+            reason=(
+                f"{MAX_FRUITLESS_STARTS} coordinators in a row ended without a round; "
+                f"of the last one Flower says: {said}; see logs/superexec.log"
+            ),
+        )
+
+
+def _withdraw(one: Handed, flower: Mapping[int, FlowerRun]) -> GiveUp:
+    at_work = None
+    if one.coordinator is not None:
+        number = int(one.coordinator.flower_run)
+        now = flower.get(number)
+        at_work = None if now is None or now.is_over else number
+    reason = "stopped before it began"
+    return GiveUp(handed=one, code=STOPPED, reason=reason, at_work=at_work)
+
+
+def _completed_rounds(run: RunFolder) -> int:
+    return completed_rounds(_counted_events(_whole_lines(run)))
+
+
+def _is_finishing(run: RunFolder) -> bool:
+    *_, last = (None, *_counted_events(_whole_lines(run)[-1:]))
+    return isinstance(last, RunFinished) and last.status != INTERRUPTED
+
+
+def _whole_lines(run: RunFolder) -> list[bytes]:
+    if not run.exists():
+        return []
+    # The last line may be torn: its writer was killed, or is still writing.
+    return run.events.read_bytes().split(b"\n")[:-1]
+
+
+def _counted_events(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        # Most lines are of other events, and reading one as JSON takes time.
+        if any(name in line for name in _COUNTED):
+            # A damaged line is for those to name who read all of them.
+            with contextlib.suppress(ValueError):
+                event = from_line(line)
+                if event is not None:
+                    yield event
+
+
+def _write(path: Path, value: Any) -> None:
+    replace_file(path, [json.dumps(encode(value), allow_nan=False).encode()])
+
+
+def _read(path: Path, kind: type) -> Any:
+    try:
+        found = json.loads(path.read_bytes(), parse_constant=refuse_constant)
+        made = decode(found, kind, where=path.name)
+        if isinstance(made, Coordinator):
+            int(made.flower_run)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CorruptObject(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptObject(f"{path} is damaged: {error}; remove it") from error
+    return made

@@ -1,0 +1,226 @@
+"""The coordinator as Flower's ServerApp: started by the aggregator's SuperExec."""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from flwr.app import Context
+from flwr.serverapp import Grid as FlowerApi, ServerApp
+
+from cloud_adapters.flower import runtime as flower_runtime
+from cloud_adapters.flower.grid import SUPERLINK_POLL_SECONDS, Delivery, FlowerGrid
+from cloud_adapters.flower.roll_call import Attendance
+from cloud_adapters.flower_apps.apps import FlowerApps
+from cloud_adapters.transport.frames import Frames
+from deploy import exit_codes
+from deploy.aggregator_host import config as aggregator_file
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.deployed_run import Connect, DeployedRun, Parties
+from deploy.aggregator_host.enrolment_book import BookFile
+from deploy.aggregator_host.roll_call import SignedRollCall
+from deploy.aggregator_host.run_queue import STOP, Outcome, goes_on, leave_outcome
+from deploy.wiring import exchange
+from federation.clock import SystemClock
+from federation.errors import (
+    FederationError,
+    JobError,
+    RunConflict,
+    RunStopped,
+)
+from federation.ids import SiteId
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.protocols import Grid
+from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_result import RunResult
+
+_LOG = logging.getLogger(__name__)
+_Read = TypeVar("_Read")
+
+app = ServerApp()
+
+
+@app.main()
+def main(api: FlowerApi, context: Context) -> None:
+    """Coordinate the run that the context names."""
+    settings = context.run_config
+    config = aggregator_file.load(Path(str(settings["config"])))
+    coordinate(api, RunFolder(Path(str(settings["folder"]))), config)
+
+
+def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None:
+    """Run, or go on with, a run; leave an outcome if there is nothing more to do.
+
+    Raises:
+        RunConflict: Another coordinator works on it, and may not know yet that
+            Flower has given it up: this one makes way, without an outcome.
+        StoreUnavailable: The disk is full: there is no outcome either, and the run
+            goes on when there is room.
+    """
+    try:
+        deployed = DeployedRun(
+            run,
+            read_own(lambda: Parties.of_run(config.folder, run)),
+            clock=SystemClock(),
+            stop_requested=(run.path / STOP).exists,
+            goes_on=goes_on,
+        )
+        with exchange.opened(
+            config.file.exchange, run.path / "scratch", watch=deployed.watch
+        ) as frames:
+            wait = SiteWait(stop=run.path / STOP)
+            connect = _connector(api, config, frames, deployed, wait)
+            result = _run(deployed, run, connect, frames)
+    except FederationError as error:
+        if not goes_on(error):
+            code = exit_codes.of_error(error)
+            leave_outcome(run, Outcome(code=code, message=str(error)))
+        raise
+    code = exit_codes.BY_STATUS[result.status]
+    leave_outcome(run, Outcome(code=code, message=result.status))
+
+
+class ReplacedMeanwhile(Exception):
+    """A file was replaced while this process started, so it may not read it.
+
+    It has given up reading what is new in the aggregator's folder, with the secrets
+    that are there. Another coordinator reads the file that is there now.
+    """
+
+
+def read_own(read: Callable[[], _Read]) -> _Read:
+    """Read files of the aggregator's folder.
+
+    Raises:
+        ReplacedMeanwhile: One may not be read: the run goes on by another coordinator.
+        FederationError: Whatever else is wrong with one.
+    """
+    try:
+        return read()
+    except FederationError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, PermissionError):
+                raise ReplacedMeanwhile(str(error)) from error
+            cause = cause.__cause__
+        raise
+
+
+def _run(
+    deployed: DeployedRun, run: RunFolder, connect: Connect, frames: Frames
+) -> RunResult:
+    """Run it, and remove what it has left in the exchange, however it ends."""
+    try:
+        result = deployed.run(connect)
+    except RunConflict:  # The exchange is the other coordinator's.
+        raise
+    except FederationError:
+        _tidy(run, frames)
+        raise
+    _tidy(run, frames)
+    return result
+
+
+def _tidy(run: RunFolder, frames: Frames) -> None:
+    run_id = run.run_id()
+    if run_id is not None:
+        sites = job_file.loads(run.read_job()).sites
+        frames.end_run(run_id, [SiteId(site.name) for site in sites])
+
+
+@dataclass(kw_only=True)
+class SiteWait:
+    """Ends a coordinator that waits for sites, when a person has stopped the run.
+
+    A coordinator at work looks for that itself, after each round.
+
+    Attributes:
+        stop: A file that is there once the run is to end.
+        is_over: Whether the sites are there.
+    """
+
+    stop: Path
+    is_over: bool = False
+
+    def look(self) -> bool:
+        """Look while the grid waits; that Flower has ended is not told by this.
+
+        Raises:
+            RunStopped: The run is to end.
+        """
+        if not self.is_over and self.stop.exists():
+            raise RunStopped("the run was stopped while it waited for its sites")
+        return False
+
+
+def _connector(
+    api: FlowerApi,
+    config: AggregatorConfig,
+    frames: Frames,
+    deployed: DeployedRun,
+    wait: SiteWait,
+) -> Connect:
+    def connect(
+        roll_call: SignedRollCall,
+        sites: Sequence[SiteId],
+        *,
+        required: int,
+        quorum: int,
+    ) -> Grid:
+        known = read_own(
+            lambda: known_nodes(config.folder, deployed.job, absent=roll_call.absent)
+        )
+        grid = FlowerGrid(
+            FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
+            sites,
+            clock=SystemClock(),
+            attendance=Attendance(
+                roll_call=roll_call,
+                known=known,
+                required=required,
+                quorum=quorum,
+                connect_seconds=config.file.connect_seconds,
+            ),
+            delivery=Delivery(
+                frames=frames, ordered=True, poll_seconds=SUPERLINK_POLL_SECONDS
+            ),
+            stopped=wait.look,
+        )
+        wait.is_over = True
+        for reason in roll_call.absent.values():
+            _LOG.warning("%s; the run goes on without it", reason)
+        return grid
+
+    return connect
+
+
+def known_nodes(
+    folder: Path, job: JobSpec, *, absent: Collection[SiteId] = ()
+) -> dict[SiteId, int]:
+    """Nodes of enrolled sites that a roll call must leave out.
+
+    An app of Flower cannot answer one: its site is known by the key of its node, which
+    enrolment has bound to its name. And sites of other jobs are left in peace.
+
+    Args:
+        folder: The aggregator's.
+        job: Says who runs an app.
+        absent: Sites that the run does without.
+
+    Raises:
+        JobError: A site of the job runs an app and is not enrolled.
+        BookDamaged: The record of sites cannot be read.
+    """
+    agents = {site.name for site in job.sites if site.flower_app is None}
+    members = BookFile(folder=folder).read().members
+    known = {SiteId(m.site): int(m.node_id) for m in members if m.site not in agents}
+    for index, site in enumerate(job.sites):
+        if site.name not in agents | known.keys() | {*absent}:
+            raise JobError(
+                f"site {site.name!r} runs an app of Flower and is not enrolled: see "
+                "crossfed aggregator invite",
+                key=f"sites[{index}].flower_app",
+            )
+    return known

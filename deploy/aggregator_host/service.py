@@ -1,0 +1,382 @@
+"""``crossfed aggregator up``: Flower's processes, watched, and runs handed to them."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from cloud_adapters.flower_apps.bundle import bundle
+from cloud_adapters.local.child_process import Child
+from cloud_adapters.net import ports
+from cloud_adapters.net.ports import LOOPBACK
+from cloud_adapters.nginx import config as proxy, processes as proxy_processes
+from cloud_adapters.nginx.config import ProxySettings
+from cloud_adapters.storage.disk.part_file import file_errors
+from cloud_adapters.superlink.answer_limits import Limits, free_bytes
+from cloud_adapters.superlink.control import FlowerControl
+from deploy.aggregator_host import (
+    disk_reserve,
+    enrolment_http,
+    enrolment_nodes,
+    enrolment_operator,
+    host_secrets,
+    log_files,
+    run_queue,
+    superexec_process,
+    superlink_process,
+)
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.enrolment_service import EnrolmentService
+from deploy.aggregator_host.run_queue import (
+    DeadCoordinators,
+    GiveUp,
+    Handed,
+    Outcome,
+    Start,
+)
+from federation import folder_lock
+from federation.addresses import parse_address
+from federation.durable_files import replace_file
+from federation.errors import FederationError
+from federation.protocols import Clock
+from monitoring.runs.run_folder import RunFolder
+from privacy import own_folder
+from privacy.membership.certificates import (
+    Authority,
+    key_pem,
+    new_key,
+    server_names,
+)
+from privacy.secret_files import write_new
+
+LOOK_SECONDS = 1.0
+RENEWAL_LOOK_SECONDS = 3600.0
+SUPERLINK = "superlink"
+_OK, _UNAVAILABLE = 200, 503
+
+# What Flower's programs must be told so as not to call home.
+_QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+
+
+def initialise(folder: Path, hosts: Sequence[str], *, clock: Clock) -> Authority:
+    """Make an aggregator's certificates and secrets in a folder.
+
+    Raises:
+        KeyFileRefused: There are some.
+        StoreUnavailable: The folder cannot be made.
+    """
+    with file_errors("make", folder):
+        own_folder.make(folder)
+    authority = Authority.create("crossfed aggregator", clock=clock)
+    authority.save(folder)
+    key = new_key()
+    certificate = authority.issue_server(server_names(tuple(hosts)), key)
+    write_new(folder / "server.key", key_pem(key))
+    write_new(folder / "server.crt", certificate, mode=0o644)
+    host_secrets.make(folder)
+    return authority
+
+
+@dataclass(kw_only=True)
+class AggregatorService:
+    """Everything that runs on the aggregator's host.
+
+    Attributes:
+        config: The operator's ``aggregator.toml``.
+        config_path: Where that is.
+        clock: Tells time.
+        stopped: Set it to end ``run``.
+        listener: Called with a word about what happens.
+    """
+
+    config: AggregatorConfig
+    config_path: Path
+    clock: Clock
+    stopped: threading.Event = field(default_factory=threading.Event)
+    listener: Callable[[str], None] = print
+    _children: list[Child] = field(default_factory=list, init=False)
+    # Whether the SuperLink has answered since the service began.
+    _answers: bool = field(default=False, init=False)
+    # Runs whose coordinator was seen at work, since it holds the lock of their
+    # folder, and how many looks ago.
+    _dead: DeadCoordinators = field(default_factory=DeadCoordinators, init=False)
+    _next_renewal: float = field(default=0.0, init=False)
+    _told: set[str] = field(default_factory=set, init=False)
+    # Whether the disk has too little room for answers.
+    _is_full: bool = field(default=False, init=False)
+
+    def run(self) -> None:
+        """Serve until ``stopped`` is set.
+
+        Raises:
+            FederationError: Nginx or Flower is not installed, a port is taken, or a
+                file of the folder is missing or damaged.
+        """
+        config = self.config
+        for folder in (config.folder, config.flower, config.logs, config.runs):
+            with file_errors("make", folder):
+                own_folder.make(folder)
+                own_folder.close(folder, self.listener)
+        for site in enrolment_operator.prepare(config, clock=self.clock):
+            self.listener(
+                f"sites.json is older than ca.crl and had forgotten that site {site!r} "
+                "was revoked: it is revoked again. Compare crossfed aggregator sites "
+                "with what you know"
+            )
+        port = self._port()
+        authority = (config.folder / "ca.crt").read_bytes()
+        with ExitStack() as stack:
+            complaint = f"another aggregator works in {config.folder}: stop it first"
+            stack.enter_context(folder_lock.hold(config.lock, complaint))
+            self._await_ports(port)
+            self._prepare_disk()
+            secret = self._secret()
+            control = stack.enter_context(
+                FlowerControl(f"{LOOPBACK}:{port}", authority, secret)
+            )
+            handlers = self._handlers(control)
+            service_port = stack.enter_context(
+                enrolment_http.serve(handlers, config.file.service_port)
+            )
+            self._children = [*self._flower(port), *self._proxy(port, service_port)]
+            for child in self._children:
+                stack.callback(child.stop)
+            self._serve(control)
+
+    def _secret(self) -> bytes:
+        """The secret of Control; a folder of an earlier release gets one.
+
+        Raises:
+            KeyFileRefused: Others may read a secret.
+            StoreUnavailable: One cannot be written.
+        """
+        folder = self.config.folder
+        with file_errors("write secrets in", folder):
+            for name in host_secrets.make(folder):
+                self.listener(f"{folder / name} was missing and is made")
+        host_secrets.read(folder / host_secrets.RUNTIME)
+        return host_secrets.read(folder / host_secrets.CONTROL)
+
+    @property
+    def _limits(self) -> Limits:
+        return self.config.file.limits.bytes()
+
+    def _prepare_disk(self) -> None:
+        """See that the SuperLink's state gives space back, and keep some in reserve.
+
+        Raises:
+            StoreUnavailable: The state is damaged or cannot be written.
+        """
+        saved = superlink_process.prepare(self.config.state)
+        if saved:
+            self.listener(f"{self.config.state} became {saved >> 20} MiB smaller")
+        self._look_at_disk()
+
+    def _look_at_disk(self) -> None:
+        """Say when the disk has too little room for answers, and when it has again."""
+        folders = (self.config.folder, self.config.flower)
+        free, folder = min((free_bytes(each), each) for each in folders)
+        reserve = self._limits.reserve
+        is_full = free < reserve
+        if is_full and not self._is_full:
+            self.listener(
+                f"the disk of {folder} has {free >> 20} MiB left: answers of sites are "
+                f"refused until it has {reserve >> 20} MiB (limits.reserve_mib in "
+                "aggregator.toml); free some space"
+            )
+        elif self._is_full and not is_full:
+            self.listener(f"the disk of {folder} has room again")
+        self._is_full = is_full
+        if not is_full and not disk_reserve.is_there(self.config.folder):
+            disk_reserve.fill(self.config.folder)
+
+    def _handlers(self, control: FlowerControl) -> dict[str, enrolment_http.Handler]:
+        enrolment = EnrolmentService(
+            config=self.config,
+            register=partial(enrolment_nodes.register, control),
+            clock=self.clock,
+            listener=self.listener,
+        )
+        return {
+            "GET /health": self._health,
+            "GET /enroll": enrolment.authority,
+            "POST /enroll": enrolment.handle,
+        }
+
+    def _health(self, body: bytes) -> tuple[int, bytes]:
+        """Whether every program runs and the disk has room, and no more than that."""
+        del body
+        well = self._answers and all(child.is_up for child in self._children)
+        state = "starting" if not well else "disk full" if self._is_full else "ok"
+        status = _OK if state == "ok" else _UNAVAILABLE
+        return status, json.dumps({"status": state}).encode()
+
+    def _serve(self, control: FlowerControl) -> None:
+        trouble = ""
+        while not self.stopped.is_set():
+            for child in self._children:
+                child.watch()
+            self._bound_logs()
+            self._look_at_disk()
+            try:
+                if not self._answers:
+                    control.nodes()
+                    self._answers = True
+                self._renew()
+                self._schedule(control)
+            except FederationError as error:
+                if str(error) != trouble and self._answers:
+                    self.listener(str(error))
+                trouble = str(error)
+            else:
+                trouble = ""
+            self.stopped.wait(LOOK_SECONDS)
+
+    def _bound_logs(self) -> None:
+        try:
+            log_files.bound((self.config.logs, self.config.proxy))
+        except OSError as error:
+            self._tell_once(f"a log cannot be bounded: {error}")
+
+    def _renew(self) -> None:
+        """Renew the server's certificate when it is due; the SuperLink starts anew."""
+        now = self.clock.monotonic()
+        if now < self._next_renewal:
+            return
+        self._next_renewal = now + RENEWAL_LOOK_SECONDS
+        if enrolment_operator.renew_server(self.config, clock=self.clock):
+            self.listener("the server's certificate was renewed")
+            for child in self._children:
+                if child.name == SUPERLINK:
+                    child.stop()
+
+    def _schedule(self, control: FlowerControl) -> None:
+        """Start the run whose turn it is; give up those that do not go on."""
+        queue = run_queue.handed_over(self.config.runs)
+        for one in queue.damaged:
+            self._tell_once(f"run {one.run.path.name} is left alone: {one.reason}")
+        # A coordinator whose files were damaged under it is let finish.
+        is_busy = any(one.run.is_locked() for one in queue.damaged)
+        if is_busy or all(one.outcome is not None for one in queue.runs):
+            return
+        self._end_dead(control, queue.runs)
+        for action in run_queue.decide(queue.runs, control.runs()):
+            if isinstance(action, GiveUp):
+                self._give_up(control, action)
+            else:
+                self._start(control, action, action.handed.run)
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self.listener(text)
+
+    def _end_dead(self, control: FlowerControl, handed: Sequence[Handed]) -> None:
+        """End Flower's run where its coordinator was killed.
+
+        Flower itself would notice after a minute.
+        """
+        for run, number in self._dead.look(handed):
+            self.listener(f"the coordinator of run {run.path.name} has died")
+            control.stop(number)
+
+    def _give_up(self, control: FlowerControl, action: GiveUp) -> None:
+        run, reason = action.handed.run, action.reason
+        self.listener(f"run {run.path.name} is given up: {reason}")
+        # First: its coordinator, if one works, does not say otherwise when it ends.
+        run_queue.leave_outcome(run, Outcome(code=action.code, message=reason))
+        if action.at_work is not None:
+            control.stop(action.at_work)
+
+    def _start(self, control: FlowerControl, action: Start, run: RunFolder) -> None:
+        run_queue.check_room(run)
+        number = control.start(
+            {
+                "folder": str(run.path.resolve()),
+                "config": str(self.config_path.resolve()),
+            }
+        )
+        run_queue.note_start(action.handed, number, fruitless=action.fruitless)
+        again = "" if action.handed.coordinator is None else " again"
+        self.listener(f"run {run.path.name} is started{again}")
+
+    def _port(self) -> int:
+        """Port of the SuperLink: a chosen one is kept, so that nodes find it again."""
+        port = self.config.superlink_port()
+        if port is None:
+            port = ports.free_port()
+            replace_file(self.config.port_file, [str(port).encode()])
+        return port
+
+    def _await_ports(self, port: int) -> None:
+        """See that nobody else listens where nginx and the SuperLink are to.
+
+        Raises:
+            PortTaken: Somebody does.
+        """
+        proxy_processes.end_processes(self.config.proxy)
+        file = self.config.file
+        key = "superlink_port" if file.proxy else "listen"
+        if file.proxy and not file.superlink_port:
+            advice = f"stop what listens there, or remove {self.config.port_file}"
+        else:
+            advice = f"stop what listens there, or change {key} in aggregator.toml"
+        ports.await_free(LOOPBACK, port, advice=advice, clock=self.clock)
+        if file.proxy:
+            host, outside = parse_address(file.listen, key="listen")
+            advice = "stop what listens there, or change listen in aggregator.toml"
+            ports.await_free(host, outside, advice=advice, clock=self.clock)
+
+    def _flower(self, port: int) -> list[Child]:
+        folder = self.config.folder.resolve()
+        link = [
+            *("--ssl-ca-certfile", str(folder / "ca.crt")),
+            *("--ssl-certfile", str(folder / "server.crt")),
+            *("--ssl-keyfile", str(folder / "server.key")),
+            *("--host", LOOPBACK, "--port", str(port)),
+            *("--isolation", "process", "--enable-supernode-auth"),
+            "--disable-runtime-dependency-installation",
+        ]
+        database = self.config.state.resolve()
+        start = superlink_process.command(self._limits, database, folder, link)
+        execute = superexec_process.command(
+            f"{LOOPBACK}:{port}",
+            folder=folder,
+            bundle=bundle().hash_str,
+            config=self.config_path.resolve(),
+        )
+        return [self._child(SUPERLINK, start), self._child("superexec", execute)]
+
+    def _proxy(self, port: int, service_port: int) -> list[Child]:
+        if not self.config.file.proxy:
+            return []
+        settings = ProxySettings(
+            listen=self.config.file.listen,
+            superlink_port=port,
+            service_port=service_port,
+            folder=self.config.folder,
+            work=self.config.proxy,
+        )
+        return [self._child("proxy", proxy.prepare(settings))]
+
+    def _child(self, name: str, command: Sequence[str]) -> Child:
+        programs = str(Path(sys.executable).parent)
+        environment = {
+            **os.environ,
+            **_QUIET,
+            "FLWR_HOME": str(self.config.flower.resolve()),
+            "PATH": os.pathsep.join((programs, os.environ.get("PATH", os.defpath))),
+        }
+        return Child(
+            name=name,
+            command=command,
+            environment=environment,
+            logs=self.config.logs,
+            clock=self.clock,
+            listener=self.listener,
+        )

@@ -1,0 +1,1 @@
+"""The audit of a job: its runs, and what they show."""

@@ -1,0 +1,158 @@
+"""Attack a job's own training: the function behind ``crossfed audit``.
+
+1. A run with canaries: how many of them an attacker tells apart bounds epsilon from
+   below.
+2. A run without: how well the loss tells training records from held-out ones.
+
+Both are runs of their own, in memory: no ledger, run folder or model of the job is
+touched. The attacker sees what the promise holds against: under ``record`` every update
+of a site, so secure aggregation is off; under ``joint`` the sums that it opens, with
+the noise of as few sites as the accounting counts on.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from clients import standardise
+from clients.audit.canaries import MAX_CANARIES
+from clients.privacy.site_plans import PrivateSites
+from clients.training.local_federation import Federation
+from deploy.audit.jobs import as_attacked, is_summed
+from deploy.audit.rounds import throwaway_id
+from deploy.audit.runs import Attack, CanaryRun, PlainRun, PlanSites
+from deploy.wiring import parts as wiring
+from federation.clock import SystemClock
+from federation.errors import JobError
+from federation.events import Emit
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+from monitoring.audit_findings import Findings
+from privacy.dp.auditing import epsilon_lower_bound
+from privacy.dp.budget import default_delta
+
+LEAST_CANARIES = 100
+
+
+def plan_sites(federation: Federation) -> PrivateSites | None:
+    """Plan what each site does to keep its promise, as in a run of the job.
+
+    Raises:
+        JobError: The promise cannot be kept.
+    """
+    if not federation.job.privacy.differential_privacy.enabled:
+        return None
+    return PrivateSites(
+        federation, run_id=throwaway_id(), folder=None, clock=SystemClock()
+    )
+
+
+def audit(
+    job: JobSpec,
+    attack: Attack,
+    *,
+    listeners: Sequence[Emit] = (),
+    plan_sites: PlanSites = plan_sites,
+) -> Findings:
+    """Audit a job.
+
+    Args:
+        job: The job; its unit of privacy is ``record``, ``joint`` or ``none``.
+        attack: How.
+        listeners: Called with the events of both runs.
+        plan_sites: What sites do to keep their promise, and what their ledgers are
+            told of it, by default as in a run of the job. It is asked twice: for the
+            job's model, and for that with canaries.
+
+    Returns:
+        What was found; ``Findings.broken`` names the sites whose promise did not hold.
+
+    Raises:
+        JobError: The job cannot be audited, or ``attack`` names no such site.
+        SiteError: A site did not take part.
+    """
+    _check(job, attack)
+    clock = SystemClock()
+    start = clock.monotonic()
+    job = as_attacked(job)
+    with ExitStack() as stack:
+        stack.enter_context(wiring.torch_threads(job))
+        federation = _standardised(wiring.build_federation(job))
+        names = [SiteId(name) for name in attack.sites] or list(federation.site_data)
+        second = PlainRun(federation, plan_sites, names)
+        first = CanaryRun(federation, plan_sites, attack, names)
+        first.run(listeners)
+        second.run(listeners)
+    return Findings(
+        job_name=job.name,
+        unit=job.privacy.differential_privacy.unit,
+        num_sites=len(job.sites),
+        noise_shares=first.noise_shares,
+        rounds=job.rounds,
+        seconds=clock.monotonic() - start,
+        sites=[first.findings(name, second.membership(name)) for name in names],
+    )
+
+
+def _standardised(federation: Federation) -> Federation:
+    """Standardise the records, if the job does.
+
+    Canaries are not in the statistics: what is tested is what the steps cost.
+    """
+    job = federation.job
+    if job.privacy.differential_privacy.standardise is None:
+        return federation
+    site_data = {}
+    for name, (train, held_out) in federation.site_data.items():
+        statistics = standardise.release(job, train)
+        site_data[name] = statistics.apply(train), statistics.apply(held_out)
+    return replace(federation, site_data=site_data)
+
+
+def _check(job: JobSpec, attack: Attack) -> None:
+    wiring.check_sites_are_here(job)
+    if not 0 < attack.confidence < 1:
+        raise JobError(
+            f"a confidence lies between 0 and 1, which {attack.confidence} does not"
+        )
+    if job.privacy.differential_privacy.unit == "site":
+        raise JobError(
+            _why_not_sites(job, attack.confidence),
+            key="privacy.differential_privacy.unit",
+        )
+    known = [site.name for site in job.sites]
+    for name in attack.sites:
+        if name not in known:
+            raise JobError(f"the job has no site {name!r}; it has {', '.join(known)}")
+    if not LEAST_CANARIES <= attack.canaries <= MAX_CANARIES:
+        raise JobError(
+            f"an audit takes {LEAST_CANARIES} to {MAX_CANARIES} canaries, not "
+            f"{attack.canaries}"
+        )
+    if is_summed(job) and attack.canaries * len(attack.sites or known) > MAX_CANARIES:
+        raise JobError(
+            f"{attack.canaries} canaries at each of {len(attack.sites or known)} sites "
+            f"are more than the {MAX_CANARIES} values that one sum may hold of them: "
+            "take fewer, or name fewer sites with --site"
+        )
+
+
+def _why_not_sites(job: JobSpec, confidence: float) -> str:
+    """Say what an audit could show where a canary is a whole site."""
+    private, num_sites = job.privacy.differential_privacy, len(job.sites)
+    delta = default_delta(num_sites) if private.delta is None else private.delta
+    most = epsilon_lower_bound(
+        num_sites, num_sites, num_sites, delta=delta, confidence=confidence
+    )
+    text = (
+        'with unit = "site" a canary is a whole site, and one run has as many guesses '
+        f"as sites: {num_sites} right ones show an epsilon of {most:.2f} at delta "
+        f"{delta:g} and confidence {confidence:.0%}, and no audit of one run more"
+    )
+    target = private.target_epsilon
+    if target is not None and most < target:
+        return f"{text}; the job's {target:g} cannot be put to the test"
+    return (
+        f"{text}; that exceeds the job's target, but only guesses with next to no "
+        "mistake would, so no such audit is made"
+    )

@@ -1,0 +1,215 @@
+"""How an audit runs a job's rounds: in this process, and keeping nothing.
+
+In the open, where the promise holds against who sees every update; in secret, with the
+job's own secure sum and noise shares, where it holds against who sees what is opened.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Protocol
+
+from clients.privacy.masking import SumNoise
+from clients.privacy.site_plans import PrivateSites
+from clients.training.local_federation import Federation
+from cloud_adapters.local.inproc_grid import InProcessGrid
+from cloud_adapters.storage.memory import MemoryStore
+from deploy.wiring import parts as wiring
+from deploy.wiring.rehearsal import rehearse
+from federation.clock import SystemClock
+from federation.errors import SiteError
+from federation.events import Emit, Event, SiteFailed
+from federation.ids import RunId, SiteId, new_run_id
+from federation.messages import FailureKind
+from federation.protocols import (
+    Clock,
+    Grid,
+    ObjectStore,
+    RunState,
+    SiteHandler,
+    Trainer,
+)
+from federation.rounds.coordinator import run_federation
+from federation.rounds.gather import Gather
+from federation.rounds.round_record import RoundRecord
+from federation.vectors import Vector
+
+SeeSum = Callable[[Vector], None]
+
+# What a colluder's share is worth against its fellows: they take it off again.
+_NO_NOISE = SumNoise(spans=())
+
+
+class Stage(Protocol):
+    """Where trainers meet: as sites, and with somebody who gathers what they send."""
+
+    @property
+    def federation(self) -> Federation:
+        """Model, data and job."""
+        ...
+
+    @property
+    def run_id(self) -> RunId:
+        """The run, which nobody keeps."""
+        ...
+
+    def site(
+        self, name: SiteId, trainer: Trainer, *, store: ObjectStore, clock: Clock
+    ) -> SiteHandler:
+        """Make a site of a trainer."""
+        ...
+
+    def gather(self, grid: Grid) -> Gather:
+        """Make the aggregator's half."""
+        ...
+
+
+class OpenStage:
+    """Every update is seen as it is."""
+
+    def __init__(self, federation: Federation) -> None:
+        """Take the job as it is, without masks."""
+        self.federation = federation
+        self.run_id = throwaway_id()
+
+    def site(
+        self, name: SiteId, trainer: Trainer, *, store: ObjectStore, clock: Clock
+    ) -> SiteHandler:
+        """Make a site of a trainer."""
+        return self.federation.site(
+            name, make_trainer=lambda: trainer, store=store, clock=clock
+        )
+
+    def gather(self, grid: Grid) -> Gather:
+        """Gather in the clear."""
+        return wiring.plain_gather(self.federation, self.run_id, grid)
+
+
+class SecretStage:
+    """Sums are opened and nothing else: the job's own masks and noise shares."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        private: PrivateSites,
+        *,
+        silent: Collection[SiteId] = (),
+        see: SeeSum | None = None,
+    ) -> None:
+        """Bring all parties of a run together.
+
+        Args:
+            federation: Model and data.
+            private: What the sites promise, planned for this very model.
+            silent: Sites that bring no share of the noise.
+            see: Called with the mean of every sum that is opened, shape ``(d,)``.
+
+        Raises:
+            JobError: The model has what cannot be summed in secret.
+        """
+        self.federation = federation
+        self.run_id = throwaway_id()
+        self._plans = private.plans
+        self._rehearsal = rehearse(federation, self.run_id, private)
+        self._silent = frozenset(silent)
+        self._see = see
+
+    def site(
+        self, name: SiteId, trainer: Trainer, *, store: ObjectStore, clock: Clock
+    ) -> SiteHandler:
+        """Make a site of a trainer; its masks come from where its noise does."""
+        del clock  # What a masked answer says has no times.
+        rehearsal, plan = self._rehearsal, self._plans[name]
+        if plan.training is not None:
+            rehearsal = replace(rehearsal, random_bytes=plan.training.random_bytes)
+        if name in self._silent and rehearsal.in_sum is not None:
+            in_sum = replace(rehearsal.in_sum, noise=_NO_NOISE)
+            rehearsal = replace(rehearsal, in_sum=in_sum)
+        return rehearsal.site(
+            name, make_trainer=lambda: trainer, store=store, folder=None
+        )
+
+    def gather(self, grid: Grid) -> Gather:
+        """Gather in secret, before the eyes of whoever looks on."""
+        found = self._rehearsal.gather(grid)
+        return found if self._see is None else _Observed(found, self._see)
+
+
+class _Observed:
+    """A gather with a witness of what it opens."""
+
+    def __init__(self, gather: Gather, see: SeeSum) -> None:
+        self._gather = gather
+        self._see = see
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site of the run."""
+        return self._gather.sites()
+
+    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
+        """Gather and tell."""
+        mean_d = self._gather.update(state, record, out_d)
+        self._see(mean_d)
+        return mean_d
+
+    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+        """Have the cohort evaluate; the witness does not hear of it."""
+        self._gather.evaluation(state, record)
+
+
+def run_rounds(
+    stage: Stage, trainers: Mapping[SiteId, Trainer], listeners: Sequence[Emit]
+) -> RunState:
+    """Run the job's rounds in this process and keep nothing.
+
+    Raises:
+        SiteError: A site failed in some round: the promises were not put to the test
+            as they were made.
+    """
+    federation, clock, store = stage.federation, SystemClock(), MemoryStore()
+    failures: list[SiteFailed] = []
+
+    def emit(event: Event) -> None:
+        # What a spent budget forbids was not released, and is not to be audited.
+        if isinstance(event, SiteFailed) and event.kind is not FailureKind.BUDGET:
+            failures.append(event)
+        for listener in listeners:
+            listener(event)
+
+    sites = {
+        name: stage.site(name, trainer, store=store, clock=clock)
+        for name, trainer in trainers.items()
+    }
+    workers = wiring.num_workers(federation.job)
+    with ExitStack() as stack:
+        for site in sites.values():
+            stack.callback(site.close)  # After the grid: no thread is at work.
+        grid = stack.enter_context(InProcessGrid(sites, clock=clock, workers=workers))
+        parts = wiring.build_server(
+            federation,
+            run_id=stage.run_id,
+            engine="inproc",
+            gather=stage.gather(grid),
+            store=store,
+            clock=clock,
+            emit=emit,
+            stop_requested=lambda: bool(failures),
+        )
+        try:
+            state = run_federation(federation.job, parts)
+        finally:
+            if failures:
+                raise absent(failures[0].site, failures[0].message)
+    return state
+
+
+def throwaway_id() -> RunId:
+    """Name a run that nobody keeps."""
+    return new_run_id(SystemClock().now(), os.urandom(3))
+
+
+def absent(name: str, message: str) -> SiteError:
+    """Say that a site was not there."""
+    why = f": {message}" if message else ""
+    return SiteError(f"site {name!r} did not take part in the audit as it should{why}")

@@ -1,0 +1,408 @@
+"""The two runs of an audit: one with canaries, one without.
+
+Both are the job's own rounds over the job's own trainers, in memory, as
+``deploy.audit.rounds`` runs them. What wraps them is in ``clients.audit.canaries`` and
+``clients.audit.observed``.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients import randomness
+from clients.audit.canaries import CanariedData, CanaryScores, draw_canaries
+from clients.audit.membership_scores import membership_scores
+from clients.audit.observed import ObservedTrainer
+from clients.data.datasets import Dataset
+from clients.models.model_pool import ModelPool
+from clients.privacy.site_plans import PrivateSites, SitePlan
+from clients.training.local_federation import Federation, SiteData
+from clients.training.trainer import TorchTrainer
+from deploy.audit.jobs import (
+    is_summed,
+    with_canaried_model,
+    with_more_records,
+    with_room_in_sums,
+)
+from deploy.audit.rounds import (
+    OpenStage,
+    SecretStage,
+    Stage,
+    absent,
+    run_rounds,
+    throwaway_id,
+)
+from federation.clock import SystemClock
+from federation.errors import JobError
+from federation.events import Emit
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+from federation.protocols import LocalResult, RunState, Trainer
+from federation.vectors import Vector
+from monitoring.audit_findings import (
+    CurveFindings,
+    Membership,
+    Promise,
+    SiteFindings,
+)
+from privacy.dp import accountant, auditing, curve_tests
+from privacy.dp.auditing import Guesses
+from privacy.dp.curve_tests import PValues
+from privacy.dp.ledger.ledger import InMemoryLedger
+from privacy.dp.ledger.ledger_format import Terms
+from privacy.dp_sgd.clipping import choose
+
+DEFAULT_CANARIES = 5_000
+DEFAULT_CONFIDENCE = 0.95
+
+# Guesses, half of them of each kind, by the number of canaries alone: a bound for the
+# best of several numbers would be none. In Gaussian noise 5 % gives about the highest
+# bound, unless canaries are so few that the guesses themselves limit it.
+_GUESSED_SHARE, _MOST_GUESSED_SHARE, _FEW_GUESSES = 0.05, 0.1, 500
+
+# Guesses for the trade-off curve, likewise. A third gives about the smallest p-value
+# for half the noise, and more than this number hardly change it.
+_CURVE_SHARE, _MOST_CURVE_GUESSES = 1 / 3, 5_000
+
+# Records of each kind that membership inference looks at, at most.
+MAX_RECORDS = 20_000
+
+_FREE_DELTA = 1e-5  # Where nothing is promised.
+
+PlanSites = Callable[[Federation], PrivateSites | None]
+_Plans = Mapping[SiteId, SitePlan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """How to attack.
+
+    Attributes:
+        sites: Whose promise is put to the test; empty for every site's.
+        canaries: m, at each of them.
+        confidence: Of the bounds.
+        random_bytes: Draws which canaries are in.
+    """
+
+    sites: Sequence[str] = ()
+    canaries: int = DEFAULT_CANARIES
+    confidence: float = DEFAULT_CONFIDENCE
+    random_bytes: Callable[[int], bytes] = os.urandom
+
+
+def guesses_for(num_canaries: int) -> int:
+    """Number of guesses about so many canaries."""
+    few = min(_FEW_GUESSES, int(_MOST_GUESSED_SHARE * num_canaries))
+    return max(few, int(_GUESSED_SHARE * num_canaries))
+
+
+def curve_guesses_for(num_canaries: int) -> int:
+    """Number of guesses that test the trade-off curve."""
+    return min(_MOST_CURVE_GUESSES, int(_CURVE_SHARE * num_canaries))
+
+
+class CanaryRun:
+    """A run of the job with canaries in some sites' training data."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        plan_sites: PlanSites,
+        attack: Attack,
+        names: Sequence[SiteId],
+    ) -> None:
+        """Draw canaries for the sites that are named, and build the model for them.
+
+        Raises:
+            JobError: The data cannot carry canaries, or the promise cannot be kept
+                with so many of them.
+        """
+        self._attack = attack
+        self._num_trained = federation.pool.num_trained
+        apart = attack.canaries if is_summed(federation.job) else 0
+        self._first = {name: place * apart for place, name in enumerate(names)}
+        self._is_in = {
+            name: draw_canaries(
+                attack.canaries, attack.random_bytes(-(-attack.canaries // 8))
+            )
+            for name in names
+        }
+        if apart:
+            job = with_room_in_sums(federation.job, attack.canaries)
+            federation = replace(federation, job=job)
+        job = with_canaried_model(
+            federation, attack.canaries + max(*self._first.values(), 0)
+        )
+        pool = ModelPool(job)
+        # Delta is for all that the job releases, evaluated or not.
+        self._private = _planned(plan_sites, replace(federation, pool=pool), attack)
+        self._federation = replace(federation, job=job, pool=pool)
+        self._scores = {
+            name: CanaryScores(pool.layout, attack.canaries, first=first)
+            for name, first in self._first.items()
+        }
+        self._trainers: dict[SiteId, Trainer] = {}
+        self._ledgers: dict[SiteId, InMemoryLedger] = {}
+
+    @property
+    def noise_shares(self) -> int | None:
+        """Sites whose noise is in an opened sum; None where each has its own."""
+        in_sum = None if self._private is None else self._private.in_sum
+        return None if in_sum is None else in_sum.share.honest
+
+    def run(self, listeners: Sequence[Emit]) -> None:
+        """Train, and note what is seen along the canaries' coordinates."""
+        stage = self._stage()
+        for name in self._federation.site_data:
+            job, data = self._canaried(name)
+            federation = replace(self._federation, job=job)
+            plan = self._plan(name)
+            if plan is not None:
+                self._ledgers[name] = _ledger(federation, name, plan)
+            ledger = self._ledgers.get(name)
+            trainer = _trainer(federation, name, data, plan, ledger)
+            scores = self._scores.get(name)
+            if scores is not None and self.noise_shares is None:
+                trainer = ObservedTrainer(trainer, _see_update(scores))
+            self._trainers[name] = trainer
+        run_rounds(stage, self._trainers, listeners)
+
+    def _stage(self) -> Stage:
+        if self._private is None or self.noise_shares is None:
+            return OpenStage(self._federation)
+        # Accounting counts on so many shares: of the others the adversary knows some,
+        # and some may be missing. Those of the sites in question are in the sum first.
+        others = [
+            name for name in self._federation.site_data if name not in self._is_in
+        ]
+        silent = [*self._is_in, *others][self.noise_shares :]
+        return SecretStage(
+            self._federation, self._private, silent=silent, see=self._see_sum
+        )
+
+    def _see_sum(self, mean_d: Vector) -> None:
+        for scores in self._scores.values():
+            scores.see_sum(mean_d)
+
+    def _canaried(self, name: SiteId) -> tuple[JobSpec, SiteData]:
+        """A site's job and data: with canaries, or with codes alone."""
+        job, is_in_m, num_empty = self._federation.job, np.zeros(0, np.bool_), 0
+        train, held_out = self._federation.site_data[name]
+        if name in self._is_in:
+            is_in_m = self._is_in[name]
+            job, num_empty = with_more_records(job, len(train), len(is_in_m))
+        # What is out has no gradient, and so has what fills up.
+        is_in_m = np.append(is_in_m, np.zeros(num_empty, np.bool_))
+        task, none = job.training.task, np.zeros(0, np.bool_)
+        return job, (
+            CanariedData(train, is_in_m, task=task, first=self._first.get(name, 0)),
+            CanariedData(held_out, none, task=task),
+        )
+
+    def _plan(self, name: SiteId) -> SitePlan | None:
+        """A site's plan, with the clipping that is chosen for the model as it is."""
+        plan = _plans(self._private).get(name)
+        if plan is None or plan.training is None:
+            return None
+        clipping = plan.training.clipping
+        if clipping == "auto":
+            batch_size = self._federation.job.training.batch_size
+            clipping = choose(self._num_trained, batch_size=batch_size)
+        return replace(plan, training=replace(plan.training, clipping=clipping))
+
+    def findings(self, name: SiteId, membership: Membership) -> SiteFindings:
+        """Put together what is known of a site."""
+        scores_m, is_in_m = self._scores[name].scores_m, self._is_in[name]
+        promise = self._promise(name)
+        num_guesses = guesses_for(len(scores_m))
+        return SiteFindings(
+            site=name,
+            promise=promise,
+            guesses=auditing.guess(scores_m, is_in_m, num_guesses=num_guesses),
+            curve=self._curve(name),
+            confidence=self._attack.confidence,
+            scores_m=scores_m,
+            is_in_m=is_in_m,
+            canaries=auditing.roc(scores_m[is_in_m], scores_m[~is_in_m]),
+            independent_bound=auditing.epsilon_of_independent(
+                scores_m[is_in_m],
+                scores_m[~is_in_m],
+                delta=promise.delta,
+                confidence=self._attack.confidence,
+            ),
+            membership=membership,
+        )
+
+    def _curve(self, name: SiteId) -> CurveFindings | None:
+        """Test the curve of all that the site's ledger was charged for training."""
+        if name not in self._ledgers:
+            return None
+        charges = self._ledgers[name].charges()
+        events = [c.event for c in charges if c.purpose == "train"]
+        curve, is_in_m = accountant.trade_off(events), self._is_in[name]
+
+        def test(scores_m: NDArray[np.float64]) -> tuple[Guesses, PValues]:
+            guesses = auditing.guess(
+                scores_m, is_in_m, num_guesses=curve_guesses_for(len(scores_m))
+            )
+            return guesses, PValues(
+                one_run=curve_tests.one_run(curve, guesses),
+                independent=curve_tests.independent(curve, scores_m, is_in_m),
+            )
+
+        guesses, p_values = test(self._scores[name].scores_m)
+        _, without_noise = test(curve_tests.scores_without_noise(is_in_m, events))
+        return CurveFindings(
+            guesses=guesses, p_values=p_values, without_noise=without_noise
+        )
+
+    def _promise(self, name: SiteId) -> Promise:
+        spent = self._trainers[name].spent()
+        if spent is None:
+            return Promise(epsilon=float("inf"), delta=_FREE_DELTA, terms="none")
+        unit = self._federation.job.privacy.differential_privacy.unit
+        terms = f"unit {unit}, neighbours: {accountant.NEIGHBOURING_RELATION}; "
+        terms += f"accountant pld; {accountant.SAMPLING_ASSUMPTION}"
+        if self.noise_shares is not None:
+            terms += f"; noise of {self.noise_shares} sites in each sum"
+        return Promise(epsilon=spent.epsilon, delta=spent.delta, terms=terms)
+
+
+class PlainRun:
+    """A run of the job as it is, and attacks on its models."""
+
+    def __init__(
+        self, federation: Federation, plan_sites: PlanSites, names: Sequence[SiteId]
+    ) -> None:
+        """Bring together what is attacked, and at which sites.
+
+        Raises:
+            JobError: The promise cannot be kept.
+        """
+        self._federation = federation
+        self._private = plan_sites(federation)
+        self._last: dict[SiteId, tuple[Vector, Any]] = {}
+        # What nobody sees is not attacked.
+        self._seen = () if is_summed(federation.job) else names
+        self._state: RunState | None = None
+
+    def run(self, listeners: Sequence[Emit]) -> None:
+        """Train, and keep the last model of each audited site, if it is seen."""
+        trainers: dict[SiteId, Trainer] = {}
+        plans = _plans(self._private)
+        for name, data in self._federation.site_data.items():
+            plan = plans.get(name)
+            ledger = None if plan is None else _ledger(self._federation, name, plan)
+            trainer = _trainer(self._federation, name, data, plan, ledger)
+            if name in self._seen:
+                trainer = ObservedTrainer(trainer, self._keep(name))
+            trainers[name] = trainer
+        self._state = run_rounds(self._stage(), trainers, listeners)
+
+    def _stage(self) -> Stage:
+        if self._private is None or self._private.in_sum is None:
+            return OpenStage(self._federation)
+        return SecretStage(self._federation, self._private)
+
+    def membership(self, name: SiteId) -> Membership:
+        """Attack a site's records through the models that are seen."""
+        state = self._state
+        if state is None:
+            raise ValueError("there is no model before the run")
+        if name in self._seen and name not in self._last:
+            raise absent(name, "")
+        last = self._last.get(name)
+        return Membership(
+            final=self._roc((state.weights_d, state.integers_m), name),
+            local=None if last is None else self._roc(last, name),
+        )
+
+    def _roc(self, model: tuple[Vector, Any], name: SiteId) -> auditing.Roc:
+        train, held_out = self._federation.site_data[name]
+        return auditing.roc(self._score(model, train), self._score(model, held_out))
+
+    def _keep(self, name: SiteId) -> Callable[[Vector, LocalResult], None]:
+        def see(_: Vector, result: LocalResult) -> None:
+            self._last[name] = result.weights_d.copy(), result.integers_m.copy()
+
+        return see
+
+    def _score(self, model: tuple[Vector, Any], data: Dataset) -> NDArray[np.float64]:
+        job = self._federation.job
+        chosen = np.arange(len(data))
+        if len(data) > MAX_RECORDS:
+            rng = randomness.stream(job.seed, "audit")
+            chosen = np.sort(rng.choice(len(data), MAX_RECORDS, replace=False))
+        return membership_scores(
+            self._federation.pool,
+            *model,
+            data,
+            chosen=chosen,
+            task=job.training.task,
+            batch_size=job.evaluation.batch_size,
+        )
+
+
+def _plans(private: PrivateSites | None) -> _Plans:
+    return {} if private is None else private.plans
+
+
+def _planned(
+    plan_sites: PlanSites, federation: Federation, attack: Attack
+) -> PrivateSites | None:
+    """Plan for a model with canaries; the job's own model could be planned for.
+
+    Raises:
+        JobError: There are too many of them for a grid of the job's bits.
+    """
+    try:
+        return plan_sites(federation)
+    except JobError as error:
+        raise JobError(
+            f"with {attack.canaries} canaries at each audited site, of which fewer may "
+            f"do: {error.reason}",
+            key=error.key,
+        ) from error
+
+
+def _trainer(
+    federation: Federation,
+    name: SiteId,
+    data: SiteData,
+    plan: SitePlan | None,
+    ledger: InMemoryLedger | None,
+) -> Trainer:
+    """Make a site's trainer as a run does."""
+    train, held_out = data
+    trainer = TorchTrainer(
+        federation.job,
+        name,
+        pool=federation.pool,
+        train=train,
+        held_out=held_out,
+        private=None if plan is None else plan.training,
+    )
+    if plan is None or ledger is None:
+        return trainer
+    return plan.budgeted(trainer, ledger)
+
+
+def _ledger(federation: Federation, name: SiteId, plan: SitePlan) -> InMemoryLedger:
+    """Make a ledger that nobody keeps."""
+    terms = Terms(
+        run_id=throwaway_id(),
+        site=name,
+        job_digest="0" * 64,
+        delta=plan.delta,
+        epsilon_cap=plan.epsilon_cap,
+        unit=federation.job.privacy.differential_privacy.unit,
+    )
+    return InMemoryLedger(terms, clock=SystemClock())
+
+
+def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalResult], None]:
+    return lambda weights_d, result: scores.see(weights_d, result.weights_d)

@@ -1,0 +1,216 @@
+"""The command line: ``crossfed VERB``.
+
+Standard output is data, standard error is progress and log. Heavy imports
+wait until a verb needs them.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from clients.user_code import unable_to_exit
+from deploy.cli import (
+    audit_verb,
+    data_verb,
+    enrolment_verbs,
+    model_verbs,
+    run_verbs,
+    service_verbs,
+    simulate_verb,
+    storage_verb,
+    tool_verbs,
+)
+from deploy.cli.arguments import (
+    Parser,
+    Verbs,
+    add_root,
+    common_arguments,
+    job_arguments,
+    load_job,
+    named_path,
+)
+from deploy.cli.terminal import complain, console, say, say_json, say_table, tell
+from deploy.exit_codes import DONE, FAILED, STOPPED
+from privacy import own_folder
+
+if TYPE_CHECKING:
+    from federation.events import DataDistributed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        # A user's own models and data are found from where the command is run.
+        sys.path.append(os.getcwd())  # noqa: PTH109 -- sys.path holds texts
+        # What a command leaves is for its own user.
+        with own_folder.private_umask():
+            code = int(options.verb(options))
+        # Here and not at the interpreter's end, where no error can be handled.
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        tell("interrupted")
+        return STOPPED
+    except BrokenPipeError:
+        # The reader of our output has gone, for example `crossfed runs | head`.
+        _forget_output()
+        return FAILED
+    except Exception as error:  # noqa: BLE001 -- the last place that can explain it
+        return complain(error, options)
+    return code
+
+
+def _forget_output() -> None:
+    """Let what is still buffered go nowhere when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="crossfed",
+        description="Train one model across clouds without moving data.",
+    )
+    common, job = common_arguments(), job_arguments()
+    verbs: Verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    simulate_verb.add_verb(verbs, job, common)
+    check = verbs.add_parser(
+        "check-job",
+        parents=[job, common],
+        help="check a job and show who gets what",
+    )
+    check.set_defaults(verb=_check_job)
+
+    report = verbs.add_parser(
+        "report",
+        parents=[common],
+        help="write a run's report.html again, or hold runs against each other",
+    )
+    report.add_argument(
+        "run",
+        nargs="+",
+        metavar="RUN",
+        help="folder, run id or job name; several are held against each other",
+    )
+    report.add_argument(
+        "--out",
+        type=named_path,
+        metavar="FILE",
+        help="where to write it (in the run; comparison.html for several runs)",
+    )
+    report.set_defaults(verb=_report)
+
+    runs = verbs.add_parser("runs", parents=[common], help="list the runs")
+    runs.set_defaults(verb=_runs)
+    for verb in (report, runs):
+        add_root(verb)
+    audit_verb.add_verb(verbs, job, common)
+    data_verb.add_verb(verbs, common)
+    service_verbs.add_verbs(verbs, common)
+    enrolment_verbs.add_verbs(verbs, common)
+    run_verbs.add_verbs(verbs, job, common)
+    tool_verbs.add_verbs(verbs, common)
+    model_verbs.add_verbs(verbs, common)
+    storage_verb.add_verb(verbs, common)
+    return parser
+
+
+def _check_job(options: argparse.Namespace) -> int:
+    job = load_job(options)
+    from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
+    from deploy.tools import runs  # noqa: PLC0415 -- imports torch
+    from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
+    from federation.clock import SystemClock  # noqa: PLC0415
+    from federation.job import job_file  # noqa: PLC0415
+    from monitoring.terminal.data_table import data_table  # noqa: PLC0415
+
+    runs.runs_root(job)  # It refuses a storage.url that names no place.
+    with unable_to_exit():
+        federation = wiring.build_federation(job)
+        promises = job_check.promises(federation)
+    dealt = wiring.data_distributed(federation, at=SystemClock().now())
+    size = federation.pool.layout.size
+    if options.json:
+        sites = _site_rows(dealt)
+        document: dict[str, Any] = {"job": job_file.document(job)}
+        document |= {"sites": sites, "parameters": size, "privacy": promises}
+        say_json(document)
+        return DONE
+    output = console()
+    output.print(data_table(dealt, columns=output.width))
+    say(
+        f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values: "
+        f"{job_check.bytes_down(size):,} bytes down and "
+        f"{job_check.bytes_up(job, size):,} up for each site and round"
+    )
+    for line in promises:
+        say(line)
+    say("the job is sound")
+    return DONE
+
+
+def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:
+    return [
+        {
+            "site": share.site,
+            "cloud": share.cloud,
+            "region": share.region,
+            "train_examples": share.train_examples,
+            "held_out_examples": share.held_out_examples,
+            "label_kind": dealt.label_kind,
+            "counts": dict(zip(dealt.labels, share.counts, strict=False)),
+        }
+        for share in dealt.shares
+    ]
+
+
+def _report(options: argparse.Namespace) -> int:
+    from deploy.cli.compare_verb import leave_comparison  # noqa: PLC0415
+    from deploy.tools.runs import find_run  # noqa: PLC0415
+    from monitoring.runs.run_folder import leave_report  # noqa: PLC0415
+
+    runs = [find_run(name, options.root) for name in options.run]
+    # The same run by two names is one run.
+    runs = list({run.path.resolve(): run for run in runs}.values())
+    if len(runs) == 1:
+        path = leave_report(runs[0], options.out)
+    else:
+        path = leave_comparison(runs, options.out)
+    if options.json:
+        say_json({"report": str(path)})
+    else:
+        say(str(path))
+    return DONE
+
+
+def _runs(options: argparse.Namespace) -> int:
+    from deploy.tools.runs import find_runs, summary  # noqa: PLC0415
+
+    rows = [summary(run) for run in find_runs(options.root)]
+    # By time, however the folders are called.
+    rows.sort(key=lambda row: str(row["run_id"]))
+    if options.json:
+        say_json(rows)
+    elif rows:
+        names = ("run", "job", "status", "rounds", "loss", "accuracy", "folder")
+        say_table(names, (_cells(row) for row in rows))
+    else:
+        tell(f"there are no runs in {options.root}")
+    return DONE
+
+
+def _cells(row: dict[str, Any]) -> Sequence[str]:
+    loss, accuracy = row.get("loss"), row.get("accuracy")
+    return (
+        row["run_id"],
+        row["job"],
+        row["status"],
+        f"{row.get('rounds_completed', '?')}/{row.get('rounds', '?')}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if accuracy is None else f"{accuracy:.1%}",
+        row["folder"],
+    )

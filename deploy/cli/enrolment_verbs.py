@@ -1,0 +1,296 @@
+"""Verbs of the command line about a site's membership: enroll, invite, revoke, sites.
+
+Arguments in and text out; the work is in ``enrolment_site`` and ``enrolment_operator``.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.cli.arguments import Verbs
+from deploy.cli.terminal import say, say_json, tell
+from deploy.exit_codes import DONE
+from federation.clock import SystemClock
+from federation.errors import JobError
+
+if TYPE_CHECKING:
+    from deploy.aggregator_host.config import AggregatorConfig
+    from deploy.site_host.enrol import SiteEnrolled
+
+_STANDARD_INPUT = "-"
+_MOST_MINUTES = 7 * 24 * 60
+_MINUTES_DIGITS = 5
+
+# What the time of a row of ``crossfed aggregator sites`` means.
+_WHEN = {
+    "invited": "the token holds until",
+    "enrolled": "the certificate holds until",
+    "revoked": "since",
+}
+
+
+def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    """Add ``enroll`` to the verbs of the command line."""
+    enroll = verbs.add_parser(
+        "enroll",
+        parents=[common],
+        help="make this machine a site of a federation, or renew its certificate",
+    )
+    what = enroll.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "token",
+        nargs="?",
+        metavar="TOKEN",
+        help="what the aggregator's operator has handed over; - for standard input",
+    )
+    what.add_argument(
+        "--renew", action="store_true", help="replace the certificate by a new one"
+    )
+    what.add_argument(
+        "--roster",
+        action="store_true",
+        help="show what the aggregator's newest roster changes",
+    )
+    enroll.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder of the site (the current one)",
+    )
+    enroll.add_argument(
+        "--organisation",
+        metavar="ORG",
+        help="who answers for the site (its name)",
+    )
+    enroll.add_argument(
+        "--accept",
+        metavar="DIGEST",
+        help="with --roster: trust the roster with this digest, which you compared",
+    )
+    enroll.set_defaults(verb=_enroll)
+
+
+def add_aggregator_verbs(
+    inner: Verbs, parents: Sequence[argparse.ArgumentParser]
+) -> None:
+    """Add ``invite``, ``revoke`` and ``sites`` to those of ``crossfed aggregator``.
+
+    Args:
+        inner: The parser's subparsers.
+        parents: Options of every verb, and ``--config``.
+    """
+    invite = inner.add_parser(
+        "invite",
+        parents=parents,
+        help="make a token with which one site can enrol, once",
+    )
+    invite.add_argument("site", metavar="SITE", help="name of the site")
+    invite.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="where the site finds the aggregator (first of hosts, port of listen)",
+    )
+    invite.add_argument(
+        "--minutes",
+        type=_minutes,
+        default=60,
+        metavar="N",
+        help="how long the token holds (60)",
+    )
+    invite.set_defaults(verb=_invite)
+
+    revoke = inner.add_parser("revoke", parents=parents, help="shut a site out at once")
+    revoke.add_argument("site", metavar="SITE", help="name of the site")
+    revoke.set_defaults(verb=_revoke)
+
+    sites = inner.add_parser(
+        "sites",
+        parents=parents,
+        help="list sites that are invited, enrolled or revoked",
+    )
+    sites.set_defaults(verb=_sites)
+
+
+def _minutes(text: str) -> int:
+    # The length first: Python refuses to read a number of thousands of digits.
+    minutes = int(text) if text.isdecimal() and len(text) <= _MINUTES_DIGITS else 0
+    if not 1 <= minutes <= _MOST_MINUTES:
+        raise argparse.ArgumentTypeError(
+            f"a token holds 1 to {_MOST_MINUTES} minutes (7 days)"
+        )
+    return minutes
+
+
+def _enroll(options: argparse.Namespace) -> int:
+    from deploy.site_host import enrol as enrolment_site  # noqa: PLC0415 -- keeps `--help` fast
+    from privacy.membership.token import Token  # noqa: PLC0415
+
+    if options.accept is not None and not options.roster:
+        raise JobError("belongs to --roster", key="--accept")
+    if options.roster:
+        return _roster(options)
+    if options.renew:
+        config = enrolment_site.config_of(options.folder)
+        _print_enrolled(enrolment_site.renew(config, clock=SystemClock()), options)
+        return DONE
+    # A token on the command line can be read by others on this machine while we run.
+    text = sys.stdin.readline() if options.token == _STANDARD_INPUT else options.token
+    token = Token.parse(text)
+    found = enrolment_site.enroll(
+        token,
+        options.folder,
+        organisation=options.organisation or token.site,
+        clock=SystemClock(),
+    )
+    _print_enrolled(found, options)
+    return DONE
+
+
+def _roster(options: argparse.Namespace) -> int:
+    from deploy.site_host import enrol as enrolment_site, enrolment_roster  # noqa: PLC0415
+    from privacy.secagg.agreement import roster  # noqa: PLC0415
+
+    config = enrolment_site.config_of(options.folder)
+    newest = enrolment_site.newest_roster(config, clock=SystemClock())
+    changes = enrolment_roster.differences(roster.load(config.roster), newest)
+    if options.accept is not None:
+        enrolment_roster.accept_roster(config, newest, options.accept)
+    digest = newest.digest.hex()
+    facts = {
+        "serial": newest.serial,
+        "digest": digest,
+        "changes": changes,
+        "accepted": options.accept is not None,
+    }
+    if options.json:
+        say_json(facts)
+        return DONE
+    say(f"roster {newest.serial}, digest {digest}")
+    for change in changes or ["changes nothing"]:
+        say(f"  {change}")
+    if options.accept is not None:
+        say(f"{config.roster} is replaced; an agent that runs takes it with a new run")
+    elif changes:
+        say(
+            "compare the digest with what crossfed aggregator sites shows, and with "
+            f"the other sites; then: crossfed enroll --folder {options.folder} "
+            f"--roster --accept {digest}"
+        )
+    return DONE
+
+
+def _print_enrolled(found: "SiteEnrolled", options: argparse.Namespace) -> None:
+    facts = {
+        "site": found.site,
+        "folder": str(found.folder),
+        "expires": _day(found.expires),
+        "fingerprint": found.fingerprint,
+        "roster": found.roster.serial,
+        "digest": found.roster.digest.hex(),
+        "newer_roster": None if found.newer is None else found.newer.serial,
+    }
+    if options.json:
+        say_json(facts)
+        return
+    say(f"site {found.site} is enrolled; its certificate expires {facts['expires']}")
+    say(f"fingerprint of this site: {found.fingerprint}")
+    say(f"roster {found.roster.serial}, digest {facts['digest']}")
+    for entry in found.roster.sites:
+        say(f"  {entry.site}: {entry.organisation}")
+    if found.newer is not None:
+        say(
+            f"the aggregator has roster {found.newer.serial}: crossfed enroll --roster "
+            "shows what it changes"
+        )
+    if not options.renew:
+        say(
+            "compare fingerprint and digest with the aggregator's operator; then: "
+            f"crossfed site up --config {found.folder / 'site.toml'}"
+        )
+
+
+def _invite(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
+
+    clock = SystemClock()
+    token = enrolment_operator.invite(
+        aggregator_file.load(options.config),
+        options.site,
+        random_bytes=os.urandom,
+        clock=clock,
+        address=options.address,
+        seconds=60.0 * options.minutes,
+    )
+    expires = clock.now() + 60.0 * options.minutes
+    if options.json:
+        facts = {"site": token.site, "token": token.text, "expires": _minute(expires)}
+        say_json(facts)
+        return DONE
+    say(token.text)
+    tell(
+        f"for {token.site}, once, until {_minute(expires)}; hand it over where nobody "
+        "else reads it. There: crossfed enroll TOKEN --folder DIR"
+    )
+    return DONE
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
+
+    config = aggregator_file.load(options.config)
+    done = enrolment_operator.revoke(
+        config,
+        options.site,
+        unregister=partial(_unregister, config),
+        clock=SystemClock(),
+    )
+    if options.json:
+        say_json(asdict(done))
+        return DONE
+    proxy = "the proxy refuses it" if done.proxy else "no proxy runs here"
+    say(f"site {options.site} is revoked: {proxy}, and the roster's serial has risen")
+    if done.still_registered is not None:
+        tell(
+            f"its node is still registered: {done.still_registered}; give the same "
+            "command again when it runs"
+        )
+    return DONE
+
+
+def _unregister(config: "AggregatorConfig", node_id: int) -> None:
+    from deploy.aggregator_host import enrolment_nodes  # noqa: PLC0415 -- imports Flower
+
+    enrolment_nodes.unregister(config, node_id)
+
+
+def _sites(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
+
+    config = aggregator_file.load(options.config)
+    found = enrolment_operator.overview(config, clock=SystemClock())
+    if options.json:
+        say_json(asdict(found))
+        return DONE
+    for row in found.sites:
+        about = ", ".join(filter(None, (row.organisation, row.release)))
+        say(f"{row.state:<9} {row.site}{': ' if about else ''}{about}")
+        say(f"          {_WHEN[row.state]} {_minute(row.at)}")
+        if row.fingerprint:
+            say(f"          fingerprint {row.fingerprint}")
+    say(f"roster {found.serial}, digest {found.digest or 'none, it has no sites yet'}")
+    return DONE
+
+
+def _day(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
+
+
+def _minute(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"

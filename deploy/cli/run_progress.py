@@ -1,0 +1,51 @@
+"""How a run shows itself while it goes on: on standard error, as long as it is read."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from federation.events import Emit, Event
+
+
+@contextmanager
+def run_progress() -> Iterator["Emit"]:
+    """Progress that outlives its reader."""
+    with _progress() as progress:
+        yield _while_read(progress)
+
+
+@contextmanager
+def _progress() -> Iterator["Emit"]:
+    """Choose how a run shows itself: a picture on a terminal, lines in a pipe."""
+    from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
+
+    from monitoring.terminal.live import LiveProgress  # noqa: PLC0415
+    from monitoring.terminal.progress import PlainProgress  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    if sys.stderr.isatty() and not console.is_dumb_terminal:
+        with LiveProgress(console) as live:
+            yield live
+    else:
+        plain = PlainProgress(sys.stderr)
+        yield plain
+        with contextlib.suppress(OSError):
+            plain.close()
+
+
+def _while_read(progress: "Emit") -> "Emit":
+    """Go on without progress when its reader is gone: the run is worth more."""
+    is_read = True
+
+    def listen(event: "Event") -> None:
+        nonlocal is_read
+        if is_read:
+            try:
+                progress(event)
+            except OSError:
+                is_read = False
+
+    return listen

@@ -1,0 +1,307 @@
+"""Verbs of runs across machines: ``run``, ``ps``, ``watch``, ``stop`` and ``logs``."""
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy import exit_codes
+from deploy.cli.arguments import Verbs, load_job
+from deploy.cli.run_progress import run_progress
+from deploy.cli.terminal import say, say_json, say_table, tell
+from deploy.exit_codes import DONE
+from federation.clock import SystemClock
+from federation.errors import FederationError, JobError, RunNotFound
+
+if TYPE_CHECKING:
+    from deploy.aggregator_host.config import AggregatorConfig
+    from deploy.aggregator_host.run_queue import Handed, Queue
+    from federation.protocols import Clock
+    from monitoring.runs.run_folder import RunFolder
+
+LOOK_SECONDS = 0.2
+START_LOOK_SECONDS = 0.5  # Of all runs that were handed over.
+PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
+
+
+def add_verbs(
+    verbs: Verbs, job: argparse.ArgumentParser, common: argparse.ArgumentParser
+) -> None:
+    """Add the verbs to those of the command line."""
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument(
+        "--aggregator",
+        type=Path,
+        default=Path("aggregator.toml"),
+        metavar="FILE",
+        help="the aggregator's configuration (aggregator.toml)",
+    )
+    run = verbs.add_parser(
+        "run",
+        parents=[job, common, place],
+        help="hand a job to the aggregator of this host, and watch it",
+    )
+    run.add_argument(
+        "--detach", action="store_true", help="do not wait for the run to end"
+    )
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the job's newest run, which ended before its last round",
+    )
+    run.set_defaults(verb=_run)
+    ps = verbs.add_parser(
+        "ps",
+        parents=[common, place],
+        help="list the runs that the aggregator was handed",
+    )
+    ps.set_defaults(verb=_ps)
+    for name, verb, text in (
+        ("watch", _watch, "watch a run"),
+        ("stop", _stop, "end a run after the round that it is in"),
+        ("logs", _logs, "print a run's events as they come"),
+    ):
+        parser = verbs.add_parser(name, parents=[common, place], help=text)
+        parser.add_argument("run", metavar="RUN", help="run id or job name")
+        parser.set_defaults(verb=verb)
+
+
+def _run(options: argparse.Namespace) -> int:
+    job = load_job(options)
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.aggregator_host.deployed_run import Parties, check  # noqa: PLC0415
+    from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
+    from federation.ids import new_run_id  # noqa: PLC0415
+    from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
+
+    config = _config(options)
+    now = SystemClock().now()
+    if options.resume:
+        run = run_queue.find_ended(job, config.runs)
+        resumed = run.run_id() is not None
+        check(job, Parties.of_run(config.folder, run), resumed=resumed)
+        run_queue.take_up(run, at=now)
+    else:
+        check(job, Parties.load(config.folder))
+        run = RunFolder(config.runs / job.name / new_run_id(now, os.urandom(3)))
+        run_queue.submit(job, run, at=now)
+    name = run.path.name
+    tell(f"run {name} is handed over")
+    if not folder_lock.is_held(config.lock):
+        tell("no aggregator works here: it begins with crossfed aggregator up")
+    if options.detach:
+        say(name)
+        return DONE
+    return _follow(options, run)
+
+
+def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
+    """Show a run until it ends; Ctrl-C leaves it alone."""
+    from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
+
+    try:
+        _await_start(run, SystemClock())
+        with run_progress() as show:
+            pauses = _Pauses(run, SystemClock(), lock=_config(options).lock)
+            for line in _lines(run, lambda: _is_over(run), idle=pauses.look):
+                event = from_line(line)
+                if event is not None:
+                    show(event)
+    except KeyboardInterrupt:
+        tell(f"the run goes on; see it with: crossfed watch {run.path.name}")
+        return DONE
+    return _tell_outcome(options, run)
+
+
+def _await_start(run: "RunFolder", clock: "Clock") -> None:
+    """Say what a run waits for, until it begins or is over."""
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    told = ""
+    while not run.exists() and not _is_over(run):
+        queue = run_queue.handed_over(run.path.parents[1])
+        text = _waits_for(run, queue)
+        if text != told:
+            tell(text)
+        told = text
+        clock.sleep(START_LOOK_SECONDS)
+
+
+def _waits_for(run: "RunFolder", queue: "Queue") -> str:
+    for each in queue.damaged:
+        if each.run.path == run.path:
+            return f"run {run.path.name} is left alone: {each.reason}"
+    for one in queue.runs:
+        if one.run.path == run.path:
+            break
+        if one.outcome is None:
+            return f"run {run.path.name} waits for run {one.run.path.name} to end"
+    return f"run {run.path.name} waits for its coordinator, and then for its sites"
+
+
+def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
+    """Print what a run came to, and return its exit code."""
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+    from monitoring.terminal.outcome import lines  # noqa: PLC0415
+
+    handed = run_queue.read(run)
+    if handed is None or handed.outcome is None:
+        raise RunNotFound(f"the run in {run.path} has gone")
+    status = exit_codes.status_of(handed.outcome.code)
+    if options.json and run.result.is_file():
+        # Its last coordinator may not have known how the run would end.
+        say_json({**json.loads(run.result.read_text()), "status": status})
+    elif options.json:
+        say_json({"status": status, "run_id": run.path.name, "folder": str(run.path)})
+    elif run.exists():
+        for text in lines(run.view(), status=status):
+            say(text)
+        say(f"run         {run.path}")
+        if run.report.is_file():
+            say(f"report      {run.report}")
+    if handed.outcome.code != DONE:
+        tell(handed.outcome.message)
+    return handed.outcome.code
+
+
+def _is_over(run: "RunFolder") -> bool:
+    from deploy.aggregator_host.run_queue import OUTCOME  # noqa: PLC0415
+
+    return (run.path / OUTCOME).exists()
+
+
+class _Pauses:
+    """Says what a run waits for that has begun, and that nobody works on."""
+
+    def __init__(self, run: "RunFolder", clock: "Clock", *, lock: Path) -> None:
+        self._run, self._clock, self._lock = run, clock, lock
+        self._since, self._told = clock.monotonic(), ""
+
+    def look(self) -> None:
+        """Say it once, and again when it is another thing."""
+        now = self._clock.monotonic()
+        if self._run.is_locked():
+            self._since, self._told = now, ""
+        elif now - self._since > PAUSE_SECONDS and not _is_over(self._run):
+            text = self._reason()
+            if text != self._told:
+                tell(text)
+            self._told = text
+
+    def _reason(self) -> str:
+        from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- as above
+        from federation import folder_lock  # noqa: PLC0415 -- as above
+        from monitoring.terminal.progress import ANOTHER  # noqa: PLC0415
+
+        queue = run_queue.handed_over(self._run.path.parents[1])
+        for each in queue.damaged:
+            if each.run.path == self._run.path:
+                return _waits_for(self._run, queue)
+        text = f"no coordinator works on run {self._run.path.name}"
+        if folder_lock.is_held(self._lock):
+            return f"{text}: if it was killed, {ANOTHER} and waits for its sites"
+        return (
+            f"{text}, and no aggregator works here: the run resumes by itself after "
+            "crossfed aggregator up"
+        )
+
+
+def _lines(
+    run: "RunFolder",
+    is_over: Callable[[], bool],
+    *,
+    idle: Callable[[], None] = lambda: None,
+) -> Iterator[bytes]:
+    """Yield the lines of a run's events as they are written, until it is over."""
+    clock = SystemClock()
+    while not run.events.exists():
+        if is_over():
+            return
+        clock.sleep(LOOK_SECONDS)
+    with run.events.open("rb") as events:
+        while True:
+            over = is_over()  # Before the read: what it finds is then all.
+            begin = events.tell()
+            *whole, torn = events.read().split(b"\n")
+            yield from whole
+            if over and not whole:
+                return
+            # Not kept: it goes when its writer was killed and another goes on.
+            events.seek(-len(torn), os.SEEK_CUR)
+            if events.tell() == begin:
+                idle()
+                clock.sleep(LOOK_SECONDS)
+
+
+def _ps(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    queue = run_queue.handed_over(_config(options).runs)
+    for one in queue.damaged:
+        tell(f"run {one.run.path.name} is left alone: {one.reason}")
+    rows = [_row(one) for one in queue.runs]
+    if options.json:
+        say_json(rows)
+        return DONE
+    names = ("run", "job", "status", "rounds")
+    say_table(names, ([str(row[name]) for name in names] for row in rows))
+    return DONE
+
+
+def _row(handed: "Handed") -> dict[str, Any]:
+    return {
+        "run": handed.run.path.name,
+        "job": handed.run.path.parent.name,
+        "status": handed.status,
+        "rounds": handed.rounds,
+    }
+
+
+def _watch(options: argparse.Namespace) -> int:
+    return _follow(options, _find(options))
+
+
+def _logs(options: argparse.Namespace) -> int:
+    run = _find(options)
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in _lines(run, lambda: _is_over(run)):
+            print(line.decode(errors="replace"), flush=True)  # noqa: T201
+    return DONE
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    run = _find(options)
+    if _is_over(run):
+        raise FederationError(f"run {run.path.name} has ended already")
+    run_queue.ask_to_stop(run)
+    how = "ends after the round that it is in" if run.exists() else "will not begin"
+    tell(f"run {run.path.name} {how}")
+    return DONE
+
+
+def _find(options: argparse.Namespace) -> "RunFolder":
+    from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
+
+    config, name = _config(options), options.run
+    queue = run_queue.handed_over(config.runs)
+    newest = [one.run for one in reversed(queue.runs)]
+    for run in (*newest, *(one.run for one in queue.damaged)):
+        if name in {run.path.name, run.path.parent.name}:
+            return run
+    raise RunNotFound(f"the aggregator was handed no run {name!r}: see crossfed ps")
+
+
+def _config(options: argparse.Namespace) -> "AggregatorConfig":
+    from deploy.aggregator_host import config as aggregator_file  # noqa: PLC0415 -- keeps `--help` fast
+
+    if not options.aggregator.is_file():
+        raise JobError(
+            f"there is no {options.aggregator}: name the aggregator's configuration "
+            "with --aggregator, on the aggregator's host"
+        )
+    return aggregator_file.load(options.aggregator)

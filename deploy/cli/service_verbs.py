@@ -1,0 +1,170 @@
+"""Verbs of the processes that stay: ``aggregator`` and ``site``."""
+
+import argparse
+import json
+import os
+import threading
+from pathlib import Path
+
+from deploy.cli import enrolment_verbs
+from deploy.cli.arguments import Verbs
+from deploy.cli.terminal import interrupts, say_json, tell
+from deploy.exit_codes import DONE
+from federation.clock import SystemClock
+
+_AGGREGATOR_TOML = """\
+# See docs/howto/two-machines.md. Keys that are left out have their defaults.
+listen = "{listen}"
+hosts = {hosts}
+proxy = {proxy}
+"""
+
+
+def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    """Add ``aggregator`` and ``site`` to the verbs of the command line."""
+    _add_aggregator(verbs, common)
+    _add_site(verbs, common)
+
+
+def _add_aggregator(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    parser = verbs.add_parser("aggregator", help="the service that sites connect to")
+    inner = parser.add_subparsers(required=True, metavar="ACTION")
+    init = inner.add_parser(
+        "init",
+        parents=[common],
+        help="make certificates, identity and configuration",
+    )
+    init.add_argument("folder", type=Path, metavar="DIR", help="a folder of its own")
+    init.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name or address that sites know this host by",
+    )
+    init.add_argument(
+        "--listen", default="0.0.0.0:8443", metavar="ADDRESS:PORT", help="where"
+    )
+    init.add_argument(
+        "--no-proxy",
+        action="store_true",
+        help="only on a loopback: no nginx before the SuperLink",
+    )
+    init.add_argument("--organisation", default="", help="who runs it, in words")
+    init.set_defaults(verb=_init)
+    parents = [common, _config_option("aggregator")]
+    up = inner.add_parser("up", parents=parents, help="run the service")
+    up.set_defaults(verb=_aggregator_up)
+    enrolment_verbs.add_aggregator_verbs(inner, parents)
+
+
+def _add_site(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    parser = verbs.add_parser("site", help="the agent of one site")
+    inner = parser.add_subparsers(required=True, metavar="ACTION")
+    parents = [common, _config_option("site")]
+    up = inner.add_parser("up", parents=parents, help="run the agent")
+    up.set_defaults(verb=_site_up)
+    relay = inner.add_parser(
+        "relay",
+        parents=parents,
+        help="let a stock SuperNode take part with an existing app of Flower",
+    )
+    relay.add_argument(
+        "--port",
+        type=int,
+        default=8444,
+        metavar="PORT",
+        help="where it listens, on the loopback (8444)",
+    )
+    relay.set_defaults(verb=_site_relay)
+
+
+def _config_option(whose: str) -> argparse.ArgumentParser:
+    option = argparse.ArgumentParser(add_help=False)
+    option.add_argument(
+        "--config",
+        type=Path,
+        default=Path(f"{whose}.toml"),
+        metavar="FILE",
+        help=f"the {whose}'s configuration ({whose}.toml)",
+    )
+    return option
+
+
+def _init(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import config as aggregator_file  # noqa: PLC0415 -- --help
+    from deploy.aggregator_host.service import initialise  # noqa: PLC0415
+    from privacy.membership import key_files as keys, roster_file  # noqa: PLC0415 -- --help
+    from privacy.secret_files import write_new  # noqa: PLC0415
+
+    folder, hosts = options.folder, options.host or ["localhost"]
+    # First: keys are never overwritten, so a mistake must not leave any.
+    aggregator_file.check(
+        aggregator_file.AggregatorFile(
+            listen=options.listen, hosts=tuple(hosts), proxy=not options.no_proxy
+        )
+    )
+    authority = initialise(folder, hosts, clock=SystemClock())
+    made = keys.new(
+        "aggregator", random_bytes=os.urandom, out=folder / "aggregator.pem"
+    )
+    roster_file.trust(
+        folder / "roster.toml",
+        site=None,
+        organisation=options.organisation or hosts[0],
+        key=made.public_key,
+    )
+    text = _AGGREGATOR_TOML.format(
+        listen=options.listen,
+        hosts=json.dumps(hosts),
+        proxy=json.dumps(not options.no_proxy),
+    )
+    write_new(folder / "aggregator.toml", text.encode(), mode=0o644)
+    facts = {"folder": str(folder), "authority": authority.fingerprint}
+    if options.json:
+        say_json({**facts, "identity": made.public_key})
+        return DONE
+    tell(f"an aggregator in {folder}; its authority is {authority.fingerprint}")
+    tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")
+    return DONE
+
+
+def _aggregator_up(options: argparse.Namespace) -> int:
+    from deploy.aggregator_host import config as aggregator_file  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.aggregator_host.service import AggregatorService  # noqa: PLC0415
+
+    service = AggregatorService(
+        config=aggregator_file.load(options.config),
+        config_path=options.config,
+        clock=SystemClock(),
+        listener=tell,
+    )
+    with interrupts(service.stopped.set):
+        service.run()
+    return DONE
+
+
+def _site_up(options: argparse.Namespace) -> int:
+    from deploy import prompt_end  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.site_host.service import serve  # noqa: PLC0415 -- imports torch and Flower
+
+    stopped = threading.Event()
+    end = prompt_end.PromptEnd(stopped, tell)
+    with interrupts(stopped.set):
+        serve(
+            options.config,
+            stopped=stopped,
+            listener=tell,
+            begun=lambda node: end.say_before(node.leave),
+        )
+        prompt_end.leave()
+    return DONE
+
+
+def _site_relay(options: argparse.Namespace) -> int:
+    from deploy.site_host.relay import serve  # noqa: PLC0415 -- imports Flower
+
+    stopped = threading.Event()
+    with interrupts(stopped.set):
+        serve(options.config, port=options.port, stopped=stopped, listener=tell)
+    return DONE

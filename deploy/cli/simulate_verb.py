@@ -1,0 +1,175 @@
+"""The verb ``simulate`` of the command line.
+
+Arguments in, progress and what came of it out; the work is in
+``deploy.wiring.simulation``.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clients.user_code import unable_to_exit
+from deploy.cli.arguments import Verbs, load_job, named_path
+from deploy.cli.run_progress import run_progress
+from deploy.cli.terminal import complain, interrupts, say, say_json, tell
+from deploy.exit_codes import DONE, OUT_OF_BUDGET, STOPPED
+from federation.errors import FederationError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from federation.job.spec import JobSpec
+    from monitoring.runs.run_result import RunResult
+
+
+def add_verb(
+    verbs: Verbs, job: argparse.ArgumentParser, common: argparse.ArgumentParser
+) -> None:
+    """Add the verb to those of the command line."""
+    simulate = verbs.add_parser(
+        "simulate",
+        parents=[job, common],
+        help="run a job with every site on this machine",
+    )
+    simulate.add_argument(
+        "--out", type=named_path, metavar="DIR", help="folder of the run"
+    )
+    simulate.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out, or with the job's newest run",
+    )
+    simulate.add_argument(
+        "--engine",
+        choices=("inproc", "flower"),
+        default="inproc",
+        help="call the sites in this process (default), or on Flower's engine",
+    )
+    simulate.add_argument(
+        "--transcript",
+        type=Path,
+        metavar="DIR",
+        help="write every message as the aggregator saw it into a new folder",
+    )
+    simulate.set_defaults(verb=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    job = load_job(options)
+    folder = _folder(job, options.out, resume=options.resume)
+    from deploy.wiring.simulation import simulate  # noqa: PLC0415 -- imports torch
+
+    try:
+        with _stop_on_signal() as stop, run_progress() as show, unable_to_exit():
+            outcome = simulate(
+                job,
+                folder=folder,
+                resume=options.resume,
+                engine=options.engine,
+                transcript=options.transcript,
+                listeners=[show],
+                stop_requested=stop,
+            )
+    except KeyboardInterrupt:
+        _say_how_to_resume(options, folder, "stopped at once")
+        return STOPPED
+    except StoreUnavailable as error:
+        code = complain(error, options)
+        if folder is not None and _has_begun(folder):
+            _say_how_to_resume(options, folder, "once that is mended")
+        return code
+    if options.resume and outcome.status == "completed" and not outcome.rounds_now:
+        tell(f"run {outcome.run_id} is completed: no round was left to run")
+    if options.json:
+        kept = None if outcome.folder is None else str(outcome.folder)
+        say_json({**outcome.summary(), "folder": kept})
+    else:
+        _print_outcome(outcome)
+    if outcome.status == "completed":
+        return DONE
+    sys.stdout.flush()
+    if outcome.status == "exhausted":
+        tell("the privacy budget is spent: this model is the last that it allows")
+        return OUT_OF_BUDGET
+    _say_how_to_resume(options, folder, "stopped")
+    return STOPPED
+
+
+def _folder(job: "JobSpec", out: Path | None, *, resume: bool) -> Path | None:
+    """Choose the folder of a run."""
+    from deploy.tools import runs  # noqa: PLC0415 -- keeps `--help` fast
+    from deploy.wiring import run_store  # noqa: PLC0415 -- keeps `--help` fast
+    from federation.clock import SystemClock  # noqa: PLC0415
+    from federation.ids import new_run_id  # noqa: PLC0415
+
+    root = runs.runs_root(job)
+    if out is not None:
+        return out
+    if root is None:
+        return None
+    if resume:
+        return run_store.newest_folder(job, root)
+    return root / job.name / new_run_id(SystemClock().now(), os.urandom(3))
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into a wish to stop, and the second into the end."""
+    asked = False
+
+    def ask() -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        # Not print: it may have been interrupted half-way, and cannot be re-entered.
+        text = b"\ncrossfed: stopping after this round; Ctrl-C again to stop at once\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text)
+
+    with interrupts(ask):
+        yield lambda: asked
+
+
+def _print_outcome(outcome: "RunResult") -> None:
+    from monitoring.terminal.outcome import lines  # noqa: PLC0415 -- keeps `--help` fast
+
+    for line in lines(outcome.view):
+        say(line)
+    if outcome.folder is not None:
+        say(f"run         {outcome.folder}")
+        say(f"report      {outcome.folder / 'report.html'}")
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether there is anything to resume in a folder."""
+    from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
+
+    try:
+        return RunFolder(folder).run_id() is not None
+    except FederationError:
+        return False
+
+
+def _say_how_to_resume(
+    options: argparse.Namespace, folder: Path | None, why: str
+) -> None:
+    if folder is None:
+        tell(f"{why}; this run was kept nowhere")
+        return
+    if not _has_begun(folder):
+        tell(f"{why}, before the run began; there is nothing to resume")
+        return
+    words = ["crossfed", "simulate", str(options.job)]
+    for text in options.set:
+        words += ["--set", text]
+    if options.seed is not None:
+        words += ["--seed", str(options.seed)]
+    if options.engine != "inproc":
+        words += ["--engine", options.engine]
+    words += ["--out", str(folder), "--resume"]
+    tell(f"{why}; go on with\n  {shlex.join(words)}")

@@ -1,0 +1,340 @@
+"""Verbs of the command line beside a run: keys, doctor, transcript, ledger.
+
+Arguments in and text out; the work is in the modules of the same names.
+"""
+
+import argparse
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deploy.cli.arguments import Verbs, add_root
+from deploy.cli.store_arguments import add_service, service
+from deploy.cli.terminal import say, say_json, tell
+from deploy.exit_codes import DONE, FAILED
+
+
+def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    """Add the verbs to those of the command line."""
+    _add_keys(verbs, common)
+    _add_doctor(verbs, common)
+    _add_transcript(verbs, common)
+    _add_ledger(verbs, common)
+
+
+def _add_doctor(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    doctor = verbs.add_parser(
+        "doctor",
+        parents=[common],
+        help="check this machine, a key file and a roster",
+    )
+    doctor.add_argument("--key", type=Path, metavar="FILE", help="a key file")
+    doctor.add_argument("--roster", type=Path, metavar="FILE", help="a roster file")
+    doctor.add_argument(
+        "--store",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="write to a store, read back, try its conditions and delete; and say who "
+        "this machine is for its cloud; may be repeated",
+    )
+    add_service(doctor)
+    doctor.add_argument(
+        "--identity-only",
+        action="store_true",
+        help="of --store: ask no store anything, as for one that is only read",
+    )
+    doctor.add_argument(
+        "--job", type=Path, metavar="JOB", help="likewise for all that a job uses"
+    )
+    doctor.add_argument(
+        "--site",
+        type=Path,
+        metavar="FILE",
+        help="check a site.toml, its keys and its way to the aggregator",
+    )
+    doctor.add_argument(
+        "--aggregator",
+        type=Path,
+        metavar="FILE",
+        help="check an aggregator.toml, its folder, its ports and its exchange",
+    )
+    doctor.set_defaults(verb=_doctor)
+
+
+def _add_transcript(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    transcript = verbs.add_parser(
+        "transcript",
+        parents=[common],
+        help="show what the messages of a transcript say in clear",
+    )
+    transcript.add_argument(
+        "folder", type=Path, metavar="DIR", help="what simulate --transcript wrote"
+    )
+    transcript.add_argument(
+        "--message",
+        type=int,
+        metavar="N",
+        help="show message N alone, with every field of its protocol bytes",
+    )
+    transcript.set_defaults(verb=_transcript)
+
+
+def _add_ledger(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    ledger = verbs.add_parser(
+        "ledger",
+        parents=[common],
+        help="check the privacy ledgers of a run and show what was spent",
+    )
+    ledger.add_argument(
+        "action",
+        nargs="?",
+        choices=("recover",),
+        help="charge again what the ledgers have lost, as far as it is known",
+    )
+    ledger.add_argument(
+        "run", metavar="RUN", help="folder, run id or job name; or a ledger.jsonl"
+    )
+    ledger.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the site.toml of a site, whose own ledger of the run is meant",
+    )
+    add_root(ledger)
+    ledger.set_defaults(verb=_ledger)
+
+
+def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
+    keys = verbs.add_parser("keys", help="make, show and trust keys")
+    inner = keys.add_subparsers(required=True, metavar="VERB")
+    secret = argparse.ArgumentParser(add_help=False)
+    secret.add_argument(
+        "--passphrase-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the passphrase of the key in its first line",
+    )
+
+    new = inner.add_parser(
+        "new",
+        parents=[secret, common],
+        help="make a key file that only its owner can read",
+    )
+    new.add_argument("name", metavar="NAME", help="name of the site")
+    new.add_argument("--out", type=Path, metavar="FILE", help="the key file (NAME.pem)")
+    new.set_defaults(verb=_new_key)
+
+    show = inner.add_parser(
+        "show",
+        parents=[secret, common],
+        help="print the public half of a key file",
+    )
+    show.add_argument("file", type=Path, metavar="FILE", help="a key file")
+    show.set_defaults(verb=_show_key)
+
+    storage = inner.add_parser(
+        "storage",
+        parents=[common],
+        help="add a key that encrypts objects to a key file, or make one",
+    )
+    storage.add_argument("file", type=Path, metavar="FILE", help="a storage key file")
+    storage.set_defaults(verb=_storage_key)
+
+    trust = inner.add_parser(
+        "trust",
+        parents=[common],
+        help="pin a public key in a roster file",
+    )
+    trust.add_argument("roster", type=Path, metavar="ROSTER", help="a roster (TOML)")
+    whose = trust.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--site", metavar="NAME", help="the site whose key it is")
+    whose.add_argument(
+        "--aggregator", action="store_true", help="the key is the aggregator's"
+    )
+    trust.add_argument(
+        "--organisation", required=True, metavar="ORG", help="who answers for it"
+    )
+    trust.add_argument(
+        "--key", required=True, metavar="PUBLICKEY", help="64 hexadecimal digits"
+    )
+    trust.add_argument(
+        "--replace", action="store_true", help="replace what is pinned already"
+    )
+    trust.set_defaults(verb=_trust_key)
+
+
+def _new_key(options: argparse.Namespace) -> int:
+    from privacy.membership import key_files as keys  # noqa: PLC0415 -- keeps `--help` fast
+
+    made = keys.new(
+        options.name,
+        random_bytes=os.urandom,
+        out=options.out,
+        passphrase_file=options.passphrase_file,
+    )
+    _print_facts({"name": options.name, **asdict(made)}, options)
+    if not made.encrypted:
+        tell(f"{made.file} is not encrypted; --passphrase-file encrypts a new key")
+    return DONE
+
+
+def _show_key(options: argparse.Namespace) -> int:
+    from privacy.membership import key_files as keys  # noqa: PLC0415 -- keeps `--help` fast
+
+    found = keys.show(options.file, passphrase_file=options.passphrase_file)
+    _print_facts(asdict(found), options)
+    return DONE
+
+
+def _storage_key(options: argparse.Namespace) -> int:
+    from cloud_adapters.keys import key_file  # noqa: PLC0415 -- keeps `--help` fast
+
+    key_id = key_file.add_key(options.file)
+    found = key_file.read_keys(options.file)
+    facts = {"file": str(options.file), "key": key_id, "keys": len(found)}
+    _print_facts(facts, options)
+    tell(f"who loses {options.file} loses what it encrypts: keep a copy elsewhere")
+    return DONE
+
+
+def _trust_key(options: argparse.Namespace) -> int:
+    from privacy.membership import roster_file  # noqa: PLC0415 -- keeps `--help` fast
+
+    trusted = roster_file.trust(
+        options.roster,
+        site=None if options.aggregator else options.site,
+        organisation=options.organisation,
+        key=options.key,
+        replace=options.replace,
+    )
+    _print_facts(asdict(trusted), options)
+    if not trusted.changed:
+        tell(f"{trusted.roster} pinned this already: nothing has changed")
+    for part in trusted.missing:
+        way = "--aggregator" if part == "aggregator" else "--site"
+        tell(
+            f"{trusted.roster} is a draft without {part}: add what is missing with "
+            f"`crossfed keys trust ... {way}`"
+        )
+    return DONE
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from deploy.doctor import checks as doctor, identities  # noqa: PLC0415 -- imports torch
+    from federation.clock import SystemClock  # noqa: PLC0415
+    from federation.job import job_file  # noqa: PLC0415
+
+    is_own = not options.endpoint
+    needs = [
+        need
+        for url in options.store
+        for need in identities.needs_of_url(url, is_own=is_own)
+    ]
+    if options.job is not None:
+        needs += identities.needs_of_job(job_file.load(options.job))
+    checks = [
+        *doctor.examine(
+            key=options.key,
+            roster_file=options.roster,
+            runs=Path("runs"),
+            clock=SystemClock(),
+        ),
+        *identities.checks(needs),
+    ]
+    if options.store and not options.identity_only:
+        from deploy.doctor import store as doctor_store  # noqa: PLC0415 -- slow to import
+
+        for url in options.store:
+            checks += doctor_store.checks(url, service(options))
+    if options.site is not None:
+        from deploy.doctor import site as doctor_site  # noqa: PLC0415 -- imports TLS
+
+        checks += doctor_site.checks(options.site, SystemClock())
+    if options.aggregator is not None:
+        from deploy.doctor import aggregator as doctor_aggregator  # noqa: PLC0415 -- imports TLS
+
+        checks += doctor_aggregator.checks(options.aggregator, SystemClock())
+    problems = sum(check.status == "problem" for check in checks)
+    if options.json:
+        say_json({"checks": [asdict(c) for c in checks], "problems": problems})
+    else:
+        for check in checks:
+            advice = f"; {check.advice}" if check.advice else ""
+            say(f"{check.status:<8} {check.name}: {check.found}{advice}")
+    return FAILED if problems else DONE
+
+
+def _transcript(options: argparse.Namespace) -> int:
+    from deploy.tools import transcript_reader as transcript  # noqa: PLC0415 -- keeps `--help` fast
+
+    if options.message is not None:
+        found = transcript.find(options.folder, options.message)
+        if options.json:
+            say_json(found)
+        else:
+            say("\n".join(transcript.lines(found, fields=True)))
+        return DONE
+    messages = transcript.read(options.folder)
+    if options.json:
+        say_json(list(messages))
+        return DONE
+    summary = transcript.Summary()
+    for message in messages:
+        summary.add(message)
+        for line in transcript.lines(message):
+            say(line)
+    for line in summary.lines():
+        say(line)
+    return DONE
+
+
+def _recover(options: argparse.Namespace) -> int:
+    from deploy.tools import ledger_recovery  # noqa: PLC0415 -- imports torch
+
+    if options.config is None:
+        found = ledger_recovery.in_simulation(options.run, options.root)
+    else:
+        found = ledger_recovery.at_site(options.config, options.run)
+    if options.json:
+        say_json({"recovered": [ledger_recovery.facts(each) for each in found]})
+        return DONE
+    for number, each in enumerate(found):
+        if number:
+            say("")
+        for line in ledger_recovery.lines(each):
+            say(line)
+    return DONE
+
+
+def _ledger(options: argparse.Namespace) -> int:
+    from deploy.tools import ledger_reader as ledger  # noqa: PLC0415 -- imports torch
+
+    if options.action == "recover":
+        return _recover(options)
+    root, key = options.root, None
+    if options.config is not None:
+        root, key = ledger.of_site(options.config)
+    findings = [ledger.examine(path, key) for path in ledger.find(options.run, root)]
+    damaged = sum(finding.contents is None for finding in findings)
+    if options.json:
+        known = [ledger.facts(finding) for finding in findings]
+        say_json({"ledgers": known, "damaged": damaged})
+    else:
+        for number, finding in enumerate(findings):
+            if number:
+                say("")
+            for line in ledger.lines(finding):
+                say(line)
+    return FAILED if damaged else DONE
+
+
+def _print_facts(facts: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.json:
+        say_json(facts)
+        return
+    shown = {k: v for k, v in facts.items() if isinstance(v, (str, int))}
+    for name, value in shown.items():
+        text = str(value).lower() if isinstance(value, bool) else value
+        say(f"{name.replace('_', ' '):<11}  {text}")

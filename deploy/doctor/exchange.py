@@ -1,0 +1,84 @@
+"""Whether the store through which large models travel can be used, and how fast.
+
+The aggregator leaves an object where models lie, which sites fetch; a site leaves one
+below its own name. Each is written over the next time, since a site need not be allowed
+to delete, or to read what it has written.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from deploy.doctor.checks import Check, ok, problem, warning
+from deploy.wiring import exchange
+from deploy.wiring.exchange import ExchangeSpec
+from federation.errors import FederationError, ObjectNotFound
+from federation.protocols import Clock, ObjectStore
+
+PROBE_BYTES = 4 << 20
+SLOW_BYTES_PER_SECOND = 1e6
+AGGREGATORS_PROBE = "model/doctor/probe"
+_NAME = "exchange"
+
+
+def sites_probe(site: str) -> str:
+    """Key of what a site writes."""
+    return f"sites/{site}/doctor/probe"
+
+
+def checks(spec: ExchangeSpec, *, site: str | None, clock: Clock) -> Iterator[Check]:
+    """Write and read an object, as a run would.
+
+    Args:
+        spec: Of the store.
+        site: Whose configuration names it; None for the aggregator's.
+        clock: Measures how long it takes.
+    """
+    try:
+        store = exchange.open_exchange(spec)
+        if store is None:
+            found = f"none: models above {spec.threshold_mb} MiB are refused"
+            yield ok(_NAME, found)
+            return
+        with contextlib.closing(store):
+            yield _written(store, site, clock)
+            yield _read(store, site, clock)
+    except FederationError as error:
+        yield problem(
+            _NAME,
+            f"{spec.url}: {error}",
+            "correct [exchange], or what this machine may do there: see "
+            "docs/howto/two-machines.md",
+        )
+
+
+def _written(store: ObjectStore, site: str | None, clock: Clock) -> Check:
+    key = AGGREGATORS_PROBE if site is None else sites_probe(site)
+    content = os.urandom(PROBE_BYTES)  # Or something on the way would compress it.
+    begin = clock.monotonic()
+    store.put(key, [content])
+    return _speed(f"{store.url} takes", clock.monotonic() - begin)
+
+
+def _read(store: ObjectStore, site: str | None, clock: Clock) -> Check:
+    begin = clock.monotonic()
+    try:
+        store.read(AGGREGATORS_PROBE)
+    except ObjectNotFound:
+        if site is None:
+            raise
+        return warning(
+            _NAME,
+            f"{store.url} has nothing to fetch yet",
+            "have the aggregator's operator call crossfed doctor --aggregator",
+        )
+    return _speed(f"{store.url} gives", clock.monotonic() - begin)
+
+
+def _speed(what: str, seconds: float) -> Check:
+    speed = PROBE_BYTES / max(seconds, 1e-9)
+    found = f"{what} {speed / 1e6:.1f} MB/s"
+    if speed >= SLOW_BYTES_PER_SECOND:
+        return ok(_NAME, found)
+    advice = "a large model will take long: allow for it in round_deadline_seconds"
+    return warning(_NAME, found, advice)

@@ -1,0 +1,236 @@
+"""``crossfed doctor --site FILE``: whether a site is ready to take part in runs.
+
+Nothing is changed, but for an object in the exchange, and no task is taken. The
+aggregator is asked for its health, which needs no certificate, and for messages without
+naming a node, which a proxy answers with 403 if it does not let the certificate in; and
+it is sent some megabytes that mean nothing, to see how fast they arrive.
+"""
+
+import http.client
+import os
+import ssl
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+
+from clients.user_code import unable_to_exit
+from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
+from cloud_adapters.net.tls import client_context
+from deploy.doctor import (
+    checks as doctor,
+    exchange as doctor_exchange,
+    flower as doctor_flower,
+)
+from deploy.doctor.checks import Check, ok, problem, warning
+from deploy.doctor.exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
+from deploy.site_host import config as site_file, folder as site_folder
+from deploy.site_host.config import SiteConfig
+from deploy.wiring.job_data import load_data
+from federation.addresses import parse_address
+from federation.errors import FederationError
+from federation.protocols import Clock
+from privacy.membership.certificates import parse_certificate
+from privacy.secret_files import read_private
+
+CALL_SECONDS = 30.0  # The way may be slow: that is to be told.
+SOON_DAYS = 14
+_DAY_SECONDS = 86400.0
+_OK, _FORBIDDEN = 200, 403
+_ENROL = "enrol this site again"
+
+
+def checks(path: Path, clock: Clock) -> Iterator[Check]:
+    """Look at a site's configuration, its keys and its way to the aggregator.
+
+    Args:
+        path: ``site.toml``.
+        clock: This machine's.
+    """
+    try:
+        config = site_file.load(path)
+    except FederationError as error:
+        yield problem("site", str(error), "correct the file: see its how-to")
+        return
+    yield ok("site", f"{config.file.name!r} by {path}")
+    yield doctor_flower.check_flower()
+    yield from doctor.check_identity(config.identity, config.roster, lost=_ENROL)
+    yield from _node_key(config)
+    yield from _certificate(config, clock)
+    yield from doctor.check_folder(
+        "folder", config.folder, otherwise="name another in site.toml (folder)"
+    )
+    yield from doctor.check_closed(config.folder)
+    yield from _data(config)
+    yield from _budget(config)
+    yield from doctor_exchange.checks(
+        config.file.exchange, site=config.file.name, clock=clock
+    )
+    yield from _aggregator(config, clock)
+
+
+def _node_key(config: SiteConfig) -> Iterator[Check]:
+    try:
+        is_key = b"PRIVATE KEY-----" in read_private(config.node_key)
+    except FederationError as error:
+        yield problem("node key", str(error), _ENROL)
+        return
+    if is_key:
+        yield ok("node key", str(config.node_key))
+    else:
+        found = f"{config.node_key} holds no key"
+        yield problem("node key", found, _ENROL)
+
+
+def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
+    path, renew = config.certificate, "crossfed enroll --renew"
+    if path is None:
+        found = "none: only an aggregator on this machine's loopback lets it in"
+        yield warning("certificate", found)
+        return
+    try:
+        until = parse_certificate(read_private(path)).not_valid_after_utc.timestamp()
+    except FederationError as error:
+        yield problem("certificate", str(error), _ENROL)
+        return
+    days = (until - clock.now()) / _DAY_SECONDS
+    if days <= 0:
+        found = f"{path} expired {-days:.0f} days ago"
+        yield problem("certificate", found, f"{renew}, or enrol again")
+    elif days < SOON_DAYS:
+        found = f"{path} expires in {days:.0f} days"
+        advice = f"start the agent, which renews it, or {renew}"
+        yield warning("certificate", found, advice)
+    else:
+        found = f"{path} holds for {days:.0f} days"
+        yield ok("certificate", found)
+
+
+def _data(config: SiteConfig) -> Iterator[Check]:
+    own = config.file.data
+    if not own.source:
+        found = "none of its own: it takes part with public data that a job names"
+        yield warning("data", found)
+        return
+    try:
+        with unable_to_exit():
+            train, held_out = load_data(own.source, own.options)
+    except FederationError as error:
+        yield problem("data", str(error), "correct [data] in site.toml")
+    else:
+        found = f"{len(train)} records to train on, {len(held_out)} held out"
+        yield ok("data", found)
+
+
+def _budget(config: SiteConfig) -> Iterator[Check]:
+    """Whether private jobs are possible at all; files of older releases say nothing."""
+    limit = config.file.floor.total_epsilon
+    if limit is None:
+        yield warning(
+            "budget",
+            "site.toml states no limit for all runs together, so every job with "
+            "differential privacy is refused",
+            "set floor.total_epsilon",
+        )
+    else:
+        name = config.file.data.name
+        yield ok("budget", f"epsilon {limit:g} for all runs on {name!r} together")
+
+
+def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
+    address = config.file.aggregator.address
+    begin = clock.monotonic()
+    try:
+        status, date = _ask(config, "GET", "/health")
+    except ssl.SSLCertVerificationError as error:
+        yield problem(
+            "aggregator",
+            f"{address} does not prove that it is the aggregator: "
+            f"{error.verify_message}",
+            "compare its address and authority with the operator's; check this clock",
+        )
+        return
+    except FederationError as error:
+        yield problem("aggregator", str(error), _ENROL)
+        return
+    except (OSError, http.client.HTTPException) as error:
+        found = f"{address} cannot be reached: {error}"
+        advice = "is it up, is its port open, does a firewall stand in between?"
+        yield problem("aggregator", found, advice)
+        return
+    seconds = clock.monotonic() - begin
+    if status == _OK:
+        found = f"{address} is well and answers in {1e3 * seconds:.0f} ms"
+        yield ok("aggregator", found)
+    else:
+        yield warning(
+            "aggregator",
+            f"{address} answers, and is not ready (HTTP {status})",
+            "wait, or ask its operator to look at its logs",
+        )
+    yield from _skew(date, clock)
+    yield from _is_let_in(config, clock)
+
+
+def _skew(date: str, clock: Clock) -> Iterator[Check]:
+    try:
+        skew = clock.now() - parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError):
+        return  # It does not tell the time.
+    found = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the aggregator's"
+    if abs(skew) > MOST_SKEW_SECONDS:
+        yield problem("clock skew", found, "set the time of this machine: run ntp")
+    else:
+        yield ok("clock skew", found)
+
+
+def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
+    if config.certificate is None:
+        return
+    try:
+        status, _ = _ask(config, "POST", "/v1/fleet/pull-messages")
+    except (OSError, http.client.HTTPException) as error:
+        yield problem("admission", f"the connection ended: {error}", "try again")
+        return
+    if status == _FORBIDDEN:
+        found = "the aggregator does not let this site's certificate in"
+        advice = "it expired or was revoked: ask the operator, and enrol again"
+        yield problem("admission", found, advice)
+    else:
+        found = "the aggregator lets this site's certificate in"
+        yield ok("admission", found)
+        yield from _bandwidth(config, clock)
+
+
+def _bandwidth(config: SiteConfig, clock: Clock) -> Iterator[Check]:
+    """Send what no aggregator takes: it is read to its end, and refused."""
+    begin = clock.monotonic()
+    try:
+        _ask(config, "POST", "/v1/fleet/push-object", body=os.urandom(PROBE_BYTES))
+    except (OSError, http.client.HTTPException) as error:
+        yield problem("bandwidth", f"the connection ended: {error}", "try again")
+        return
+    speed = PROBE_BYTES / max(clock.monotonic() - begin, 1e-9)
+    found = f"{speed / 1e6:.1f} MB/s to the aggregator"
+    if speed >= SLOW_BYTES_PER_SECOND:
+        yield ok("bandwidth", found)
+    else:
+        advice = "use a store for large models: [exchange]"
+        yield warning("bandwidth", found, advice)
+
+
+def _ask(
+    config: SiteConfig, method: str, path: str, *, body: bytes | None = None
+) -> tuple[int, str]:
+    """Make a request; its status and the time of the answer."""
+    host, port = parse_address(config.file.aggregator.address, key="address")
+    context = client_context(site_folder.authority(config), config.certificate)
+    connection = http.client.HTTPSConnection(
+        host, port, timeout=CALL_SECONDS, context=context
+    )
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.getheader("Date") or ""
+    finally:
+        connection.close()

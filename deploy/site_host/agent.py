@@ -1,0 +1,430 @@
+"""What runs at a site, for as long as the site is up: it takes part in runs.
+
+Bytes in, bytes out: Flower's connection is in ``cloud_adapters.flower.node``. For each
+run that was proposed and accepted the agent keeps the proposal, the ledger and what the
+protocol must remember in ``runs/RUN`` of its folder, and goes on after a restart;
+model, data and keys of the run are in memory.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from clients.models.model_pool import ModelPool
+from clients.privacy import sum_plan as sum_privacy
+from clients.privacy.site_floor import check_job
+from clients.training.local_federation import Federation
+from clients.user_code import unable_to_exit
+from cloud_adapters.storage.disk.part_file import file_errors
+from deploy.site_host import (
+    data as site_data,
+    enrolment_roster,
+    ranks as site_ranks,
+)
+from deploy.site_host.config import SiteConfig
+from deploy.site_host.run import (
+    MetRun,
+    OpenRun,
+    SiteKeys,
+    open_run,
+    order_seed,
+    private_sites,
+    runs_folder,
+)
+from deploy.wiring import parts as wiring, store_meters
+from deploy.wiring.rehearsal import dropout_notice
+from deploy.wiring.store_meters import StoreMeters, User, Watch
+from federation.durable_files import replace_file
+from federation.errors import (
+    FederationError,
+    JobError,
+    PrivacyError,
+    ProtocolError,
+    StoreUnavailable,
+)
+from federation.event_log import EventWriter
+from federation.events import SitePrivacy
+from federation.ids import RunId, SiteId, check_name
+from federation.job import job_digest, job_file
+from federation.job.spec import JobSpec
+from federation.messages import SiteMessage, Task
+from federation.protocols import Clock
+from federation.vectors import Layout
+from federation.wire import frame as wire
+from privacy.dp.ledger.ledger_recovery import Recovered
+from privacy.membership import introduction, releases
+from privacy.membership.introduction import Introduction, Proposal, Statements
+from privacy.secagg.agreement.code_hash import code_hash
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.roster import Roster
+
+_PROPOSAL, _STATEMENTS, _USE = "proposal", "statements", "storage.jsonl"
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class SiteAgent:
+    """Answers proposals and tasks of one run at a time.
+
+    Attributes:
+        config: The operator's ``site.toml``.
+        identity: The site's own key.
+        roster: Whom it trusts; read again for every run, and kept until the next.
+        clock: Tells time.
+        listener: Called with a word about every run that is proposed.
+    """
+
+    config: SiteConfig
+    identity: Identity
+    roster: Roster
+    clock: Clock
+    listener: Callable[[str], None] = _LOG.info
+    _meters: StoreMeters = field(init=False)
+    _met: MetRun | None = field(default=None, init=False)
+    _run: OpenRun | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Begin to note what stores are used for."""
+        self._meters = StoreMeters(self.clock)
+
+    @property
+    def name(self) -> SiteId:
+        """The site's name."""
+        return SiteId(self.config.file.name)
+
+    @property
+    def watch(self) -> Watch:
+        """Notes what a store is used for that is not of one run alone."""
+        return self._meters.watch(User(name=self.name))
+
+    def introduce(self, sealed: bytes) -> bytes:
+        """Answer a proposal, or what all sites have stated of what they need.
+
+        With a promise, with a statement where a promise needs those of all, or with
+        the reason against taking part.
+
+        Raises:
+            ProtocolError: It is not from this site's aggregator; it gets no answer.
+        """
+        if introduction.are_statements(sealed):
+            statements = introduction.open_statements(sealed, self.roster)
+            run_id = statements.run_id
+            answer = partial(self._answer_statements, statements)
+        else:
+            roster = self._roster_for(sealed)
+            proposal = introduction.open_proposal(sealed, roster)
+            run_id = proposal.run_id
+            answer = partial(self._answer_proposal, proposal, roster)
+        try:
+            with unable_to_exit():
+                found = answer(sealed)
+        except FederationError as error:
+            self.listener(f"run {wire.one_line(run_id)} is refused: {error}")
+            found = self._introduction(sealed, refused=str(error))
+        return introduction.seal_introduction(found, self.identity)
+
+    def answer(self, task: Task) -> SiteMessage:
+        """Answer a task of a run that was proposed before.
+
+        Raises:
+            ProtocolError: It was not, or the task is for another site.
+        """
+        if task.site != self.name:
+            raise ProtocolError(f"a task for {task.site!r} came to site {self.name!r}")
+        run = self._current(task.run_id)
+        with wiring.torch_threads(run.met.job):
+            answer = run.handler.handle(task)
+        self._tell_use(run)
+        return answer
+
+    def recover(self, run_id: RunId) -> Recovered:
+        """Charge again what the ledger of a run has lost, as far as that is known.
+
+        Raises:
+            FederationError: The run was not proposed to this site, or what is missing
+                cannot be charged.
+        """
+        met = self._meet_again(run_id)
+        if not met.job.privacy.differential_privacy.enabled:
+            raise ProtocolError(
+                f"run {run_id!r} has no differential privacy, no ledger"
+            )
+        private = private_sites(
+            met,
+            config=self.config,
+            identity=self.identity,
+            folder=self._folder(run_id),
+            clock=self.clock,
+            stated=self._stated_before(met),
+        )
+        return private.recover(self.name, met.anchor)
+
+    def layout(self, run_id: RunId) -> Layout:
+        """Layout of the model of a run that was proposed before.
+
+        Raises:
+            ProtocolError: It was not.
+        """
+        return self._current(run_id).met.federation.pool.layout
+
+    def close(self) -> None:
+        """Leave the run: keys go, ledgers are closed."""
+        run, self._run, self._met = self._run, None, None
+        if run is not None:
+            self._tell_use(run)
+            run.stack.close()
+
+    def _roster_for(self, sealed: bytes) -> Roster:
+        """What a proposal is checked by: the newest roster, unless its run is open.
+
+        Contracts are between holders of the same roster: a run keeps that which it
+        has begun with here.
+        """
+        try:
+            newest = enrolment_roster.newest(self.config, self.roster, self.identity)
+        except FederationError as error:
+            path, serial = self.config.roster, self.roster.serial
+            self.listener(f"roster {serial} stays in use, {path} is refused: {error}")
+            return self.roster
+        met = self._met if self._run is None else self._run.met
+        # Whose proposal it is has not been checked yet; nothing else is read of it.
+        if met is None or introduction.kept_proposal(sealed).run_id != met.run_id:
+            return newest
+        return self.roster
+
+    def _tell_use(self, run: OpenRun) -> None:
+        """Note in the site's own folder what stores were used for since the last time.
+
+        It is told to nobody: how a site reads its data tells of them, and what that
+        costs is on its own bill.
+        """
+        used = [*self._meters.used()]
+        if not used:
+            return
+        path = self._folder(run.met.run_id) / _USE
+        try:
+            with EventWriter(path) as note:
+                for each in used:
+                    note(each)
+        except StoreUnavailable as error:  # No reason to lose a round.
+            _LOG.warning("what stores were used for is not noted: %s", error)
+
+    def _folder(self, run_id: RunId) -> Path:
+        try:
+            return runs_folder(self.config) / check_name(run_id)
+        except ValueError as error:
+            raise ProtocolError(f"a run without a proper name: {error}") from None
+
+    def _current(self, run_id: RunId) -> OpenRun:
+        run = self._run
+        if run is None or run.met.run_id != run_id:
+            run = self._open_again(run_id)
+        return run
+
+    def _open_again(self, run_id: RunId) -> OpenRun:
+        """Take up a run after a restart of this process."""
+        met = self._meet_again(run_id)
+        return self._open(met, keep={}, stated=self._stated_before(met))
+
+    def _stated_before(self, met: MetRun) -> Mapping[SiteId, float] | None:
+        """What all sites have stated to a run; None unless noise is in the sum."""
+        if not met.job.privacy.differential_privacy.in_sum:
+            return None
+        try:
+            sealed = (self._folder(met.run_id) / _STATEMENTS).read_bytes()
+        except OSError:
+            raise ProtocolError(
+                f"site {self.name!r} has not been told what the others need in run "
+                f"{met.run_id!r}"
+            ) from None
+        statements = introduction.open_statements(sealed, self.roster)
+        return self._stated(statements, met)
+
+    def _meet_again(self, run_id: RunId) -> MetRun:
+        try:
+            sealed = (self._folder(run_id) / _PROPOSAL).read_bytes()
+        except OSError:
+            raise ProtocolError(
+                f"run {run_id!r} has not been proposed to site {self.name!r}"
+            ) from None
+        proposal = introduction.open_proposal(sealed, self.roster)
+        return self._meet(proposal, self.roster, sealed)
+
+    def _answer_proposal(
+        self, proposal: Proposal, roster: Roster, sealed: bytes
+    ) -> Introduction:
+        met = self._meet(proposal, roster, sealed)
+        if met.job.privacy.differential_privacy.in_sum:
+            needs = sum_privacy.needs(met.federation)[self.name]
+            self._keep(met.run_id, {_PROPOSAL: sealed})
+            self._met = met
+            return self._introduction(sealed, needs=needs)
+        run = self._open(met, keep={_PROPOSAL: sealed})
+        tells = run.promise is None and not met.job.privacy.secure_aggregation.enabled
+        train, _ = met.federation.site_data[self.name]
+        num_examples = len(train) if tells else 0
+        return self._introduction(
+            sealed, privacy=run.promise, num_examples=num_examples
+        )
+
+    def _answer_statements(self, statements: Statements, sealed: bytes) -> Introduction:
+        """Plan the noise that all sites make together, and promise what follows."""
+        run_id = RunId(statements.run_id)
+        met = self._met if self._run is None else self._run.met
+        if met is None or met.run_id != run_id:
+            met = self._meet_again(run_id)
+        stated = self._stated(statements, met)
+        run = self._open(met, keep={_STATEMENTS: sealed}, stated=stated)
+        return self._introduction(sealed, privacy=run.promise)
+
+    def _stated(self, statements: Statements, met: MetRun) -> Mapping[SiteId, float]:
+        """What each site of the job has stated and signed.
+
+        Raises:
+            ProtocolError: One is not signed by its site, or is of another run.
+            JobError: They are not those of all sites.
+        """
+        stated = introduction.stated_needs(
+            statements, proposal=met.sealed, roster=self.roster
+        )
+        names = {SiteId(site.name) for site in met.job.sites}
+        if stated.keys() != names:
+            odd = ", ".join(sorted(stated.keys() ^ names))
+            raise JobError(
+                f"site {self.name!r} plans no noise with others than those of the job, "
+                f"and without none of them: {odd}",
+                key="sites",
+            )
+        return stated
+
+    def _meet(self, proposal: Proposal, roster: Roster, sealed: bytes) -> MetRun:
+        """Check a proposal, load model and data of its run, and go by its roster.
+
+        Raises:
+            FederationError: The site does not or cannot take part.
+        """
+        run_id = RunId(proposal.run_id)
+        folder = self._folder(run_id)
+        self._check_code(proposal)
+        job = job_file.loads(proposal.job)
+        check_job(job, self.config.file.floor, self.name)
+        _check_same_job(job, folder, roster)
+        self._check_total(job)
+        notice = dropout_notice(job)
+        if notice:
+            self.listener(f"run {run_id}: {notice}")
+        self.close()
+        if roster != self.roster:
+            self.listener(f"roster {roster.serial} is in use from run {run_id} on")
+            self.roster = roster
+        (spec,) = [each for each in job.sites if each.name == self.name]
+        watch = self._meters.watch(store_meters.site(spec))
+        federation = Federation(
+            job=job,
+            pool=ModelPool(site_ranks.agents_job(job, self.config.file)),
+            site_data={self.name: site_data.load(self.config.file, job, watch)},
+            order_seed=order_seed(self.config, job, sealed),
+        )
+        return MetRun(
+            run_id=run_id,
+            sealed=sealed,
+            federation=federation,
+            anchor=proposal.anchor_of(self.name),
+        )
+
+    def _open(
+        self,
+        met: MetRun,
+        *,
+        keep: Mapping[str, bytes],
+        stated: Mapping[SiteId, float] | None = None,
+    ) -> OpenRun:
+        """Build what a run needs, and keep what it is taken up again from.
+
+        Raises:
+            FederationError: The site does not or cannot take part.
+        """
+        self.close()
+        with ExitStack() as stack:
+            try:
+                run = open_run(
+                    met,
+                    config=self.config,
+                    keys=SiteKeys(identity=self.identity, roster=self.roster),
+                    folder=self._folder(met.run_id),
+                    clock=self.clock,
+                    stated=stated,
+                    stack=stack,
+                )
+            except PrivacyError:  # A recovery has to know what the run is.
+                self._keep(met.run_id, keep)
+                raise
+            self._keep(met.run_id, keep)
+            self._run = replace(run, stack=stack.pop_all())
+        return self._run
+
+    def _keep(self, run_id: RunId, files: Mapping[str, bytes]) -> None:
+        folder = self._folder(run_id)
+        with file_errors("write below", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            replace_file(folder / name, [content])
+
+    def _check_total(self, job: JobSpec) -> None:
+        """Demand a limit for all runs together.
+
+        Whether this one is within the limit is looked at when its ledger is opened.
+        """
+        private = job.privacy.differential_privacy.enabled
+        if private and self.config.file.floor.total_epsilon is None:
+            raise JobError(
+                f"site {self.name!r} states no limit for all runs on its records "
+                "together: its operator must set floor.total_epsilon in site.toml",
+                key="privacy.differential_privacy.unit",
+            )
+
+    def _introduction(
+        self,
+        sealed: bytes,
+        *,
+        refused: str = "",
+        privacy: SitePrivacy | None = None,
+        num_examples: int = 0,
+        needs: float | None = None,
+    ) -> Introduction:
+        return Introduction(
+            version=introduction.VERSION,
+            site=self.name,
+            proposal=introduction.digest(sealed),
+            release=introduction.release(),
+            refused=refused,
+            privacy=privacy,
+            num_examples=num_examples,
+            needs=needs,
+        )
+
+    def _check_code(self, proposal: Proposal) -> None:
+        if proposal.code_hash == code_hash().hex():
+            return
+        raise ProtocolError(
+            releases.advice(
+                site=self.name, here=introduction.release(), there=proposal.release
+            )
+        )
+
+
+def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:
+    """A run's job may not change under it."""
+    try:
+        before = introduction.open_proposal((folder / _PROPOSAL).read_bytes(), roster)
+    except FileNotFoundError:
+        return
+    changes = job_file.differences(
+        job_digest.deciding(job_file.loads(before.job)), job_digest.deciding(job)
+    )
+    if changes:
+        raise ProtocolError(f"the run was proposed with another job: {changes[0]}")

@@ -1,0 +1,202 @@
+"""``site.toml``: what a site's operator decides, and no job can change."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.preprocessing import PREPROCESSINGS
+from clients.privacy.floor_spec import FloorSpec
+from deploy.wiring import exchange
+from deploy.wiring.exchange import ExchangeSpec
+from federation.addresses import parse_address
+from federation.errors import JobError
+from federation.ids import check_name
+from federation.job import job_file
+from federation.job.job_keys import key
+from privacy.secagg.agreement.contract import WEIGHT_RULES
+from privacy.secagg.arithmetic.ring import RING_BITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorSpec:
+    """The aggregator, and how it proves who it is."""
+
+    address: str = key("`HOST:PORT` of the aggregator.")
+    authority: str = key("Certificate file (PEM) of the authority that it pins.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteDataSpec:
+    """The site's own data."""
+
+    source: str = key(
+        "`module:function` that returns `(train, held_out)`, or the URL of shards. "
+        "Empty for the part of the job's own dataset that a simulation deals to "
+        "this site, to rehearse with public data.",
+        default="",
+    )
+    options: Mapping[str, Any] = key(
+        "Keyword arguments of the function, or options of the URL.", default={}
+    )
+    preprocessing: str = key(
+        "What the source takes from the data to prepare records, where it does not "
+        "declare that itself: `none`, each record is prepared by itself; `public`, "
+        "constants that come from elsewhere; `own`, exact statistics of this site's "
+        "data; `pooled`, statistics over the data of several sites. The units `record` "
+        "and `joint` permit the first two, `site` the first three. Empty if you do not "
+        "vouch for it: every unit of privacy then refuses a source that declares "
+        "nothing.",
+        default="",
+        choices=("", *PREPROCESSINGS),
+    )
+    name: str = key(
+        "What the records are called: by this name the site remembers what they have "
+        "spent of `floor.total_epsilon`, in which sums they were and in which groups. "
+        "With another name they would begin anew, so give one to other people's "
+        "records only: not to a new version of the same data, nor to another place "
+        "of them.",
+        default="records",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSpec:
+    """What the site trains with."""
+
+    ranks: int = key(
+        "Processes that train together, each with a GPU of its own if there are GPUs. "
+        "1 trains in the agent's own process, unless `compile` is set.",
+        default=1,
+        low=1,
+        high=64,
+    )
+    sharding: str = key(
+        "`none`: every rank holds the whole model. `full`: each holds a part of its "
+        "weights, gradients and optimiser state (FSDP2).",
+        default="none",
+        choices=("none", "full"),
+    )
+    compile: bool = key(
+        "Train with `torch.compile` where it works; private steps are not compiled.",
+        default=False,
+    )
+    restarts: int = key(
+        "How often a round is begun again because a rank died.", default=2, low=0
+    )
+    timeout_seconds: float = key(
+        "How long a rank waits for the others in a step before it gives up.",
+        default=120.0,
+        above=0.0,
+    )
+    environment: tuple[str, ...] = key(
+        "Names of environment variables that ranks get besides those that Python, "
+        "torch and a remote data source need.",
+        default=(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFile:
+    """A site's configuration."""
+
+    name: str = key("Name of the site, as in the roster and in jobs.")
+    folder: str = key(
+        "Where keys, ledgers and what is kept between rounds lie, relative to this "
+        "file.",
+        default=".",
+    )
+    roster: str = key(
+        "Roster file, relative to `folder`; made by `crossfed keys trust` and "
+        "compared by people.",
+        default="roster.toml",
+    )
+    identity: str = key(
+        "Key file of the site's identity, relative to `folder`.",
+        default="identity.pem",
+    )
+    node_key: str = key(
+        "Key file that Flower knows the site by, relative to `folder`.",
+        default="node.pem",
+    )
+    certificate: str = key(
+        "File with the certificate that the aggregator's proxy asks for and its key, "
+        "relative to `folder`; made by `crossfed enroll`. Empty for none, where there "
+        "is no proxy.",
+        default="",
+    )
+    aggregator: AggregatorSpec = key("The aggregator.")
+    data: SiteDataSpec = key("The site's data.", default=SiteDataSpec())
+    compute: ComputeSpec = key("What it trains with.", default=ComputeSpec())
+    floor: FloorSpec = key("What every job must promise.", default=FloorSpec())
+    exchange: ExchangeSpec = key(
+        "Where large models travel: what the aggregator's operator names.",
+        default=ExchangeSpec(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteConfig:
+    """A site's configuration, with its paths made whole.
+
+    Attributes:
+        file: What was read.
+        folder: The working folder.
+        roster: Roster file.
+        identity: Key file of the identity.
+        node_key: Key file of the node.
+        authority: Certificate file of the aggregator's authority.
+        certificate: File of the site's certificate and its key; None for none.
+    """
+
+    file: SiteFile
+    folder: Path
+    roster: Path
+    identity: Path
+    node_key: Path
+    authority: Path
+    certificate: Path | None = None
+
+
+def load(path: Path) -> SiteConfig:
+    """Read a ``site.toml``.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown, missing or wrong; the
+            message names file and key.
+    """
+    file = job_file.load_table(path, SiteFile, _check)
+    folder = path.parent / file.folder
+    return SiteConfig(
+        file=file,
+        folder=folder,
+        roster=folder / file.roster,
+        identity=folder / file.identity,
+        node_key=folder / file.node_key,
+        authority=folder / file.aggregator.authority,
+        certificate=folder / file.certificate if file.certificate else None,
+    )
+
+
+def _check(file: SiteFile) -> None:
+    try:
+        check_name(file.name)
+    except ValueError as error:
+        raise JobError(str(error), key="name") from None
+    parse_address(file.aggregator.address, key="aggregator.address")
+    exchange.check(file.exchange)
+    _check_choices("floor.ring_bits", file.floor.ring_bits, RING_BITS)
+    _check_choices("floor.weight_rules", file.floor.weight_rules, WEIGHT_RULES)
+    if file.compute.sharding == "full" and file.compute.ranks == 1:
+        raise JobError(
+            "one rank holds the whole model: set compute.ranks to 2 or more",
+            key="compute.sharding",
+        )
+
+
+def _check_choices(
+    name: str, given: tuple[object, ...], known: tuple[object, ...]
+) -> None:
+    if not given or not set(given) <= set(known):
+        listed = ", ".join(map(repr, known))
+        raise JobError(f"must be a list of one or more of {listed}", key=name)

@@ -1,0 +1,100 @@
+"""What a deployed site trains on: its own data, or its part of a rehearsal's."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from clients import data_digest
+from clients.factories import call_factory
+from clients.privacy.ledger_memory import note_content, one_budget
+from clients.privacy.site_memory import SiteMemory
+from clients.privacy.source_check import check_deployed
+from clients.training.local_federation import SiteData
+from clients.user_code import unable_to_exit
+from deploy.site_host.config import SiteFile
+from deploy.wiring import parts as wiring
+from deploy.wiring.job_data import load_data
+from deploy.wiring.store_meters import Watch
+from federation.errors import FederationError, JobError, SiteError
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+
+_LOG = logging.getLogger(__name__)
+
+
+def load(file: SiteFile, job: JobSpec, watch: Watch) -> SiteData:
+    """Load a site's training and held-out data.
+
+    Args:
+        file: Names them, unless it is a rehearsal with the job's dataset.
+        job: The job.
+        watch: Notes what the store is used for that holds them.
+
+    Raises:
+        JobError: They would be at an address that somebody else gave, or the job's
+            unit of privacy does not permit how they were prepared.
+        SiteError: They cannot be loaded; why, is told to the site's log alone.
+    """
+    data = _own(file, watch) if file.data.source else _rehearsed(file, job)
+    check_deployed(
+        job,
+        file.name,
+        data[0],
+        source=file.data.source,
+        vouched=file.data.preprocessing,
+    )
+    return data
+
+
+def _rehearsed(file: SiteFile, job: JobSpec) -> SiteData:
+    named = [job.data, *(site.data for site in job.sites)]
+    if job.data is None or any(d is not None and "://" in d.source for d in named):
+        # A site opens no address that somebody else gives it.
+        raise JobError(
+            f"site {file.name!r} has no data of its own: its operator must name "
+            "their source in site.toml",
+            key="data.source",
+        )
+    return wiring.deal_data(job)[SiteId(file.name)]
+
+
+def note_changes(file: SiteFile, data: SiteData, memory: SiteMemory) -> None:
+    """Warn the site's operator if its own data have changed since an earlier run.
+
+    Args:
+        file: Names the data.
+        data: Training and held-out data, as they are now.
+        memory: Of the site.
+
+    Raises:
+        SiteError: They cannot be read; why, is told to the site's log alone.
+        StoreError: The memory cannot be read or written.
+    """
+    if not file.data.source:  # A rehearsal's differ from job to job.
+        return
+    parts = dict(zip(("train", "held_out"), data, strict=True))
+    with _told_to_the_log(file):
+        digest = call_factory(data_digest.digest, parts)
+    if note_content(memory, file.data.name, digest):
+        _LOG.warning(
+            "the data of site %s have changed since an earlier run: %s",
+            file.name,
+            one_budget(file.data.name),
+        )
+
+
+def _own(file: SiteFile, watch: Watch) -> SiteData:
+    with _told_to_the_log(file):
+        return load_data(file.data.source, file.data.options, watch=watch)
+
+
+@contextmanager
+def _told_to_the_log(file: SiteFile) -> Iterator[None]:
+    try:
+        with unable_to_exit():
+            yield
+    except FederationError as error:
+        _LOG.error("data of site %s cannot be loaded: %s", file.name, error)
+        raise SiteError(
+            f"site {file.name!r} cannot load its data; its log says why"
+        ) from error

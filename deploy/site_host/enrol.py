@@ -1,0 +1,371 @@
+"""The site's side of enrolment: keys are made here, and their private halves stay.
+
+The first connection asks for the aggregator's root certificate and believes nothing
+else; a root of another fingerprint than the token's ends it. Everything after that goes
+over TLS that this root alone can vouch for (``enrolment_connection``).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from deploy.site_host import config as site_file
+from deploy.site_host.config import SiteConfig
+from deploy.site_host.enrolment_connection import Aggregator, Way
+from deploy.site_host.enrolment_roster import check_own_entry, parse_roster
+from federation.ids import SiteId
+from federation.protocols import Clock
+from privacy.membership import certificates, messages as enrolment
+from privacy.membership.certificates import (
+    MALFORMED,
+    PrivateKey,
+    key_pem,
+    load_key,
+    new_key,
+    parse_certificate,
+)
+from privacy.membership.introduction import release
+from privacy.membership.messages import Enrolled
+from privacy.membership.token import EnrolmentRefused, Token
+from privacy.secagg.agreement import identity, roster
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.errors import KeyFileRefused
+from privacy.secret_files import read_private, replace_private, write_new
+
+# An aggregator that starts answers so, before all of it is there.
+_STARTING = frozenset({502, 503, 504})
+PATIENCE_SECONDS, _AGAIN_SECONDS = 30.0, 2.0
+
+# Opens it: address, root certificate (PEM), and the file of the site's certificate.
+Connect = Callable[[str, bytes, Path | None], Way]
+
+_SITE_TOML = """\
+# What this site's operator decides; no job can change it.
+# docs/howto/enrol-a-site.md explains it.
+
+name = "{name}"
+certificate = "site.pem"        # crossfed enroll --renew replaces it
+
+[aggregator]
+address = "{address}"
+authority = "ca.crt"            # the only authority that may speak for it
+
+[data]
+# A function of yours, `module:function`, that returns (train, held_out), or the URL of
+# shards. As long as it is empty the site takes its part of the job's own dataset.
+source = ""
+# What the source takes from the data to prepare records, if it does not declare it:
+# "none" (each record by itself), "public" (constants from elsewhere), "own" (a mean of
+# this site's data, say) or "pooled" (of several sites). You vouch for it.
+# preprocessing = "none"
+# name = "records"              # keep it for good; after a rehearsal choose another
+
+[floor]
+# What every job must promise, or this site does not take part.
+privacy = "record"              # "none" for jobs without differential privacy
+max_epsilon = 8.0               # of one run
+# Of all runs on these records together: every release of every run counts, on training
+# and held-out records alike, and no deleted folder gives any of it back. One run at
+# epsilon 8 that also evaluates comes to about 12. When it is spent, no job with
+# differential privacy trains here any more.
+total_epsilon = 16.0
+max_delta = 1e-4
+secure_aggregation = true
+# min_sites = 3                 # fewest updates in a sum; 2 do with "record" above
+# Without differential privacy, sums over different sites tell of the sites in which
+# they differ. No fewer than `min_sites` sites may differ, over all runs on this data,
+# unless you say here what you accept instead.
+# min_group = 1                 # a run may be repeated without a single site
+accept_dropouts = false         # true: rounds may go on while a few sites are absent
+max_clip_norm = 100.0           # largest clip norm of an update in it
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteEnrolled:
+    """What is in a site's folder now.
+
+    Attributes:
+        site: Its name.
+        folder: The folder.
+        expires: When its certificate expires, in seconds since 1970.
+        fingerprint: Of its identity, for people to compare.
+        roster: The roster that it trusts.
+        newer: A newer roster that the aggregator has; None if there is none.
+    """
+
+    site: str
+    folder: Path
+    expires: float
+    fingerprint: str
+    roster: Roster
+    newer: Roster | None = None
+
+
+def enroll(
+    token: Token,
+    folder: Path,
+    *,
+    organisation: str,
+    clock: Clock,
+    connect: Connect = Aggregator,
+) -> SiteEnrolled:
+    """Make this folder's site a member of the federation.
+
+    Keys that are in the folder are used; those that are not are made. A site whose
+    answer was lost asks again with the same token and folder.
+
+    Args:
+        token: What the aggregator's operator has handed over.
+        folder: Of the site; it is made if there is none.
+        organisation: Who answers for the site, in words.
+        clock: Tells time.
+        connect: Opens the connection.
+
+    Raises:
+        EnrolmentRefused: The aggregator refuses, cannot be reached or is not the one
+            that invited; the message says what to do.
+        KeyFileRefused: A key file is damaged, open to others or cannot be written.
+    """
+    _check_folder(folder, clock=clock)
+    root = connect(token.address, b"", None).authority(token.authority)
+    own, node_key, key = _keys(folder), _node_key(folder / "node.pem"), new_key()
+    request = enrolment.request_enrolment(
+        token,
+        organisation=organisation,
+        release=release(),
+        identity=own,
+        node_key=node_key,
+        key=key,
+    )
+    way = connect(token.address, root, None)
+    found = enrolment.read_answer(_patiently(way, request, clock))
+    expires = _check_certificate(found, key, root, clock=clock)
+    members = _check_roster(found, SiteId(token.site), own)
+    _replace(folder / "ca.crt", root)
+    _replace(folder / "roster.toml", roster.dumps(members).encode())
+    _replace(folder / "site.pem", found.certificate.encode() + key_pem(key))
+    if not (folder / "site.toml").exists():
+        text = _SITE_TOML.format(name=token.site, address=token.address)
+        _replace(folder / "site.toml", text.encode())
+    return SiteEnrolled(
+        site=token.site,
+        folder=folder,
+        expires=expires,
+        fingerprint=own.public.fingerprint,
+        roster=members,
+    )
+
+
+def renew(
+    config: SiteConfig, *, clock: Clock, connect: Connect = Aggregator
+) -> SiteEnrolled:
+    """Replace the site's certificate by one of a new key.
+
+    The old one holds until it expires, and a running site takes the new one with its
+    next connection.
+
+    Raises:
+        EnrolmentRefused: See ``enroll``; or the site has no certificate.
+        KeyFileRefused: A key file is damaged, open to others or cannot be written.
+        RosterRefused: The site's own roster is malformed.
+    """
+    key = new_key()
+    path = _certificate_path(config)
+    root = _read(config.authority)
+    own, found = _ask(config, key, clock=clock, connect=connect)
+    expires = _check_certificate(found, key, root, clock=clock)
+    members = roster.load(config.roster)
+    newest = parse_roster(found)
+    _replace(path, found.certificate.encode() + key_pem(key))
+    return SiteEnrolled(
+        site=config.file.name,
+        folder=config.folder,
+        expires=expires,
+        fingerprint=own.public.fingerprint,
+        roster=members,
+        newer=newest if newest.digest != members.digest else None,
+    )
+
+
+def renew_when_due(
+    config: SiteConfig, *, clock: Clock, connect: Connect = Aggregator
+) -> SiteEnrolled | None:
+    """Renew if less than a third of the certificate's time is left.
+
+    Returns:
+        What ``renew`` returns; None if it is too early or there is no certificate.
+
+    Raises:
+        EnrolmentRefused: See ``renew``.
+        KeyFileRefused: See ``renew``.
+        RosterRefused: See ``renew``.
+    """
+    if config.certificate is None:
+        return None
+    present = _pair(config.certificate)[0]
+    left = present.not_valid_after_utc.timestamp() - clock.now()
+    if left > certificates.RENEW_BEFORE_SECONDS:
+        return None
+    return renew(config, clock=clock, connect=connect)
+
+
+def newest_roster(
+    config: SiteConfig, *, clock: Clock, connect: Connect = Aggregator
+) -> Roster:
+    """Ask the aggregator for its roster; nothing is written.
+
+    Raises:
+        EnrolmentRefused: See ``renew``.
+        KeyFileRefused: See ``renew``.
+    """
+    _, found = _ask(config, None, clock=clock, connect=connect)
+    return parse_roster(found)
+
+
+def _ask(
+    config: SiteConfig, key: PrivateKey | None, *, clock: Clock, connect: Connect
+) -> tuple[Identity, Enrolled]:
+    """Show the present certificate, and ask for one of another key if there is one."""
+    path = _certificate_path(config)
+    present, present_key = _pair(path)
+    own = identity.load(config.identity)
+    request = enrolment.request_renewal(
+        config.file.name,
+        made_at=clock.now(),
+        release=release(),
+        identity=own,
+        certificate=present.public_bytes(serialization.Encoding.PEM),
+        certificate_key=present_key,
+        key=key,
+    )
+    aggregator = connect(config.file.aggregator.address, _read(config.authority), path)
+    return own, enrolment.read_answer(aggregator.post(request))
+
+
+def _patiently(way: Way, request: bytes, clock: Clock) -> bytes:
+    """Send a request, again if the aggregator is only starting."""
+    end = clock.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return way.post(request)
+        except EnrolmentRefused as error:
+            if error.status not in _STARTING or clock.monotonic() >= end:
+                raise
+        clock.sleep(_AGAIN_SECONDS)
+
+
+def _certificate_path(config: SiteConfig) -> Path:
+    if config.certificate is None:
+        raise EnrolmentRefused(
+            f"site {config.file.name!r} has no certificate (key certificate of "
+            "site.toml): enrol it with a token"
+        )
+    return config.certificate
+
+
+def _pair(path: Path) -> tuple[x509.Certificate, PrivateKey]:
+    """Certificate and key of one file."""
+    try:
+        certificate = parse_certificate(read_private(path))
+    except KeyFileRefused as error:
+        if str(path) in str(error):
+            raise
+        raise KeyFileRefused(
+            f"{path} holds no certificate: restore it, or enrol the site again"
+        ) from None
+    return certificate, load_key(path)
+
+
+def _check_folder(folder: Path, *, clock: Clock) -> None:
+    path = folder / "site.pem"
+    if path.exists() and _pair(path)[0].not_valid_after_utc.timestamp() > clock.now():
+        raise EnrolmentRefused(
+            f"{folder} is an enrolled site's: crossfed enroll --renew gets it a new "
+            "certificate; name another --folder for another site"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise EnrolmentRefused(f"cannot make {folder}: {error.strerror}") from error
+
+
+def _keys(folder: Path) -> Identity:
+    path = folder / "identity.pem"
+    if path.exists():
+        return identity.load(path)
+    made = identity.generate(os.urandom)
+    made.save(path)
+    return made
+
+
+def _node_key(path: Path) -> PrivateKey:
+    if not path.exists():
+        made = ec.generate_private_key(ec.SECP384R1())
+        try:
+            write_new(path, key_pem(made))
+        except OSError as error:
+            raise KeyFileRefused(f"cannot write {path}: {error.strerror}") from error
+    found = load_key(path)
+    if not isinstance(found.curve, ec.SECP384R1):
+        raise KeyFileRefused(
+            f"{path} is on the curve {found.curve.name} and not on P-384: move it "
+            "away, and a new one is made"
+        )
+    return found
+
+
+def _check_certificate(
+    found: Enrolled, key: PrivateKey, root: bytes, *, clock: Clock
+) -> float:
+    """Hold a certificate against our key and the pinned root; say when it expires."""
+    try:
+        certificate = parse_certificate(found.certificate.encode())
+        issuer = parse_certificate(root)
+        certificate.verify_directly_issued_by(issuer)
+        is_ours = certificate.public_key() == key.public_key()
+    except (*MALFORMED, InvalidSignature, KeyFileRefused) as error:
+        raise EnrolmentRefused(f"the aggregator sent no certificate: {error}") from None
+    expires = certificate.not_valid_after_utc.timestamp()
+    if not is_ours or expires <= clock.now():
+        raise EnrolmentRefused(
+            "the aggregator sent a certificate of another key, or one that has expired "
+            "by this machine's clock: compare the clocks, and try again"
+        )
+    return expires
+
+
+def _check_roster(found: Enrolled, site: SiteId, own: Identity) -> Roster:
+    members = parse_roster(found)
+    check_own_entry(members, site, own)
+    return members
+
+
+def _read(path: Path) -> bytes:
+    return certificates.read_certificate(path).public_bytes(serialization.Encoding.PEM)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    try:
+        replace_private(path, data)
+    except OSError as error:
+        raise KeyFileRefused(
+            f"cannot write {path}: {error.strerror}; make room or the folder writable, "
+            "and give the same command again"
+        ) from error
+
+
+def config_of(folder: Path) -> SiteConfig:
+    """Read a site's ``site.toml``.
+
+    Raises:
+        JobError: It is missing or wrong.
+    """
+    return site_file.load(folder / "site.toml")

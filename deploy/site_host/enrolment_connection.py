@@ -1,0 +1,142 @@
+"""How a site talks to the aggregator before it is a member: short HTTPS requests."""
+
+import http.client
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from cryptography.hazmat.primitives import hashes, serialization
+
+from cloud_adapters.net.tls import client_context
+from federation.addresses import parse_address
+from privacy.membership.certificates import parse_certificate
+from privacy.membership.messages import MAX_ANSWER_BYTES, read_refusal
+from privacy.membership.token import EnrolmentRefused
+from privacy.secagg.errors import KeyFileRefused
+
+CALL_SECONDS = 60.0
+_PATH = "/enroll"
+_DONE = 200
+
+
+class Way(Protocol):
+    """A way to an aggregator: ``Aggregator``, or one inside a process."""
+
+    def authority(self, fingerprint: str) -> bytes:
+        """See ``Aggregator``."""
+        ...
+
+    def post(self, body: bytes) -> bytes:
+        """See ``Aggregator``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregator:
+    """The aggregator's proxy, as it is reached from a site.
+
+    Attributes:
+        address: ``HOST:PORT``.
+        root: The only authority that may speak for it, PEM; empty before it is known.
+        certificate: File with the site's certificate and its key; None for none.
+    """
+
+    address: str
+    root: bytes = field(repr=False)
+    certificate: Path | None = None
+
+    def authority(self, fingerprint: str) -> bytes:
+        """Ask for the root certificate, and take it if its fingerprint is right.
+
+        Whoever answers is not known yet: nothing is told, and nothing is believed but
+        what SHA-256 ties to the token.
+
+        Args:
+            fingerprint: SHA-256 of the root, 64 hexadecimal digits.
+
+        Returns:
+            The root certificate, PEM.
+
+        Raises:
+            EnrolmentRefused: Nobody answers, or somebody else does.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        status, body = self._call(context, "GET", b"")
+        try:
+            root = parse_certificate(body)
+        except KeyFileRefused:
+            raise EnrolmentRefused(
+                f"what answers on {self.address} (HTTP {status}) is no aggregator of "
+                "crossfed: compare the address with the operator's"
+            ) from None
+        found = root.fingerprint(hashes.SHA256()).hex()
+        if found != fingerprint:
+            raise EnrolmentRefused(
+                f"what answers on {self.address} is not the aggregator that made this "
+                f"token: its authority has the fingerprint {found}, the token's has "
+                f"{fingerprint}. Somebody may be in between, or the token is of "
+                "another aggregator; nothing was sent"
+            )
+        return root.public_bytes(serialization.Encoding.PEM)
+
+    def post(self, body: bytes) -> bytes:
+        """Send a message, and return the answer.
+
+        Raises:
+            EnrolmentRefused: The aggregator refuses or cannot be reached, or what
+                answers does not prove that it is the aggregator.
+            JobError: A file holds no certificate.
+        """
+        context = client_context(self.root, self.certificate)
+        status, answer = self._call(context, "POST", body)
+        if status == _DONE:
+            return answer
+        raise EnrolmentRefused(
+            f"{self.address} refuses: {_reason(status, answer)}", status=status
+        )
+
+    def _call(
+        self, context: ssl.SSLContext, method: str, body: bytes
+    ) -> tuple[int, bytes]:
+        host, port = parse_address(self.address, key="aggregator.address")
+        connection = http.client.HTTPSConnection(
+            host, port, context=context, timeout=CALL_SECONDS
+        )
+        try:
+            connection.request(method, _PATH, body or None)
+            response = connection.getresponse()
+            answer = response.read(MAX_ANSWER_BYTES + 1)
+        except ssl.SSLCertVerificationError as error:
+            raise EnrolmentRefused(
+                f"{self.address} does not prove that it is the aggregator: "
+                f"{error.verify_message}. If it is reached under another name, its "
+                "operator adds that to hosts in aggregator.toml and starts it again; "
+                "if the certificate is not valid yet, compare the clocks"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise EnrolmentRefused(
+                f"{self.address} cannot be reached: {error}; compare the address, and "
+                "ask whether crossfed aggregator up is running and its port is open"
+            ) from error
+        finally:
+            connection.close()
+        if len(answer) > MAX_ANSWER_BYTES:
+            raise EnrolmentRefused(f"{self.address} answers more than a roster has")
+        return response.status, answer
+
+
+def _reason(status: int, answer: bytes) -> str:
+    if status == http.HTTPStatus.FORBIDDEN and not answer.startswith(b"{"):
+        return (
+            "the site's certificate is expired or revoked; ask the aggregator's "
+            "operator for an invitation"
+        )
+    if status in {429, 502, 503, 504} and not answer.startswith(b"{"):
+        return f"HTTP {status}; it may be starting: try again in a minute"
+    if not answer.startswith(b"{"):
+        return f"HTTP {status}; what answers may be no aggregator of crossfed"
+    return read_refusal(answer)

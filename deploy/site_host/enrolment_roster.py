@@ -1,0 +1,116 @@
+"""Rosters that a site gets from the aggregator, and when it takes one.
+
+Whom a site trusts is its operator's decision: a roster that comes with a certificate is
+looked at, and one that is newer takes the place of the site's own when a person has
+compared its digest with others.
+"""
+
+from deploy.site_host.config import SiteConfig
+from federation.ids import SiteId
+from privacy.membership.messages import Enrolled
+from privacy.membership.token import EnrolmentRefused
+from privacy.secagg.agreement import identity, roster
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.errors import RosterRefused, UnknownSite
+
+# Digits of a roster's digest that a person must give.
+MIN_DIGEST_DIGITS = 32
+
+
+def accept_roster(config: SiteConfig, newest: Roster, digest: str) -> None:
+    """Trust a newer roster, of which a person has compared the digest.
+
+    Args:
+        config: The site.
+        newest: What ``newest_roster`` returned.
+        digest: At least 32 hexadecimal digits that it begins with.
+
+    Raises:
+        RosterRefused: The digest is another one's or too short, the roster is older
+            than the site's, or it changes the site's or the aggregator's own key.
+        StaleRoster: It is older than the one here.
+    """
+    given = "".join(digest.split()).lower()
+    if len(given) < MIN_DIGEST_DIGITS or not newest.digest.hex().startswith(given):
+        raise RosterRefused(
+            f"the aggregator's roster has the digest {newest.digest.hex()} and not "
+            f"{digest[:80]!r}: compare it with the operator of the aggregator and with "
+            f"other sites, and give at least {MIN_DIGEST_DIGITS} digits of it"
+        )
+    before = roster.load(config.roster)
+    before.check_successor(newest)
+    if newest.aggregator_key != before.aggregator_key:
+        raise RosterRefused(
+            "the aggregator's own key has changed: if its operator confirms that, pin "
+            "the new one with crossfed keys trust --aggregator --replace"
+        )
+    check_own_entry(newest, SiteId(config.file.name), identity.load(config.identity))
+    roster.save(newest, config.roster)
+
+
+def newest(config: SiteConfig, held: Roster, own: Identity) -> Roster:
+    """Read a site's roster again: its operator may have accepted a newer one.
+
+    Args:
+        config: The site.
+        held: What its agent goes by until now.
+        own: The site's key.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        RosterRefused: It cannot be read, is no roster, or does not pin the site's key.
+        StaleRoster: It is older than ``held``.
+    """
+    found = roster.load(config.roster)
+    held.check_successor(found)
+    check_own_entry(found, SiteId(config.file.name), own)
+    return found
+
+
+def differences(before: Roster, after: Roster) -> list[str]:
+    """Say for people what a newer roster changes."""
+    old = {entry.site: entry for entry in before.sites}
+    new = {entry.site: entry for entry in after.sites}
+    lines = [f"withdraws site {site!r}" for site in old if site not in new]
+    for site, entry in new.items():
+        fingerprint = identity.PublicIdentity(entry.public_key).fingerprint
+        said = f"{site!r} of {entry.organisation!r}, fingerprint {fingerprint}"
+        if site not in old:
+            lines.append(f"adds site {said}")
+        elif old[site] != entry:
+            lines.append(f"changes site {said}")
+    if before.aggregator_key != after.aggregator_key:
+        lines.append("changes the key of the aggregator")
+    return lines
+
+
+def check_own_entry(members: Roster, site: SiteId, own: Identity) -> None:
+    """Check that a roster pins this site's own key.
+
+    Raises:
+        RosterRefused: It does not.
+    """
+    try:
+        entry = members.entry(site)
+    except UnknownSite as error:
+        raise RosterRefused(f"{error}: this site was withdrawn") from None
+    if entry.public_key != own.public.key:
+        raise RosterRefused(
+            f"roster {members.serial} pins another key for this site: tell the "
+            "aggregator's operator, and keep the roster that is here"
+        )
+
+
+def parse_roster(found: Enrolled) -> Roster:
+    """Read the roster of an answer.
+
+    Raises:
+        EnrolmentRefused: It is none.
+    """
+    try:
+        return roster.parse(found.roster)
+    except RosterRefused as error:
+        raise EnrolmentRefused(f"the aggregator sent no roster: {error}") from error

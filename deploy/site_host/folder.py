@@ -1,0 +1,92 @@
+"""What works in a site's folder, agent or relay: one at a time, with fresh keys."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from deploy.site_host import enrol as enrolment_site
+from deploy.site_host.config import SiteConfig
+from federation import folder_lock
+from federation.errors import FederationError, JobError
+from federation.protocols import Clock
+from privacy.secagg.errors import KeyFileRefused
+from privacy.secret_files import read_private
+
+RENEWAL_LOOK_SECONDS = 6 * 3600.0
+
+
+def only_one(folder: Path) -> AbstractContextManager[None]:
+    """Hold a site's folder: two agents of one site would contradict each other.
+
+    Raises:
+        FederationError: Another process holds it, when the context is entered.
+    """
+    return folder_lock.hold(
+        folder / "agent.lock",
+        f"another agent or relay works in {folder}: stop it, or give this site a "
+        "folder of its own",
+    )
+
+
+def node_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read the key that Flower knows a site by.
+
+    Raises:
+        KeyFileRefused: It is missing, open to others or damaged.
+    """
+    try:
+        key = serialization.load_pem_private_key(read_private(path), None)
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise KeyFileRefused(f"{path} is no key of a node: enrol this site again")
+    return key
+
+
+def authority(config: SiteConfig) -> bytes:
+    """Read the certificate of the authority that a site pins; PEM.
+
+    Raises:
+        JobError: It cannot be read.
+    """
+    try:
+        return config.authority.read_bytes()
+    except OSError as error:
+        raise JobError(
+            f"cannot read {config.authority}: {error.strerror}",
+            key="aggregator.authority",
+        ) from error
+
+
+def keep_fresh(
+    config: SiteConfig,
+    clock: Clock,
+    stopped: threading.Event,
+    listener: Callable[[str], None],
+) -> None:
+    """Renew the site's certificate when it is due, in a thread of its own."""
+    threading.Thread(
+        target=_renew, args=(config, clock, stopped, listener), daemon=True
+    ).start()
+
+
+def _renew(
+    config: SiteConfig,
+    clock: Clock,
+    stopped: threading.Event,
+    listener: Callable[[str], None],
+) -> None:
+    while True:
+        try:
+            found = enrolment_site.renew_when_due(config, clock=clock)
+        except FederationError as error:
+            listener(f"the certificate could not be renewed: {error}")
+        else:
+            if found is not None:
+                listener("the certificate was renewed")
+        if stopped.wait(RENEWAL_LOOK_SECONDS):
+            return

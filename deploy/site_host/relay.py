@@ -1,0 +1,247 @@
+"""``crossfed site relay``: the way of a stock SuperNode to the aggregator.
+
+Flower's own SuperNode shows no certificate, and the aggregator's proxy lets nobody in
+without. This relay listens on the loopback of the site's machine and passes the calls
+of a node on, with the site's certificate. One call it answers itself: that for the
+bundle of a run, which a SuperNode executes. What the aggregator would send for it is
+not fetched; the SuperNode gets the one of this release, which runs the app that its
+operator has installed, or none.
+
+Who may speak as the site's node is for the SuperLink to tell, by the node's key.
+"""
+
+import http.client
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import serialization
+
+from cloud_adapters.flower_apps import bundle as flower_bundle
+from cloud_adapters.net import loopback_http
+from cloud_adapters.net.ports import LOOPBACK
+from cloud_adapters.net.tls import client_context
+from cloud_adapters.nginx.config import FLEET_CALLS, MAX_FLEET_BYTES
+from deploy.site_host import config as site_file, folder as site_folder
+from deploy.site_host.config import SiteConfig
+from federation.addresses import parse_address
+from federation.clock import SystemClock
+from federation.errors import FederationError, JobError, ProtocolError
+from federation.protocols import Clock
+from privacy.membership.certificates import Authority, key_pem, new_key
+from privacy.secret_files import replace_private
+
+# A SuperNode asks for messages every three seconds, but not while its app works.
+IDLE_SECONDS = 75.0
+CALL_SECONDS = 60.0
+# As long as half of what a certificate of a server holds for.
+CERTIFY_SECONDS = 45 * 86_400.0
+
+_PATHS = frozenset(f"/v1/fleet/{call}" for call in FLEET_CALLS)
+_BUNDLE = "/v1/fleet/get-fab"
+# Those of one connection, and what is counted anew.
+_HOP = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer"}
+    | {"host", "content-length", "expect", "proxy-connection"}
+    | {"date", "server"}
+)
+
+Listener = Callable[[str], None]
+
+
+def serve(
+    path: Path, *, port: int, stopped: threading.Event, listener: Listener
+) -> None:
+    """Pass calls on until ``stopped`` is set.
+
+    Args:
+        path: ``site.toml``.
+        port: Where to listen on the loopback; 0 for any that is free.
+        stopped: Ends it.
+        listener: Called with a word about what happens.
+
+    Raises:
+        JobError: The configuration is wrong, or names no certificate.
+        KeyFileRefused: A key file is missing, open to others or damaged.
+        FederationError: An agent works in the folder, or another process has the port.
+    """
+    config = site_file.load(path)
+    clock = SystemClock()
+    with site_folder.only_one(config.folder):
+        way = _Way.of(config)
+        paths = _Paths(config.folder.resolve() / "relay")
+        context = paths.prepare(config, clock)
+        site_folder.keep_fresh(config, clock, stopped, listener)
+        with _Server(way, context, port, listener).listening() as found:
+            listener(f"passes the calls of a SuperNode on to {way.host}:{way.port}")
+            listener(f"start it with: {paths.command(found)}")
+            while not stopped.wait(CERTIFY_SECONDS):
+                paths.certify(context, clock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How to reach the aggregator as this site."""
+
+    host: str
+    port: int
+    authority: bytes
+    certificate: Path
+
+    @classmethod
+    def of(cls, config: SiteConfig) -> "_Way":
+        if config.certificate is None:
+            raise JobError(
+                "is empty: without a proxy before the aggregator a SuperNode needs no "
+                "relay, and with one this site must enrol",
+                key="certificate",
+            )
+        address = config.file.aggregator.address
+        host, port = parse_address(address, key="aggregator.address")
+        way = cls(
+            host=host,
+            port=port,
+            authority=site_folder.authority(config),
+            certificate=config.certificate,
+        )
+        way.connect().close()  # Files that cannot be used are told now.
+        return way
+
+    def connect(self) -> http.client.HTTPSConnection:
+        """Make a connection that opens with its first call.
+
+        The certificate is read anew, so that a renewed one is taken up.
+
+        Raises:
+            JobError: A file holds no certificate.
+        """
+        context = client_context(self.authority, self.certificate)
+        return http.client.HTTPSConnection(
+            self.host, self.port, timeout=CALL_SECONDS, context=context
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """What a SuperNode on this machine is given, in a folder of its own."""
+
+    folder: Path
+
+    def prepare(self, config: SiteConfig, clock: Clock) -> ssl.SSLContext:
+        """Write the node's key as Flower reads it, and certify the loopback.
+
+        Raises:
+            KeyFileRefused: A key file is missing, open to others or damaged.
+            FederationError: The folder cannot be written.
+        """
+        key = site_folder.node_key(config.node_key).private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.OpenSSH,
+            serialization.NoEncryption(),
+        )
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            replace_private(self.folder / "node", key)
+            if not (self.folder / "ca.key").exists():
+                Authority.create("crossfed relay", clock=clock).save(self.folder)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            self.certify(context, clock)
+        except OSError as error:
+            raise FederationError(
+                f"cannot write below {self.folder}: {error.strerror}"
+            ) from error
+        return context
+
+    def certify(self, context: ssl.SSLContext, clock: Clock) -> None:
+        """Give the loopback a fresh certificate, for connections from now on."""
+        key, path = new_key(), self.folder / "server.pem"
+        issued = Authority.load(self.folder, clock=clock).issue_server((LOOPBACK,), key)
+        replace_private(path, issued + key_pem(key))
+        context.load_cert_chain(path)
+
+    def command(self, port: int) -> str:
+        """What starts a SuperNode."""
+        return (
+            f"flower-supernode --superlink {LOOPBACK}:{port} "
+            f"--root-certificates {self.folder / 'ca.crt'} "
+            f"--auth-supernode-private-key {self.folder / 'node'} "
+            "--node-config 'app=\"/folder/of/the/app\"'"
+        )
+
+
+class _Server(loopback_http.Server):
+    def __init__(
+        self, way: _Way, context: ssl.SSLContext, port: int, listener: Listener
+    ) -> None:
+        self.way, self.listener, self._context = way, listener, context
+        advice = "stop what listens there, or choose another --port"
+        super().__init__(port, _Call, advice=advice)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Speak TLS in the thread of the connection: nobody else waits for it."""
+        request.settimeout(CALL_SECONDS)
+        with self._context.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+
+class _Call(loopback_http.Request):
+    """Calls of one connection, each passed on over one of its own."""
+
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_SECONDS
+    _upstream: http.client.HTTPSConnection | None = None
+
+    def do_POST(self) -> None:  # noqa: N802 -- the library's name
+        """Pass a call on, or answer it."""
+        body = self.read_body(MAX_FLEET_BYTES)
+        if body is None:
+            return
+        if self.path == _BUNDLE:
+            self._bundle(body)
+        elif self.path in _PATHS:
+            self._pass_on(body)
+        else:
+            self.answer(404)
+
+    def finish(self) -> None:
+        """Hang up on both sides."""
+        self._hang_up()
+        super().finish()
+
+    def _bundle(self, body: bytes) -> None:
+        try:
+            content = flower_bundle.answer(body)
+        except ProtocolError as error:
+            self.server.listener(f"a bundle was refused: {error}")
+            # A SuperNode takes it for a run that has ended, and leaves that alone.
+            self.answer(403)
+        else:
+            self.answer(200, content, {"Content-Type": "application/protobuf"})
+
+    def _pass_on(self, body: bytes) -> None:
+        kept = {n: v for n, v in self.headers.items() if n.lower() not in _HOP}
+        try:
+            if self._upstream is None:
+                self._upstream = self.server.way.connect()
+            self._upstream.request("POST", self.path, body, kept)
+            answer = self._upstream.getresponse()
+            content = answer.read()
+        except (OSError, http.client.HTTPException, FederationError) as error:
+            self._hang_up()
+            self.server.listener(f"the aggregator cannot be reached: {error!r}")
+            self.answer(503)  # A SuperNode tries again.
+            return
+        if answer.will_close:
+            self._hang_up()
+        headers = {n: v for n, v in answer.getheaders() if n.lower() not in _HOP}
+        self.answer(answer.status, content, headers)
+
+    def _hang_up(self) -> None:
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None

@@ -1,0 +1,413 @@
+"""One run at a site: what it is told of it, and what answers its tasks."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients import dataset_name
+from clients.privacy.cohorts import Cohort, CohortRule
+from clients.privacy.floor_spec import FloorSpec
+from clients.privacy.groups import group_rule
+from clients.privacy.ledger_memory import LifetimeBudget, adopt, known_anchor
+from clients.privacy.secure_site import Protection, SecureSite
+from clients.privacy.site_floor import contract_floor, weakness_of
+from clients.privacy.site_memory import FileMemory, SiteMemory, fresh_secret
+from clients.privacy.site_plans import ROUNDS, Keeping, PrivateSites
+from clients.privacy.sum_plan import SumPrivacy
+from clients.training.kept_integers import KeptIntegers
+from clients.training.local_federation import Federation
+from cloud_adapters.storage.disk.store import LocalStore
+from deploy.site_host import data as site_data, ranks as site_ranks
+from deploy.site_host.config import SiteConfig, SiteFile
+from federation.errors import JobError
+from federation.events import SitePrivacy
+from federation.ids import RunId, SiteId
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.messages import NO_ANCHOR, LedgerAnchor
+from federation.protocols import Clock, SiteHandler, Trainer
+from federation.vectors import Layout
+from privacy.dp.errors import LedgerDamaged
+from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
+from privacy.secagg.agreement.floor import LocalFloor
+from privacy.secagg.agreement.identity import Identity, Label
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.errors import CohortRefused
+from privacy.secagg.protocol.of_job import check_layout
+from privacy.secagg.protocol.round_memory import FileRounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetRun:
+    """A run that was proposed to a site, and that it has model and data for.
+
+    Attributes:
+        run_id: The run.
+        sealed: Its proposal, as the aggregator signed it.
+        federation: Its job and model, and the data of this site alone.
+        anchor: How many charges the aggregator knows the site's ledger to hold.
+    """
+
+    run_id: RunId
+    sealed: bytes
+    federation: Federation
+    anchor: LedgerAnchor = NO_ANCHOR
+
+    @property
+    def job(self) -> JobSpec:
+        """The job."""
+        return self.federation.job
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run that a site takes part in.
+
+    Attributes:
+        met: What it was told of it.
+        handler: Answers its tasks.
+        promise: What it has promised; None without differential privacy.
+        stack: Closed when the site leaves the run: keys go, and ledgers are closed.
+    """
+
+    met: MetRun
+    handler: SiteHandler
+    promise: SitePrivacy | None
+    stack: ExitStack
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteKeys:
+    """Who a site is, and whom it trusts.
+
+    Attributes:
+        identity: Its own key.
+        roster: Pins those of the others.
+    """
+
+    identity: Identity
+    roster: Roster
+
+
+def open_run(
+    met: MetRun,
+    *,
+    config: SiteConfig,
+    keys: SiteKeys,
+    folder: Path,
+    clock: Clock,
+    stated: Mapping[SiteId, float] | None,
+    stack: ExitStack,
+) -> OpenRun:
+    """Plan what the site promises, open its ledger and build what answers tasks.
+
+    Args:
+        met: The run.
+        config: The operator's ``site.toml``.
+        keys: Under secure aggregation.
+        folder: What the site keeps of this run.
+        clock: Of the ledger.
+        stated: What all sites have stated that they need; None unless noise is in the
+            sum.
+        stack: Closes what was opened.
+
+    Raises:
+        FederationError: The site does not or cannot take part.
+    """
+    job, name = met.job, SiteId(config.file.name)
+    private: PrivateSites | None = None
+    if job.privacy.differential_privacy.enabled:
+        adopt_ledgers(config, met.run_id)
+        private = private_sites(
+            met,
+            config=config,
+            identity=keys.identity,
+            folder=folder,
+            clock=clock,
+            stated=stated,
+        )
+        stack.enter_context(private)
+    promise = None if private is None else _promise(private, config.file.floor)
+    make_trainer = _trainer_maker(met.federation, private, config.file, stack)
+    if private is not None:  # And its ledger is open.
+        data = met.federation.site_data[name]
+        site_data.note_changes(config.file, data, site_memory(config))
+    handler: SiteHandler
+    if job.privacy.secure_aggregation.enabled:
+        in_sum = None if private is None else private.in_sum
+        handler = _secure_site(
+            met,
+            make_trainer,
+            config=config,
+            keys=keys,
+            folder=folder,
+            promise=promise,
+            in_sum=in_sum,
+        )
+    else:
+        handler = met.federation.site(
+            name,
+            make_trainer=make_trainer,
+            store=LocalStore(folder),
+            clock=clock,
+            tells_all=False,
+        )
+    stack.callback(handler.close)
+    return OpenRun(met=met, handler=handler, promise=promise, stack=stack)
+
+
+def _promise(private: PrivateSites, floor: FloorSpec) -> SitePrivacy:
+    """What the site promises, held against the floor: some of it only a plan tells."""
+    (promise,) = private.promises()
+    if floor.demands_privacy and promise.delta > floor.max_delta:
+        raise JobError(
+            f"comes to {promise.delta:.1e} at site {promise.site!r}, "
+            f"which allows {floor.max_delta:g} (floor.max_delta)",
+            key="privacy.differential_privacy.delta",
+        )
+    return promise
+
+
+def _trainer_maker(
+    federation: Federation,
+    private: PrivateSites | None,
+    file: SiteFile,
+    stack: ExitStack,
+) -> Callable[[], Trainer]:
+    if private is None:
+        return site_ranks.trainer_of(federation, file, stack)
+    make = site_ranks.private_maker(federation, file, stack)
+    trainer = private.trainer(SiteId(file.name), make)
+    return lambda: trainer
+
+
+def _secure_site(
+    met: MetRun,
+    make_trainer: Callable[[], Trainer],
+    *,
+    config: SiteConfig,
+    keys: SiteKeys,
+    folder: Path,
+    promise: SitePrivacy | None,
+    in_sum: SumPrivacy | None,
+) -> SecureSite:
+    layout, name = met.federation.pool.layout, SiteId(config.file.name)
+    check_layout(layout)
+    cohorts = _cohort_rule(met, config, promise)
+    groups = group_rule(
+        met.job,
+        site=name,
+        roster=keys.roster,
+        memory=site_memory(config),
+        dataset=name_data(config),
+        random_bytes=os.urandom,
+    )
+
+    def floor_of(layout: Layout) -> LocalFloor:
+        return contract_floor(
+            met.job,
+            layout,
+            run_id=met.run_id,
+            floor=config.file.floor,
+            roster=keys.roster,
+            noise_share=None if in_sum is None else in_sum.share,
+        )
+
+    return SecureSite(
+        name,
+        make_trainer=make_trainer,
+        kept=KeptIntegers(name, layout, LocalStore(folder)),
+        protection=Protection(
+            identity=keys.identity,
+            floor_of=floor_of,
+            memory=FileRounds(folder / "sites" / name / ROUNDS),
+            random_bytes=os.urandom,
+            cohorts=cohorts,
+            noise=None if in_sum is None else in_sum.noise,
+            groups=groups,
+            threads=met.job.training.threads,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerKey:
+    """A site's identity, which signs the heads of its ledgers."""
+
+    identity: Identity
+
+    def sign(self, body: bytes) -> bytes:
+        """See ``HeadKey.sign``."""
+        return self.identity.sign(Label.LEDGER, body)
+
+    def verify(self, body: bytes, signature: bytes) -> None:
+        """See ``HeadKey.verify``."""
+        self.identity.public.verify(Label.LEDGER, body, signature, who="this site")
+
+
+def private_sites(
+    met: MetRun,
+    *,
+    config: SiteConfig,
+    identity: Identity,
+    folder: Path,
+    clock: Clock,
+    stated: Mapping[SiteId, float] | None,
+) -> PrivateSites:
+    """Plan what a site promises in a run with differential privacy.
+
+    Arguments as for ``open_run``.
+
+    Raises:
+        JobError: The promise cannot be kept.
+    """
+    found = PrivateSites(
+        met.federation,
+        run_id=met.run_id,
+        folder=folder,
+        clock=clock,
+        stated=stated,
+        keeping=lambda _name: Keeping(
+            memory=site_memory(config),
+            key=LedgerKey(identity),
+            budget=lifetime_budget(config),
+            lineage=_records(config, met.job),
+        ),
+    )
+    found.expect({SiteId(config.file.name): met.anchor})
+    return found
+
+
+def lifetime_budget(config: SiteConfig) -> LifetimeBudget:
+    """What an operator allows all runs on the site's data together."""
+    return LifetimeBudget(
+        dataset=name_data(config),
+        epsilon=config.file.floor.total_epsilon,
+        delta=config.file.floor.total_delta,
+    )
+
+
+def adopt_ledgers(config: SiteConfig, run_id: RunId) -> None:
+    """Have the site's memory count every ledger in the folders of other runs.
+
+    It knows them already, unless they are of an earlier release, or the memory was
+    put back from a backup.
+
+    Raises:
+        PrivacyError: One that it does not know is damaged, so that what it spent is
+            not known.
+        StoreError: One cannot be read, or the memory cannot be written.
+    """
+    memory, dataset = site_memory(config), name_data(config)
+    for folder in sorted(runs_folder(config).glob(f"*/sites/{config.file.name}")):
+        path = folder / LEDGER_NAME
+        other = folder.parents[1].name
+        if other == run_id or not path.exists() or not path.stat().st_size:
+            continue
+        try:
+            found = read_file(path)
+        except LedgerDamaged:
+            if known_anchor(memory, RunId(other)) == NO_ANCHOR:
+                raise
+        else:
+            adopt(memory, dataset, found.terms, found.charges)
+
+
+def runs_folder(config: SiteConfig) -> Path:
+    """Where a site keeps what belongs to one run each."""
+    return config.folder / "runs"
+
+
+def site_memory(config: SiteConfig) -> SiteMemory:
+    """What a site remembers over all runs, in its own folder."""
+    return FileMemory(config.folder / "memory")
+
+
+def order_seed(config: SiteConfig, job: JobSpec, sealed: bytes) -> int | None:
+    """Draw the seed of the order in which a site goes through its examples in a run.
+
+    Were it the job's, two runs of one job would train on the same batches, and the
+    difference of their sums would be a site's update to the last bit. So it follows
+    from a secret of the site and from the run's proposal, in which the aggregator's
+    nonce is fresh: it is the same after a restart of the site, and no other's.
+
+    Args:
+        config: The operator's ``site.toml``.
+        job: The job.
+        sealed: The run's proposal, as the aggregator signed it.
+
+    Returns:
+        A number below 2^256; None without secure aggregation, where everybody may see
+        an update.
+
+    Raises:
+        StoreError: The secret cannot be read or made durable.
+    """
+    if not job.privacy.secure_aggregation.enabled:
+        return None
+    secret = fresh_secret(site_memory(config), "order-of-examples", "secret")
+    parts = hashlib.sha256(
+        b"crossfed/order\0" + secret + hashlib.sha256(sealed).digest()
+    )
+    return int.from_bytes(parts.digest(), "big")
+
+
+def name_data(config: SiteConfig) -> str:
+    """Return what the operator calls the site's data, and has always called them.
+
+    Raises:
+        JobError: They had another name before.
+        StoreError: The site's memory cannot be read or written.
+    """
+    data = config.file.data
+    return dataset_name.dataset_name(
+        site_memory(config), data.name, source=data.source, options=data.options
+    )
+
+
+def _records(config: SiteConfig, job: JobSpec) -> str:
+    """Name what a site trains on: its own data, or its part of a rehearsal's."""
+    data = config.file.data
+    dealt = None if data.source else job_file.document(job)
+    own = dataset_name.lineage(dataset=data.source, options=data.options)
+    return dataset_name.lineage(dataset=data.name, options={"own": own, "dealt": dealt})
+
+
+def _cohort_rule(
+    met: MetRun, config: SiteConfig, promise: SitePrivacy | None
+) -> CohortRule:
+    """Hold the sites of a job against the sums that this site has joined before.
+
+    Raises:
+        JobError: Together they would single out too few sites.
+        StoreError: The site's memory cannot be read.
+    """
+    floor, by_group = config.file.floor, met.job.privacy.secure_aggregation.groups
+    num_sites = len(met.job.sites) if by_group is None else met.job.sites_in_sum
+    weakness = "" if promise is None else weakness_of(met.job, floor, promise.delta)
+    rule = CohortRule(
+        memory=site_memory(config),
+        lineage=name_data(config),
+        smallest=floor.smallest_group(num_sites),
+        accept_dropouts=floor.accept_dropouts,
+        is_private=promise is not None and not weakness,
+    )
+    if by_group is not None:
+        return rule  # With whom this site is summed, the offer of a contract says.
+    cohort: Cohort = frozenset(SiteId(site.name) for site in met.job.sites)
+    key, fault = "sites", ""
+    try:
+        rule.check(cohort)
+    except CohortRefused as error:
+        fault = str(error)
+    if not fault:
+        key = "privacy.secure_aggregation.threshold"
+        fault = rule.threshold_fault(len(cohort), met.job.minimum_sites)
+    if fault:
+        if weakness:
+            fault += f". The run counts as one without differential privacy: {weakness}"
+        raise JobError(f"site {config.file.name!r}: {fault}", key=key)
+    return rule

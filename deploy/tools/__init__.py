@@ -1,0 +1,1 @@
+"""Work on what runs have left: checkpoints, ledgers, transcripts, models."""

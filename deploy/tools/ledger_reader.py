@@ -1,0 +1,296 @@
+"""``crossfed ledger``: check what sites have spent, and count it again three ways.
+
+The numbers are computed from the events in the ledger and not read from it; those that
+were written at the time are checked against them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from clients.privacy import ledger_memory
+from clients.privacy.ledger_memory import (
+    LifetimeBudget,
+    LifetimeSpent,
+    dataset_of,
+    one_budget,
+)
+from clients.privacy.site_memory import FileMemory
+from deploy.site_host import config as site_file, run as site_run
+from deploy.site_host.run import LedgerKey
+from deploy.tools.runs import find_run
+from federation.errors import FederationError, RunNotFound
+from monitoring.runs.run_folder import RunFolder
+from privacy.dp import accountant, cross_check
+from privacy.dp.errors import LedgerDamaged
+from privacy.dp.events import Event
+from privacy.dp.ledger.ledger_files import (
+    HEAD_NAME,
+    LEDGER_NAME,
+    HeadKey,
+    read_file,
+)
+from privacy.dp.ledger.ledger_format import PURPOSES, Contents, Purpose
+from privacy.secagg.agreement import identity
+
+# Ledgers of a run, from its folder.
+_SITES = "sites"
+PLACES = f"{_SITES}/*/{LEDGER_NAME}"
+
+# Another version's accountant may differ by a little.
+_AGREEMENT = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one ledger came to.
+
+    Attributes:
+        path: The file.
+        contents: What it says; None if it is damaged.
+        error: What is wrong; empty if it is sound.
+        lifetime: What all runs on the data have spent; None if nobody remembers.
+    """
+
+    path: Path
+    contents: Contents | None
+    error: str
+    lifetime: LifetimeSpent | None = None
+
+
+def find(name: str, root: Path) -> list[Path]:
+    """Find the ledgers that a person means.
+
+    Args:
+        name: A ledger, a folder that holds one, or a run: folder, id or job's name.
+        root: Folder of all runs.
+
+    Raises:
+        RunNotFound: There is no such run, or it has no ledgers.
+    """
+    direct = Path(name)
+    if direct.is_file():
+        return [direct]
+    if (direct / LEDGER_NAME).is_file():
+        return [direct / LEDGER_NAME]
+    if direct.name == LEDGER_NAME:
+        raise RunNotFound(f"there is no ledger {name}: name one, or a run")
+    # A site keeps no events of a run, so that its folder is not one of a run.
+    for folder in (direct, root / name):
+        if found := _below(folder):
+            return found
+    run = find_run(name, root)
+    if not (found := _below(run.path)):
+        raise RunNotFound(
+            f"the run in {run.path} has no ledger ({PLACES}): its job asks for no "
+            "differential privacy, or its sites keep their ledgers themselves: add "
+            "--config site.toml on a site's machine"
+        )
+    return found
+
+
+def _below(folder: Path) -> list[Path]:
+    """Find the ledgers of a run's folder, also where one of two files is left."""
+    folders = {
+        path.parent
+        for left in (LEDGER_NAME, HEAD_NAME)
+        for path in folder.glob(f"{_SITES}/*/{left}")
+    }
+    return sorted(folder / LEDGER_NAME for folder in folders)
+
+
+def of_site(config_path: Path) -> tuple[Path, HeadKey]:
+    """Find the folder of a site's runs, and the key that signs its ledgers.
+
+    Raises:
+        JobError: The configuration is wrong.
+        KeyFileRefused: The site's key is missing, open to others or damaged.
+    """
+    config = site_file.load(config_path)
+    return site_run.runs_folder(config), LedgerKey(identity.load(config.identity))
+
+
+def examine(path: Path, key: HeadKey | None = None) -> Finding:
+    """Check one ledger.
+
+    Args:
+        path: The file.
+        key: Of the site, which must have signed its head; None to believe the head.
+    """
+    try:
+        contents = read_file(path, key)
+        _check_place(contents, path)
+        _check_sums(contents, path)
+        lifetime = _lifetime(path, contents.terms.run_id)
+    except FederationError as error:
+        return Finding(path, None, str(error))
+    return Finding(path, contents, "", lifetime)
+
+
+def _lifetime(path: Path, run_id: str) -> LifetimeSpent | None:
+    """Ask the memory of the site, or that beside a simulated run."""
+    site = path.absolute().parent
+    if site.parent.name != _SITES:
+        return None
+    run = RunFolder(site.parents[1])
+    for folder in (run.memory / site.name, run.path.parents[1] / "memory"):
+        memory = FileMemory(folder)
+        dataset = dataset_of(memory, run_id)
+        if dataset is not None:
+            return ledger_memory.lifetime(memory, LifetimeBudget(dataset=dataset))
+    return None
+
+
+def _check_place(contents: Contents, path: Path) -> None:
+    """Check that a ledger in a run's folder is of that run, and of that site."""
+    folder = path.absolute().parent
+    if folder.parent.name != _SITES:
+        return  # It lies elsewhere, a copy or a site's own: any run's will do.
+    terms = contents.terms
+    if terms.site != folder.name:
+        raise LedgerDamaged(
+            f"{path} is the ledger of site {terms.site!r}: bring that of site "
+            f"{folder.name!r} back; what it has spent is not known"
+        )
+    run_id = RunFolder(folder.parents[1]).run_id()
+    if run_id is not None and terms.run_id != run_id:
+        raise LedgerDamaged(
+            f"{path} is the ledger of run {terms.run_id}, and this is run {run_id}: "
+            "bring the run's own back; what the site has spent in it is not known"
+        )
+
+
+def _check_sums(contents: Contents, path: Path) -> None:
+    """Check the last epsilon that was written of each purpose."""
+    for purpose in PURPOSES:
+        written = [c.epsilon_after for c in contents.charges if c.purpose == purpose]
+        if not written:
+            continue
+        again = accountant.epsilon(contents.events(purpose), contents.terms.delta)
+        if abs(again - written[-1]) > _AGREEMENT * max(again, written[-1]):
+            raise LedgerDamaged(
+                f"{path} says that epsilon is {written[-1]:.4g} for {purpose}, and its "
+                f"events come to {again:.4g}: it was not written by this accountant"
+            )
+
+
+def facts(finding: Finding) -> dict[str, Any]:
+    """Everything about one ledger, for JSON."""
+    if finding.contents is None:
+        return {"file": str(finding.path), "sound": False, "error": finding.error}
+    contents, terms = finding.contents, finding.contents.terms
+    return {
+        "file": str(finding.path),
+        "sound": True,
+        "run_id": terms.run_id,
+        "site": terms.site,
+        "job_digest": terms.job_digest,
+        "unit": terms.unit,
+        "relation": terms.relation,
+        "sampling": terms.sampling,
+        "delta": terms.delta,
+        "epsilon_cap": terms.epsilon_cap,
+        "num_recoveries": contents.num_recoveries,
+        "torn_bytes": contents.torn_bytes,
+        "head": contents.hashes[-1],
+        "spent": {
+            purpose: _spent(contents, purpose)
+            for purpose in PURPOSES
+            if contents.events(purpose)
+        },
+        "lifetime": None if finding.lifetime is None else asdict(finding.lifetime),
+    }
+
+
+def _spent(contents: Contents, purpose: Purpose) -> dict[str, Any]:
+    events, delta = contents.events(purpose), contents.terms.delta
+    charged = [c.round_index for c in contents.charges if c.purpose == purpose]
+    rounds = {index for index in charged if index}
+    prv = cross_check.epsilon(_gathered(events), delta)
+    return {
+        "rounds": len(rounds),
+        "charges": len(events),
+        "recovered": charged.count(0),
+        "steps": sum(event.steps for event in events),
+        "epsilon": accountant.epsilon(events, delta),
+        "epsilon_rdp": accountant.epsilon(events, delta, "rdp"),
+        "epsilon_prv": prv.estimate,
+        "epsilon_prv_upper": prv.upper,
+        "events": [event.document() for event in _gathered(events)],
+    }
+
+
+def _gathered(events: tuple[Event, ...]) -> list[Event]:
+    """Events of one kind as one."""
+    found = []
+    for _, same in groupby(sorted(events, key=_kind), key=_kind):
+        alike = list(same)
+        found.append(
+            Event(
+                noise_multiplier=alike[0].noise_multiplier,
+                sampling_rate=alike[0].sampling_rate,
+                slack=alike[0].slack,
+                steps=sum(event.steps for event in alike),
+            )
+        )
+    return found
+
+
+def _kind(event: Event) -> tuple[float, float, float]:
+    return event.noise_multiplier, event.sampling_rate, event.slack
+
+
+def lines(finding: Finding) -> Iterator[str]:
+    """Everything about one ledger, for a person."""
+    if finding.contents is None:
+        yield f"DAMAGED     {finding.error}"
+        return
+    known = facts(finding)
+    yield f"site        {known['site']}"
+    yield f"ledger      {known['file']}: sound, {finding.contents.seq} entries"
+    yield f"run         {known['run_id']}"
+    yield f"unit        {known['unit']}; neighbours: {known['relation']}"
+    yield f"sampling    {known['sampling']}"
+    yield f"delta       {known['delta']:g}"
+    yield f"cap         epsilon {known['epsilon_cap']:g}"
+    if not known["spent"]:
+        yield "spent       nothing"
+    for purpose, spent in known["spent"].items():
+        yield from _spent_lines(purpose, spent)
+    if (all_runs := finding.lifetime) is not None:
+        yield (
+            f"lifetime    epsilon {all_runs.epsilon:.4f} at delta {all_runs.delta:g}, "
+            f"runs on {all_runs.dataset!r}: {all_runs.num_runs}"
+        )
+        if all_runs.num_contents > 1:
+            yield (
+                f"contents    {all_runs.num_contents} since the first run; "
+                f"{one_budget(all_runs.dataset)}"
+            )
+    if known["num_recoveries"] or known["torn_bytes"]:
+        yield (
+            f"note        {known['num_recoveries']} unfinished lines were taken away "
+            f"after a stop, and {known['torn_bytes']} bytes of one are at the end now"
+        )
+
+
+def _spent_lines(purpose: str, spent: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{purpose:<11} {spent['rounds']} rounds, {spent['charges']} charges, "
+        f"{spent['steps']} steps"
+    )
+    if spent["recovered"]:
+        yield f"  recovered {spent['recovered']} charges, of rounds that are not known"
+    yield (
+        f"  epsilon   {spent['epsilon']:.4f} (pld); {spent['epsilon_rdp']:.4f} (rdp, a "
+        f"bound); {spent['epsilon_prv']:.4f}, at most {spent['epsilon_prv_upper']:.4f} "
+        "(prv)"
+    )
+    for event in spent["events"]:
+        yield (
+            f"  event     {event['steps']} x Gaussian, noise multiplier "
+            f"{event['noise_multiplier']:.4f}, sampling rate "
+            f"{event['sampling_rate']:.4g}, slack {event['slack']:.2g}"
+        )

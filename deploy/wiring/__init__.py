@@ -1,0 +1,1 @@
+"""From a job to the parts that run it."""

@@ -1,0 +1,143 @@
+"""The store through which large models and updates travel between the parties."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloud_adapters.transport.frames import THRESHOLD_BYTES, Frames
+from cloud_adapters.urls import StoreOptions, open_store, parse_url
+from deploy.wiring.encryption import KeyName, encrypted_with
+from deploy.wiring.store_meters import Watch
+from federation.errors import JobError
+from federation.job.job_keys import key
+from federation.job.storage_job import EncryptionSpec
+from federation.protocols import ObjectStore
+
+# What encrypted objects are bound to: one of a run or a dataset does not pass for one.
+EXCHANGE = "exchange/"
+
+_MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeSpec:
+    """Where messages go that are too large to travel in one piece."""
+
+    url: str = key(
+        "Store that the aggregator and all sites reach: `s3://BUCKET/PREFIX`, "
+        "`gs://BUCKET/PREFIX`, or `file://` and an absolute path on a file system "
+        "that they share. Empty for none: then a model above the threshold is an "
+        "error.",
+        default="",
+    )
+    endpoint: str = key(
+        "URL of the service of a bucket, where that is not the cloud's own.", default=""
+    )
+    region: str = key(
+        "Region of an S3 bucket, if the environment does not say it.", default=""
+    )
+    bucket_owner: str = key(
+        "Account number that an S3 bucket must belong to; any by default.", default=""
+    )
+    kms_key: str = key(
+        "Key with which the cloud itself encrypts what it stores; as the bucket is "
+        "configured by default.",
+        default="",
+    )
+    encryption: EncryptionSpec | None = key(  # noqa: RUF009 -- a dataclass's field
+        "Encryption before anything leaves this machine; the same key at all parties. "
+        "None by default.",
+        default=None,
+    )
+    scratch: str = key(
+        "Folder for vectors that are in use, as files without a name. Empty for "
+        "`scratch` beside what else is kept; a tmpfs is faster, and takes memory.",
+        default="",
+    )
+    threshold_mb: int = key(
+        "Messages above so many MiB go through the store.",
+        default=THRESHOLD_BYTES // _MB,
+        low=1,
+        high=256,
+    )
+
+
+def check(spec: ExchangeSpec) -> None:
+    """Refuse a URL that cannot be one of a store for several machines.
+
+    Raises:
+        JobError: It cannot.
+    """
+    if not spec.url:
+        return
+    try:
+        parsed = parse_url(spec.url)
+    except JobError as error:
+        raise JobError(error.reason, key="exchange.url") from error
+    if parsed.is_remote:
+        return
+    if parsed.scheme != "file" or not Path(parsed.place).is_absolute():
+        raise JobError(
+            f"{spec.url!r} is not the same place for all parties: use s3://, gs:// or "
+            "file:// with an absolute path",
+            key="exchange.url",
+        )
+
+
+@contextlib.contextmanager
+def opened(
+    spec: ExchangeSpec, scratch: Path, *, watch: Watch | None = None
+) -> Iterator[Frames]:
+    """Open the store, if there is one, for as long as the block lasts.
+
+    Args:
+        spec: Which.
+        scratch: Folder for vectors that are in use, unless it names another.
+        watch: Notes what the store is used for.
+
+    Raises:
+        JobError: It, or the key of its encryption, cannot be.
+        KeyRefused: The key file cannot be used.
+        NotAuthenticated: There are no credentials for it.
+    """
+    threshold = spec.threshold_mb * _MB
+    store = open_exchange(spec, watch=watch)
+    if store is None:
+        yield Frames(threshold_bytes=threshold)
+        return
+    with contextlib.closing(store):
+        place = Path(spec.scratch) if spec.scratch else scratch
+        try:
+            yield Frames(store=store, scratch=place, threshold_bytes=threshold)
+        finally:
+            with contextlib.suppress(OSError):  # It may never have been made.
+                scratch.rmdir()
+
+
+def open_exchange(
+    spec: ExchangeSpec, *, watch: Watch | None = None
+) -> ObjectStore | None:
+    """Open the store alone; None if there is none. Errors are those of ``opened``."""
+    if not spec.url:
+        return None
+    options = StoreOptions(
+        endpoint=spec.endpoint,
+        region=spec.region,
+        bucket_owner=spec.bucket_owner,
+        kms_key=spec.kms_key,
+    )
+    try:
+        store = open_store(spec.url, options=options)
+    except JobError as error:
+        raise JobError(error.reason, key="exchange.url") from error
+    if watch is not None:  # Below the encryption: what is billed.
+        store = watch(store, spec.region, None)
+    if spec.encryption is not None:
+        name = KeyName(
+            name=spec.encryption.key,
+            endpoint=spec.encryption.endpoint,
+            argument="exchange.encryption.key",
+        )
+        store = encrypted_with(name, store, place=EXCHANGE)
+    return store

@@ -1,0 +1,145 @@
+"""``--engine flower``: the same job and code on Flower's simulation engine.
+
+Sites live in Ray's processes: what they need travels as the job's text, and each
+process builds model and data once.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+import tomli_w
+
+from clients.training.local_federation import Federation
+from cloud_adapters.flower.simulation import import_flower, run_on_flower_simulation
+from cloud_adapters.local.faults import FaultInjector
+from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.storage.memory import MemoryStore
+from deploy.wiring import parts as wiring, run_store
+from federation.clock import SystemClock
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.messages import FailureKind, SiteMessage, Task
+from federation.protocols import Grid, RunState, SiteHandler
+from federation.rounds.failures import failure
+from federation.vectors import Layout, Role
+
+
+def run(
+    job: JobSpec,
+    layout: Layout,
+    coordinate: Callable[[Grid], RunState],
+    *,
+    folder: Path | None,
+) -> RunState:
+    """Run the round loop against sites in Ray's processes.
+
+    Args:
+        job: The job.
+        layout: Layout of its model.
+        coordinate: The round loop, given a grid.
+        folder: The run's folder, where sites keep what never leaves them.
+
+    Raises:
+        JobError: Flower is not installed, or the job needs what this engine lacks.
+    """
+    import_flower()
+    _check(job, layout, folder)
+    return run_on_flower_simulation(
+        coordinate,
+        partial(site_handler, None if folder is None else str(folder.resolve())),
+        sites=[SiteId(site.name) for site in job.sites],
+        job_text=tomli_w.dumps(job_file.document(job)),
+        clock=SystemClock(),
+        workers=wiring.num_workers(job),
+        cpus_per_site=job.training.threads,
+    )
+
+
+_NOT_HERE = {
+    "duplicate": "Flower lets a site answer once",
+    "restart": "Flower's simulation keeps no site in memory that could be restarted",
+}
+
+
+def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
+    if job.privacy.secure_aggregation.enabled:
+        raise JobError(
+            "a site keeps its keys in one process, and Flower's simulation gives its "
+            "rounds to any; rehearse this with --engine inproc, or train in the clear "
+            "with --set privacy.secure_aggregation.enabled=false",
+            key="privacy.secure_aggregation.enabled",
+        )
+    if job.privacy.differential_privacy.enabled:
+        raise JobError(
+            "a site keeps its ledger open in one process, and Flower's simulation "
+            "gives its rounds to any; rehearse this with --engine inproc",
+            key="privacy.differential_privacy.unit",
+        )
+    for index, fault in enumerate(job.simulation.faults):
+        if fault.kind in _NOT_HERE:
+            raise JobError(
+                f"{_NOT_HERE[fault.kind]}; rehearse this with --engine inproc",
+                key=f"simulation.faults[{index}].kind",
+            )
+    keeps = layout.integer_mask(Role.KEEP).any()
+    if job.storage.encryption is not None and keeps:
+        raise JobError(
+            "sites in other processes keep integers of role keep unencrypted; use "
+            "--engine inproc",
+            key="storage.encryption",
+        )
+    if run_store.in_bucket(job) and keeps:
+        raise JobError(
+            "sites in other processes keep integers of role keep on this machine, and "
+            "another could not go on with the run: use --engine inproc, or file://",
+            key="storage.url",
+        )
+    if folder is None and keeps:
+        raise JobError(
+            "sites in other processes need a folder for integers of role keep; use "
+            "file:// and a folder",
+            key="storage.url",
+        )
+
+
+def site_handler(folder: str | None, site: SiteId, job_text: str) -> SiteHandler:
+    """Build a site's handler in the process that calls this."""
+    federation = _federation(job_text)
+    job, clock = federation.job, SystemClock()
+    store = MemoryStore() if folder is None else LocalStore(Path(folder))
+    handler = federation.site(
+        site,
+        make_trainer=lambda: federation.trainer(site),
+        store=store,
+        clock=clock,
+    )
+    if not job.simulation.faults:
+        return handler
+    faults = FaultInjector(job.simulation.faults, clock=clock, seed=job.seed)
+    return _FaultyHandler(handler, faults)
+
+
+@lru_cache(maxsize=1)
+def _federation(job_text: str) -> Federation:
+    return wiring.build_federation(job_file.loads(job_text))
+
+
+class _FaultyHandler:
+    """A site whose answers the job spoils."""
+
+    def __init__(self, handler: SiteHandler, faults: FaultInjector) -> None:
+        self._handler = handler
+        self._faults = faults
+
+    def close(self) -> None:
+        """End the site's part in the run."""
+        self._handler.close()
+
+    def handle(self, task: Task) -> SiteMessage:
+        """Answer a task, or say that no answer will come."""
+        for message in self._faults(task, lambda: self._handler.handle(task)):
+            return message
+        return failure(task, FailureKind.UNREACHABLE, "never answered")

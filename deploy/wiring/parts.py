@@ -1,0 +1,243 @@
+"""From a job to the parts that run it: the only place that chooses implementations."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from aggregator.checkpoint import RunCheckpoints
+from aggregator.combine import combine_rule
+from aggregator.sampling import draw_cohort
+from aggregator.server_optimizer import server_optimizer
+from aggregator.weighting import weight_of
+from clients import randomness
+from clients.data.partition import count_labels, partition
+from clients.models.model_pool import ModelPool
+from clients.privacy.source_check import check_simulated
+from clients.training.local_federation import Federation, SiteData
+from deploy.wiring import store_meters
+from deploy.wiring.job_data import load_data
+from deploy.wiring.store_meters import StoreMeters, User, Watch
+from federation.errors import JobError
+from federation.events import DataDistributed, Emit, SiteShare
+from federation.ids import RunId, SiteId
+from federation.job import job_digest
+from federation.job.spec import DataSpec, JobSpec
+from federation.messages import LedgerAnchor
+from federation.protocols import Clock, Grid, ObjectStore, RunState
+from federation.rounds.coordinator import ServerParts
+from federation.rounds.gather import Gather, PlainGather
+
+
+def build_federation(job: JobSpec, meters: StoreMeters | None = None) -> Federation:
+    """Build the model and deal out the data of a simulation.
+
+    Args:
+        job: The job.
+        meters: Note what the stores of the sites' data are used for.
+
+    Raises:
+        JobError: A factory cannot be imported or called, or the job's unit of privacy
+            does not permit how the data were prepared.
+        SiteError: The data is not what a site can use, or a site gets none.
+    """
+    site_data = deal_data(job, meters)
+    check_simulated(job, site_data)
+    return Federation(job=job, pool=ModelPool(job), site_data=site_data)
+
+
+def check_sites_are_here(job: JobSpec) -> None:
+    """Refuse what runs elsewhere alone.
+
+    Raises:
+        JobError: A site runs an app of Flower.
+    """
+    for index, site in enumerate(job.sites):
+        if site.flower_app is not None:
+            raise JobError(
+                f"site {site.name!r} runs an app of Flower, which is not here: take "
+                "this key out to rehearse with the job's own model",
+                key=f"sites[{index}].flower_app",
+            )
+
+
+def deal_data(
+    job: JobSpec, meters: StoreMeters | None = None
+) -> Mapping[SiteId, SiteData]:
+    """Load the data and give every site its own; apps of Flower bring theirs."""
+    own = {
+        SiteId(site.name): load_data(
+            site.data.source,
+            site.data.options,
+            key=f"sites[{index}].data",
+            watch=_watch(meters, store_meters.site(site)),
+        )
+        for index, site in enumerate(job.sites)
+        if site.data is not None
+    }
+    trained_here = [site for site in job.sites if site.flower_app is None]
+    names = [SiteId(site.name) for site in trained_here if site.data is None]
+    if job.data is not None and names:
+        own |= _deal(job, job.data, names, meters)
+    return {SiteId(site.name): own[SiteId(site.name)] for site in trained_here}
+
+
+def _watch(meters: StoreMeters | None, user: User) -> Watch | None:
+    return None if meters is None else meters.watch(user)
+
+
+def _deal(
+    job: JobSpec, data: DataSpec, names: Sequence[SiteId], meters: StoreMeters | None
+) -> dict[SiteId, SiteData]:
+    train, held_out = load_data(
+        data.source,
+        data.options,
+        watch=_watch(meters, store_meters.all_sites(job)),
+    )
+    parts = partition(
+        train,
+        held_out,
+        data.partition,
+        site_names=names,
+        rng=randomness.stream(job.seed, "partition"),
+    )
+    return {
+        name: (train.subset(train_indices), held_out.subset(held_out_indices))
+        for name, (train_indices, held_out_indices) in zip(names, parts, strict=True)
+    }
+
+
+def data_distributed(federation: Federation, *, at: float) -> DataDistributed:
+    """Tell who holds what; what apps of Flower hold nobody here knows."""
+    counts = count_labels([train for train, _ in federation.site_data.values()])
+    sites = [s for s in federation.job.sites if s.flower_app is None]
+    shares = [
+        SiteShare(
+            site=site.name,
+            cloud=site.cloud,
+            region=site.region,
+            train_examples=len(federation.site_data[SiteId(site.name)][0]),
+            held_out_examples=len(federation.site_data[SiteId(site.name)][1]),
+            counts=row,
+        )
+        for site, row in zip(sites, counts.by_site, strict=True)
+    ]
+    return DataDistributed(
+        at=at, label_kind=counts.kind, labels=counts.labels, shares=tuple(shares)
+    )
+
+
+def plain_gather(
+    federation: Federation,
+    run_id: RunId,
+    grid: Grid,
+    *,
+    introduced: Mapping[SiteId, int] | None = None,
+) -> Gather:
+    """Gather in the clear, by the job's rule and weights.
+
+    Args:
+        federation: Job and model.
+        run_id: The run.
+        grid: The way to the sites.
+        introduced: Training examples that sites have said they hold, and that their
+            updates are held to; none in a simulation.
+    """
+    job = federation.job
+    return PlainGather(
+        job,
+        run_id=run_id,
+        layout=federation.pool.layout,
+        grid=grid,
+        weight_of=weight_of(job.aggregation.weights, introduced=introduced or {}),
+        combine=combine_rule(job.aggregation),
+    )
+
+
+def build_server(
+    federation: Federation,
+    *,
+    run_id: RunId,
+    engine: str,
+    gather: Gather,
+    store: ObjectStore,
+    clock: Clock,
+    emit: Emit,
+    stop_requested: Callable[[], bool],
+    goes_on: Callable[[BaseException], bool] = lambda _error: False,
+    anchors: Mapping[SiteId, LedgerAnchor] | None = None,
+) -> ServerParts:
+    """Bring together what the round loop works with."""
+    job, layout = federation.job, federation.pool.layout
+    optimizer = server_optimizer(job.aggregation.server_optimizer)
+
+    def initial_state() -> RunState:
+        weights_d, integers_m = federation.pool.initial_weights()
+        return RunState(
+            round_index=0,
+            weights_d=weights_d,
+            integers_m=integers_m,
+            optimizer=optimizer.init(layout.size),
+            rounds_completed=0,
+            lost_in_a_row=0,
+        )
+
+    return ServerParts(
+        run_id=run_id,
+        engine=engine,
+        layout=layout,
+        gather=gather,
+        initial_state=initial_state,
+        checkpoints=run_checkpoints(
+            federation, run_id=run_id, store=store, emit=emit, clock=clock
+        ),
+        draw_cohort=draw_cohort,
+        optimizer=optimizer,
+        clock=clock,
+        emit=emit,
+        stop_requested=stop_requested,
+        goes_on=goes_on,
+        anchors=anchors or {},
+    )
+
+
+def run_checkpoints(
+    federation: Federation,
+    *,
+    run_id: RunId,
+    store: ObjectStore,
+    emit: Emit,
+    clock: Clock,
+) -> RunCheckpoints:
+    """Find a run's checkpoints in its store; nothing is read yet."""
+    job = federation.job
+    return RunCheckpoints(
+        store=store,
+        prefix="checkpoints/",
+        run_id=run_id,
+        job=job_digest.deciding(job),
+        layout=federation.pool.layout,
+        keep=job.storage.keep_checkpoints,
+        emit=emit,
+        clock=clock,
+    )
+
+
+def num_workers(job: JobSpec) -> int:
+    """Sites of a simulation that work at the same time."""
+    if job.simulation.workers:
+        return job.simulation.workers
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores // job.training.threads, len(job.sites)))
+
+
+@contextmanager
+def torch_threads(job: JobSpec) -> Iterator[None]:
+    """Give arithmetic the job's number of threads, and put the old one back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(job.training.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,254 @@
+"""Secure aggregation in a simulation: identities, roster, contract and sites.
+
+A simulation makes the identities of the aggregator and of all sites afresh: it
+rehearses the protocol, message for message, and protects nobody, since all parties
+live in one process.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aggregator.group_sums import GroupGather
+from aggregator.secure_sum import SecureGather
+from clients.privacy.cohorts import CohortRule
+from clients.privacy.groups import GroupRule, group_rule
+from clients.privacy.secure_site import Protection, SecureSite
+from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
+from clients.privacy.site_plans import PrivateSites
+from clients.privacy.sum_plan import SumPrivacy
+from clients.training.kept_integers import KeptIntegers
+from clients.training.local_federation import Federation
+from federation.ids import RunId, SiteId
+from federation.job import job_digest
+from federation.job.spec import JobSpec
+from federation.protocols import Grid, ObjectStore, Trainer
+from federation.rounds.gather import Gather
+from federation.vectors import Layout
+from privacy.keystream import RandomBytes
+from privacy.secagg.agreement.code_hash import code_hash
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.floor import LocalFloor
+from privacy.secagg.agreement.identity import Identity, generate
+from privacy.secagg.agreement.roster import Roster, RosterEntry
+from privacy.secagg.agreement.thresholds import colluding_tolerated
+from privacy.secagg.protocol.of_job import check_layout, contract_of, header_slots
+from privacy.secagg.protocol.round_memory import (
+    FileRounds,
+    InMemoryRounds,
+    RoundMemory,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """All parties of one simulated run.
+
+    Attributes:
+        federation: Model and data.
+        contract: What everybody agrees to.
+        aggregator: The aggregator's identity.
+        identities: The sites' identities.
+        roster: What pins them.
+        in_sum: Noise that adds up inside the secure sum; None if there is none.
+        random_bytes: Where the sites' keys, rounding and noise come from.
+        memories: What sites without a folder remember of rounds, here and not in the
+            sites, so that it outlives their restarts.
+        sums: What sites remember of this run's sums and groups, likewise.
+    """
+
+    federation: Federation
+    contract: Contract
+    aggregator: Identity
+    identities: Mapping[SiteId, Identity]
+    roster: Roster
+    in_sum: SumPrivacy | None
+    random_bytes: RandomBytes = field(default=os.urandom, repr=False)
+    memories: dict[SiteId, RoundMemory] = field(default_factory=dict)
+    sums: dict[SiteId, SiteMemory] = field(default_factory=dict)
+
+    def gather(self, grid: Grid) -> Gather:
+        """Make the aggregator's half."""
+        return secure_gather(
+            self.federation.job,
+            layout=self.federation.pool.layout,
+            grid=grid,
+            identity=self.aggregator,
+            contract=self.contract,
+        )
+
+    def site(
+        self,
+        name: SiteId,
+        *,
+        make_trainer: Callable[[], Trainer],
+        store: ObjectStore,
+        folder: Path | None,
+    ) -> SecureSite:
+        """Make one site; ``folder`` is where it remembers rounds beyond a restart."""
+        federation = self.federation
+        if folder is None:
+            memory = self.memories.setdefault(name, InMemoryRounds())
+        else:
+            memory = FileRounds(folder / "sites" / name / "rounds")
+        return SecureSite(
+            name,
+            make_trainer=make_trainer,
+            kept=KeptIntegers(name, federation.pool.layout, store),
+            protection=Protection(
+                identity=self.identities[name],
+                floor_of=self._floor,
+                memory=memory,
+                random_bytes=self.random_bytes,
+                noise=None if self.in_sum is None else self.in_sum.noise,
+                cohorts=self._cohorts(name),
+                groups=self._groups(name, folder),
+                threads=federation.job.training.threads,
+            ),
+        )
+
+    def _cohorts(self, name: SiteId) -> CohortRule:
+        """The rule on sums over different sites, for one run: dropouts are accepted."""
+        return CohortRule(
+            memory=self.sums.setdefault(name, InMemory()),
+            lineage="simulation",
+            smallest=self.federation.job.sites_in_sum,
+            accept_dropouts=True,
+            is_private=not self.contract.differential_privacy.is_none,
+        )
+
+    def _groups(self, name: SiteId, folder: Path | None) -> GroupRule | None:
+        """Draw the groups by the job's seed: a rehearsal can be repeated."""
+        job = self.federation.job
+        memory: SiteMemory = self.sums.setdefault(name, InMemory())
+        if folder is not None:  # A run that is resumed has the groups of before.
+            memory = FileMemory(folder / "sites" / name / "memory")
+        seed = f"crossfed/simulated draw/{job.seed}/{name}".encode()
+        return group_rule(
+            job,
+            site=name,
+            roster=self.roster,
+            memory=memory,
+            dataset="simulation",
+            random_bytes=lambda size: hashlib.shake_256(seed).digest(size),
+        )
+
+    def _floor(self, layout: Layout) -> LocalFloor:
+        """Demand just what the job says: whoever runs the job is every operator."""
+        contract, job = self.contract, self.federation.job
+        groups = job.privacy.secure_aggregation.groups
+        num_sites = contract.num_sites if groups is None else job.sites_in_sum
+        return LocalFloor(
+            roster=self.roster,
+            run_id=contract.run_id,
+            job_digest=job_digest.digest(job),
+            code_hashes=frozenset({code_hash()}),
+            layout_digest=bytes.fromhex(layout.digest),
+            num_values=layout.size,
+            min_sites=job.sites_in_sum,
+            colluding=max(0, min(1, colluding_tolerated(num_sites, job.sites_in_sum))),
+            max_clip_norm=contract.clip_norm,
+            max_element_bound=contract.element_bound,
+            privacy_profiles=frozenset({contract.differential_privacy.profile}),
+            max_epsilon=contract.differential_privacy.largest_epsilon,
+            max_delta=contract.differential_privacy.largest_delta,
+            max_rounds=contract.max_rounds,
+            header_slots=header_slots(job),
+            noise_share=None if self.in_sum is None else self.in_sum.share,
+            require_hybrid=contract.hybrid,
+            accept_two_sites=contract.two_site_waiver,
+        )
+
+
+def secure_gather(
+    job: JobSpec,
+    *,
+    layout: Layout,
+    grid: Grid,
+    identity: Identity,
+    contract: Contract,
+) -> Gather:
+    """Make the aggregator's half: for one sum over all sites, or sums over groups."""
+    by_group = job.privacy.secure_aggregation.groups is not None
+    make = GroupGather if by_group else SecureGather
+    return make(job, layout=layout, grid=grid, identity=identity, contract=contract)
+
+
+def rehearse(
+    federation: Federation, run_id: RunId, private: PrivateSites | None
+) -> Rehearsal:
+    """Make all parties of a run.
+
+    Args:
+        federation: Model and data.
+        run_id: The run.
+        private: What the sites promise; None without differential privacy.
+
+    Raises:
+        JobError: The model has what cannot be summed in secret.
+    """
+    job, layout = federation.job, federation.pool.layout
+    check_layout(layout)
+    aggregator = generate(os.urandom)
+    identities = {SiteId(site.name): generate(os.urandom) for site in job.sites}
+    roster = Roster(
+        serial=1,
+        aggregator_organisation="simulation",
+        aggregator_key=aggregator.public.key,
+        sites=tuple(
+            RosterEntry(site=name, organisation=name, public_key=identity.public.key)
+            for name, identity in sorted(identities.items())
+        ),
+    )
+    return Rehearsal(
+        federation=federation,
+        contract=_contract(federation, run_id, roster, private),
+        aggregator=aggregator,
+        identities=identities,
+        roster=roster,
+        in_sum=None if private is None else private.in_sum,
+    )
+
+
+def _contract(
+    federation: Federation,
+    run_id: RunId,
+    roster: Roster,
+    private: PrivateSites | None,
+) -> Contract:
+    sizes = [len(train) for train, _ in federation.site_data.values()]
+    return contract_of(
+        federation.job,
+        federation.pool.layout,
+        run_id=run_id,
+        roster=roster,
+        promises=() if private is None else private.promises(),
+        ring_noise_std=_ring_noise_std(private),
+        max_examples=max(sizes),
+    )
+
+
+def dropout_notice(job: JobSpec) -> str:
+    """Say what it costs that a job's rounds may go on without sites; empty for nothing.
+
+    Under differential privacy noise bounds what any sums together give away.
+    """
+    absent = len(job.sites) - job.minimum_sites
+    secure = job.privacy.secure_aggregation.enabled
+    if not (secure and absent) or job.privacy.differential_privacy.enabled:
+        return ""
+    return (
+        f"rounds may go on without up to {absent} of {len(job.sites)} sites "
+        "(privacy.secure_aggregation.threshold). Sums before and after an absence "
+        "tell of the absent sites' updates and results: each site's operator must "
+        "accept that (floor.accept_dropouts) unless as many are absent as "
+        "floor.min_group says"
+    )
+
+
+def _ring_noise_std(private: PrivateSites | None) -> float:
+    if private is None or private.in_sum is None:
+        return 0.0
+    return private.in_sum.ring.noise_std

@@ -1,0 +1,202 @@
+"""What a run leaves: its events as they happen, and at its end model and result."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from aggregator import model_export
+from clients.models.model_pool import ModelPool
+from cloud_adapters.process_end import ProcessEnded
+from cloud_adapters.storage.memory import MemoryStore
+from deploy.wiring import run_store
+from deploy.wiring.store_meters import StoreMeters
+from federation.durable_files import replace_file
+from federation.errors import FederationError
+from federation.event_log import EventWriter
+from federation.events import CheckpointSaved, Emit, Event, RunFinished, RunStarted
+from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
+from federation.protocols import Clock, ObjectStore, RunState
+from monitoring.runs.run_folder import RunFolder, leave_report
+from monitoring.runs.run_result import RunResult, result_of
+from monitoring.views.result_json import result
+from monitoring.views.run_fold import RunFold
+from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED
+
+# What ends a coordinator that a person or a supervisor has asked to end.
+_ENDED = (KeyboardInterrupt, SystemExit)
+
+
+class RunRecord:
+    """Takes note of a run, in a folder and a bucket or in memory alone.
+
+    Attributes:
+        store: Holds checkpoints, and in a simulation what sites keep.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        run: RunFolder | None,
+        run_id: RunId,
+        *,
+        pool: ModelPool,
+        clock: Clock,
+        meters: StoreMeters,
+        introduce: Callable[[], Iterable[Event]],
+        listeners: Sequence[Emit] = (),
+        goes_on: Callable[[BaseException], bool] = lambda _error: False,
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            job: The job.
+            run: The run's folder; None to keep everything in memory.
+            run_id: The run.
+            pool: Holds the model: its layout, and what of it is frozen.
+            clock: Tells time.
+            meters: Of every store of the run.
+            introduce: Makes the events that tell of data and promises, once the run
+                has begun.
+            listeners: Called with every event after it has been noted.
+            goes_on: Whether another coordinator goes on with the run after an error.
+        """
+        self._job = job
+        self._run = run
+        self._pool = pool
+        self._clock = clock
+        self._meters = meters
+        self._introduce = introduce
+        self._listeners = listeners
+        self._goes_on = goes_on
+        self._start = clock.monotonic()
+        self._fold = RunFold()
+        # What takes note of events first; those who only look on come after it.
+        self._records: list[Emit] = [self._fold.add]
+        self._copies: run_store.Copies | None = None
+        self._place: run_store.RunPlace | None = None
+        self._first_round: int | None = None
+        self.store: ObjectStore = MemoryStore()
+        if run is not None:
+            self._place = run_store.RunPlace(job, run, run_id, meters)
+            self.store = self._place.store
+            if run_store.in_bucket(job):
+                self._copies = run_store.Copies(run, self.store)
+                self._records.append(self._copies.listen)
+
+    def store_of(self, name: SiteId) -> ObjectStore:
+        """Where a simulated site keeps what never leaves it."""
+        return self.store if self._place is None else self._place.store_of(name)
+
+    def keep(self, drive: Callable[[], RunState]) -> RunResult:
+        """Drive a run to its end and leave its files, also where it fails."""
+        with contextlib.closing(self.store):
+            with self._open():
+                try:
+                    state = drive()
+                except BaseException as error:
+                    self._leave_failure(error)
+                    raise
+            return self._leave(state)
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._run is not None:
+                if self._run.exists():
+                    for event in self._run.read_events():
+                        self._fold.add(event)
+                log = stack.enter_context(EventWriter(self._run.events))
+                self._records.insert(0, log)
+            yield
+
+    def emit(self, event: Event) -> None:
+        """Note an event."""
+        if isinstance(event, RunFinished):  # It is the last one.
+            self._tell_use()
+        for listener in (*self._records, *self._listeners):
+            listener(event)
+        if isinstance(event, RunStarted):
+            self._begin(event)
+        if isinstance(event, CheckpointSaved):
+            self._tell_use()
+
+    def _tell_use(self) -> None:
+        for used in self._meters.used():
+            self.emit(used)
+
+    def _begin(self, event: RunStarted) -> None:
+        """From here on the run is this coordinator's: leave what tells of it."""
+        self._first_round = event.first_round
+        if self._run is not None:
+            self._run.write_job(self._job)
+            self._run.flush_events()
+        if self._place is not None:
+            self._place.try_out()
+        if self._copies is not None:
+            self._copies.begin()
+        for fact in self._introduce():
+            self.emit(fact)
+
+    def _leave(self, state: RunState) -> RunResult:
+        """Write what a run leaves, the most precious file first."""
+        view = self._fold.view()
+        layout = self._pool.layout
+        weights = model_export.named_arrays(layout, state, self._pool.frozen_arrays())
+        if self._run is not None:
+            if view.status in {COMPLETED, EXHAUSTED}:
+                replace_file(self._run.model, model_export.file_pieces(layout, weights))
+            self._run.write_result(result(view))
+            leave_report(self._run)
+        if self._copies is not None:
+            self._copies.leave()
+        first = self._first_round or 1
+        rounds_now = sum(row.index >= first for row in view.rounds)
+        return result_of(view, weights, self._run, rounds_now=rounds_now)
+
+    def _leave_failure(self, error: BaseException) -> None:
+        """Write what is known of a run that ends before its time.
+
+        What cannot be written is left out: ``error`` is what a person must see.
+        """
+        if self._first_round is None:
+            return
+        with contextlib.suppress(FederationError):
+            if self._fold.view().finished is None:
+                self._note_end(error)
+        if self._run is None:
+            return
+        with contextlib.suppress(FederationError):
+            self._run.write_result(result(self._fold.view()))
+            # Drawing takes seconds, and an interrupted person waits.
+            if not isinstance(error, _ENDED):
+                leave_report(self._run)
+            if self._copies is not None:
+                self._copies.leave()
+
+    def _status_after(self, error: BaseException) -> str:
+        if self._goes_on(error):
+            return INTERRUPTED
+        return "stopped" if isinstance(error, _ENDED) else "failed"
+
+    def _note_end(self, error: BaseException) -> None:
+        """Record an end that the round loop did not foresee."""
+        view = self._fold.view()
+        event = RunFinished(
+            at=self._clock.now(),
+            status=self._status_after(error),
+            rounds_completed=view.rounds_completed,
+            last_round=view.rounds[-1].index if view.rounds else 0,
+            message=_reason(error),
+            seconds=self._clock.monotonic() - self._start,
+        )
+        ends: list[Event] = [*self._meters.used(), event]
+        for last in ends:
+            for record in reversed(self._records):
+                record(last)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ProcessEnded):
+        return error.why
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,330 @@
+"""Run a whole federation here: the function behind ``crossfed simulate``."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from aggregator import model_export
+from clients.dataset_name import lineage
+from clients.privacy.ledger_memory import LifetimeBudget
+from clients.privacy.site_memory import FileMemory, InMemory
+from clients.privacy.site_plans import Keeping, PrivateSites
+from clients.training.local_federation import Federation
+from cloud_adapters.local.faults import FaultInjector, Restartable
+from cloud_adapters.local.inproc_grid import InProcessGrid
+from cloud_adapters.local.transcript import check_fresh, recorded
+from deploy.tools.runs import runs_root
+from deploy.wiring import parts as wiring, run_store
+from deploy.wiring.rehearsal import Rehearsal, dropout_notice, rehearse
+from deploy.wiring.run_record import RunRecord
+from deploy.wiring.store_meters import StoreMeters
+from federation.clock import SystemClock
+from federation.errors import CorruptObject, RunConflict, RunNotFound
+from federation.events import Emit, Event, Warned
+from federation.ids import RunId, SiteId, new_run_id
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.messages import join_anchors
+from federation.protocols import (
+    Clock,
+    Grid,
+    RunState,
+    SiteHandler,
+    Trainer,
+)
+from federation.rounds.coordinator import run_federation
+from federation.rounds.gather import Gather
+from monitoring.runs.run_folder import RunFolder
+from monitoring.runs.run_result import RunResult, result_of
+
+ENGINES = ("inproc", "flower")
+
+
+def simulate(
+    job: JobSpec | str | Path,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+    engine: str = "inproc",
+    listeners: Sequence[Emit] = (),
+    stop_requested: Callable[[], bool] = lambda: False,
+    transcript: Path | None = None,
+) -> RunResult:
+    """Run a federation with every site on this machine.
+
+    Args:
+        job: A job, or the path of a job file.
+        folder: Where to keep the run; nothing is written without it, and not
+            before model and data are built.
+        resume: Go on with the run in ``folder`` from its newest checkpoint. A run
+            that is completed is left as it is.
+        engine: ``inproc`` calls the sites in threads of this process; ``flower``
+            runs them on Flower's simulation engine (extra ``crossfed[flower]``).
+            Both give the same weights, bit for bit.
+        listeners: Called with every event, in order, in this thread.
+        stop_requested: Asked after every round; a true answer ends the run after
+            its checkpoint.
+        transcript: A new folder for every message as the aggregator saw it.
+
+    Returns:
+        The result; it is also in ``folder`` as ``result.json``.
+
+    Raises:
+        JobError: The job asks for something that cannot be done.
+        SiteError: The data is not what the sites can use.
+        RunNotFound: ``resume`` is set, and ``folder`` holds no run.
+        RunConflict: ``folder`` holds a run and ``resume`` is not set, or another
+            process works on it.
+        CheckpointMismatch: The run to resume was started from another job.
+        FederationError: Anything else that ends a run before its time.
+    """
+    if not isinstance(job, JobSpec):
+        job = job_file.load(Path(job))
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+    wiring.check_sites_are_here(job)
+    runs_root(job)
+    if transcript is not None:
+        check_fresh(transcript)
+    run = _run_folder(job, folder, resume=resume)
+    done = _done_before(job, run) if resume else None
+    if done is not None:
+        return done
+    with ExitStack() as stack:
+        stack.enter_context(wiring.torch_threads(job))
+        clock = SystemClock()
+        meters = StoreMeters(clock)
+        federation = wiring.build_federation(job, meters)
+        if engine == "inproc":
+            federation.pool.reserve(wiring.num_workers(job))
+        # Before the folder is made: a promise that cannot be kept leaves nothing.
+        simulation = _Simulation(
+            federation,
+            run,
+            engine=engine,
+            stop_requested=stop_requested,
+            transcript=transcript,
+            clock=clock,
+            meters=meters,
+            listeners=listeners,
+        )
+        if run is not None:
+            stack.enter_context(run.locked())
+            # Again: another process may have come and gone.
+            _check_folder(run, resume=resume)
+            if run.run_id() not in {None, simulation.run_id}:
+                raise RunConflict(f"{run.path} was begun by another process just now")
+        return simulation.run()
+
+
+def _run_folder(job: JobSpec, folder: Path | None, *, resume: bool) -> RunFolder | None:
+    """Find a run's folder fit for what is asked, with what its bucket knows of it."""
+    run = None if folder is None else RunFolder(Path(folder))
+    if resume and run is not None:
+        run_store.fetch(job, run)
+    _check_folder(run, resume=resume)
+    return run
+
+
+def _check_folder(run: RunFolder | None, *, resume: bool) -> None:
+    if run is None:
+        if resume:
+            raise RunNotFound(
+                "there is nothing to resume: this run is kept nowhere; name a folder"
+            )
+    elif resume and not run.exists():
+        raise RunNotFound(
+            f"there is no run in {run.path} to resume (no events.jsonl): leave "
+            "--resume out to start one"
+        )
+    elif run.exists() and not resume:
+        raise RunConflict(
+            f"{run.path} already holds run {run.run_id() or '(not begun)'}; add "
+            "--resume to go on with it, or choose another folder with --out"
+        )
+
+
+def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
+    """The result of a run of which nothing is left to do; None if something is."""
+    view = None if run is None else run.completed(job)
+    if run is None or view is None:
+        return None
+    try:
+        weights = model_export.read(run.model)
+    except CorruptObject:
+        return None  # It will be written again, from the last checkpoint.
+    return result_of(view, weights, run, rounds_now=0)
+
+
+def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> Keeping:
+    """What a simulated site remembers over the runs beside this one."""
+    (site,) = [site for site in job.sites if site.name == name]
+    data = job.data if site.data is None else site.data
+    return Keeping(
+        memory=InMemory() if run is None else FileMemory(run.memory / name),
+        budget=LifetimeBudget(
+            dataset="records" if data is None else data.source,
+            epsilon=job.simulation.total_epsilon,
+            key="simulation.total_epsilon",
+        ),
+        is_anchor=False,
+        lineage=_lineage(job, name),
+    )
+
+
+def _lineage(job: JobSpec, name: SiteId) -> str:
+    """Name what a simulated site trains on: all that deals out the data."""
+    document = job_file.document(job)
+    dealt = {key: document.get(key) for key in ("data", "sites", "seed")}
+    return lineage(dataset=name, options=dealt)
+
+
+class _Simulation:
+    """One call of ``simulate``, once its arguments are checked."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        run: RunFolder | None,
+        *,
+        engine: str,
+        stop_requested: Callable[[], bool],
+        transcript: Path | None,
+        clock: Clock,
+        meters: StoreMeters,
+        listeners: Sequence[Emit],
+    ) -> None:
+        self._job = federation.job
+        self._transcript = transcript
+        self._run = run
+        self._engine = engine
+        self._stop_requested = stop_requested
+        self._clock = clock
+        self._federation = federation
+        now = self._clock.now()
+        if run is None:
+            self._run_id = new_run_id(now, os.urandom(3))
+        else:
+            self._run_id = run.run_id() or run.new_run_id(now)
+        self._private: PrivateSites | None = None
+        if self._job.privacy.differential_privacy.enabled:
+            self._private = PrivateSites(
+                federation,
+                run_id=self._run_id,
+                folder=None if run is None else run.path,
+                clock=self._clock,
+                keeping=partial(keeping, self._job, run),
+            )
+        self._rehearsal: Rehearsal | None = None
+        if self._job.privacy.secure_aggregation.enabled:
+            self._rehearsal = rehearse(federation, self._run_id, self._private)
+        self._record = RunRecord(
+            self._job,
+            run,
+            self._run_id,
+            pool=federation.pool,
+            clock=clock,
+            meters=meters,
+            introduce=self._facts,
+            listeners=listeners,
+        )
+
+    @property
+    def run_id(self) -> RunId:
+        """The run."""
+        return self._run_id
+
+    def run(self) -> RunResult:
+        """Run the federation and leave its files."""
+        with ExitStack() as stack:
+            if self._private is not None:
+                stack.enter_context(self._private)
+            return self._record.keep(self._drive)
+
+    def _facts(self) -> Iterator[Event]:
+        yield wiring.data_distributed(self._federation, at=self._clock.now())
+        notice = dropout_notice(self._job)
+        if notice:
+            yield Warned(at=self._clock.now(), message=notice)
+        if self._private is not None:
+            yield self._private.planned(at=self._clock.now())
+
+    def _drive(self) -> RunState:
+        """Run the round loop over the chosen engine."""
+        if self._private is not None:
+            checkpoints = wiring.run_checkpoints(
+                self._federation,
+                run_id=self._run_id,
+                store=self._record.store,
+                emit=self._record.emit,
+                clock=self._clock,
+            )
+            noted = {} if self._run is None else self._run.anchors()
+            self._private.expect(join_anchors(checkpoints.anchors(), noted))
+        if self._engine == "flower":
+            from deploy.wiring import flower_engine  # noqa: PLC0415 -- an optional extra
+
+            return flower_engine.run(
+                self._job,
+                self._federation.pool.layout,
+                self._coordinate,
+                folder=None if self._run is None else self._run.path,
+            )
+        names = [SiteId(site.name) for site in self._job.sites]
+        with ExitStack() as stack:
+            sites = {name: Restartable(partial(self._site, name)) for name in names}
+            for site in sites.values():
+                stack.callback(site.close)  # After the grid: no thread is at work.
+            fault = FaultInjector(
+                self._job.simulation.faults,
+                clock=self._clock,
+                seed=self._job.seed,
+                restart=lambda name: sites[name].restart(),
+            )
+            grid = stack.enter_context(
+                InProcessGrid(
+                    sites,
+                    clock=self._clock,
+                    workers=wiring.num_workers(self._job),
+                    fault=fault,
+                )
+            )
+            return self._coordinate(grid)
+
+    def _site(self, name: SiteId) -> SiteHandler:
+        trainer, store = self._trainer(name), self._record.store_of(name)
+        if self._rehearsal is None:
+            return self._federation.site(
+                name, make_trainer=trainer, store=store, clock=self._clock
+            )
+        folder = None if self._run is None else self._run.path
+        return self._rehearsal.site(
+            name, make_trainer=trainer, store=store, folder=folder
+        )
+
+    def _trainer(self, name: SiteId) -> Callable[[], Trainer]:
+        if self._private is None:
+            return lambda: self._federation.trainer(name)
+        # At once: what is wrong with a ledger must show before the run begins.
+        trainer = self._private.trainer(name)
+        return lambda: trainer
+
+    def _gather(self, grid: Grid) -> Gather:
+        if self._rehearsal is None:
+            return wiring.plain_gather(self._federation, self._run_id, grid)
+        return self._rehearsal.gather(grid)
+
+    def _coordinate(self, grid: Grid) -> RunState:
+        parts = wiring.build_server(
+            self._federation,
+            run_id=self._run_id,
+            engine=self._engine,
+            gather=self._gather(recorded(grid, self._transcript)),
+            store=self._record.store,
+            clock=self._clock,
+            emit=self._record.emit,
+            stop_requested=self._stop_requested,
+        )
+        return run_federation(self._job, parts)

@@ -1,0 +1,1 @@
+"""The job file: its keys, what they may be, and what of them decides."""

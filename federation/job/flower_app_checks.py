@@ -1,0 +1,104 @@
+"""What a job must not ask for where sites run apps of Flower.
+
+Such an app was not written for this product: it gets the model and gives one back.
+Whatever must happen at the site beyond that does not happen there.
+"""
+
+from federation.errors import JobError
+from federation.job.flower_app_job import FlowerAppSpec
+from federation.job.spec import JobSpec
+
+# What the record of settings says by itself.
+ROUND = "server-round"
+
+_SETTINGS = (bool, int, float, str)
+
+
+def check_flower_apps(job: JobSpec) -> None:
+    """Refuse what an app of Flower cannot do.
+
+    Raises:
+        JobError: The first such thing, with its key and what to write instead.
+    """
+    apps = [
+        (index, site.name, site.flower_app)
+        for index, site in enumerate(job.sites)
+        if site.flower_app is not None
+    ]
+    for index, name, app in apps:
+        _check_site(job, index, name)
+        _check_app(app, key=f"sites[{index}].flower_app")
+    if apps:
+        _check_job(job, apps[0][1])
+
+
+def _check_site(job: JobSpec, index: int, name: str) -> None:
+    if job.sites[index].data is not None:
+        raise JobError(
+            f"site {name!r} runs an app of Flower, which brings its own data: take "
+            "this key out",
+            key=f"sites[{index}].data",
+        )
+
+
+def _check_app(app: FlowerAppSpec, *, key: str) -> None:
+    names = {
+        "arrays": app.arrays,
+        "config": app.config,
+        "metrics": app.metrics,
+        "num_examples": app.num_examples,
+    }
+    if app.evaluate:
+        names |= {"eval_loss": app.eval_loss, "eval_accuracy": app.eval_accuracy}
+    for field, name in names.items():
+        if not name:
+            raise JobError("must not be empty", key=f"{key}.{field}")
+    if app.arrays == app.config:
+        raise JobError(
+            f"{app.arrays!r} cannot be two records of one message", key=f"{key}.config"
+        )
+    for name, value in app.settings.items():
+        if name == ROUND:
+            raise JobError(
+                "is the number of the round: choose another name",
+                key=f"{key}.settings.{name}",
+            )
+        if not isinstance(value, _SETTINGS):
+            raise JobError(
+                "must be a number, a text, true or false: a record of Flower has no "
+                "tables",
+                key=f"{key}.settings.{name}",
+            )
+
+
+def _check_job(job: JobSpec, name: str) -> None:
+    private = job.privacy
+    for refused, reason, key in (
+        (
+            private.secure_aggregation.enabled,
+            "it cannot mask its update, and the others' sum would be one without it",
+            "privacy.secure_aggregation.enabled",
+        ),
+        (
+            private.differential_privacy.enabled,
+            "nothing clips its gradients, adds noise or keeps a ledger there",
+            "privacy.differential_privacy.unit",
+        ),
+        (
+            job.communication.codec.name != "identity",
+            "it sends whole arrays and encodes nothing",
+            "communication.codec.name",
+        ),
+        (
+            job.aggregation.weights == "dynamic",
+            "it does not evaluate what it has trained; use examples or uniform",
+            "aggregation.weights",
+        ),
+        (
+            job.training.proximal_mu != 0.0,
+            "nothing keeps it near the global weights; if it does so, use settings",
+            "training.proximal_mu",
+        ),
+    ):
+        if refused:
+            raise JobError(f"site {name!r} runs an app of Flower: {reason}", key=key)

@@ -1,0 +1,224 @@
+"""What a job must not ask for: the rules that no single value shows.
+
+Combinations that are unsafe or cannot work are refused here, each with its key and
+what to write instead; those of differential privacy are in ``privacy_checks``.
+"""
+
+import math
+
+from federation.errors import JobError
+from federation.ids import check_name
+from federation.job.flower_app_checks import check_flower_apps
+from federation.job.privacy_checks import (
+    check_differential_privacy,
+    check_secure_aggregation,
+)
+from federation.job.spec import JobSpec, PartitionSpec
+
+
+def check(job: JobSpec) -> JobSpec:
+    """Refuse what cannot work, is unsafe, or is not built yet.
+
+    Raises:
+        JobError: The first such thing, with its key and what to write instead.
+    """
+    for rule in (
+        _check_names,
+        check_flower_apps,
+        _check_data,
+        _check_training,
+        _check_optimizer,
+        check_secure_aggregation,  # First: it sets the quorum.
+        check_differential_privacy,
+        _check_quorum,
+        _check_robust_rule,
+        _check_dynamic_weights,
+        _check_buffers,
+        _check_faults,
+    ):
+        rule(job)
+    return job
+
+
+def _check_names(job: JobSpec) -> None:
+    try:
+        check_name(job.name)
+    except ValueError as error:
+        raise JobError(str(error), key="name") from None
+    if not job.sites:
+        raise JobError("name at least one site in a [[sites]] table", key="sites")
+    seen: set[str] = set()
+    for index, site in enumerate(job.sites):
+        try:
+            check_name(site.name)
+        except ValueError as error:
+            raise JobError(str(error), key=f"sites[{index}].name") from None
+        if site.name in seen:
+            raise JobError(
+                f"two sites are called {site.name!r}", key=f"sites[{index}].name"
+            )
+        seen.add(site.name)
+
+
+def _check_data(job: JobSpec) -> None:
+    without = [
+        site.name for site in job.sites if site.data is None and site.flower_app is None
+    ]
+    if job.data is None and without:
+        raise JobError(
+            f"site {without[0]!r} has no data: add a [data] table to deal out, or "
+            "give the site a `data` of its own",
+            key="data",
+        )
+    if job.data is not None:
+        _check_speeds(job.data.partition, len(without))
+
+
+def _check_speeds(partition: PartitionSpec, num_sites: int) -> None:
+    speeds, key = partition.speeds, "data.partition.speeds"
+    if partition.kind != "proportional":
+        if speeds:
+            raise JobError(
+                f'is of no use with {partition.kind!r}: use kind = "proportional"',
+                key=key,
+            )
+        return
+    if len(speeds) != num_sites:
+        raise JobError(
+            f"has {len(speeds)} numbers for the {num_sites} sites without data of "
+            "their own: give one for each",
+            key=key,
+        )
+    if not all(0 < speed < math.inf for speed in speeds):
+        raise JobError(f"is {list(speeds)}: every speed must be above 0", key=key)
+
+
+def _check_training(job: JobSpec) -> None:
+    training = job.training
+    if (training.local_steps is None) == (training.local_epochs is None):
+        raise JobError(
+            "set exactly one of local_steps and local_epochs",
+            key="training.local_steps",
+        )
+    if training.learning_rate.name != "constant" and training.local_steps is None:
+        raise JobError(
+            f"{training.learning_rate.name!r} needs to know how many steps the run "
+            "takes: use local_steps instead of local_epochs",
+            key="training.learning_rate.name",
+        )
+    device = training.device
+    known = device in {"auto", "cpu", "cuda"} or (
+        device.startswith("cuda:") and device[5:].isdecimal()
+    )
+    if not known:
+        raise JobError(
+            f"{device!r} is not a device: use auto, cpu, cuda or cuda:N",
+            key="training.device",
+        )
+
+
+def _check_optimizer(job: JobSpec) -> None:
+    optimizer = job.training.optimizer
+    table = "training.optimizer"
+    if optimizer.name != "sgd":
+        if optimizer.momentum:
+            raise JobError(
+                f"{optimizer.name!r} has no momentum: use betas",
+                key=f"{table}.momentum",
+            )
+        if optimizer.nesterov:
+            raise JobError(
+                f"{optimizer.name!r} has no Nesterov form", key=f"{table}.nesterov"
+            )
+    elif optimizer.nesterov and not optimizer.momentum:
+        raise JobError("Nesterov needs a momentum above 0", key=f"{table}.nesterov")
+    if len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas):  # noqa: PLR2004
+        raise JobError("give two numbers from 0 to below 1", key=f"{table}.betas")
+
+
+def _check_quorum(job: JobSpec) -> None:
+    schedule = job.schedule
+    if job.cohort_size > len(job.sites):
+        raise JobError(
+            f"cannot draw {schedule.sites_per_round} of {len(job.sites)} sites",
+            key="schedule.sites_per_round",
+        )
+    if job.minimum_sites > job.cohort_size:
+        raise JobError(
+            f"{job.minimum_sites} sites can never answer: a round asks "
+            f"{job.cohort_size}",
+            key="schedule.minimum_sites",
+        )
+
+
+def _check_robust_rule(job: JobSpec) -> None:
+    aggregation = job.aggregation
+    bad, rule = aggregation.byzantine_sites, aggregation.combine
+    if rule == "mean":
+        if bad:
+            raise JobError(
+                "a mean withstands no bad site; use trimmed_mean, median, krum or "
+                "multi_krum",
+                key="aggregation.byzantine_sites",
+            )
+        return
+    if aggregation.weights != "uniform":
+        raise JobError(
+            f"{rule} counts every site once, or a site could buy influence with a "
+            'large weight: set weights = "uniform"',
+            key="aggregation.weights",
+        )
+    if bad == 0 and rule != "median":
+        raise JobError(
+            f"{rule} withstands as many bad sites as it is told to, and 0 would make "
+            "it no safer than the mean: set it to 1 or more",
+            key="aggregation.byzantine_sites",
+        )
+    needed = 2 * bad + (3 if rule in {"krum", "multi_krum"} else 1)
+    groups = job.privacy.secure_aggregation.groups
+    if groups is not None and groups < needed:
+        raise JobError(
+            f"{rule} withstands {bad} bad sites only with at least {needed} groups, "
+            f"since each may spoil the sum of its group; there are {groups}",
+            key="privacy.secure_aggregation.groups",
+        )
+    if job.minimum_sites < needed:
+        raise JobError(
+            f"{rule} withstands {bad} bad sites only with at least {needed} answers, "
+            f"and the quorum is {job.minimum_sites}",
+            key="schedule.minimum_sites",
+        )
+
+
+def _check_dynamic_weights(job: JobSpec) -> None:
+    if job.aggregation.weights == "dynamic" and job.evaluation.every != 1:
+        raise JobError(
+            "dynamic weights compare the loss before and after each round: set "
+            "evaluation.every = 1",
+            key="aggregation.weights",
+        )
+
+
+def _check_buffers(job: JobSpec) -> None:
+    for pattern, role in job.model.integer_buffers.items():
+        if role not in {"keep", "max", "from_server"}:
+            raise JobError(
+                f"{role!r} is not a role: use keep, max or from_server",
+                key=f"model.integer_buffers.{pattern}",
+            )
+
+
+def _check_faults(job: JobSpec) -> None:
+    names = {site.name for site in job.sites}
+    for index, fault in enumerate(job.simulation.faults):
+        if fault.site not in names:
+            raise JobError(
+                f"there is no site {fault.site!r}; the sites are "
+                f"{', '.join(sorted(names))}",
+                key=f"simulation.faults[{index}].site",
+            )
+        if any(round_index < 1 for round_index in fault.rounds):
+            raise JobError(
+                f"rounds count from 1, not {min(fault.rounds)}",
+                key=f"simulation.faults[{index}].rounds",
+            )

@@ -1,0 +1,57 @@
+"""The part of a job that decides what a site computes and what may be learned from it.
+
+There is one definition, here. The contract of secure aggregation and every mask key, a
+checkpoint, a site's record of a run and its ledger all use it, so none of them can
+disagree on whether two jobs are the same.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from federation.job import job_file
+from federation.job.spec import JobSpec
+
+DIGEST_BYTES = 32
+
+# Where results are kept, how a simulation is played, how long a round may take: no
+# site computes anything else because of these, and an operator may change them
+# when a run is resumed.
+EXCLUDED_TABLES = ("storage", "simulation")
+EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
+
+
+def deciding(job: JobSpec) -> dict[str, Any]:
+    """Return the job as a document, without the keys that decide nothing.
+
+    Every other key is in it, defaults too: a key that is added to the job file
+    counts until somebody excludes it here.
+    """
+    return what_decides(job_file.document(job))
+
+
+def what_decides(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a job's document without the keys that decide nothing.
+
+    Also of one that an older release has written, which may hold fewer of them.
+    """
+    kept = dict(document)
+    for table in EXCLUDED_TABLES:
+        kept.pop(table, None)
+    for table, key in EXCLUDED_KEYS:
+        if isinstance(kept.get(table), Mapping):
+            kept[table] = {k: v for k, v in kept[table].items() if k != key}
+    return kept
+
+
+def digest(job: JobSpec) -> bytes:
+    """Return SHA-256 of ``deciding`` as canonical JSON, 32 bytes.
+
+    Keys are sorted, there is no white space, and a float is its shortest decimal that
+    reads back as the same float: the same job has the same digest on every machine.
+    """
+    text = json.dumps(
+        deciding(job), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+    return hashlib.sha256(b"crossfed/job\0" + text.encode()).digest()

@@ -1,0 +1,362 @@
+"""Job files: TOML in, a checked ``JobSpec`` out, or one message naming the key.
+
+After ``load`` nothing in the product reads a dictionary or fills in a default.
+Writing TOML is left to ``deploy``: the standard library can only read it.
+"""
+
+import dataclasses
+import difflib
+import math
+import operator
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, time
+from pathlib import Path
+from typing import Any
+
+from federation.errors import JobError
+from federation.job.job_checks import check
+from federation.job.spec import PLANNED_KEYS, JobSpec
+
+MAX_JOB_FILE_BYTES = 1 << 20
+
+Table = typing.TypeVar("Table")
+
+_TOO_LARGE = 2**63  # TOML's whole numbers have 64 bits.
+# TOMLDecodeError and UnicodeDecodeError are ValueErrors; a plain one is raised for
+# a number of too many digits, and a RecursionError for brackets without end.
+_NOT_TOML = (ValueError, RecursionError)
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
+    """Read and check a job file.
+
+    Args:
+        path: A TOML file.
+        overrides: ``key=value`` texts that replace keys of the file: dotted keys,
+            ``sites.0.name`` for an entry of a list; values in TOML, or bare words.
+            An empty value takes the key out.
+
+    Raises:
+        JobError: The file cannot be read, is not TOML, or asks for something that
+            is unknown, out of range, unsafe or not built yet.
+    """
+    document = read_toml(path)
+    for override in overrides:
+        _override(document, override)
+    return parse(document)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of at most ``MAX_JOB_FILE_BYTES``.
+
+    Raises:
+        JobError: It cannot be read, is too large or is not TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_JOB_FILE_BYTES + 1)
+    except OSError as error:
+        raise JobError(f"cannot read {path}: {error.strerror}") from error
+    if len(raw) > MAX_JOB_FILE_BYTES:
+        raise JobError(f"{path} is larger than {MAX_JOB_FILE_BYTES} bytes")
+    try:
+        return tomllib.loads(raw.decode())
+    except _NOT_TOML as error:
+        raise JobError(f"{path} is not TOML: {error}") from error
+
+
+def build(cls: type[Table], table: Any) -> Table:
+    """Build a dataclass whose fields are declared with ``job_keys.key``.
+
+    Raises:
+        JobError: A key is unknown, missing or of another type or range.
+    """
+    return typing.cast("Table", _build(cls, table, ""))
+
+
+def load_table(
+    path: Path, cls: type[Table], check_table: Callable[[Table], None]
+) -> Table:
+    """Read another configuration than a job's; see ``build``.
+
+    Args:
+        path: A TOML file.
+        cls: What it holds.
+        check_table: Refuses what contradicts itself.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown, missing or wrong; the
+            message names file and key.
+    """
+    try:
+        table = build(cls, read_toml(path))
+        check_table(table)
+    except JobError as error:
+        if str(path) in error.reason:
+            raise
+        raise JobError(f"{path}: {error}") from error
+    return table
+
+
+def loads(text: str) -> JobSpec:
+    """Check the job that a TOML text describes; see ``load``.
+
+    Raises:
+        JobError: It is not TOML, or see ``parse``.
+    """
+    try:
+        document = tomllib.loads(text)
+    except _NOT_TOML as error:
+        raise JobError(f"the job is not TOML: {error}") from error
+    return parse(document)
+
+
+def parse(document: Mapping[str, Any]) -> JobSpec:
+    """Turn nested mappings into a checked job.
+
+    Raises:
+        JobError: See ``load``.
+    """
+    return check(_build(JobSpec, document, ""))
+
+
+def document(job: JobSpec) -> dict[str, Any]:
+    """Spell a job out as nested plain mappings that ``parse`` accepts.
+
+    Every key stands there with its value, defaults too; a key without a value
+    (None) is left out, as TOML has no word for it.
+    """
+    return typing.cast("dict[str, Any]", _plain(job))
+
+
+def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """List the dotted keys in which two job documents differ, with both values."""
+    left, right = dict(_leaves(mine, "")), dict(_leaves(other, ""))
+    return [
+        f"{name}: {left.get(name, 'not set')!r} here, "
+        f"{right.get(name, 'not set')!r} there"
+        for name in sorted(left.keys() | right.keys())
+        if repr(left.get(name)) != repr(right.get(name))  # 1 is not true, nor 1.0
+    ]
+
+
+def _leaves(value: Any, name: str) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{name}[{index}]")
+    else:
+        yield name, value
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: _plain(inner) for name, inner in pairs if inner is not None}
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _override(document: dict[str, Any], text: str) -> None:
+    name, equals, raw = text.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise JobError(f"cannot set {text!r}: write key=value, for example rounds=3")
+    *path, last = name.split(".")
+    value = _toml_value(raw.strip())
+    table: Any = document
+    for index, part in enumerate(path):
+        full = ".".join(path[: index + 1])
+        if isinstance(table, list):
+            table = table[_index(table, part, full)]
+        elif part not in table and value is None:
+            return  # What is not there need not be taken out.
+        else:
+            table = table.setdefault(part, {})
+        if not isinstance(table, dict | list):
+            raise JobError(f"is {_describe(table)}, not a table", key=full)
+    place: Any = _index(table, last, name) if isinstance(table, list) else last
+    if value is not None:
+        table[place] = value
+    elif place in table or isinstance(table, list):
+        del table[place]
+
+
+def _index(entries: list[Any], index: str, name: str) -> int:
+    if not entries:
+        raise JobError(f"has no entry {index!r}: the list is empty", key=name)
+    # Few digits only: int() refuses thousands of them with an error of its own.
+    if not index.isdecimal() or len(index) > 9 or int(index) >= len(entries):  # noqa: PLR2004
+        raise JobError(
+            f"has no entry {index!r:.20}: count from 0 to {len(entries) - 1}", key=name
+        )
+    return int(index)
+
+
+def _toml_value(raw: str) -> Any:
+    """Read the value of an override; None, which TOML has not, for an empty one."""
+    if not raw:
+        return None
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except _NOT_TOML:
+        return raw  # A bare word: --set aggregation.combine=median
+
+
+def _build(cls: type, table: Any, name: str) -> Any:
+    """Build the dataclass ``cls`` from a TOML table found under ``name``."""
+    if not isinstance(table, Mapping):
+        raise JobError(f"must be a table, not {_describe(table)}", key=name or None)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in table:
+        if key not in fields:
+            _refuse_unknown(f"{name}.{key}" if name else key, key, fields)
+    values = {}
+    for key, field in fields.items():
+        full = f"{name}.{key}" if name else key
+        if key in table:
+            value = _convert(hints[key], table[key], full)
+            _check_range(value, field.metadata, full)
+            values[key] = value
+        elif _is_required(field):
+            raise JobError(f"is missing: {field.metadata['doc']}", key=full)
+    return cls(**values)
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _refuse_unknown(full: str, key: str, fields: Mapping[str, Any]) -> None:
+    if full in PLANNED_KEYS:
+        raise JobError(
+            f"{PLANNED_KEYS[full]} is not built yet; take this key out", key=full
+        )
+    nearest = difflib.get_close_matches(str(key), fields, n=1)
+    hint = (
+        f"did you mean {nearest[0]!r}?"
+        if nearest
+        else "known here: " + ", ".join(fields)
+    )
+    raise JobError(f"unknown key; {hint}", key=full)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    """Check ``value`` against a type hint of a job field and return it typed."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        (inner,) = (a for a in arguments if a is not type(None))
+        return _convert(inner, value, name)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise JobError(f"must be a list, not {_describe(value)}", key=name)
+        return tuple(
+            _convert(arguments[0], item, f"{name}[{index}]")
+            for index, item in enumerate(value)
+        )
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast("type", hint), value, name)
+    if origin is not None:  # Mapping[str, ...]
+        if not isinstance(value, Mapping):
+            raise JobError(f"must be a table, not {_describe(value)}", key=name)
+        return {
+            str(key): _convert(arguments[1], item, f"{name}.{key}")
+            for key, item in value.items()
+        }
+    return _option(value, name) if hint is Any else _scalar(hint, value, name)
+
+
+def _option(value: Any, name: str) -> Any:
+    """Copy an option of a factory, which may be anything that JSON can hold.
+
+    Options go into every checkpoint's manifest: a date or a NaN would not return.
+    """
+    if isinstance(value, Mapping):
+        return {str(k): _option(item, f"{name}.{k}") for k, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_option(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    if type(value) not in _TYPE_NAMES:
+        known = ", ".join(_TYPE_NAMES.values())
+        raise JobError(
+            f"must be {known}, a list or a table, not {_describe(value)}", key=name
+        )
+    return _scalar(type(value), value, name)
+
+
+def _scalar(hint: Any, value: Any, name: str) -> Any:
+    if type(value) is int and abs(value) >= _TOO_LARGE:
+        raise JobError(f"must be smaller than {_describe(value)}", key=name)
+    if hint is float and type(value) is int:
+        value = float(value)
+    if type(value) is not hint:
+        raise JobError(f"must be {_TYPE_NAMES[hint]}, not {_describe(value)}", key=name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise JobError(f"must be a finite number, not {value}", key=name)
+    return value
+
+
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, date | time):
+        return f"the date or time {value}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
+        return "a number of more than 64 bits"  # Which Python may refuse to print.
+    return f"{value!r:.80}"
+
+
+def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
+    """Check choices and bounds that the field declares."""
+    if value is None:
+        return
+    if isinstance(value, str) and value in metadata["planned"]:
+        raise JobError(
+            f"{value!r} is not built yet; choose {_either(metadata['choices'])}",
+            key=name,
+        )
+    if metadata["choices"] and value not in metadata["choices"]:
+        choices = metadata["choices"]
+        nearest = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise JobError(
+            f"{value!r:.80} is not a choice; {hint}choose {_either(choices)}", key=name
+        )
+    for bound, word, holds in (
+        ("low", "at least", operator.ge),
+        ("above", "above", operator.gt),
+        ("high", "at most", operator.le),
+        ("below", "below", operator.lt),
+    ):
+        limit = metadata[bound]
+        if limit is not None and not holds(value, limit):
+            raise JobError(f"must be {word} {limit}, not {value}", key=name)
+
+
+def _either(choices: tuple[str, ...]) -> str:
+    return (
+        " or ".join((", ".join(choices[:-1]), choices[-1]))
+        if choices[1:]
+        else choices[0]
+    )

@@ -1,0 +1,1 @@
+"""The round loop, what it gathers and what it keeps."""

@@ -1,0 +1,372 @@
+"""The round loop: every implementation is an argument, nothing here does I/O.
+
+FedAvg with server optimiser (McMahan et al. 2017, arXiv:1602.05629, Algorithm 1;
+Reddi et al. 2021, arXiv:2003.00295, Algorithm 1):
+
+    theta = initial weights, or the newest checkpoint
+    for each round t:
+        S     = sample the cohort
+        Delta = combine over i in S of (train_i(theta) - theta), as answers land
+        theta = server_optimizer(theta, Delta)
+        save theta
+
+A round without quorum, or whose result is not finite, leaves theta as it was and
+counts as one of the planned rounds. A round that too few sites have the privacy
+budget for is not counted, and ends the run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from federation import events
+from federation.errors import (
+    BudgetExceeded,
+    CorruptObject,
+    FederationError,
+    QuorumNotMet,
+    RunConflict,
+)
+from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
+from federation.messages import LedgerAnchor, TaskKind, join_anchors
+from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
+from federation.rounds.gather import Gather
+from federation.rounds.round_record import RoundRecord
+from federation.vectors import Layout, Role, Vector, is_finite, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerParts:
+    """What the round loop works with; ``deploy.wiring.parts`` chooses.
+
+    Attributes:
+        run_id: The run.
+        engine: Name of the engine, for the record.
+        layout: Layout of the model.
+        gather: How the cohort's work becomes one update: in the clear, or in secret.
+        initial_state: Makes the state before the first round.
+        checkpoints: Durable states.
+        draw_cohort: Who is asked in a round: a function of job and round index.
+        optimizer: The combined update to new weights.
+        clock: Time.
+        emit: Where events go.
+        stop_requested: Whether a person wants the run to stop after this round.
+        goes_on: Whether another coordinator goes on with the run after an error.
+        anchors: The largest anchor of each site that is known beside the checkpoints.
+    """
+
+    run_id: RunId
+    engine: str
+    layout: Layout
+    gather: Gather
+    initial_state: Callable[[], RunState]
+    checkpoints: Checkpoints
+    draw_cohort: Callable[[JobSpec, int], Sequence[SiteId]]
+    optimizer: ServerOptimizer
+    clock: Clock
+    emit: events.Emit
+    stop_requested: Callable[[], bool]
+    goes_on: Callable[[BaseException], bool] = lambda _error: False
+    anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
+
+
+def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
+    """Run a job to its end, or to where it is stopped.
+
+    Args:
+        job: A checked job.
+        parts: Everything else.
+
+    Returns:
+        The last state; it is also the newest checkpoint. The last event says whether
+        the run was completed, stopped, or exhausted its sites' privacy budgets.
+
+    Raises:
+        BudgetExceeded: The sites' privacy budgets do not allow a single round.
+        QuorumNotMet: Too many rounds in a row, or all of them, had too few answers
+            or no finite result.
+        RunConflict: Another coordinator works on this run.
+        CheckpointMismatch: The run was started from another job.
+        StoreError: Checkpoints cannot be read or written.
+    """
+    start = parts.clock.monotonic()
+    saved = parts.checkpoints.load_latest()
+    state = parts.initial_state() if saved is None else saved
+    state = replace(state, anchors=join_anchors(state.anchors, parts.anchors))
+    _emit_started(job, parts, state)
+    spare_d = np.empty(parts.layout.size, dtype=np.float32)
+    exhausted = ""
+    try:
+        if saved is None:
+            # From here on the run belongs to this job and this coordinator.
+            _save(parts, state)
+        while state.round_index < job.rounds and not parts.stop_requested():
+            try:
+                state, spare_d, complaints = _run_round(job, parts, state, spare_d)
+            except BudgetExceeded as error:
+                if state.rounds_completed == 0:
+                    raise
+                exhausted = str(error)
+                break
+            _check_progress(job, state, complaints)
+        is_complete = state.round_index >= job.rounds
+        if is_complete or exhausted:
+            _check_result(job, state)
+            # In secret a round is asked for once, and a refusal uses its number up.
+            _evaluate_last(
+                job, parts, state, skip=int(_in_secret(job) and not is_complete)
+            )
+    except (FederationError, KeyboardInterrupt) as error:
+        status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        if parts.goes_on(error):
+            status = "interrupted"
+        _emit_finished(parts, state, status, str(error), start)
+        raise
+    status = "completed" if is_complete else "exhausted" if exhausted else "stopped"
+    _emit_finished(parts, state, status, exhausted, start)
+    return state
+
+
+def _run_round(
+    job: JobSpec, parts: ServerParts, state: RunState, spare_d: Vector
+) -> tuple[RunState, Vector, Sequence[str]]:
+    """Run the next round.
+
+    Args:
+        job: The job.
+        parts: Everything else.
+        state: The state after the round before.
+        spare_d: Memory for the combined update, shape ``(d,)``.
+
+    Returns:
+        The new state, already durable; memory for the next round; and what is wrong
+        with answers that do not count.
+
+    Raises:
+        BudgetExceeded: Too few sites have the privacy budget for the round.
+    """
+    record = RoundRecord(
+        run_id=parts.run_id,
+        round_index=state.round_index + 1,
+        cohort=tuple(parts.draw_cohort(job, state.round_index + 1)),
+        layout=parts.layout,
+        clock=parts.clock,
+        emit=parts.emit,
+        in_secret=_in_secret(job),
+    )
+    # Values too large for float32 become infinite, which is looked for below.
+    with np.errstate(over="ignore", invalid="ignore"):
+        try:
+            update_d = parts.gather.update(state, record, spare_d)
+        except QuorumNotMet as error:
+            if record.out_of_budget:
+                record.finish("lost")
+                raise _out_of_budget(record) from error
+            new_state, status = _without_result(state), "lost"
+        else:
+            record.update_norm = norm(update_d)
+            new_state, status = _step(parts, state, update_d, record)
+            record.end_phase("apply")
+    record.finish(status)
+    new_state = replace(
+        new_state,
+        anchors=join_anchors(state.anchors, record.anchors),
+        suspicions=record.suspicions or state.suspicions,
+    )
+    _save(parts, new_state)
+    unused_d = state.weights_d if status == "completed" else spare_d
+    return new_state, unused_d, record.complaints
+
+
+def _out_of_budget(record: RoundRecord) -> BudgetExceeded:
+    first = _first(record.out_of_budget)
+    return BudgetExceeded(
+        f"round {record.round_index} is beyond the privacy budget of {first}"
+    )
+
+
+def _save(parts: ServerParts, state: RunState) -> None:
+    """Make a state durable and say so."""
+    start = parts.clock.monotonic()
+    bytes_written = parts.checkpoints.save(state)
+    parts.emit(
+        events.CheckpointSaved(
+            at=parts.clock.now(),
+            round_index=state.round_index,
+            bytes_written=bytes_written,
+            seconds=parts.clock.monotonic() - start,
+        )
+    )
+
+
+def _step(
+    parts: ServerParts, state: RunState, update_d: Vector, record: RoundRecord
+) -> tuple[RunState, str]:
+    """Apply the combined update; a result that is not finite is discarded."""
+    averaged = _averaged_buffers(parts.layout, state.weights_d, update_d)
+    weights_d, optimizer = parts.optimizer.apply(
+        state.weights_d, state.optimizer, update_d
+    )
+    for start, values in averaged:
+        weights_d[start : start + values.size] = values
+    # An infinite second moment would stop the training and leave finite weights.
+    if not all(map(is_finite, (weights_d, *optimizer.values()))):
+        return _without_result(_before_step(parts, state)), "discarded"
+    return RunState(
+        round_index=record.round_index,
+        weights_d=weights_d,
+        integers_m=record.combined_integers(state.integers_m),
+        optimizer=optimizer,
+        rounds_completed=state.rounds_completed + 1,
+        lost_in_a_row=0,
+        update_clip=record.next_clip,
+    ), "completed"
+
+
+def _averaged_buffers(
+    layout: Layout, weights_d: Vector, update_d: Vector
+) -> list[tuple[int, Vector]]:
+    """New values of floating-point buffers, each with its place in the vector.
+
+    Running statistics are combined and never stepped: a server optimiser could make
+    a variance negative.
+    """
+    return [
+        (spec.offset, (weights + update).reshape(-1))
+        for (spec, weights), (_, update) in zip(
+            layout.float_views(weights_d), layout.float_views(update_d), strict=True
+        )
+        if spec.role is Role.BUFFER
+    ]
+
+
+def _before_step(parts: ServerParts, state: RunState) -> RunState:
+    """Undo a step: it has written over the optimiser's state, not the weights.
+
+    Raises:
+        RunConflict: Another coordinator has saved a later round.
+        CorruptObject: The checkpoint of the round before is damaged or gone.
+    """
+    if not state.optimizer:
+        return state
+    saved = parts.checkpoints.load_latest()
+    if saved is None or saved.round_index < state.round_index:
+        raise CorruptObject(
+            f"the result of round {state.round_index + 1} is not finite, and the "
+            f"checkpoint of round {state.round_index} to go back to is damaged or "
+            "gone; resume the run from the newest that is whole"
+        )
+    if saved.round_index > state.round_index:
+        raise RunConflict(
+            f"round {saved.round_index} was saved by another coordinator that works "
+            f"on this run, {parts.run_id}; leave the run to that one, or stop it and "
+            "resume"
+        )
+    return replace(state, optimizer=saved.optimizer)
+
+
+def _without_result(state: RunState) -> RunState:
+    return replace(
+        state,
+        round_index=state.round_index + 1,
+        lost_in_a_row=state.lost_in_a_row + 1,
+    )
+
+
+def _evaluate_last(
+    job: JobSpec, parts: ServerParts, state: RunState, *, skip: int
+) -> None:
+    """Have every site evaluate the final model, ``skip`` rounds after the next."""
+    if job.evaluation.every == 0:
+        return
+    record = RoundRecord(
+        run_id=parts.run_id,
+        round_index=state.round_index + 1 + skip,
+        model_round=state.round_index,
+        cohort=_evaluators(job, parts.gather.sites()),
+        layout=parts.layout,
+        clock=parts.clock,
+        emit=parts.emit,
+        kind=TaskKind.EVALUATE,
+        in_secret=_in_secret(job),
+    )
+    parts.gather.evaluation(state, record)
+    record.finish_evaluation()
+
+
+def _evaluators(job: JobSpec, sites: Sequence[SiteId]) -> tuple[SiteId, ...]:
+    """Leave out apps of Flower that do not evaluate."""
+    apps = {site.name: site.flower_app for site in job.sites}
+    return tuple(site for site in sites if (app := apps[site]) is None or app.evaluate)
+
+
+def _in_secret(job: JobSpec) -> bool:
+    return job.privacy.secure_aggregation.enabled
+
+
+def _check_progress(
+    job: JobSpec, state: RunState, complaints: Sequence[str] = ()
+) -> None:
+    if state.lost_in_a_row >= job.schedule.max_lost_rounds:
+        said = f"{_first(complaints)}; " if complaints else ""
+        raise QuorumNotMet(
+            f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
+            f"round {state.round_index} (the quorum is {job.minimum_sites} of "
+            f"{job.cohort_size} sites); {said}{_what_is_left(state)}"
+        )
+
+
+def _first(complaints: Sequence[str]) -> str:
+    more = f" (and {len(complaints) - 1} more)" if complaints[1:] else ""
+    return f"{complaints[0]}{more}"
+
+
+def _what_is_left(state: RunState) -> str:
+    if state.rounds_completed:
+        return "the model of the last completed round is safe in the checkpoints"
+    return "no round was completed: look at what each site answered"
+
+
+def _check_result(job: JobSpec, state: RunState) -> None:
+    """Check that a run at its end has something to show; a resumed one comes here."""
+    _check_progress(job, state)
+    if state.rounds_completed == 0:
+        raise QuorumNotMet(
+            f"not one of the {job.rounds} rounds had a result (the quorum is "
+            f"{job.minimum_sites} of {job.cohort_size} sites); nothing was trained"
+        )
+
+
+def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
+    parts.emit(
+        events.RunStarted(
+            at=parts.clock.now(),
+            run_id=parts.run_id,
+            job_name=job.name,
+            rounds=job.rounds,
+            first_round=state.round_index + 1,
+            sites=tuple(site.name for site in job.sites),
+            parameters=parts.layout.size,
+            frozen=parts.layout.num_frozen,
+            engine=parts.engine,
+            task=job.training.task,
+            secure_aggregation=_in_secret(job),
+        )
+    )
+
+
+def _emit_finished(
+    parts: ServerParts, state: RunState, status: str, message: str, start: float
+) -> None:
+    parts.emit(
+        events.RunFinished(
+            at=parts.clock.now(),
+            status=status,
+            rounds_completed=state.rounds_completed,
+            last_round=state.round_index,
+            message=message,
+            seconds=parts.clock.monotonic() - start,
+        )
+    )

@@ -1,0 +1,167 @@
+"""How a cohort's work becomes one update of the global model.
+
+A seam between the round loop and what the aggregator may see: ``PlainGather`` reads
+every update and combines them by the job's rule; the gather of
+``aggregator.secure_sum`` learns their sum and nothing else.
+
+Shape suffixes: d float values of the model.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from federation.errors import InvalidUpdate, QuorumNotMet
+from federation.exchange import exchange
+from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
+from federation.messages import NO_ANCHOR, RoundTask, SiteUpdate, TaskKind
+from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
+from federation.rounds.round_record import RoundRecord
+from federation.vectors import Layout, Vector
+
+
+class Gather(Protocol):
+    """Asks the sites. Implementations: in the clear here, in secret elsewhere."""
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site of the run, in the order of the job."""
+        ...
+
+    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
+        """Have the record's cohort train, and combine what comes back.
+
+        Args:
+            state: The state after the round before.
+            record: The round; told of every answer.
+            out_d: Shape ``(d,)``, float32; overwritten and returned.
+
+        Raises:
+            QuorumNotMet: Too few answers count.
+        """
+        ...
+
+    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+        """Have the record's cohort evaluate the model of ``state``."""
+        ...
+
+
+class PlainGather:
+    """Every update is seen, checked and folded in as it lands."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        *,
+        run_id: RunId,
+        layout: Layout,
+        grid: Grid,
+        weight_of: Callable[[SiteUpdate], float],
+        combine: CombineRule,
+    ) -> None:
+        """Gather by ``combine`` over ``grid``, each update with its ``weight_of``."""
+        self._job = job
+        self._run_id = run_id
+        self._layout = layout
+        self._grid = grid
+        self._weight_of = weight_of
+        self._combine = combine
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site of the run, in the order of the job."""
+        return self._grid.sites()
+
+    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
+        """Train and combine; see ``Gather``."""
+        update_d = self._combine(self._sound_updates(state, record), out_d)
+        record.end_phase("combine")
+        return update_d
+
+    def evaluation(self, state: RunState, record: RoundRecord) -> None:
+        """Evaluate; see ``Gather``."""
+        tasks = self._tasks(state, record, TaskKind.EVALUATE)
+        record.collect_evaluations(
+            exchange(
+                self._grid,
+                tasks,
+                deadline_seconds=self._job.schedule.round_deadline_seconds,
+            )
+        )
+
+    def _tasks(
+        self, state: RunState, record: RoundRecord, kind: TaskKind
+    ) -> list[RoundTask]:
+        return round_tasks(
+            state,
+            record,
+            job=self._job,
+            run_id=self._run_id,
+            layout=self._layout,
+            kind=kind,
+        )
+
+    def _sound_updates(
+        self, state: RunState, record: RoundRecord
+    ) -> Iterator[WeightedUpdate]:
+        """Ask the cohort and yield each answer that counts, as it lands.
+
+        Raises:
+            QuorumNotMet: Fewer sites than the quorum gave one.
+        """
+        job = self._job
+        tasks = self._tasks(state, record, TaskKind.TRAIN)
+        replies = exchange(
+            self._grid, tasks, deadline_seconds=job.schedule.round_deadline_seconds
+        )
+        for update, reply in record.sound_updates(replies):
+            try:
+                weight = self._weight_of(update)
+            except InvalidUpdate as error:
+                record.revoke(update, reply, str(error))
+            else:
+                record.count(update, reply, weight)
+                yield WeightedUpdate(
+                    site=update.site, delta_d=update.delta_d, weight=weight
+                )
+            del update, reply  # One update at a time: the next is about to land.
+        if record.num_counted < job.minimum_sites:
+            raise QuorumNotMet(f"{record.num_counted} of {job.minimum_sites} sites")
+
+
+def round_tasks(
+    state: RunState,
+    record: RoundRecord,
+    *,
+    job: JobSpec,
+    run_id: RunId,
+    layout: Layout,
+    kind: TaskKind,
+    secure: Callable[[SiteId], bytes] = lambda _site: b"",
+) -> list[RoundTask]:
+    """Write the task of every site of a round's cohort; all share the weights.
+
+    ``secure`` gives what secure aggregation says to a site beside the model.
+    """
+    weights_d, integers_m = state.weights_d.view(), state.integers_m.view()
+    weights_d.flags.writeable = integers_m.flags.writeable = False
+    return [
+        RoundTask(
+            run_id=run_id,
+            round_index=record.round_index,
+            site=site,
+            kind=kind,
+            layout_digest=layout.digest,
+            weights_d=weights_d,
+            integers_m=integers_m,
+            evaluate=evaluates(job, state),
+            evaluate_after=job.aggregation.weights == "dynamic",
+            secure=secure(site),
+            anchor=state.anchors.get(site, NO_ANCHOR),
+        )
+        for site in record.cohort
+    ]
+
+
+def evaluates(job: JobSpec, state: RunState) -> bool:
+    """Whether sites that train from a state evaluate its model first."""
+    every = job.evaluation.every
+    return every > 0 and state.round_index % every == 0

@@ -1,0 +1,211 @@
+"""Messages to bytes and back: the only format that crosses a cloud's border.
+
+A frame, all numbers little-endian::
+
+    magic            8 bytes   b"crossfed"
+    version          u32       2
+    digest          32 bytes   SHA-256 of everything below
+    kind             u32       1 task, 2 update, 3 evaluation, 4 failure,
+                               5 secure task, 6 secure answer, 7 masked update
+    header length    u32       bytes of the header, its padding included
+    payload length   u64       bytes of the payload
+    header                     canonical JSON, padded with spaces so that the
+                               payload starts at a multiple of 64 bytes
+    payload                    integers as i64, floats as f32, words as bytes,
+                               body as bytes
+
+The header says how much the payload holds of each: ``num_integers``, ``num_floats``,
+``words_bytes`` and ``body_bytes``, as far as its kind of message has them. The body
+is a task's ``secure`` or another message's ``body``; the masked header of a masked
+update stands in the place of the integers, with the bits of its u64.
+
+Numbers that may be fractions stand in the header as ``float.hex`` text, which is
+exact and has a spelling for infinity and for not-a-number. There is one spelling
+of every message: encoding what was decoded gives the same bytes.
+
+Input is hostile. Length is checked before content, version before meaning and
+digest before use; whatever is wrong is a ``WireError``; nothing is allocated on
+the word of a length. The digest finds accidents, not attackers: who sent a frame
+is for the transport to prove. Values *inside* vectors are not looked at here, the
+aggregator decides on those.
+
+What each kind of message holds is in ``wire_fields``, how values of the header are
+spelled in ``wire_values``.
+"""
+
+import hashlib
+import json
+import struct
+
+import numpy as np
+
+from federation.errors import WireError
+from federation.protocols import Buffer
+from federation.wire import wire_fields
+from federation.wire.wire_fields import (
+    MAX_BODY_BYTES,
+    MAX_FLOAT_VALUES,
+    MAX_INTEGER_VALUES,
+    MAX_MASKED_HEADER_WORDS,
+    MAX_WORDS_BYTES,
+    Kind,
+    WireMessage,
+)
+from federation.wire.wire_values import (
+    MAX_COUNT,
+    MAX_PHASE_NAME_CHARS,
+    MAX_PHASES,
+    MAX_TEXT_CHARS,
+    Fields,
+    one_line,
+)
+
+__all__ = [
+    "MAGIC",
+    "MAX_BODY_BYTES",
+    "MAX_COUNT",
+    "MAX_FLOAT_VALUES",
+    "MAX_HEADER_BYTES",
+    "MAX_INTEGER_VALUES",
+    "MAX_MASKED_HEADER_WORDS",
+    "MAX_PHASES",
+    "MAX_PHASE_NAME_CHARS",
+    "MAX_TEXT_CHARS",
+    "MAX_WORDS_BYTES",
+    "VERSION",
+    "WireMessage",
+    "decode",
+    "encode",
+    "encode_bytes",
+    "encoded_size",
+    "one_line",
+]
+
+MAGIC = b"crossfed"
+VERSION = 2
+
+MAX_HEADER_BYTES = 1 << 16
+
+_LEAD = struct.Struct("<8sI32s")  # magic, version, digest
+_LENGTHS = struct.Struct("<IIQ")  # kind, header length, payload length
+_PREFIX_BYTES = _LEAD.size + _LENGTHS.size
+_ALIGNMENT_BYTES = 64
+_CANONICAL = json.JSONEncoder(
+    allow_nan=False, sort_keys=True, separators=(",", ":"), check_circular=False
+)
+
+
+def encode(message: WireMessage) -> list[Buffer]:
+    """Write a message as pieces that make a frame when joined.
+
+    The vectors are pieces of their own and are not copied; they must not change
+    until the frame has been sent.
+
+    Raises:
+        WireError: ``decode`` would refuse the message: a field is out of range, or
+            a vector has another type or more than one dimension.
+    """
+    payload = [np.ascontiguousarray(p).data for p in wire_fields.sections(message)]
+    kind, header = _head(message)
+    lengths = _LENGTHS.pack(kind, len(header), sum(p.nbytes for p in payload))
+    digest = hashlib.sha256(lengths)
+    digest.update(header)
+    for piece in payload:
+        digest.update(piece)
+    prefix = _LEAD.pack(MAGIC, VERSION, digest.digest()) + lengths
+    return [prefix + header, *(p for p in payload if p.nbytes)]
+
+
+def encode_bytes(message: WireMessage) -> bytes:
+    """Write a message as one ``bytes``, which copies its vectors.
+
+    Raises:
+        WireError: See ``encode``.
+    """
+    return b"".join(encode(message))
+
+
+def encoded_size(message: WireMessage) -> int:
+    """Bytes that ``encode`` would make, without reading a vector.
+
+    Raises:
+        WireError: See ``encode``.
+    """
+    payload = sum(part.nbytes for part in wire_fields.sections(message))
+    _, header = _head(message)
+    return _PREFIX_BYTES + len(header) + payload
+
+
+def decode(data: Buffer) -> WireMessage:
+    """Read a frame.
+
+    Args:
+        data: The whole frame and nothing else, contiguous in memory. It must not
+            change while the message is in use.
+
+    Returns:
+        The message. Its vectors are read-only views into ``data``, unless that
+        starts at an address that is not aligned: then they are copies.
+
+    Raises:
+        WireError: The bytes are not exactly one well-formed message.
+    """
+    frame = memoryview(data).toreadonly().cast("B")
+    # 1. Length before content.
+    if len(frame) < _PREFIX_BYTES:
+        raise WireError(f"{len(frame)} bytes are too few for a message")
+    magic, version, digest = _LEAD.unpack_from(frame)
+    # 2. Version before meaning.
+    if magic != MAGIC:
+        raise WireError("the bytes do not start like a message of crossfed")
+    if version != VERSION:
+        raise WireError(
+            f"the message has format version {version}, this side reads {VERSION}: "
+            "install the same release of crossfed everywhere"
+        )
+    number, header_bytes, payload_bytes = _LENGTHS.unpack_from(frame, _LEAD.size)
+    if header_bytes > MAX_HEADER_BYTES:
+        raise WireError(
+            f"the header has {header_bytes} bytes, at most {MAX_HEADER_BYTES} may be"
+        )
+    expected = _PREFIX_BYTES + header_bytes + payload_bytes
+    if len(frame) != expected:
+        raise WireError(f"the message has {len(frame)} bytes and declares {expected}")
+    # 3. Digest before use.
+    if hashlib.sha256(frame[_LEAD.size :]).digest() != digest:
+        raise WireError("the message was damaged on its way: its digest is wrong")
+    # 4. Meaning.
+    kind = _kind(number)
+    body = _PREFIX_BYTES + header_bytes
+    fields = _parse_header(bytes(frame[_PREFIX_BYTES:body]))
+    return wire_fields.read(kind, fields, frame[body:])
+
+
+def _head(message: WireMessage) -> tuple[Kind, bytes]:
+    kind, fields = wire_fields.write(message)
+    return kind, _format_header(fields)
+
+
+def _format_header(fields: Fields) -> bytes:
+    header = _CANONICAL.encode(fields).encode("ascii")
+    return header + b" " * (-(_PREFIX_BYTES + len(header)) % _ALIGNMENT_BYTES)
+
+
+def _parse_header(header: bytes) -> Fields:
+    try:
+        fields = json.loads(header)
+        # A repeated key, a NaN, a fraction written two ways or a wrong padding
+        # does not survive being written again.
+        canonical = isinstance(fields, dict) and _format_header(fields) == header
+    except (ValueError, RecursionError) as error:
+        raise WireError("the header is not JSON of a reasonable depth") from error
+    if not canonical:
+        raise WireError("the header is not a JSON object in canonical form")
+    return fields  # type: ignore[no-any-return]
+
+
+def _kind(number: int) -> Kind:
+    try:
+        return Kind(number)
+    except ValueError as error:
+        raise WireError(f"messages of kind {number} do not exist") from error

@@ -1,0 +1,1 @@
+"""Pages that open anywhere: report, comparison, audit, model card."""

@@ -1,0 +1,273 @@
+"""Runs next to each other: one HTML file that opens anywhere, as a report does.
+
+Figures come from ``monitoring.pages.comparison_plots``, the page from
+``comparison.html.j2``, every number from a ``RunView``.
+"""
+
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from federation.events import PrivacyPlanned
+from monitoring import privacy_words, units
+from monitoring.pages import comparison_plots
+from monitoring.pages.panels import Panel
+from monitoring.pages.report import environment, write_page
+from monitoring.views.round_view import accuracy_of, loss_of, perplexity
+from monitoring.views.run_view import RunView
+
+MAX_CHANGED_KEYS = 60
+
+# Where a run is kept does not make it another run.
+_BESIDE_THE_POINT = ("storage.", "simulation.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """One run of a comparison.
+
+    Attributes:
+        folder: Where it is kept, as the reader may look for it.
+        view: What happened.
+        job_toml: Its resolved job file, as text.
+    """
+
+    folder: str
+    view: RunView
+    job_toml: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A line of the table; texts are ready to be read."""
+
+    name: str
+    colour: str
+    run: ComparedRun
+    loss: str
+    quality: str
+    epsilon: str
+    delta: str
+    terms: str
+
+
+def write_comparison(runs: Sequence[ComparedRun], path: Path) -> None:
+    """Write the comparison of runs, whole or not at all.
+
+    Args:
+        runs: At least two, in the order of the page; any may still be going on.
+        path: Where to write; a file that is there is replaced.
+
+    Raises:
+        StoreUnavailable: The file cannot be written.
+    """
+    write_page(render(runs), path)
+
+
+def render(runs: Sequence[ComparedRun]) -> str:
+    """Return the page as text."""
+    names = _names(runs)
+    views = {name: run.view for name, run in zip(names, runs, strict=True)}
+    colours = comparison_plots.run_colours(views)
+    changed = changed_keys([run.job_toml for run in runs])
+    return (
+        environment()
+        .get_template("comparison.html.j2")
+        .render(
+            rows=[
+                _row(name, colours[name], run)
+                for name, run in zip(names, runs, strict=True)
+            ],
+            panels=_panels(views, colours),
+            has_accuracy=comparison_plots.has_accuracy(views),
+            is_private=any(run.view.privacy for run in runs),
+            has_noise=any(privacy_words.has_noise(run.view.privacy) for run in runs),
+            cautions=_cautions(runs),
+            changed=dict(list(changed.items())[:MAX_CHANGED_KEYS]),
+            num_changed=len(changed),
+        )
+    )
+
+
+def changed_keys(jobs: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Keys in which job files differ, each with its value in every one of them.
+
+    Args:
+        jobs: Resolved job files; one that is no TOML counts as empty.
+    """
+    documents = [_flat(_document(job)) for job in jobs]
+    keys = {key for document in documents for key in document}
+    found = {}
+    for key in sorted(keys, key=_in_order):
+        values = [document.get(key, "-") for document in documents]
+        if len(set(values)) > 1 and not key.startswith(_BESIDE_THE_POINT):
+            found[key] = values
+    return found
+
+
+def _in_order(key: str) -> tuple[bool, list[tuple[int, str]]]:
+    """Sites come last, the tenth of them after the second."""
+    parts = [(int(p) if p.isdecimal() else -1, p) for p in key.split(".")]
+    return key.startswith("sites."), parts
+
+
+def _document(job: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(job)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Every value of a document as text, by its whole key."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        items = {str(index): part for index, part in enumerate(value)}.items()
+    else:
+        return {prefix.removesuffix("."): str(value)}
+    found: dict[str, str] = {}
+    for key, part in items:
+        found |= _flat(part, f"{prefix}{key}.")
+    return found
+
+
+def _names(runs: Sequence[ComparedRun]) -> Sequence[str]:
+    """A name for each run: its job's, with its folder's where jobs are the same."""
+    jobs = Counter(run.view.started.job_name for run in runs)
+    names: list[str] = []
+    for run in runs:
+        job = run.view.started.job_name
+        name = job if jobs[job] == 1 else f"{job} {Path(run.folder).name}"
+        # Folders of one name, in different places.
+        names.append(name if name not in names else f"{name} ({len(names) + 1})")
+    return names
+
+
+def _row(name: str, colour: str, run: ComparedRun) -> _Row:
+    view, last = run.view, run.view.last_evaluated
+    loss = loss_of(last.pooled if last else None)
+    noisy = ""
+    if loss is not None and privacy_words.has_noise(view.privacy):
+        noisy = privacy_words.NOISY
+    if view.is_language:
+        value = None if loss is None else perplexity(loss)
+        quality = f"perplexity {noisy}{units.format_number(value)}"
+    else:
+        accuracy = accuracy_of(last.pooled if last else None)
+        quality = f"{noisy}{units.format_fraction(accuracy)}"
+        noise = privacy_words.accuracy_noise(view.privacy, last)
+        quality += f" \u00b1 {privacy_words.format_points(noise)}" if noise else ""
+    planned, total = view.privacy, view.total_spent
+    epsilon = "none"
+    if planned is not None:
+        spent = total.epsilon if total else None
+        epsilon = privacy_words.epsilon_of_cap(spent, planned)
+    noise = privacy_words.loss_noise(planned, last)
+    return _Row(
+        name=name,
+        colour=colour,
+        run=run,
+        loss=f"{noisy}{units.format_number(loss)}"
+        + (f" \u00b1 {noise:.2g}" if noise else ""),
+        quality=quality,
+        epsilon=epsilon,
+        delta=units.format_delta(total.delta) if total else "-",
+        terms=_terms(planned) if planned else "-",
+    )
+
+
+def _terms(planned: PrivacyPlanned) -> str:
+    terms = f"{planned.unit}; {privacy_words.terms(planned)}"
+    if not planned.holds_against:
+        return terms
+    return f"{terms}; against {planned.holds_against}"
+
+
+def _panels(
+    views: Mapping[str, RunView], colours: Mapping[str, str]
+) -> Sequence[Panel]:
+    drawn = comparison_plots.draw_comparison(views)
+    better = "Higher" if comparison_plots.has_accuracy(views) else "Lower"
+    noisy = ""
+    if any(privacy_words.has_noise(view.privacy) for view in views.values()):
+        noisy = " Where results carry noise, curves go up and down with it."
+    captions = {
+        "privacy-utility": (
+            "Privacy and utility",
+            (
+                "The last evaluated model of each run against the largest epsilon that "
+                f"any of its sites has spent. {better} and further left is better. "
+                "Dashed lines: runs without differential privacy. Bars: two standard "
+                "deviations of the noise on held-out results."
+            ),
+        ),
+        "loss": (
+            "Loss",
+            "Held-out loss over all sites after each round. Lower is better." + noisy,
+        ),
+        "accuracy": (
+            "Accuracy",
+            (
+                "Share of right held-out predictions after each round. Higher is "
+                f"better.{noisy}"
+            ),
+        ),
+    }
+    return tuple(
+        Panel(
+            name=name,
+            title=title,
+            caption=caption,
+            svg=drawn[name],
+            key=colours,
+            is_wide=name == "privacy-utility",
+            has_pooled=False,
+        )
+        for name, (title, caption) in captions.items()
+        if name in drawn
+    )
+
+
+def _cautions(runs: Sequence[ComparedRun]) -> Sequence[str]:
+    """What makes these runs hard to compare."""
+    found = []
+    views = [run.view for run in runs]
+    if len({view.started.sites for view in views}) > 1 or len(_held_out(views)) > 1:
+        found.append(
+            "The runs do not have the same sites with the same held-out data: their "
+            "losses and accuracies are over different records."
+        )
+    if len({view.started.task for view in views}) > 1:
+        found.append("The runs learn different tasks.")
+    apart = _apart([view.privacy for view in views if view.privacy])
+    if apart:
+        found.append(f"The epsilons do not mean the same. What differs: {apart}.")
+    if len({view.total_spent.delta for view in views if view.total_spent}) > 1:
+        found.append("The epsilons hold at different deltas.")
+    if any(view.finished is None for view in views):
+        found.append("Not all of the runs have ended.")
+    return found
+
+
+def _apart(planned: Sequence[PrivacyPlanned]) -> str:
+    """In what the promises of runs differ, in words; nothing if they do not."""
+    parts = {
+        "unit": {one.unit for one in planned},
+        "neighbours": {one.relation for one in planned},
+        "accountant": {one.accountant for one in planned},
+        "sampling": {one.sampling for one in planned},
+        "whom they hold against": {one.holds_against for one in planned},
+    }
+    return ", ".join(name for name, values in parts.items() if len(values) > 1)
+
+
+def _held_out(views: Sequence[RunView]) -> set[tuple[int, ...]]:
+    return {
+        tuple(share.held_out_examples for share in view.data.shares)
+        for view in views
+        if view.data
+    }

@@ -1,0 +1,221 @@
+"""What a model is made of and worth, for whoever gets the file: a page in Markdown.
+
+The sections follow "Model Cards for Model Reporting" (arXiv:1810.03993, section 4) as
+far as a run can tell: intended use and ethics are for a person to add. Text of the run
+stands in code spans, where nothing of it is markup.
+
+Not here: any number that the run keeps at its sites. Under secure aggregation or
+differential privacy sizes of data sets are among those.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from monitoring import privacy_words
+from monitoring.terminal import outcome
+from monitoring.units import format_bytes, format_count, format_duration
+from monitoring.views.run_view import COMPLETED, RunView
+
+_LOAD = """\
+```python
+from safetensors.torch import load_file
+
+model.load_state_dict(load_file("model.safetensors"), strict=False)
+```
+
+`model` is what the factory above returns. Tied weights are in the file under one of
+their names, for which `strict=False` is there."""
+
+_NO_PRIVACY = (
+    "No differential privacy. Records of the training data may be recognised in the "
+    "model, or read from it: share it only with those who may see the data."
+)
+_EXHAUSTED = (
+    "The run ended early, when the privacy budget of its sites was spent. This is the "
+    "last model that it allowed."
+)
+_HELD_OUT = (
+    "The loss and the accuracy are on held-out data of the same sites: they do not "
+    "say how the model does elsewhere."
+)
+_SIMULATED = (
+    "The sites were simulated on one machine: clouds and regions are names of the "
+    "job's own."
+)
+_PLACE = ("name", "cloud", "region")  # of a site, in a job file
+_OWN_DATA = "Each site trained on data that it chose itself, which never left it."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """What is known of the file itself.
+
+    Attributes:
+        size: Bytes.
+        sha256: Of its content, as 64 hexadecimal digits.
+        num_tensors: Tensors in it.
+        num_values: Values in all of them.
+        types: Their types as the format names them, such as ``F32``.
+    """
+
+    size: int
+    sha256: str
+    num_tensors: int
+    num_values: int
+    types: tuple[str, ...]
+
+
+def model_card(view: RunView, job_toml: str, model: ModelFile) -> str:
+    """Write the card of a run's final model.
+
+    The same run always has the same card.
+
+    Args:
+        view: The run, completed or exhausted.
+        job_toml: Its resolved job file, as text.
+        model: The file.
+    """
+    job = tomllib.loads(job_toml)
+    sections = (
+        _head(view),
+        ["## Model", "", *_table(_model_rows(job, model))],
+        ["## Data", "", *_data(view, job)],
+        ["## Training", "", *_table(_training_rows(view, job))],
+        ["## Evaluation", "", *_evaluation(view)],
+        ["## Privacy", "", *_privacy(view)],
+        ["## Limits", "", *(f"- {limit}" for limit in _limits(view))],
+        ["## Use", "", _LOAD],
+    )
+    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+
+
+def _head(view: RunView) -> Iterator[str]:
+    yield from ("---", "tags:", "- federated-learning")
+    if view.privacy is not None:
+        yield "- differential-privacy"
+    yield from ("---", "", f"# {_code(view.started.job_name)}", "")
+    num_sites = format_count(len(view.started.sites), "site")
+    yield (
+        f"One model, trained over {num_sites} by federated learning: updates of the "
+        "model went to an aggregator, and training data did not. The whole job is in "
+        "`job.toml`."
+    )
+    if view.status != COMPLETED:
+        yield from ("", _EXHAUSTED)
+
+
+def _model_rows(job: Mapping[str, Any], model: ModelFile) -> Iterator[tuple[str, str]]:
+    yield "file", f"`model.safetensors`, {format_bytes(model.size)}"
+    yield "SHA-256", _code(model.sha256)
+    tensors = format_count(model.num_tensors, "tensor")
+    yield "values", f"{model.num_values:,} in {tensors} of {', '.join(model.types)}"
+    yield "factory", _code(job["model"]["factory"])
+    if job["model"].get("options"):
+        yield "options", _code(json.dumps(job["model"]["options"]))
+
+
+def _data(view: RunView, job: Mapping[str, Any]) -> Iterator[str]:
+    heads = ["site", "cloud", "region"]
+    if view.is_deployed:
+        sites = ([_code(site[head]) for head in _PLACE] for site in job["sites"])
+        yield from (*_table(sites, heads), "", _OWN_DATA)
+        return
+    if "data" in job:
+        yield from _table([("source", _code(job["data"]["source"]))])
+        yield ""
+    # Where updates are hidden, the sizes of data sets are the sites' own too.
+    is_open = view.privacy is None and not view.is_secret
+    heads += ["training examples", "held-out examples"] if is_open else []
+    rows = []
+    for share in view.data.shares if view.data else ():
+        cells = [_code(share.site), _code(share.cloud), _code(share.region)]
+        if is_open:
+            cells += [f"{share.train_examples:,}", f"{share.held_out_examples:,}"]
+        rows.append(cells)
+    yield from _table(rows, heads)
+    if not is_open:
+        yield from ("", "How much each site holds is not told.")
+
+
+def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    started = datetime.fromtimestamp(view.first_started_at, UTC)
+    optimizer = job["training"]["optimizer"]
+    yield "run", _code(view.started.run_id)
+    yield "begun", f"{started:%Y-%m-%d %H:%M} UTC"
+    yield "rounds", f"{view.rounds_completed} of {view.started.rounds}"
+    yield "duration", format_duration(view.seconds)
+    rate = f"learning rate {optimizer['lr']:g}"
+    work = _work(job["training"])
+    yield "at each site", f"{work} a round of {_code(optimizer['name'])}, {rate}"
+    server = job["aggregation"]["server_optimizer"]["name"]
+    yield "combined by", f"{_code(job['aggregation']['combine'])}, then {_code(server)}"
+    sums = "the aggregator saw sums only" if view.is_secret else "no"
+    yield "secure aggregation", sums
+    up, down = format_bytes(view.bytes_up), format_bytes(view.bytes_down)
+    yield "traffic", f"{up} from the sites, {down} to them"
+    if view.failures:
+        yield "failures", format_count(len(view.failures), "answer")
+
+
+def _work(training: Mapping[str, Any]) -> str:
+    """What a site does in a round: a job names steps or epochs."""
+    if "local_steps" in training:
+        return format_count(training["local_steps"], "step")
+    return format_count(training["local_epochs"], "epoch")
+
+
+def _evaluation(view: RunView) -> Iterator[str]:
+    rows = [(name, _plain(text)) for name, text in outcome.quality(view)]
+    if not rows:
+        yield "The model was not evaluated."
+        return
+    yield from _table(rows)
+    if privacy_words.has_noise(view.privacy):
+        yield from ("", "A tilde marks a result with noise, +- its standard deviation.")
+
+
+def _privacy(view: RunView) -> Iterator[str]:
+    planned = view.privacy
+    if planned is None:
+        yield _NO_PRIVACY
+        return
+    spent = privacy_words.spent(planned, view.total_spent)
+    rows = [("unit", f"{_code(planned.unit)}: {privacy_words.unit(planned)}")]
+    rows.append(("epsilon", spent))
+    if planned.holds_against:
+        rows.append(("holds against", planned.holds_against))
+    signal = privacy_words.signal(planned)
+    if signal is not None:
+        rows.append(("signal", signal))
+    yield from _table([(name, _plain(text)) for name, text in rows])
+    yield from ("", _plain(privacy_words.meaning(planned, view.total_spent)))
+
+
+def _limits(view: RunView) -> Iterator[str]:
+    yield _HELD_OUT
+    if not view.is_deployed:
+        yield _SIMULATED
+    if view.privacy is not None:
+        yield from (f"Layer replaced: {_code(name)}." for name in view.privacy.replaced)
+
+
+def _table(
+    rows: Iterable[Sequence[str]], heads: Sequence[str] = ("", "")
+) -> Iterator[str]:
+    for cells in (heads, ["---"] * len(heads), *rows):
+        yield f"| {' | '.join(cells)} |"
+
+
+def _plain(text: str) -> str:
+    """A text of ours inside a table: ``~`` would strike through."""
+    return " ".join(text.split()).replace("~", "\\~")
+
+
+def _code(text: str) -> str:
+    """A text of the job's as it stands, on one line."""
+    shown = " ".join(text.split()).replace("`", "'").replace("|", "\\|")
+    return f"`{shown}`" if shown else ""

@@ -1,0 +1,263 @@
+"""The report of a run: one HTML file that opens anywhere, without a network.
+
+Figures come from ``monitoring.pages.panels``, the page from ``report.html.j2``, every
+number from a ``RunView``. Text of the run (names, messages, the job file) is
+escaped by the template. Nothing here reads a log or decides what a number means.
+"""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from federation.errors import StoreUnavailable
+from federation.messages import FailureKind
+from monitoring import privacy_words, units
+from monitoring.pages import panels, plots, report_privacy
+from monitoring.views import storage_use
+from monitoring.views.round_view import RUNNING, accuracy_of, loss_of, perplexity
+from monitoring.views.run_view import COMPLETED, RunView
+from monitoring.views.site_view import SiteView
+
+MAX_SITE_ROWS = 100
+MAX_ROUND_ROWS = 200
+MAX_NOTICE_ROWS = 100
+
+FAILURE_MEANINGS: Mapping[str, str] = {
+    FailureKind.CRASHED: "the site raised an error",
+    FailureKind.NOT_SET_UP: "the site had no keys of the run, as after a restart",
+    FailureKind.DEADLINE: "no answer before the round's deadline",
+    FailureKind.UNREACHABLE: "the site was not connected",
+    FailureKind.DISCONNECTED: "the connection of the site ended",
+    FailureKind.BUSY: "the site still worked on an earlier round",
+    FailureKind.BUDGET: "the site's privacy budget did not allow the work",
+    FailureKind.NOT_FINITE: "the update held NaN or infinity",
+    FailureKind.INVALID: "wrong length, wrong model or wrong round",
+    FailureKind.DUPLICATE: "a second answer to one question",
+    FailureKind.LATE: "an answer after its round had ended",
+    FailureKind.UNKNOWN: "an answer of a site that was not asked",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def write_report(
+    view: RunView, job_toml: str, versions: Mapping[str, str], path: Path
+) -> None:
+    """Write the report of a run, whole or not at all.
+
+    Args:
+        view: The run; it may still be going on.
+        job_toml: The resolved job file, as text.
+        versions: What ran, for example ``{"torch": "2.8.0"}``.
+        path: Where to write; a file that is there is replaced.
+
+    Raises:
+        StoreUnavailable: The file cannot be written.
+    """
+    write_page(render(view, job_toml, versions), path)
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a page whole or not at all.
+
+    Raises:
+        StoreUnavailable: The file cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, path)  # noqa: PTH105 - the name says that it is atomic
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise StoreUnavailable(
+            f"cannot write the report {path}: {error.strerror}"
+        ) from error
+
+
+def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
+    """Return the page as text."""
+    sites = _listed_sites(view)
+    return (
+        environment()
+        .get_template("report.html.j2")
+        .render(
+            view=view,
+            status_word="not finished" if view.status == RUNNING else view.status,
+            tiles=_tiles(view),
+            panels=panels.of_run(view),
+            colours=plots.site_colours(view),
+            sites=sites,
+            rounds=view.rounds[-MAX_ROUND_ROWS:],
+            failures=view.failures[-MAX_NOTICE_ROWS:],
+            num_failures=len(view.failures),
+            kinds=Counter(failure.kind.value for failure in view.failures),
+            meanings=FAILURE_MEANINGS,
+            warnings=view.warnings[-MAX_NOTICE_ROWS:],
+            skipped=view.skipped[-MAX_NOTICE_ROWS:],
+            best_round=_best_round(view),
+            job_toml=job_toml,
+            versions=versions,
+            stores=storage_use.shown(view),
+            store_rows=storage_use.rows,
+            store_total=storage_use.total(view.storage),
+            **report_privacy.context(view),
+        )
+    )
+
+
+def environment() -> Environment:
+    """What turns templates into pages; all text is escaped."""
+    found = Environment(
+        loader=PackageLoader("monitoring.pages", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters.update(
+        bytes=units.format_bytes,
+        cap=units.format_cap,
+        delta=units.format_delta,
+        duration=units.format_duration,
+        epsilon=units.format_epsilon,
+        fraction=units.format_fraction,
+        number=units.format_number,
+        sentence=lambda text: f"{text[:1].upper()}{text[1:]}.",
+        utc=_utc,
+    )
+    found.globals.update(
+        count=units.format_count, perplexity_of=_perplexity, last_of=_last
+    )
+    return found
+
+
+def _privacy_tiles(view: RunView) -> Sequence[Tile]:
+    planned, total = view.privacy, view.total_spent
+    if planned is None:
+        return ()
+    delta = f"at delta {units.format_delta(total.delta)}; " if total else ""
+    held_out = Tile(label="Held-out epsilon", value="none", note="no noise on results")
+    if planned.signal_to_noise is not None:
+        held_out = Tile(
+            label="Signal to noise",
+            value=f"{planned.signal_to_noise:.2g}",
+            note="of the mean update, at most, to the noise on it",
+        )
+    if privacy_words.has_noise(planned):
+        spent = total.held_out_epsilon if total else None
+        held_out = Tile(
+            label="Held-out epsilon",
+            value=privacy_words.epsilon_of_cap(spent, planned),
+            note="of other records, with a budget of their own",
+        )
+    epsilon = Tile(
+        label="Epsilon",
+        value=privacy_words.epsilon_of_cap(total.epsilon if total else None, planned),
+        note=f"{delta}{privacy_words.terms(planned)}",
+    )
+    return epsilon, held_out
+
+
+def _tiles(view: RunView) -> Sequence[Tile]:
+    last = view.last_evaluated
+    loss = loss_of(last.pooled if last else None)
+    after = "never evaluated"
+    if last:
+        after = f"after round {last.round_index}"
+        sites, everyone = len(last.sites), len(view.started.sites)
+        after += f", {sites:,} of {everyone:,} sites" if sites < everyone else ""
+    noisy = privacy_words.NOISY if loss is not None else ""
+    noisy = noisy if privacy_words.has_noise(view.privacy) else ""
+    noise = privacy_words.accuracy_noise(view.privacy, last)
+    loss_noise = privacy_words.loss_noise(view.privacy, last)
+    accuracy = units.format_fraction(accuracy_of(last.pooled if last else None))
+    quality = Tile(
+        label="Accuracy",
+        value=f"{noisy}{accuracy}",
+        note="of held-out predictions"
+        if noise is None
+        else f"with noise of {privacy_words.format_points(noise)} points",
+    )
+    if view.is_language:
+        quality = Tile(
+            label="Perplexity",
+            value=f"{noisy}{_perplexity(loss)}",
+            note="of a held-out token",
+        )
+    up, down = units.format_bytes(view.bytes_up), units.format_bytes(view.bytes_down)
+    failures = units.format_count(len(view.failures), "failure")
+    resumes = units.format_count(view.coordinators - 1, "resume")
+    return (
+        Tile(
+            label="Held-out loss",
+            value=f"{noisy}{units.format_number(loss)}",
+            note=after
+            + ("" if loss_noise is None else f", with noise of {loss_noise:.2g}"),
+        ),
+        quality,
+        *_privacy_tiles(view),
+        Tile(
+            label="Rounds",
+            value=f"{view.rounds_completed} of {view.started.rounds}",
+            note="changed the model",
+        ),
+        Tile(label="Sites", value=f"{len(view.started.sites):,}", note=failures),
+        Tile(
+            label="Traffic",
+            value=units.format_bytes(view.bytes_up + view.bytes_down),
+            note=f"{up} up, {down} down",
+        ),
+        Tile(
+            label="Time",
+            value=units.format_duration(view.seconds),
+            note=resumes if view.coordinators > 1 else "without interruption",
+        ),
+    )
+
+
+def _listed_sites(view: RunView) -> Sequence[SiteView]:
+    """The sites of the table: those of the figures, then the first of the rest."""
+    if len(view.sites) <= MAX_SITE_ROWS:
+        return view.sites
+    shown = plots.site_colours(view)
+    rest = [site for site in view.sites if site.site not in shown]
+    chosen = {site.site for site in rest[: MAX_SITE_ROWS - len(shown)]} | set(shown)
+    return [site for site in view.sites if site.site in chosen]
+
+
+def _best_round(view: RunView) -> int | None:
+    if privacy_words.has_noise(view.privacy):
+        return None  # The lowest of noisy losses is the luckiest one.
+    losses = [
+        (row.loss, row.index)
+        for row in view.rounds
+        # A loss that lacks a site's data cannot be compared with the others.
+        if row.loss is not None and row.status == COMPLETED and not row.num_unheard
+    ]
+    return min(losses)[1] if losses else None
+
+
+def _perplexity(loss: float | None) -> str:
+    return units.format_number(None if loss is None else perplexity(loss))
+
+
+def _last(series: Sequence[tuple[int, float]]) -> float | None:
+    return series[-1][1] if series else None
+
+
+def _utc(unix_seconds: float) -> str:
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,48 @@
+"""What the report of a run says of differential privacy, where its figures do not."""
+
+from collections.abc import Mapping
+
+from monitoring import privacy_words
+from monitoring.views.run_view import RunView
+
+
+def context(view: RunView) -> Mapping[str, str | bool]:
+    """What the page says of differential privacy; empty texts without it."""
+    planned = view.privacy
+    loss_noise = privacy_words.loss_noise(planned, view.last_evaluated)
+    noise = privacy_words.accuracy_noise(planned, view.last_evaluated)
+    return {
+        "signal": (privacy_words.signal(planned) or "") if planned else "",
+        "is_in_sum": privacy_words.is_in_sum(planned),
+        "is_of_sites": privacy_words.is_of_sites(planned),
+        "unit": privacy_words.unit(planned) if planned else "",
+        "noisy": privacy_words.NOISY if privacy_words.has_noise(planned) else "",
+        "terms": privacy_words.terms(planned) if planned else "",
+        "meaning": privacy_words.meaning(planned, view.total_spent) if planned else "",
+        "loss_noise": "" if loss_noise is None else f"{loss_noise:.2g}",
+        "accuracy_noise": ""
+        if noise is None or view.is_language
+        else privacy_words.format_points(noise),
+    }
+
+
+def terms(view: RunView) -> str:
+    """What an epsilon of the run is about; empty without one."""
+    return privacy_words.terms(view.privacy) if view.privacy else ""
+
+
+def adaptive_clip(view: RunView) -> str:
+    """What to say of a clip norm that follows the updates."""
+    if not view.clip_adapts:
+        return ""
+    return (
+        " The clip norm bounds each site's own update, and follows the share of them "
+        "that are within it."
+    )
+
+
+def spender(view: RunView) -> str:
+    """Who has spent what: the beginning of a sentence."""
+    if privacy_words.is_of_sites(view.privacy):
+        return "What every site has spent"
+    return "What each site has spent on its training records"

@@ -1,0 +1,253 @@
+"""The folder that a run leaves: job, events, result, model, checkpoints, report."""
+
+import json
+import os
+import platform
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from federation import folder_lock
+from federation.durable_files import flush, replace_file, unavailable
+from federation.errors import (
+    RunConflict,
+    RunNotFound,
+)
+from federation.event_log import read_events
+from federation.events import Event, ModelEvaluated, RunStarted, SiteAnswered
+from federation.ids import RunId, SiteId, new_run_id
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from federation.messages import LedgerAnchor, join_anchors
+from monitoring.views.run_fold import fold
+from monitoring.views.run_view import COMPLETED, RunView
+
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where one run is kept.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        """The resolved job, in TOML."""
+        return self.path / "job.toml"
+
+    @property
+    def memory(self) -> Path:
+        """What simulated sites remember of it, and of the runs beside it."""
+        return self.path.parent / ".memory"
+
+    @property
+    def events(self) -> Path:
+        """Everything that happened, a JSON line each."""
+        return self.path / "events.jsonl"
+
+    @property
+    def result(self) -> Path:
+        """What the run came to, in JSON."""
+        return self.path / "result.json"
+
+    @property
+    def model(self) -> Path:
+        """The final model."""
+        return self.path / "model.safetensors"
+
+    @property
+    def report(self) -> Path:
+        """The page to look at."""
+        return self.path / "report.html"
+
+    @property
+    def lock(self) -> Path:
+        """Empty; the process that works on the run holds a lock on it."""
+        return self.path / ".lock"
+
+    def exists(self) -> bool:
+        """Whether a run has begun here."""
+        return self.events.is_file()
+
+    def read_events(self) -> list[Event]:
+        """Everything that happened so far.
+
+        Raises:
+            RunNotFound: No run has begun here.
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
+        if not self.exists():
+            raise RunNotFound(f"there is no run in {self.path} (no events.jsonl)")
+        return read_events(self.events)
+
+    def view(self) -> RunView:
+        """What the events add up to.
+
+        Raises:
+            RunNotFound: There is none, or it ended before its first event.
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
+        found = self.read_events()
+        if not any(isinstance(event, RunStarted) for event in found):
+            raise RunNotFound(f"the run in {self.path} ended before its first event")
+        return fold(found)
+
+    def anchors(self) -> dict[SiteId, LedgerAnchor]:
+        """Return the largest anchor of each site that an answer has brought.
+
+        It is noted here before the answer is used, so also where a coordinator was
+        killed before it saved the round, or when the final model was evaluated.
+
+        Raises:
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
+        found: dict[SiteId, LedgerAnchor] = {}
+        for event in self.read_events() if self.exists() else []:
+            spent = []
+            if isinstance(event, SiteAnswered):
+                spent = [(event.site, event.spent)]
+            elif isinstance(event, ModelEvaluated):
+                spent = [*zip(event.sites, event.spent, strict=False)]
+            known = {SiteId(site): each.anchor for site, each in spent if each}
+            found = join_anchors(found, known)
+        return found
+
+    def new_run_id(self, unix_seconds: float) -> RunId:
+        """Name a run that begins here: as its folder, if that is such a name."""
+        return self.named_id() or new_run_id(unix_seconds, os.urandom(3))
+
+    def named_id(self) -> RunId | None:
+        """Name of the run that the folder is named after, if it is."""
+        name = self.path.name
+        return RunId(name) if _RUN_ID.fullmatch(name) else None
+
+    def run_id(self) -> RunId | None:
+        """Name of the run that began here; None if none has."""
+        if not self.exists():
+            return None
+        started = (e for e in self.read_events() if isinstance(e, RunStarted))
+        first = next(started, None)
+        return None if first is None else RunId(first.run_id)
+
+    def completed(self, job: JobSpec) -> RunView | None:
+        """The view of a run of this very job of which nothing is left to do."""
+        files = (self.events, self.job, self.model, self.result, self.report)
+        if not all(file.is_file() for file in files):
+            return None
+        try:
+            kept = tomllib.loads(self.job.read_text())
+        except (OSError, ValueError):
+            return None
+        if job_file.differences(job_file.document(job), kept):
+            return None
+        view = self.view()
+        return view if view.status == COMPLETED else None
+
+    def read_job(self) -> str:
+        """The resolved job, as text.
+
+        Raises:
+            RunNotFound: The file is missing.
+        """
+        try:
+            return self.job.read_text(encoding="utf-8")
+        except OSError as error:
+            raise RunNotFound(
+                f"the run in {self.path} has lost its job.toml ({error.strerror}): "
+                "resume it with its job file, which writes it again"
+            ) from error
+
+    def write_job(self, job: JobSpec) -> None:
+        """Write the resolved job."""
+        text = tomli_w.dumps(job_file.document(job))
+        replace_file(self.job, [text.encode()])
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write what the run came to."""
+        text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+        replace_file(self.result, [text.encode()])
+
+    def flush_events(self) -> None:
+        """Make the events durable.
+
+        Checkpoints outlive a power cut and name their run, so the name must too.
+
+        Raises:
+            StoreUnavailable: The disk is full or reports an error.
+        """
+        try:
+            for path in (self.events, self.path):
+                flush(path)
+        except OSError as error:
+            raise unavailable(self.events, error) from error
+
+    def is_locked(self) -> bool:
+        """Whether a process works on the run."""
+        return folder_lock.is_held(self.lock)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for one coordinator of this machine.
+
+        Raises:
+            RunConflict: Another process holds it.
+            StoreUnavailable: The folder cannot be made, written or locked.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise unavailable(self.path, error) from error
+        try:
+            self._take(handle)
+            yield
+        finally:
+            os.close(handle)
+
+    def _take(self, handle: int) -> None:
+        try:
+            is_ours = folder_lock.acquire(handle)
+        except OSError as error:
+            raise unavailable(self.lock, error) from error
+        if not is_ours:
+            raise RunConflict(
+                f"another process runs in {self.path}; wait for it, or choose another "
+                "folder with --out"
+            )
+
+
+def leave_report(run: RunFolder, path: Path | None = None) -> Path:
+    """Write the report of a run from what it left, and return where it is.
+
+    Raises:
+        RunNotFound: There is no run in the folder, or its job file is missing.
+        StoreUnavailable: The report cannot be written.
+    """
+    from monitoring.pages.report import write_report  # noqa: PLC0415 -- slow to import
+
+    path = path or run.report
+    view = run.view()
+    write_report(view, run.read_job(), _versions(), path)
+    return path
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    packages = ("crossfed", "numpy", "torch", "scikit-learn", "safetensors")
+    found = {name: metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), **found}

@@ -1,0 +1,85 @@
+"""What a run comes to, for whoever has called for it from Python."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.result_json import result
+from monitoring.views.round_view import accuracy_of, loss_of
+from monitoring.views.run_view import RunView
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run came to.
+
+    Attributes:
+        status: ``completed``, ``stopped``, or ``exhausted`` if the sites' privacy
+            budgets allowed no further round.
+        run_id: The run.
+        rounds_completed: Rounds after which the weights changed.
+        rounds_now: Rounds that this call ran: 0 if all were done before.
+        loss: Pooled held-out loss of the final model, in nats; None if it was not
+            evaluated.
+        accuracy: Its pooled held-out accuracy; None if it was not evaluated.
+        view: Everything else that the run's events tell: rounds, sites, bytes.
+        weights: The final model: arrays by tensor name, float32 and int64; frozen ones
+            in the model's own types.
+        folder: Where the run is kept; None if it is not.
+    """
+
+    status: str
+    run_id: str
+    rounds_completed: int
+    rounds_now: int
+    loss: float | None
+    accuracy: float | None
+    view: RunView
+    weights: Mapping[str, NDArray[Any]]
+    folder: Path | None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The final model for ``torch.nn.Module.load_state_dict``.
+
+        Tied weights appear under one of their names: load with ``strict=False``.
+        """
+        return {name: torch.from_numpy(a) for name, a in self.weights.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """The content of ``result.json``."""
+        return result(self.view)
+
+
+def result_of(
+    view: RunView,
+    weights: Mapping[str, NDArray[Any]],
+    run: RunFolder | None,
+    *,
+    rounds_now: int,
+) -> RunResult:
+    """Bring together what a run came to.
+
+    Args:
+        view: The run.
+        weights: Its model: arrays by tensor name.
+        run: Where it is kept; None if it is not.
+        rounds_now: Rounds that this call ran.
+    """
+    last = view.last_evaluated
+    sums = None if last is None else last.pooled
+    return RunResult(
+        status=view.status,
+        run_id=view.started.run_id,
+        rounds_completed=view.rounds_completed,
+        rounds_now=rounds_now,
+        loss=loss_of(sums),
+        accuracy=accuracy_of(sums),
+        view=view,
+        weights=weights,
+        folder=None if run is None else run.path,
+    )

@@ -1,0 +1,59 @@
+"""What a run came to, in a few lines."""
+
+from collections.abc import Iterator
+
+from monitoring import privacy_words
+from monitoring.views import storage_use
+from monitoring.views.round_view import accuracy_of, loss_of, perplexity
+from monitoring.views.run_view import RunView
+
+
+def lines(view: RunView, *, status: str = "") -> Iterator[str]:
+    """Say status, rounds, quality of the model, and what was used up for it.
+
+    Args:
+        view: The run.
+        status: Of a run whose last coordinator ended before its first event; by
+            default what the events say.
+    """
+    yield f"status      {status or view.status}"
+    yield f"rounds      {view.rounds_completed}"
+    yield from (f"{name:<11} {text}" for name, text in quality(view))
+    if view.privacy is not None:
+        yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
+    if view.left_out is not None and view.left_out.sites:
+        yield f"left out    {', '.join(view.left_out.sites)}"
+    storage = storage_use.line(view)
+    if storage is not None:
+        yield f"storage     {storage}"
+
+
+def quality(view: RunView) -> Iterator[tuple[str, str]]:
+    """What the newest evaluation says, by name; nothing without one."""
+    last = view.last_evaluated
+    sums = None if last is None else last.pooled
+    loss, accuracy = loss_of(sums), accuracy_of(sums)
+    if loss is None or accuracy is None:
+        return
+    noisy = privacy_words.NOISY if privacy_words.has_noise(view.privacy) else ""
+    noise = privacy_words.plus_minus(privacy_words.loss_noise(view.privacy, last))
+    yield "loss", f"{noisy}{loss:.4f}{noise} nats, {_on_what(view)}"
+    if view.is_language:
+        yield "perplexity", f"{noisy}{perplexity(loss):.2f}"
+        return
+    of_right = privacy_words.accuracy_noise(view.privacy, last)
+    legend = ""
+    if of_right is not None:
+        points = privacy_words.format_points(of_right)
+        legend = f" +-{points} (standard deviation of the noise)"
+    yield "accuracy", f"{noisy}{accuracy:.2%}{legend}"
+
+
+def _on_what(view: RunView) -> str:
+    """Which model the final loss is of, and on whose data."""
+    last = view.last_evaluated
+    if last is None:
+        return "not evaluated"
+    sites, everyone = len(last.sites), len(view.started.sites)
+    whose = "all sites" if sites == everyone else f"{sites} of {everyone} sites"
+    return f"after round {last.round_index}, on held-out data of {whose}"

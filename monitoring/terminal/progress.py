@@ -1,0 +1,265 @@
+"""A run while it goes on, as lines for a pipe or a log file.
+
+``PlainProgress`` is an ``Emit`` callable and a context manager, and reads only events.
+Names and messages come from sites: whatever is not printable is replaced before it
+reaches a terminal. The picture for a terminal is in ``live``.
+"""
+
+from typing import Self, TextIO
+
+from federation.events import (
+    CheckpointSkipped,
+    Event,
+    GroupsCompared,
+    ModelEvaluated,
+    PrivacyPlanned,
+    RoundFinished,
+    RoundStarted,
+    RunFinished,
+    RunStarted,
+    SiteAnswered,
+    SiteFailed,
+    SitesIntroduced,
+    SitesLeftOut,
+    Warned,
+)
+from federation.messages import FailureKind
+from monitoring import privacy_words
+from monitoring.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_epsilon,
+    format_fraction,
+    format_number,
+)
+from monitoring.views.round_view import accuracy_of, loss_of, perplexity
+from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, LANGUAGE
+
+# With more sites than this, only failures get a line of their own.
+MAX_SITES_WITH_LINES = 8
+
+ANOTHER = "the service starts another, which resumes from the newest checkpoint"
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """One line without control characters, cut at ``limit`` characters."""
+    line = "".join(sign if sign.isprintable() else "?" for sign in text)
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def introduced(event: SitesIntroduced) -> str:
+    """Who says to hold how many examples, the largest first: a wrong one stands out."""
+    pairs = zip(event.sites, event.num_examples, strict=True)
+    order = sorted(pairs, key=lambda pair: -pair[1])
+    named = [f"{n:,} at {site}" for site, n in order[:MAX_SITES_WITH_LINES]]
+    more = len(order) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+def left_out(event: SitesLeftOut) -> str:
+    """Which sites rounds go on without, and why."""
+    pairs = zip(event.sites, event.reasons, strict=True)
+    named = "; ".join(f"{site} ({reason})" for site, reason in pairs)
+    return f"left out from now on: {named or 'no site any more'}"
+
+
+def attempt_failed(event: RunFinished) -> str:
+    """That a coordinator has ended before its run did."""
+    why = f": {event.message}" if event.message else ""
+    return f"coordinator ended{why}; {ANOTHER}"
+
+
+def killed_before(event: RunStarted) -> str:
+    """That the coordinator before this one left no last event."""
+    return (
+        "the coordinator before was killed, or its machine failed; another resumes at "
+        f"round {event.first_round}"
+    )
+
+
+class PlainProgress:
+    """One line for every round and site task, for pipes and log files.
+
+    A round's line waits for the evaluation of its model, which comes during the
+    next round.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to ``stream``, which stays open."""
+        self._stream = stream
+        self._is_language = self._is_secret = self._is_at_work = False
+        self._rounds = 0
+        self._num_sites = 0
+        self._privacy: PrivacyPlanned | None = None
+        self._groups: tuple[tuple[str, ...], ...] = ()  # As written last.
+        self._waiting: dict[int, RoundFinished] = {}
+        self._evaluated: dict[int, ModelEvaluated] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Write what the event has to say, if anything."""
+        match event:
+            case RunStarted():
+                self._start(event)
+            case PrivacyPlanned():
+                self._plan(event)
+            case RoundStarted(round_index=index):
+                # A model is evaluated in the round after its own, if at all.
+                self._write_rounds(before=index - 1)
+            case SiteAnswered() | SiteFailed():
+                self._write_site(event)
+            case RoundFinished():
+                self._waiting[event.round_index] = event
+            case ModelEvaluated():
+                self._evaluate(event)
+            case RunFinished():
+                self._finish(event)
+            case _:
+                self._write_notice(event)
+
+    def close(self) -> None:
+        """Write the rounds that still wait for an evaluation."""
+        self._write_rounds(before=None)
+
+    def __enter__(self) -> Self:
+        """Return the progress itself."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Write what is left."""
+        self.close()
+
+    def _start(self, event: RunStarted) -> None:
+        if self._is_at_work:
+            self._write(killed_before(event))
+        self._is_at_work = True
+        self._waiting.clear()
+        self._is_language = event.task == LANGUAGE
+        self._is_secret = event.secure_aggregation
+        self._rounds, self._num_sites = event.rounds, len(event.sites)
+        verb = "resumes" if event.first_round > 1 else "starts"
+        self._write(
+            f"run {event.run_id} {verb}  {event.job_name}  "
+            f"{format_count(event.rounds, 'round')}  "
+            f"{format_count(len(event.sites), 'site')}  "
+            f"{format_count(event.parameters, 'parameter')}"
+            f"{f' ({event.frozen:,} more frozen)' if event.frozen else ''}"
+            f"{'  secure aggregation' if self._is_secret else ''}"
+        )
+
+    def _plan(self, event: PrivacyPlanned) -> None:
+        self._privacy = event
+        for line in privacy_words.lines(event, MAX_SITES_WITH_LINES):
+            self._write(f"privacy  {line}")
+
+    def _evaluate(self, event: ModelEvaluated) -> None:
+        if event.round_index == 0:
+            self._write(f"start  {self._metrics(event)}")
+            return
+        self._evaluated[event.round_index] = event
+        self._write_rounds(before=event.round_index + 1)
+
+    def _write_site(self, event: SiteAnswered | SiteFailed) -> None:
+        place = f"{self._place(event.round_index)}  {event.site}"
+        seconds = format_duration(event.answered_seconds - event.asked_seconds)
+        if isinstance(event, SiteFailed):
+            # A site that keeps to its budget has not failed.
+            verb = "declined" if event.kind == FailureKind.BUDGET else "failed"
+            self._write(f"{verb} {place}  {event.kind}  {event.message}  {seconds}")
+        elif self._num_sites <= MAX_SITES_WITH_LINES:
+            told = f"training loss {training_loss(event, self._is_secret)}"
+            if self._privacy is not None:  # Then no loss of training leaves a site.
+                spent = event.spent.epsilon if event.spent else None
+                told = f"epsilon {format_epsilon(spent)}"
+            self._write(
+                f"site   {place}  {told}  "
+                f"up {format_bytes(event.bytes_up)}  "
+                f"down {format_bytes(event.bytes_down)}  {seconds}"
+            )
+
+    def _write_notice(self, event: Event) -> None:
+        match event:
+            case SitesIntroduced():
+                self._write(f"examples  {introduced(event)}")
+            case SitesLeftOut():
+                self._write(left_out(event))
+            case GroupsCompared() if event.groups != self._groups:
+                self._groups = event.groups
+                named = (", ".join(group) for group in event.groups)
+                self._write(f"groups  {'  |  '.join(named)}")
+            case Warned(message=message):
+                self._write(f"warning  {message}")
+            case CheckpointSkipped(key=key, reason=reason):
+                self._write(f"checkpoint skipped  {key}  {reason}")
+
+    def _write_rounds(self, *, before: int | None) -> None:
+        for index in sorted(self._waiting):
+            if before is None or index < before:
+                self._write_round(self._waiting.pop(index))
+
+    def _write_round(self, event: RoundFinished) -> None:
+        evaluated = self._evaluated.pop(event.round_index, None)
+        status = "" if event.status == COMPLETED else f"{event.status}  "
+        training = ""
+        if self._privacy is not None:
+            # Its terms were said when the run started.
+            training = f"epsilon {format_epsilon(event.epsilon)}  "
+        elif self._is_secret:  # Which the sites' lines cannot tell.
+            training = f"training loss {format_number(loss_of(event.training))}  "
+        self._write(
+            f"round  {self._place(event.round_index)}  {status}"
+            f"{training}{self._metrics(evaluated)}  "
+            f"{len(event.answered)}/{len(event.asked)} sites  "
+            f"up {format_bytes(event.bytes_up)}  "
+            f"down {format_bytes(event.bytes_down)}  {format_duration(event.seconds)}"
+        )
+
+    def _finish(self, event: RunFinished) -> None:
+        self.close()
+        self._is_at_work = False
+        if event.status == INTERRUPTED:
+            self._write(attempt_failed(event))
+            return
+        message = f"  {event.message}" if event.message else ""
+        if event.status == EXHAUSTED:
+            message = f"  the privacy budget is spent:{message[1:] or ' as planned'}"
+        self._write(
+            f"run {event.status}  "
+            f"{format_count(event.rounds_completed, 'round')} completed  "
+            f"{format_duration(event.seconds)}{message}"
+        )
+
+    def _metrics(self, event: ModelEvaluated | None) -> str:
+        if event is None:
+            return "not evaluated"
+        loss = loss_of(event.pooled)
+        noisy = privacy_words.NOISY if privacy_words.has_noise(self._privacy) else ""
+        noise = privacy_words.loss_noise(self._privacy, event)
+        text = f"loss {noisy}{format_number(loss)}{privacy_words.plus_minus(noise)}"
+        if self._is_language:
+            value = None if loss is None else perplexity(loss)
+            text += f"  perplexity {noisy}{format_number(value)}"
+        else:
+            text += f"  accuracy {noisy}{format_fraction(accuracy_of(event.pooled))}"
+            noise = privacy_words.accuracy_noise(self._privacy, event)
+            text += "" if noise is None else f" +-{privacy_words.format_points(noise)}"
+        missing = self._num_sites - len(event.sites)
+        # Losses over other sites are losses over other data: do not compare them.
+        return f"{text} without {format_count(missing, 'site')}" if missing else text
+
+    def _place(self, round_index: int) -> str:
+        width = len(str(self._rounds))
+        if round_index > self._rounds:
+            # The exchange after the last round, which only evaluates.
+            return "end".rjust(2 * width + 1)
+        return f"{round_index:>{width}}/{self._rounds}"
+
+    def _write(self, line: str) -> None:
+        self._stream.write(printable(line, limit=500) + "\n")
+        self._stream.flush()
+
+
+def training_loss(report: SiteAnswered, is_secret: bool) -> str:  # noqa: FBT001
+    """Loss while a site trained, or why it is not told."""
+    # A dash would look like a failure; this is what secure aggregation is for.
+    return "hidden" if is_secret else format_number(loss_of(report.training))

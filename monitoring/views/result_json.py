@@ -1,0 +1,126 @@
+"""The content of ``result.json``, from the view of a run."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from monitoring.views.round_view import RoundView, accuracy_of, loss_of, perplexity
+from monitoring.views.run_view import RunView
+from monitoring.views.site_view import SiteView
+
+
+def result(view: RunView) -> dict[str, Any]:
+    """What ``result.json`` holds; numbers that are not finite become None."""
+    return {
+        "status": view.status,
+        "run_id": view.started.run_id,
+        "job": view.started.job_name,
+        "rounds_completed": view.rounds_completed,
+        "final": _final(view),
+        **_privacy_result(view),
+        "rounds": [
+            _round_result(row, is_private=view.privacy is not None)
+            for row in view.rounds
+        ],
+        "sites": [_site_result(site) for site in view.sites],
+        "storage": [
+            {
+                "url": used.url,
+                "who": used.who,
+                "way": used.way,
+                "uses": [asdict(use) for use in used.uses],
+                "spared_calls": used.spared_calls,
+                "spared_bytes": used.spared_bytes,
+            }
+            for used in view.storage
+        ],
+        "seconds": view.seconds,
+    }
+
+
+def _final(view: RunView) -> Mapping[str, float | int | None]:
+    event = view.last_evaluated
+    sums = None if event is None else event.pooled
+    loss = loss_of(sums)
+    final = {
+        "round": None if event is None else event.round_index,
+        "sites_evaluated": 0 if event is None else len(event.sites),
+        "loss": _finite(loss),
+        "accuracy": _finite(accuracy_of(sums)),
+    }
+    if view.is_language:
+        final["perplexity"] = None if loss is None else _finite(perplexity(loss))
+    return final
+
+
+def _privacy_result(view: RunView) -> Mapping[str, Any]:
+    """Epsilon and what it means; all None without differential privacy."""
+    planned, total = view.privacy, view.total_spent
+    found: dict[str, Any] = {
+        "epsilon": total.epsilon if total else None,
+        "delta": total.delta if total else None,
+        "privacy": None,
+    }
+    if planned is not None:
+        held_out = None if view.last_evaluated is None else "public"
+        if any(site.held_out_noise is not None for site in planned.sites):
+            held_out = "noise"
+        found["privacy"] = {
+            "unit": planned.unit,
+            "relation": planned.relation,
+            "accountant": planned.accountant,
+            "sampling": planned.sampling,
+            "holds_against": planned.holds_against or None,
+            "signal_to_noise": _finite(planned.signal_to_noise),
+            "epsilon_cap": max((s.epsilon_cap for s in planned.sites), default=None),
+            "held_out": held_out,
+            "held_out_epsilon": total.held_out_epsilon if total else None,
+            "replaced": list(planned.replaced),
+            "withheld": list(planned.withheld),
+            "sites": [asdict(site) for site in planned.sites],
+        }
+    return found
+
+
+def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
+    return {
+        "round": row.index,
+        "status": row.status,
+        "training_loss": _finite(row.training_loss),
+        "sites_evaluated": row.sites_evaluated,
+        "loss": _finite(row.loss),
+        "accuracy": _finite(row.accuracy),
+        "asked": len(row.cohort),
+        "answered": row.answered,
+        "failed": row.failures,
+        "bytes_up": row.bytes_up,
+        "bytes_down": row.bytes_down,
+        "seconds": row.seconds,
+        "update_norm": _finite(row.finished.update_norm if row.finished else None),
+        "update_clip": _finite(row.update_clip),
+        "epsilon": row.epsilon if is_private else None,
+    }
+
+
+def _site_result(site: SiteView) -> Mapping[str, Any]:
+    return {
+        "site": site.site,
+        "cloud": site.share.cloud if site.share else None,
+        "region": site.share.region if site.share else None,
+        "examples": site.share.train_examples if site.share else site.examples,
+        "rounds_answered": site.answered,
+        "failures": len(site.failures),
+        "bytes_up": site.bytes_up,
+        "bytes_down": site.bytes_down,
+        "seconds": site.seconds,
+        "loss": _finite(site.loss[-1][1]) if site.loss else None,
+        "accuracy": _finite(site.accuracy[-1][1]) if site.accuracy else None,
+        "epsilon": site.spent.epsilon if site.spent else None,
+        "delta": site.spent.delta if site.spent else None,
+        "held_out_epsilon": site.spent.held_out_epsilon if site.spent else None,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,246 @@
+"""A run as its events tell it: the one source of progress, report and result.
+
+``monitoring.views.run_fold`` makes it. A run that was resumed repeats rounds; the
+newest record of a round counts, in its traffic too, while ``seconds`` adds up all
+coordinators. Nothing here draws, and nothing here imports more than the kernel.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import repeat
+
+from federation.events import (
+    CheckpointSaved,
+    CheckpointSkipped,
+    DataDistributed,
+    GroupsCompared,
+    ModelEvaluated,
+    PrivacyPlanned,
+    RunFinished,
+    RunStarted,
+    SiteAnswered,
+    SiteFailed,
+    SitesLeftOut,
+    StepTaken,
+    StoreUsed,
+    Warned,
+)
+from federation.messages import PrivacySpent
+from monitoring.views.round_view import RUNNING, RoundView
+from monitoring.views.site_view import (
+    Measured,
+    SiteView,
+    larger,
+    site_view,
+    spending,
+    spent_by_site,
+)
+
+COMPLETED = "completed"
+EXHAUSTED = "exhausted"
+INTERRUPTED = "interrupted"
+DEPLOYED = "deployed"
+LANGUAGE = "causal_lm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """A run, as far as its events go.
+
+    Attributes:
+        started: The newest line of a coordinator that began.
+        first_started_at: When the first coordinator began, seconds since the epoch.
+        coordinators: How many began: 1 plus the number of resumes.
+        finished: The newest coordinator's last line; None while it runs, and for
+            ever if it was killed.
+        seconds: Time that coordinators have worked, all together.
+        initial: The model before the first round, if it was evaluated.
+        rounds: Rounds that ended, by index.
+        current: The round in progress.
+        unevaluated: Sites that failed to evaluate the final model, after the last
+            round.
+        evaluation_steps: Steps of secure aggregation to evaluate the final model.
+        data: Who holds what.
+        privacy: What is promised of the sites' records; None if nothing is.
+        spent: The most that each site has told to have spent, by any coordinator;
+            empty without ``privacy``.
+        left_out: Which sites the newest round goes on without; None if none ever was.
+        groups: What a rule over groups has combined last; None without groups.
+        warnings: What a person should know.
+        checkpoints: Durable states, by round.
+        skipped: Checkpoints that were torn or corrupt.
+        storage: What stores were used for, by all coordinators, one entry for each
+            URL, user and way.
+    """
+
+    started: RunStarted
+    first_started_at: float
+    coordinators: int
+    finished: RunFinished | None
+    seconds: float
+    initial: ModelEvaluated | None
+    rounds: tuple[RoundView, ...]
+    current: RoundView | None
+    unevaluated: tuple[SiteFailed, ...]
+    evaluation_steps: tuple[StepTaken, ...]
+    data: DataDistributed | None
+    privacy: PrivacyPlanned | None
+    spent: Mapping[str, PrivacySpent]
+    left_out: SitesLeftOut | None
+    groups: GroupsCompared | None
+    warnings: tuple[Warned, ...]
+    checkpoints: tuple[CheckpointSaved, ...]
+    skipped: tuple[CheckpointSkipped, ...]
+    storage: tuple[StoreUsed, ...]
+
+    @property
+    def status(self) -> str:
+        """A word of ``RunFinished``, or ``running``."""
+        return RUNNING if self.finished is None else self.finished.status
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether losses and counts are known of all sites together only."""
+        return self.started.secure_aggregation
+
+    @property
+    def is_deployed(self) -> bool:
+        """Whether sites were machines of their own, and not simulated."""
+        return self.started.engine == DEPLOYED
+
+    @property
+    def total_spent(self) -> PrivacySpent | None:
+        """What holds for every site that has told: the largest of each number."""
+        total: PrivacySpent | None = None
+        for spent in self.spent.values():
+            total = larger(total, spent)
+        return total
+
+    @property
+    def clip_adapts(self) -> bool:
+        """Whether rounds differ in what updates were clipped to."""
+        clips = {row.update_clip for row in self.rounds} - {None}
+        return len(clips) > 1
+
+    @property
+    def is_language(self) -> bool:
+        """Whether the model predicts tokens, so that perplexity is of interest."""
+        return self.started.task == LANGUAGE
+
+    @property
+    def rounds_completed(self) -> int:
+        """Rounds after which the weights changed."""
+        if self.finished is not None:
+            return self.finished.rounds_completed
+        return sum(row.status == COMPLETED for row in self.rounds)
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes from all sites, in the rounds that count and to evaluate."""
+        rounds = sum(row.bytes_up for row in self._all_rounds())
+        alone = sum(sum(event.bytes_up) for event in self._evaluations())
+        steps = sum(sum(step.bytes_up) for step in self.evaluation_steps)
+        failed = sum(event.bytes_up for event in self.unevaluated)
+        return rounds + alone + steps + failed
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes to all sites, in the rounds that count and to evaluate."""
+        rounds = sum(row.bytes_down for row in self._all_rounds())
+        alone = sum(sum(event.bytes_down) for event in self._evaluations())
+        steps = sum(sum(step.bytes_down) for step in self.evaluation_steps)
+        failed = sum(event.bytes_down for event in self.unevaluated)
+        return rounds + alone + steps + failed
+
+    @property
+    def last_evaluated(self) -> ModelEvaluated | None:
+        """The newest evaluation of the global model."""
+        evaluated = (row.evaluated for row in reversed(self.rounds) if row.evaluated)
+        return next(evaluated, self.initial)
+
+    @property
+    def failures(self) -> tuple[SiteFailed, ...]:
+        """Everything that did not count, by round."""
+        return tuple(r for r in self._reports() if isinstance(r, SiteFailed))
+
+    @cached_property
+    def sites(self) -> tuple[SiteView, ...]:
+        """Every site, in the order of the job; strangers that answered come last."""
+        shares = {share.site: share for share in self.data.shares} if self.data else {}
+        reports: dict[str, list[SiteAnswered | SiteFailed]] = {
+            site: [] for site in self.started.sites
+        }
+        for report in self._reports():
+            reports.setdefault(report.site, []).append(report)
+        measured: dict[str, list[Measured]] = {site: [] for site in reports}
+        for event in self._evaluations():
+            rows = zip(
+                event.sites,
+                event.by_site or repeat(None, len(event.sites)),
+                event.bytes_up,
+                event.bytes_down,
+                strict=True,
+            )
+            for site, sums, up, down in rows:
+                found = Measured(event.round_index, sums, up, down)
+                measured.setdefault(site, []).append(found)
+        steps_up, steps_down = self._step_bytes()
+        promises = {p.site: p for p in self.privacy.sites} if self.privacy else {}
+        told = self._told()
+        views = []
+        for site, own in measured.items():
+            epsilon, held_out_epsilon = spending(told.get(site, []))
+            step_bytes = (steps_up[site], steps_down[site])
+            view = site_view(
+                site, shares.get(site), reports.get(site, []), own, step_bytes
+            )
+            views.append(
+                replace(
+                    view,
+                    promise=promises.get(site),
+                    spent=self.spent.get(site),
+                    epsilon=epsilon,
+                    held_out_epsilon=held_out_epsilon,
+                )
+            )
+        return tuple(views)
+
+    def _told(self) -> Mapping[str, list[tuple[int, PrivacySpent]]]:
+        """What each site has told to have spent, with the round that it told it in."""
+        found: dict[str, list[tuple[int, PrivacySpent]]] = {}
+        if self.privacy is None:
+            return found
+        for report in self._reports():
+            if isinstance(report, SiteAnswered) and report.spent is not None:
+                place = (report.round_index, report.spent)
+                found.setdefault(report.site, []).append(place)
+        for event in self._evaluations():
+            for site, spent in spent_by_site(event):
+                found.setdefault(site, []).append((event.round_index, spent))
+        return found
+
+    def _all_rounds(self) -> Sequence[RoundView]:
+        return self.rounds if self.current is None else (*self.rounds, self.current)
+
+    def _reports(self) -> Iterator[SiteAnswered | SiteFailed]:
+        for row in self._all_rounds():
+            yield from row.reports
+        yield from self.unevaluated
+
+    def _step_bytes(self) -> tuple[Counter[str], Counter[str]]:
+        """Bytes up and down of each site in the steps of secure aggregation."""
+        up, down = Counter[str](), Counter[str]()
+        rounds = (step for row in self._all_rounds() for step in row.steps)
+        for step in (*rounds, *self.evaluation_steps):
+            rows = zip(step.sites, step.bytes_up, step.bytes_down, strict=True)
+            for site, from_site, to_site in rows:
+                up[site] += from_site
+                down[site] += to_site
+        return up, down
+
+    def _evaluations(self) -> Iterator[ModelEvaluated]:
+        for event in (self.initial, *(row.evaluated for row in self.rounds)):
+            if event is not None:
+                yield event

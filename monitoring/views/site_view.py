@@ -1,0 +1,125 @@
+"""One site over a whole run, as the run's events tell it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from federation.events import (
+    ModelEvaluated,
+    SiteAnswered,
+    SiteFailed,
+    SitePrivacy,
+    SiteShare,
+)
+from federation.messages import MetricSums, PrivacySpent
+from monitoring.views.round_view import accuracy_of, loss_of
+
+Series = tuple[tuple[int, float], ...]  # (round index, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteView:
+    """One site over the whole run.
+
+    Attributes:
+        site: Its name.
+        share: What it holds, if the run has told.
+        bytes_up: Bytes from it, in every exchange.
+        bytes_down: Bytes to it, likewise.
+        seconds: Sum of the times between question and answer.
+        answered: Rounds in which its update counted.
+        examples: Training examples that it holds; None if it has not told.
+        training_loss: Loss while it trained, by round.
+        loss: Loss of the global model after a round on this site's held-out data.
+        accuracy: Accuracy of the same.
+        failures: Everything of it that did not count.
+        promise: What it promises of its records; None without privacy.
+        spent: The most that it has told to have spent; None if it has not told.
+        epsilon: What it had spent on its training records, by round.
+        held_out_epsilon: What it had spent on its held-out records, by round.
+    """
+
+    site: str
+    share: SiteShare | None
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    answered: int
+    examples: int | None
+    training_loss: Series
+    loss: Series
+    accuracy: Series
+    failures: tuple[SiteFailed, ...]
+    promise: SitePrivacy | None = None
+    spent: PrivacySpent | None = None
+    epsilon: Series = ()
+    held_out_epsilon: Series = ()
+
+
+class Measured(NamedTuple):
+    """What a site found when it evaluated the global model."""
+
+    round_index: int
+    sums: MetricSums | None
+    bytes_up: int
+    bytes_down: int
+
+
+def site_view(
+    site: str,
+    share: SiteShare | None,
+    reports: Sequence[SiteAnswered | SiteFailed],
+    measured: Sequence[Measured],
+    step_bytes: tuple[int, int],
+) -> SiteView:
+    """Bring together what is known of one site, its privacy aside."""
+    up, down = step_bytes
+    answers = [report for report in reports if isinstance(report, SiteAnswered)]
+    return SiteView(
+        site=site,
+        share=share,
+        bytes_up=up + sum(part.bytes_up for part in (*reports, *measured)),
+        bytes_down=down + sum(part.bytes_down for part in (*reports, *measured)),
+        seconds=sum(r.answered_seconds - r.asked_seconds for r in reports),
+        answered=len(answers),
+        examples=answers[-1].num_examples if answers else None,
+        training_loss=_series((a.round_index, loss_of(a.training)) for a in answers),
+        loss=_series((m.round_index, loss_of(m.sums)) for m in measured),
+        accuracy=_series((m.round_index, accuracy_of(m.sums)) for m in measured),
+        failures=tuple(r for r in reports if isinstance(r, SiteFailed)),
+    )
+
+
+def spent_by_site(event: ModelEvaluated) -> Sequence[tuple[str, PrivacySpent]]:
+    """What sites have told with an exchange for evaluation alone."""
+    # If one of them kept it to itself, nobody can say whose the others are.
+    whole = len(event.spent) == len(event.sites)
+    return tuple(zip(event.sites, event.spent, strict=True)) if whole else ()
+
+
+def larger(one: PrivacySpent | None, other: PrivacySpent) -> PrivacySpent:
+    """What both stay within."""
+    if one is None:
+        return other
+    held_out = (one.held_out_epsilon, other.held_out_epsilon)
+    return PrivacySpent(
+        epsilon=max(one.epsilon, other.epsilon),
+        delta=max(one.delta, other.delta),
+        held_out_epsilon=max((e for e in held_out if e is not None), default=None),
+    )
+
+
+def spending(told: Sequence[tuple[int, PrivacySpent]]) -> tuple[Series, Series]:
+    """Epsilon by round: of the training records, and of the held-out ones."""
+    by_round: dict[int, PrivacySpent] = {}
+    for index, spent in told:
+        by_round[index] = larger(by_round.get(index), spent)
+    rounds = sorted(by_round.items())
+    return (
+        tuple((index, spent.epsilon) for index, spent in rounds),
+        _series((index, spent.held_out_epsilon) for index, spent in rounds),
+    )
+
+
+def _series(points: Iterable[tuple[int, float | None]]) -> Series:
+    return tuple((index, value) for index, value in points if value is not None)

@@ -1,0 +1,1 @@
+"""What a site has released, written down before it is released."""

@@ -1,0 +1,1 @@
+"""Who belongs to a federation: keys, certificates, enrolment, the handshake."""

@@ -1,0 +1,397 @@
+"""How a site becomes one: an invitation, a request with proofs, a certificate.
+
+The aggregator's operator invites a site and hands its operator a token, which names the
+aggregator's address, the fingerprint of its authority, the site and a secret. The site
+makes its keys itself and sends their public halves with the secret; each key signs all
+of them, so that nobody can enrol a key that is not theirs. Later the site shows its
+certificate to get the next one.
+
+Here are the messages and the proofs, and no I/O; the token is in ``enrolment_token``.
+The aggregator's side is in ``enrolment_service``, the site's in ``enrolment_site``.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from federation.ids import check_name
+from federation.typed_json import decode, encode, refuse_constant
+from privacy.membership.certificates import PrivateKey, signing_request
+from privacy.membership.token import EnrolmentRefused, Token
+from privacy.secagg.agreement.canonical import fields, float64
+from privacy.secagg.agreement.identity import Identity, Label, PublicIdentity
+from privacy.secagg.errors import BadSignature
+
+VERSION = 1
+# Clocks may differ by this much; a renewal that is older is taken for a replay.
+FRESH_SECONDS = 600.0
+MAX_MESSAGE_BYTES = 64 << 10  # of a request
+MAX_ANSWER_BYTES = 2 << 20  # a roster has at most half of it
+MAX_PEM_CHARS = 4096
+MAX_WORDS_CHARS = 256
+
+_ENROLMENT, _RENEWAL = b"crossfed-1 enrolment", b"crossfed-1 renewal"
+
+Message = TypeVar("Message")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolment:
+    """What a site sends to enrol; the aggregator alone sees it, through TLS.
+
+    Attributes:
+        kind: ``enrolment``.
+        version: Of this message.
+        secret: Of the token, hexadecimal.
+        site: Its name.
+        organisation: Who answers for it, in words.
+        release: Release of crossfed at the site.
+        request: Signing request for its certificate, PEM.
+        node_key: Public key that Flower knows the site by, PEM, on P-384.
+        identity: Public key of its identity, 64 hexadecimal digits.
+        node_proof: Signature of all of this by the node's key, hexadecimal.
+        identity_proof: The same by the identity.
+    """
+
+    kind: str
+    version: int
+    secret: str = field(repr=False)
+    site: str
+    organisation: str
+    release: str
+    request: str
+    node_key: str
+    identity: str
+    node_proof: str
+    identity_proof: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """What a site sends for a new certificate, or for the newest roster alone.
+
+    Attributes:
+        kind: ``renewal``.
+        version: Of this message.
+        site: Its name.
+        made_at: When, in seconds since 1970.
+        release: Release of crossfed at the site.
+        request: Signing request, PEM; empty for the roster alone.
+        certificate: The present one, PEM.
+        certificate_proof: Signature of all of this by its key, hexadecimal.
+        identity_proof: The same by the identity.
+    """
+
+    kind: str
+    version: int
+    site: str
+    made_at: float
+    release: str
+    request: str
+    certificate: str
+    certificate_proof: str
+    identity_proof: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolled:
+    """What the aggregator answers.
+
+    Attributes:
+        version: Of this message.
+        certificate: The site's, PEM; empty if none was asked for.
+        roster: Text of the roster.
+    """
+
+    version: int
+    certificate: str
+    roster: str
+
+
+def request_enrolment(
+    token: Token,
+    *,
+    organisation: str,
+    release: str,
+    identity: Identity,
+    node_key: PrivateKey,
+    key: PrivateKey,
+) -> bytes:
+    """Ask to be enrolled; private keys sign and are not in it."""
+    asked = Enrolment(
+        kind="enrolment",
+        version=VERSION,
+        secret=token.secret.hex(),
+        site=token.site,
+        organisation=organisation,
+        release=release,
+        request=signing_request(token.site, key).decode(),
+        node_key=public_pem(node_key).decode(),
+        identity=identity.public.key.hex(),
+        node_proof="",
+        identity_proof="",
+    )
+    said = _enrolment_statement(asked)
+    proofs = {
+        "node_proof": node_key.sign(said, ec.ECDSA(hashes.SHA384())).hex(),
+        "identity_proof": identity.sign(Label.ENROLMENT, said).hex(),
+    }
+    return _dump({**_plain(asked), **proofs})
+
+
+def request_renewal(
+    site: str,
+    *,
+    made_at: float,
+    release: str,
+    identity: Identity,
+    certificate: bytes,
+    certificate_key: PrivateKey,
+    key: PrivateKey | None,
+) -> bytes:
+    """Ask for a certificate of another key, or, without one, for the roster."""
+    asked = Renewal(
+        kind="renewal",
+        version=VERSION,
+        site=site,
+        made_at=made_at,
+        release=release,
+        request="" if key is None else signing_request(site, key).decode(),
+        certificate=certificate.decode(),
+        certificate_proof="",
+        identity_proof="",
+    )
+    said = _renewal_statement(asked)
+    proofs = {
+        "certificate_proof": certificate_key.sign(
+            said, ec.ECDSA(hashes.SHA256())
+        ).hex(),
+        "identity_proof": identity.sign(Label.ENROLMENT, said).hex(),
+    }
+    return _dump({**_plain(asked), **proofs})
+
+
+def read_request(body: bytes) -> Enrolment | Renewal:
+    """Read what a site has sent; proofs are not looked at.
+
+    Raises:
+        EnrolmentRefused: It is too long, malformed or of another version.
+    """
+    found = _load(body, limit=MAX_MESSAGE_BYTES)
+    kinds = {"enrolment": Enrolment, "renewal": Renewal}
+    kind = kinds.get(str(found.get("kind")))
+    if kind is None:
+        raise EnrolmentRefused("neither an enrolment nor a renewal", status=400)
+    asked: Enrolment | Renewal = _typed(found, kind)
+    _check_words(asked)
+    return asked
+
+
+def read_answer(body: bytes) -> Enrolled:
+    """Read the aggregator's answer.
+
+    Raises:
+        EnrolmentRefused: It is malformed or of another version.
+    """
+    return _typed(_load(body, limit=MAX_ANSWER_BYTES), Enrolled)
+
+
+def answer(*, certificate: bytes, roster: str) -> bytes:
+    """Answer a site that is let in."""
+    said = Enrolled(version=VERSION, certificate=certificate.decode(), roster=roster)
+    return _dump(_plain(said))
+
+
+def refusal(reason: str) -> bytes:
+    """Answer a site that is not."""
+    return _dump({"version": VERSION, "refused": reason})
+
+
+def read_refusal(body: bytes) -> str:
+    """Why a site was not let in; for people."""
+    try:
+        reason = str(_load(body, limit=MAX_ANSWER_BYTES).get("refused", ""))
+    except EnrolmentRefused:
+        reason = ""
+    printable = "".join(c for c in reason[:500] if c.isprintable())
+    return printable or "it does not say why"
+
+
+def check_enrolment(asked: Enrolment) -> ec.EllipticCurvePublicKey:
+    """Check that a site holds the keys that it wants to enrol.
+
+    The signing request's own signature is checked where it is answered.
+
+    Returns:
+        The node's key.
+
+    Raises:
+        EnrolmentRefused: A key is none, is on another curve or has not signed.
+    """
+    said = _enrolment_statement(asked)
+    node = _public_key(asked.node_key)
+    _check_ecdsa(node, asked.node_proof, said, hashes.SHA384(), whose="node")
+    _check_identity(asked.identity, asked.identity_proof, said)
+    return node
+
+
+def check_renewal(
+    asked: Renewal, certificate: x509.Certificate, *, identity: str, now: float
+) -> None:
+    """Check that a renewal is of now, and from who holds certificate and identity.
+
+    Raises:
+        EnrolmentRefused: It is not.
+    """
+    if not abs(now - asked.made_at) <= FRESH_SECONDS:
+        raise EnrolmentRefused(
+            f"the request is {now - asked.made_at:.0f} s old by this clock: set the "
+            "clocks of both machines (NTP) and try again"
+        )
+    said = _renewal_statement(asked)
+    key = certificate.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise EnrolmentRefused("the certificate is not of a site")
+    _check_ecdsa(
+        key, asked.certificate_proof, said, hashes.SHA256(), whose="certificate"
+    )
+    _check_identity(identity, asked.identity_proof, said)
+
+
+def keys_digest(asked: Enrolment) -> str:
+    """SHA-256 of the keys that make a site; binds an invitation to its first user."""
+    keys = fields(asked.identity.encode(), asked.node_key.encode())
+    return hashlib.sha256(keys).hexdigest()
+
+
+def public_pem(key: PrivateKey) -> bytes:
+    """Public half of a key as Flower and we write it."""
+    return key.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def unhex(digits: str, what: str) -> bytes:
+    """Read hexadecimal digits, of which there is one spelling.
+
+    Raises:
+        EnrolmentRefused: They are none.
+    """
+    try:
+        found = bytes.fromhex(digits)
+    except ValueError:
+        found = b""
+    if found.hex() != digits:
+        raise EnrolmentRefused(f"{what} is not in hexadecimal digits", status=400)
+    return found
+
+
+def _enrolment_statement(asked: Enrolment) -> bytes:
+    """What all keys sign: the token's digest and every public half."""
+    secret = hashlib.sha256(unhex(asked.secret, "secret")).digest()
+    words = (asked.site, asked.organisation, asked.release)
+    keys = (asked.request, asked.node_key, asked.identity)
+    return fields(_ENROLMENT, secret, *(text.encode() for text in (*words, *keys)))
+
+
+def _renewal_statement(asked: Renewal) -> bytes:
+    words = (asked.site, asked.release, asked.request, asked.certificate)
+    return fields(_RENEWAL, float64(asked.made_at), *(text.encode() for text in words))
+
+
+def _check_words(asked: Enrolment | Renewal) -> None:
+    """Lengths before content."""
+    for name, value in _plain(asked).items():
+        is_pem = name in {"request", "node_key", "certificate"}
+        limit = MAX_PEM_CHARS if is_pem else MAX_WORDS_CHARS
+        if not isinstance(value, str):
+            continue
+        if len(value) > limit or not (is_pem or value.isprintable()):
+            raise EnrolmentRefused(
+                f"{name} must be at most {limit} printable characters", status=400
+            )
+    try:
+        check_name(asked.site)
+        "".join(v for v in _plain(asked).values() if isinstance(v, str)).encode()
+        if isinstance(asked, Renewal):
+            float64(asked.made_at)
+    except ValueError as error:
+        raise EnrolmentRefused(str(error), status=400) from None
+
+
+def _public_key(pem: str) -> ec.EllipticCurvePublicKey:
+    try:
+        key = serialization.load_pem_public_key(pem.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        raise EnrolmentRefused("the node's key is no public key", status=400) from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(
+        key.curve, ec.SECP384R1
+    ):
+        raise EnrolmentRefused("the node's key must be on the curve P-384", status=400)
+    return key
+
+
+def _check_ecdsa(
+    key: ec.EllipticCurvePublicKey,
+    proof: str,
+    said: bytes,
+    algorithm: hashes.HashAlgorithm,
+    *,
+    whose: str,
+) -> None:
+    try:
+        key.verify(unhex(proof, "proof"), said, ec.ECDSA(algorithm))
+    except InvalidSignature:
+        raise EnrolmentRefused(f"the key of the {whose} has not signed this") from None
+
+
+def _check_identity(identity: str, proof: str, said: bytes) -> None:
+    try:
+        key = PublicIdentity(unhex(identity, "identity"))
+        key.verify(Label.ENROLMENT, said, unhex(proof, "proof"), who="the site")
+    except (ValueError, BadSignature) as error:
+        raise EnrolmentRefused(f"the identity has not signed this: {error}") from None
+
+
+def _plain(value: Enrolment | Renewal | Enrolled) -> dict[str, object]:
+    found = encode(value)
+    assert isinstance(found, dict)  # noqa: S101 -- a dataclass is written as an object
+    return found
+
+
+def _dump(value: dict[str, object]) -> bytes:
+    return json.dumps(value, allow_nan=False).encode()
+
+
+def _load(body: bytes, *, limit: int) -> dict[str, object]:
+    if len(body) > limit:
+        raise EnrolmentRefused(f"a message has at most {limit} bytes", status=413)
+    try:
+        found = json.loads(body, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        raise EnrolmentRefused("that is not JSON", status=400) from None
+    if not isinstance(found, dict):
+        raise EnrolmentRefused("that is no message of crossfed", status=400)
+    return found
+
+
+def _typed(found: dict[str, object], kind: type[Message]) -> Message:
+    version = found.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise EnrolmentRefused(
+            f"a message of version {version!r:.20} arrived and this is version "
+            f"{VERSION}: install the same release of crossfed on both sides",
+            status=400,
+        )
+    try:
+        made = decode(found, kind, where=kind.__name__)
+    except (ValueError, RecursionError) as error:
+        raise EnrolmentRefused(f"a malformed message: {error}", status=400) from None
+    assert isinstance(made, kind)  # noqa: S101 -- what decode was asked for
+    return made

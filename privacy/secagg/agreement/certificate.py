@@ -1,0 +1,233 @@
+"""What the aggregator signs of a round that ended, and what a site checks of it.
+
+A certificate says: in this round, of this context, the updates of these sites came
+to a sum with this digest, and the model that follows has this digest. It travels
+with the next round's task. Before a coordinator has opened a round, the certificate
+is of round 0: the model that the setup begins with. A site checks that it fits the
+model it was sent and the rounds it took part in. It does *not* compute the model
+from the sum, which it does not get: that would double what is sent down. Whoever
+holds a transcript of the run can, and the signature proves whose word it was.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from privacy.secagg.agreement.canonical import Reader, fields, lp, numbers, u64
+from privacy.secagg.agreement.contract import DIGEST_BYTES, MAX_MEMBERS, Contract
+from privacy.secagg.agreement.identity import (
+    SIGNATURE_BYTES,
+    Identity,
+    Label,
+    PublicIdentity,
+)
+from privacy.secagg.errors import CertificateRefused
+
+MAX_CERTIFICATE_BYTES = 2048
+
+_LARGEST_ROUND = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRound:
+    """A round whose sum was opened; ``before_rounds`` gives round 0.
+
+    Attributes:
+        round_index: r.
+        context: ctx_r; h_U of the setup for round 0.
+        survivors: A, numbers of the sites in the sum, increasing; nobody in round 0.
+        sum_digest: SHA-256 of the integer sum, see ``MaskedSum.digest``.
+        header_digest: SHA-256 of the header's sum, little-endian 64-bit words.
+    """
+
+    round_index: int
+    context: bytes
+    survivors: tuple[int, ...]
+    sum_digest: bytes
+    header_digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """End of a round, aggregator to sites, with the next round's task.
+
+    Attributes:
+        opened: The round.
+        model_digest: SHA-256 of the model that follows it, ``train.model_digest``:
+            theta_(r+1), or theta_r where the result was not finite.
+        signature: By the aggregator, over ``signed``.
+    """
+
+    TAG: ClassVar[bytes] = b"xsa-v2/certificate"
+    opened: OpenedRound
+    model_digest: bytes
+    signature: bytes = b""
+
+    @property
+    def signed(self) -> bytes:
+        """What ``signature`` is over."""
+        opened = self.opened
+        return b"".join(
+            [
+                u64(opened.round_index),
+                lp(opened.context),
+                numbers(opened.survivors),
+                fields(opened.sum_digest, opened.header_digest, self.model_digest),
+            ]
+        )
+
+    def to_bytes(self) -> bytes:
+        """The canonical encoding."""
+        return lp(self.TAG) + self.signed + lp(self.signature)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Certificate":
+        """Read the canonical encoding; ``MalformedMessage`` if it is none."""
+        reader = Reader(data, cls.TAG)
+        opened = OpenedRound(
+            round_index=reader.u64("round", high=_LARGEST_ROUND),
+            context=reader.field("context", size=DIGEST_BYTES),
+            survivors=reader.numbers("survivors", limit=MAX_MEMBERS),
+            sum_digest=reader.field("sum_digest", size=DIGEST_BYTES),
+            header_digest=reader.field("header_digest", size=DIGEST_BYTES),
+        )
+        message = cls(
+            opened=opened,
+            model_digest=reader.field("model_digest", size=DIGEST_BYTES),
+            signature=reader.field("signature", size=SIGNATURE_BYTES),
+        )
+        reader.end()
+        return message
+
+
+def before_rounds(setup_hash: bytes) -> OpenedRound:
+    """Round 0 of a setup: no sum has been opened."""
+    nothing = hashlib.sha256().digest()
+    return OpenedRound(
+        round_index=0,
+        context=setup_hash,
+        survivors=(),
+        sum_digest=nothing,
+        header_digest=nothing,
+    )
+
+
+def without_sum(round_index: int) -> OpenedRound:
+    """A round in which one group has no sum that counts, while others have."""
+    nothing = hashlib.sha256().digest()
+    return OpenedRound(
+        round_index=round_index,
+        context=nothing,
+        survivors=(),
+        sum_digest=nothing,
+        header_digest=nothing,
+    )
+
+
+def certify(opened: OpenedRound, model_digest: bytes, identity: Identity) -> bytes:
+    """Sign what a round came to; an encoded ``Certificate``."""
+    message = Certificate(opened=opened, model_digest=model_digest)
+    signature = identity.sign(Label.CERTIFICATE, message.signed)
+    return replace(message, signature=signature).to_bytes()
+
+
+class ModelTrail:
+    """The models that a site was sent since its setup, and what certifies them.
+
+    Holds digests only; nothing in it is secret.
+    """
+
+    def __init__(self, contract: Contract, *, number: int, setup_hash: bytes) -> None:
+        """Begin before the first round of a setup, at site ``number``."""
+        self._contract = contract
+        self._number = number
+        self._start = before_rounds(setup_hash)
+        self._contexts: dict[int, bytes] = {}
+        self._consents: dict[int, tuple[int, ...]] = {}
+        self._newest: Certificate | None = None
+
+    def note_context(self, round_index: int, context: bytes) -> None:
+        """Remember a round that this site has begun."""
+        self._contexts[round_index] = context
+
+    def note_consent(self, round_index: int, survivors: tuple[int, ...]) -> None:
+        """Remember the list A that this site has signed."""
+        self._consents[round_index] = survivors
+
+    def check(self, data: bytes, *, round_index: int, model_digest: bytes) -> None:
+        """Check the model of a round by what came with it.
+
+        A certificate may be of any earlier round: those in between were lost, and
+        the model is still the one it names. A site that is in the sum knows the
+        round's context, and in P2 the list that it signed; of other rounds, and of
+        those before its setup, it checks the signature alone.
+
+        Args:
+            data: Encoded ``Certificate``.
+            round_index: The round that is asked for.
+            model_digest: Of the model that came, computed by this site.
+
+        Raises:
+            CertificateRefused: Model, round, context or list are other ones, or the
+                certificate is older than one seen before or contradicts it.
+            BadSignature: The pinned aggregator did not sign it.
+            MalformedMessage: The bytes are no certificate.
+        """
+        certificate = Certificate.from_bytes(data)
+        aggregator = PublicIdentity(self._contract.aggregator_key)
+        aggregator.verify(
+            Label.CERTIFICATE,
+            certificate.signed,
+            certificate.signature,
+            who="the aggregator",
+        )
+        self._check_order(certificate, round_index)
+        self._check_round(certificate.opened)
+        if certificate.model_digest != model_digest:
+            raise CertificateRefused(
+                f"the model of round {round_index} is not the one that the "
+                f"certificate of round {certificate.opened.round_index} names"
+            )
+        self._newest = certificate
+
+    def _check_order(self, certificate: Certificate, round_index: int) -> None:
+        certified = certificate.opened.round_index
+        if certified >= round_index:
+            raise CertificateRefused(
+                f"round {round_index} came with a certificate of round {certified}"
+            )
+        newest = self._newest
+        if newest is None or certified > newest.opened.round_index:
+            return
+        if certificate.signed != newest.signed:
+            raise CertificateRefused(
+                f"the certificate of round {certified} contradicts the one of round "
+                f"{newest.opened.round_index} that came before"
+            )
+
+    def _check_round(self, opened: OpenedRound) -> None:
+        index, contract = opened.round_index, self._contract
+        if index == 0:
+            if opened != self._start:
+                raise CertificateRefused("the certificate of round 0 names another one")
+            return
+        if contract.partition and not opened.survivors:
+            return  # The model is made of the sums of other groups.
+        # Who is not in the sum may have been told something else, or nothing.
+        known = self._contexts if self._number in opened.survivors else {}
+        if known.get(index, opened.context) != opened.context:
+            raise CertificateRefused(
+                f"the certificate is of another round {index} than this site's: "
+                "another setup, model or kind of work"
+            )
+        in_contract = set(opened.survivors) <= set(contract.cohort)
+        if not in_contract or len(opened.survivors) < contract.quorum:
+            raise CertificateRefused(
+                f"the certificate of round {index} names the sites "
+                f"{list(opened.survivors)}, which the contract does not allow"
+            )
+        if self._consents.get(index, opened.survivors) != opened.survivors:
+            raise CertificateRefused(
+                f"the certificate of round {index} names other sites than the list "
+                "that this site has signed"
+            )

@@ -1,0 +1,481 @@
+"""The contract of a run: what every site agrees to before anything is trained.
+
+Q in SECURE_AGGREGATION.md, section 2.1. Its hash h_Q enters every signature and
+every mask key, so the aggregator can lower nothing afterwards: two sites that hold
+different contracts have masks that do not cancel. What a site
+asks before it joins, whether this is at least what its operator demands, is in
+``floor``.
+
+Two settings, chosen by the threshold t of N sites:
+
+* P1, ``t = N``: one exchange a round, every site must answer. A sum hides a site
+  among the N - n_C sites that do not collude; nothing else is assumed.
+* P2, ``t < N``: a round survives N - t dropouts.
+
+What these thresholds withstand is in ``thresholds``, the section on differential
+privacy in ``terms``.
+"""
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from federation.ids import RunId, SiteId, check_name
+from privacy.secagg.agreement.canonical import (
+    MAX_U64,
+    Reader,
+    fields,
+    float64,
+    lp,
+    u64,
+)
+from privacy.secagg.agreement.identity import KEY_BYTES
+from privacy.secagg.agreement.roster import MAX_ORGANISATION_BYTES, Roster
+from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
+from privacy.secagg.agreement.thresholds import smallest_threshold
+from privacy.secagg.arithmetic.ring import RING_BITS, RingSpec
+from privacy.secagg.errors import ContractRefused, UnknownSite
+
+SUITE = "xsa-v2"
+DIGEST_BYTES = 32
+
+# At 64 sites a round costs each site 133 kB of shares; nothing above was measured.
+MAX_MEMBERS = 64
+MAX_HEADER_SLOTS = 64
+# The key ratchet walks through skipped rounds one by one, 3 microseconds a pair.
+MAX_ROUNDS = 1 << 20
+WEIGHT_RULES = ("examples", "uniform")
+
+_TAG = b"xsa-v2/contract"
+_PAIR = 2
+
+
+class Setting(StrEnum):
+    """How a round deals with a site that does not answer."""
+
+    P1 = "P1"  # the round is lost
+    P2 = "P2"  # the others open the sum without it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A site that takes part in the run.
+
+    Attributes:
+        number: Its client number, from 1; its x in secret sharing.
+        site: Its name.
+        organisation: Who answers for it.
+        public_key: Its pinned Ed25519 key, 32 bytes.
+    """
+
+    number: int
+    site: SiteId
+    organisation: str
+    public_key: bytes
+
+
+def members_of(
+    roster: Roster, sites: Collection[SiteId] | None = None
+) -> tuple[Member, ...]:
+    """Number sites of a roster from 1, in the order of their names.
+
+    Args:
+        roster: Pins the sites.
+        sites: Those of the run; all of the roster's by default. Others than the
+            roster's are left out.
+    """
+    entries = [e for e in roster.sites if sites is None or e.site in sites]
+    return tuple(
+        Member(
+            number=number,
+            site=entry.site,
+            organisation=entry.organisation,
+            public_key=entry.public_key,
+        )
+        for number, entry in enumerate(entries, start=1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """Q: everything that a run's privacy rests on.
+
+    Attributes:
+        run_id: The run.
+        suite: Protocol and primitives; ``xsa-v2``.
+        code_hash: SHA-256 of the code that sites run.
+        layout_digest: SHA-256 of the model's layout (names, shapes, roles).
+        job_digest: h_job, ``federation.job.job_digest.digest`` of the job: everything
+            that decides what a site computes and what may be learned from it.
+        num_values: Length d of the update.
+        roster_serial: Serial of the roster that pins the keys.
+        roster_digest: SHA-256 of that roster.
+        members: The sites, in the order of their numbers 1..N. The cohort of every
+            round is all of them: a change is a new contract.
+        aggregator_key: Pinned Ed25519 key of the aggregator, 32 bytes.
+        threshold: t, answers without which no sum is opened.
+        min_sites: n_min, updates that a sum must hold.
+        ring_bits: b; sums are modulo 2^b.
+        clip_norm: C, largest norm of an update, in weight units.
+        element_bound: Largest value of an element of the weighted update, in weight
+            units, at most C; None for C.
+        clip_elements: Whether a site clips larger elements; it declines otherwise.
+        scale: s, ring units per weight unit. It must be that of ``ring()``.
+        amplitude: Largest magnitude of an encoded value, in ring units. It must be
+            that of ``ring()``.
+        weight_rule: ``examples`` or ``uniform``.
+        max_examples: n_max, divisor of the weights under ``examples``; else 1.
+        max_rounds: Rounds that the run may have.
+        header_slots: Names of the 64-bit sums that travel masked beside the update.
+        differential_privacy: What is claimed of it; nothing by default.
+        hybrid: Whether pair secrets also rest on ML-KEM-768.
+        two_site_waiver: Whether two sites may run although each can compute the
+            other's update from the sum. Not needed with record-level privacy.
+        partition: ``groups.Outcome.digest`` where ``members`` are one of several
+            groups of a job's sites, each of which has its own sum; else empty.
+
+    Raises:
+        ContractRefused: The fields contradict one another; ``key`` names the first.
+    """
+
+    run_id: RunId
+    suite: str = SUITE
+    code_hash: bytes
+    layout_digest: bytes
+    job_digest: bytes
+    num_values: int
+    roster_serial: int
+    roster_digest: bytes
+    members: tuple[Member, ...]
+    aggregator_key: bytes
+    threshold: int
+    min_sites: int
+    ring_bits: int
+    clip_norm: float
+    element_bound: float | None = None
+    clip_elements: bool = False
+    scale: float
+    amplitude: int
+    weight_rule: str
+    max_examples: int
+    max_rounds: int
+    header_slots: tuple[str, ...]
+    differential_privacy: PrivacyTerms = NO_PRIVACY
+    hybrid: bool = True
+    two_site_waiver: bool = False
+    partition: bytes = b""
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions."""
+        for rules in _RULES:
+            for key, fault in rules(self):
+                raise ContractRefused(fault, key=key)
+
+    @property
+    def num_sites(self) -> int:
+        """N."""
+        return len(self.members)
+
+    @property
+    def setting(self) -> Setting:
+        """P1 if every site must answer, else P2."""
+        return Setting.P1 if self.threshold == self.num_sites else Setting.P2
+
+    @property
+    def quorum(self) -> int:
+        """Survivors that a round needs: max(t, n_min)."""
+        return max(self.threshold, self.min_sites)
+
+    @property
+    def cohort(self) -> tuple[int, ...]:
+        """The numbers of all members: U_r of every round."""
+        return tuple(range(1, self.num_sites + 1))
+
+    def ring(self) -> RingSpec:
+        """Derive the ring that both halves work in.
+
+        From every field but ``scale`` and ``amplitude``, which are compared with it
+        when the contract is made: whoever holds a contract has checked them.
+
+        Raises:
+            ValueError: The fields leave no room for an update.
+        """
+        return RingSpec(
+            bits=self.ring_bits,
+            num_sites=self.num_sites,
+            clip_norm=self.clip_norm,
+            element_bound=self.element_bound,
+            clip_elements=self.clip_elements,
+            noise_std=self.differential_privacy.ring_noise_std,
+        )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """h_Q, SHA-256 of the canonical encoding."""
+        return hashlib.sha256(self.to_bytes()).digest()
+
+    def member(self, number: int) -> Member:
+        """Find a member by its number.
+
+        Raises:
+            UnknownSite: There is no such number.
+        """
+        if not 1 <= number <= self.num_sites:
+            raise UnknownSite(
+                f"client {number} is not in the contract of run {self.run_id}, which "
+                f"has {self.num_sites}"
+            )
+        return self.members[number - 1]
+
+    def member_named(self, site: SiteId) -> Member:
+        """Find a member by its name.
+
+        Raises:
+            UnknownSite: The contract does not have it.
+        """
+        for member in self.members:
+            if member.site == site:
+                return member
+        raise UnknownSite(f"site {site!r} is not in the contract of run {self.run_id}")
+
+    def to_bytes(self) -> bytes:
+        """The canonical encoding.
+
+        After the tag: run_id, suite, code_hash, layout_digest, job_digest; num_values,
+        roster_serial; roster_digest; ``PrivacyTerms``; the number of members and for
+        each its site, organisation and key; aggregator_key; threshold, min_sites,
+        ring_bits; clip_norm, element_bound, which is 0 for none, clip_elements,
+        scale, amplitude; weight_rule; max_examples, max_rounds; the number of
+        header_slots and each of them; hybrid, two_site_waiver; partition. Text is
+        UTF-8 and, like bytes, LP; a whole number, or a flag as 0 or 1, is u64;
+        clip_norm, element_bound and scale are floats.
+        """
+        members = [
+            fields(m.site.encode(), m.organisation.encode(), m.public_key)
+            for m in self.members
+        ]
+        slots = [lp(slot.encode()) for slot in self.header_slots]
+        return b"".join(
+            [
+                fields(_TAG, self.run_id.encode(), self.suite.encode()),
+                fields(self.code_hash, self.layout_digest, self.job_digest),
+                u64(self.num_values),
+                u64(self.roster_serial),
+                lp(self.roster_digest),
+                self.differential_privacy.to_bytes(),
+                u64(len(members)),
+                *members,
+                lp(self.aggregator_key),
+                u64(self.threshold),
+                u64(self.min_sites),
+                u64(self.ring_bits),
+                float64(self.clip_norm),
+                float64(self.element_bound or 0.0),  # No bound can be 0.
+                u64(self.clip_elements),
+                float64(self.scale),
+                u64(self.amplitude),
+                lp(self.weight_rule.encode()),
+                u64(self.max_examples),
+                u64(self.max_rounds),
+                u64(len(slots)),
+                *slots,
+                u64(self.hybrid),
+                u64(self.two_site_waiver),
+                lp(self.partition),
+            ]
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Contract":
+        """Read the canonical encoding.
+
+        Raises:
+            MalformedMessage: The bytes are not one.
+            ContractRefused: The contract contradicts itself.
+        """
+        reader = Reader(data, _TAG)
+        run_id = RunId(reader.name("run_id"))
+        suite = reader.text("suite", limit=64)
+        code_hash = reader.field("code_hash", size=DIGEST_BYTES)
+        layout_digest = reader.field("layout_digest", size=DIGEST_BYTES)
+        job_digest = reader.field("job_digest", size=DIGEST_BYTES)
+        num_values = reader.u64("num_values")
+        roster_serial = reader.u64("roster_serial")
+        roster_digest = reader.field("roster_digest", size=DIGEST_BYTES)
+        terms = PrivacyTerms.read(reader)
+        count = reader.u64("count of members", high=MAX_MEMBERS)
+        contract = cls(
+            run_id=run_id,
+            suite=suite,
+            code_hash=code_hash,
+            layout_digest=layout_digest,
+            job_digest=job_digest,
+            num_values=num_values,
+            roster_serial=roster_serial,
+            roster_digest=roster_digest,
+            differential_privacy=terms,
+            members=tuple(_read_member(reader, at + 1) for at in range(count)),
+            aggregator_key=reader.field("aggregator_key", size=KEY_BYTES),
+            threshold=reader.u64("threshold"),
+            min_sites=reader.u64("min_sites"),
+            ring_bits=reader.u64("ring_bits"),
+            clip_norm=reader.float64("clip_norm"),
+            element_bound=reader.float64("element_bound") or None,
+            clip_elements=reader.flag("clip_elements"),
+            scale=reader.float64("scale"),
+            amplitude=reader.u64("amplitude"),
+            weight_rule=reader.text("weight_rule", limit=64),
+            max_examples=reader.u64("max_examples"),
+            max_rounds=reader.u64("max_rounds"),
+            header_slots=_read_slots(reader),
+            hybrid=reader.flag("hybrid"),
+            two_site_waiver=reader.flag("two_site_waiver"),
+            partition=reader.field("partition", limit=DIGEST_BYTES),
+        )
+        reader.end()
+        return contract
+
+
+_Faults = Iterator[tuple[str, str]]
+
+
+def _identity_faults(q: Contract) -> _Faults:
+    """Who takes part."""
+    if q.suite != SUITE:
+        yield "suite", f"{q.suite[:64]!r} is not spoken here, only {SUITE!r}"
+    for key in (
+        "code_hash",
+        "layout_digest",
+        "job_digest",
+        "roster_digest",
+        "aggregator_key",
+    ):
+        if len(getattr(q, key)) != DIGEST_BYTES:
+            yield key, f"it must have {DIGEST_BYTES} bytes"
+    yield from _name_faults(q)
+    if not 2 <= q.num_sites <= MAX_MEMBERS:  # noqa: PLR2004
+        yield "members", f"a run has 2 to {MAX_MEMBERS} sites, not {q.num_sites}"
+    if [m.number for m in q.members] != list(q.cohort):
+        yield "members", "they must be numbered 1, 2, 3 and so on"
+    names = [m.site for m in q.members]
+    if names != sorted(set(names)):
+        yield "members", "they must be distinct and in the order of their names"
+    keys = {q.aggregator_key, *(m.public_key for m in q.members)}
+    if len(keys) != q.num_sites + 1:
+        yield "members", "two parties have the same public key"
+
+
+def _name_faults(q: Contract) -> _Faults:
+    for key, name in [
+        ("run_id", q.run_id),
+        *(("members", m.site) for m in q.members),
+        *(("header_slots", slot) for slot in q.header_slots),
+    ]:
+        try:
+            check_name(name)
+        except ValueError as error:
+            yield key, str(error)
+
+
+def _threshold_faults(q: Contract) -> _Faults:
+    """How many must take part."""
+    lowest = smallest_threshold(q.num_sites)
+    if not lowest <= q.threshold <= q.num_sites:
+        yield (
+            "threshold",
+            (
+                f"{q.threshold} of {q.num_sites} is not safe: use {lowest} to "
+                f"{q.num_sites}"
+            ),
+        )
+    if not 2 <= q.min_sites <= q.num_sites:  # noqa: PLR2004
+        yield "min_sites", f"{q.min_sites} of {q.num_sites} makes no sense"
+    hidden = q.two_site_waiver or q.differential_privacy.hides_records_alone
+    if q.num_sites == _PAIR and not hidden:
+        yield (
+            "two_site_waiver",
+            (
+                "with two sites each learns the other's update from the sum: add a "
+                "site, make training private for records, or waive it explicitly"
+            ),
+        )
+    if not 1 <= q.max_rounds <= MAX_ROUNDS:
+        yield "max_rounds", f"{q.max_rounds} is not in 1..{MAX_ROUNDS}"
+
+
+def _arithmetic_faults(q: Contract) -> _Faults:
+    """How it is summed."""
+    if q.ring_bits not in RING_BITS:
+        yield "ring_bits", f"{q.ring_bits} is not one of {RING_BITS}"
+    for key in ("clip_norm", "scale"):
+        value = getattr(q, key)
+        if not (math.isfinite(value) and value > 0):
+            yield key, f"{value} is not a positive number"
+    if q.element_bound is not None and not 0 < q.element_bound <= q.clip_norm:
+        yield (
+            "element_bound",
+            f"{q.element_bound} is not above 0 and at most the clip norm {q.clip_norm}",
+        )
+    if q.clip_elements and q.element_bound is None:
+        yield "clip_elements", "there is no element_bound to clip to"
+    for key, fault in q.differential_privacy.faults():
+        yield f"differential_privacy.{key}", fault
+    yield from _ring_faults(q)
+
+
+def _ring_faults(q: Contract) -> _Faults:
+    """Whether scale and amplitude follow; the other fields are sound by now."""
+    try:
+        ring = q.ring()
+    except ValueError as error:
+        yield "ring_bits", str(error)
+        return
+    for key, value, derived in (
+        ("amplitude", q.amplitude, ring.amplitude),
+        ("scale", q.scale, ring.scale),
+    ):
+        if value != derived:
+            yield (
+                key,
+                (
+                    f"it says {value}, and {derived} follows from its ring of "
+                    f"{q.ring_bits} bits, {q.num_sites} sites, bound and noise"
+                ),
+            )
+
+
+def _content_faults(q: Contract) -> _Faults:
+    """What is summed."""
+    if len(q.partition) not in {0, DIGEST_BYTES}:
+        yield "partition", f"it has {DIGEST_BYTES} bytes, or none"
+    if not 1 <= q.roster_serial <= MAX_U64:
+        yield "roster_serial", "serials start at 1"
+    if not 1 <= q.num_values <= MAX_U64:
+        yield "num_values", "an update has at least one value"
+    if q.weight_rule not in WEIGHT_RULES:
+        yield "weight_rule", f"{q.weight_rule[:64]!r} is not one of {WEIGHT_RULES}"
+    if q.max_examples < 1 or (q.weight_rule == "uniform" and q.max_examples != 1):
+        yield "max_examples", "it is at least 1, and 1 for uniform weights"
+    slots = q.header_slots
+    if len(slots) > MAX_HEADER_SLOTS or len(set(slots)) != len(slots):
+        yield "header_slots", f"give at most {MAX_HEADER_SLOTS} distinct names"
+
+
+_RULES = (_identity_faults, _threshold_faults, _arithmetic_faults, _content_faults)
+
+
+def _read_member(reader: Reader, number: int) -> Member:
+    return Member(
+        number=number,
+        site=SiteId(reader.name("member")),
+        organisation=reader.text("organisation", limit=MAX_ORGANISATION_BYTES),
+        public_key=reader.field("public_key", size=KEY_BYTES),
+    )
+
+
+def _read_slots(reader: Reader) -> tuple[str, ...]:
+    count = reader.u64("count of header_slots", high=MAX_HEADER_SLOTS)
+    return tuple(reader.name("header slot") for _ in range(count))

@@ -1,0 +1,320 @@
+"""A site's floor: what its operator demands of every contract, and the check.
+
+The aggregator writes contracts; this is where a site says no. The floor lives in
+the site's own configuration and no message can change it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from federation.ids import RunId, SiteId
+from privacy.secagg.agreement.contract import WEIGHT_RULES, Contract, members_of
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.agreement.terms import PROFILES
+from privacy.secagg.agreement.thresholds import colluding_tolerated
+from privacy.secagg.arithmetic.noise_shares import NoiseShare
+from privacy.secagg.arithmetic.ring import RING_BITS
+from privacy.secagg.errors import ContractRefused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The group that a site has drawn with all others.
+
+    Attributes:
+        sites: Those of the group, this one among them.
+        partition: Digest of all groups, ``groups.Outcome.digest``.
+    """
+
+    sites: frozenset[SiteId]
+    partition: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFloor:
+    """What a site's operator demands of every contract.
+
+    Attributes:
+        roster: The newest roster that this site trusts.
+        run_id: The run that was proposed to this site.
+        job_digest: h_job of the job that was proposed to this site, computed here
+            from the job that it will work on; never taken from a message.
+        code_hashes: SHA-256 of the releases that this site runs.
+        layout_digest: Digest of the layout of the site's own model.
+        num_values: Length d of that model.
+        approved: Hashes h_Q that the operator has approved, or None to accept any
+            contract above this floor.
+        sites: Sites of the job that was proposed: without groups all of them must
+            be members. None for any of the roster.
+        terms: Fields of the contract, by name, that follow from the job that was
+            proposed: what sums tell of a site is to be what its operator has seen.
+        min_sites: Fewest updates in a sum, in a run of two as in any other.
+        colluding: Other sites that may collude with the aggregator, n_C.
+        ring_bits: Rings that are accepted.
+        max_clip_norm: Largest clip norm, in weight units.
+        max_element_bound: Largest bound of an element, in weight units; None for
+            whatever the clip norm allows.
+        weight_rules: Weight rules that are accepted.
+        max_rounds: Most rounds of a run.
+        header_slots: Slots of the header that this site's code sends, in their
+            order; no other header is accepted.
+        privacy_profiles: Profiles of differential privacy that are accepted.
+        max_epsilon: Largest epsilon cap of a run. Any finite number refuses a run
+            without differential privacy.
+        max_delta: Largest delta; below 1 it refuses such a run too.
+        require_hybrid: Whether pair secrets must rest on ML-KEM-768 too.
+        noise_share: What this site counts on where noise adds up inside the sum;
+            None if it has planned none, and then no such run is accepted.
+        accept_two_sites: Whether a run of two sites without record-level
+            differential privacy is accepted: the other site learns this one's
+            update.
+        group: Who is in the sum, where sites have drawn groups; None where all sites
+            of the job are in one sum.
+    """
+
+    roster: Roster
+    run_id: RunId
+    job_digest: bytes
+    code_hashes: frozenset[bytes]
+    layout_digest: bytes
+    num_values: int
+    approved: frozenset[bytes] | None = None
+    sites: frozenset[SiteId] | None = None
+    terms: Mapping[str, object] = field(default_factory=dict)
+    min_sites: int = 3
+    colluding: int = 0
+    ring_bits: frozenset[int] = frozenset(RING_BITS)
+    max_clip_norm: float
+    max_element_bound: float | None = None
+    weight_rules: frozenset[str] = frozenset(WEIGHT_RULES)
+    max_rounds: int
+    header_slots: tuple[str, ...]
+    privacy_profiles: frozenset[str] = frozenset(PROFILES)
+    max_epsilon: float = math.inf
+    max_delta: float = 1.0
+    noise_share: NoiseShare | None = None
+    require_hybrid: bool = True
+    accept_two_sites: bool = False
+    group: Group | None = None
+
+
+def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
+    """Check that a contract is at least what a site's operator demands.
+
+    Guarantee:
+        A site that joins only contracts that pass takes part in no sum that its
+        floor forbids, whatever the aggregator says later.
+
+    Raises:
+        StaleRoster: The contract rests on an older roster than the site's.
+        ContractRefused: A field is below the floor; ``key`` names the first.
+    """
+    floor.roster.check_current(contract.roster_serial)
+    for rules in (
+        _pin_faults,
+        _proposal_faults,
+        _group_faults,
+        _strength_faults,
+        _privacy_faults,
+        _exposure_faults,
+        _term_faults,
+    ):
+        for key, fault in rules(contract, floor):
+            raise ContractRefused(fault, key=key)
+
+
+_Faults = Iterator[tuple[str, str]]
+_PAIR = 2
+
+
+def _proposal_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """What was proposed to this site, and what it is to agree to."""
+    if q.run_id != floor.run_id:
+        yield (
+            "run_id",
+            f"it is {q.run_id!r}, and this site takes part in {floor.run_id!r}",
+        )
+    if q.job_digest != floor.job_digest:
+        yield (
+            "job_digest",
+            (
+                f"it is of another job ({q.job_digest.hex()[:16]}...) than the one "
+                f"proposed to this site ({floor.job_digest.hex()[:16]}...): the "
+                "aggregator has told sites to compute different things, or has changed "
+                "the job since it proposed it"
+            ),
+        )
+
+
+def _term_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """What the job settles; its digest alone does not say that the contract keeps it.
+
+    A site that has more examples than the contract allows declines, and so does one
+    with a larger element: if the aggregator could set these bounds as it liked, it
+    could ask until it knows the numbers.
+    """
+    for name, value in floor.terms.items():
+        given = getattr(q, name)
+        if given != value:
+            yield (
+                name,
+                (
+                    f"it is {given!r}, and {value!r} follows from the job that was "
+                    "proposed to this site"
+                ),
+            )
+
+
+def _group_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """With whom this site is summed, where nobody may choose that."""
+    group = floor.group
+    if q.partition != (b"" if group is None else group.partition):
+        yield (
+            "partition",
+            "it rests on other groups than those that this site has drawn",
+        )
+    members = {member.site for member in q.members}
+    if group is not None and members != group.sites:
+        yield (
+            "members",
+            f"this site has drawn a sum with {', '.join(sorted(group.sites))}",
+        )
+    if group is None and floor.sites is not None and members != floor.sites:
+        yield "members", "they are not the sites of the job that was proposed"
+
+
+def _pin_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """What must be equal."""
+    if floor.approved is not None and q.digest not in floor.approved:
+        yield (
+            "approval",
+            (
+                f"contract {q.digest.hex()[:16]}... of run {q.run_id} has not been "
+                "approved at this site"
+            ),
+        )
+    if q.code_hash not in floor.code_hashes:
+        yield "code_hash", "this site does not run that code"
+    if (q.layout_digest, q.num_values) != (floor.layout_digest, floor.num_values):
+        yield "layout_digest", "this site holds another model"
+    if q.roster_serial != floor.roster.serial:
+        yield (
+            "roster_serial",
+            (
+                f"it is {q.roster_serial} and this site holds roster "
+                f"{floor.roster.serial}: fetch the new one from its owners"
+            ),
+        )
+    if q.roster_digest != floor.roster.digest:
+        yield "roster_digest", "this site holds another roster with the same serial"
+    # Which sites of the roster take part is the job's: what a sum of few reveals is
+    # bounded by `colluding`, `min_sites` and the rule for two.
+    if q.members != members_of(floor.roster, {member.site for member in q.members}):
+        yield "members", "they are not sites of the roster with its keys, in its order"
+    if q.aggregator_key != floor.roster.aggregator_key:
+        yield "aggregator_key", "it is not the aggregator of the roster"
+
+
+def _strength_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """How well the sum hides an update."""
+    tolerated = colluding_tolerated(q.num_sites, q.threshold)
+    if tolerated < floor.colluding:
+        yield (
+            "threshold",
+            (
+                f"{q.threshold} of {q.num_sites} withstands {tolerated} colluding "
+                f"sites, this site demands {floor.colluding}"
+            ),
+        )
+    hidden = floor.accept_two_sites or q.differential_privacy.hides_records_alone
+    if q.num_sites == _PAIR and not hidden:
+        yield (
+            "two_site_waiver",
+            (
+                "this site does not take part in a run of two without record-level "
+                "differential privacy"
+            ),
+        )
+    if q.min_sites < floor.min_sites:
+        yield (
+            "min_sites",
+            (
+                f"a sum may hold {q.min_sites} updates, this site demands "
+                f"{floor.min_sites}"
+            ),
+        )
+    if floor.require_hybrid and not q.hybrid:
+        yield "hybrid", "this site demands the post-quantum hybrid"
+
+
+def _privacy_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """What is claimed of single records or sites."""
+    terms, table = q.differential_privacy, "differential_privacy"
+    if terms.profile not in floor.privacy_profiles:
+        yield f"{table}.profile", f"this site does not accept {terms.profile!r}"
+    if terms.largest_epsilon > floor.max_epsilon:
+        yield (
+            f"{table}.epsilon_cap",
+            f"{terms.largest_epsilon} is above this site's {floor.max_epsilon}",
+        )
+    if terms.largest_delta > floor.max_delta:
+        yield (
+            f"{table}.delta",
+            f"{terms.largest_delta} is above this site's {floor.max_delta}",
+        )
+    yield from _noise_faults(q, floor)
+
+
+def _noise_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """Whether the noise inside the sum is what this site's accountant is told."""
+    key = "differential_privacy.ring_noise_std"
+    profile, share = q.differential_privacy.profile, floor.noise_share
+    if profile not in {"joint", "site"}:
+        return
+    if share is None:
+        yield key, "this site has planned no noise inside the sum"
+        return
+    for fault in share.faults(q.ring()):
+        yield key, fault
+    if q.threshold < share.threshold:
+        yield (
+            "threshold",
+            (
+                f"{q.threshold} updates in a sum do not hold the noise of "
+                f"{share.threshold} that this site counts on"
+            ),
+        )
+    if profile == "site" and q.clip_norm > share.sensitivity:
+        yield (
+            "clip_norm",
+            f"{q.clip_norm} is above the {share.sensitivity} that noise is made for",
+        )
+    if q.weight_rule != "uniform":
+        yield "weight_rule", "this site's weight would tell what noise is to hide"
+    if q.element_bound is not None:
+        # Whether a site declines, or how it clips, is not what was accounted for.
+        yield "element_bound", "the noise is made for a grid that clip_norm sets"
+
+
+def _exposure_faults(q: Contract, floor: LocalFloor) -> _Faults:
+    """How much is summed, and how often."""
+    if q.ring_bits not in floor.ring_bits:
+        yield "ring_bits", f"this site does not accept {q.ring_bits}"
+    if q.clip_norm > floor.max_clip_norm:
+        yield "clip_norm", (f"{q.clip_norm} is above this site's {floor.max_clip_norm}")
+    bound = q.ring().bound
+    if floor.max_element_bound is not None and bound > floor.max_element_bound:
+        yield "element_bound", f"{bound} is above this site's {floor.max_element_bound}"
+    if q.weight_rule not in floor.weight_rules:
+        yield "weight_rule", f"this site does not accept {q.weight_rule!r}"
+    if q.max_rounds > floor.max_rounds:
+        yield "max_rounds", f"{q.max_rounds} is above this site's {floor.max_rounds}"
+    if q.header_slots != floor.header_slots:
+        yield (
+            "header_slots",
+            (
+                f"it asks for {list(q.header_slots)}, and this site reports "
+                f"{list(floor.header_slots)}"
+            ),
+        )

@@ -1,0 +1,153 @@
+"""What a contract says of differential privacy, and how it is spelt.
+
+DP in SECURE_AGGREGATION.md, section 2.1: {profile, mechanism, sigma, q, steps/round,
+delta, eps_cap}. Here are the words and their contradictions, in the canonical
+encoding. Not here: mechanisms, accountants and ledgers. A site's own ledger decides
+what it spends; these terms are the most that the run may ask it for.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from privacy.secagg.agreement.canonical import Reader, float64, lp, u64
+
+# none    nothing is claimed
+# record  each site makes its own training private for its own records, alone
+# joint   for records too, with noise shares that add up inside the secure sum
+# site    for a whole site
+PROFILES = ("none", "record", "joint", "site")
+
+_MAX_WORD_BYTES = 64
+_FLOATS = (
+    "noise_multiplier",
+    "sampling_rate",
+    "delta",
+    "epsilon_cap",
+    "clip_norm",
+    "ring_noise_std",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacyTerms:
+    """The differential-privacy section of a contract; nothing is claimed by default.
+
+    Attributes:
+        profile: One of ``PROFILES``; what the unit of privacy is and whose noise
+            counts.
+        mechanism: Name of the mechanism, for example ``dp-sgd``.
+        noise_multiplier: sigma, standard deviation of the noise over the clip norm.
+        sampling_rate: q, the largest probability in (0, 1] with which any site
+            draws a record into a step.
+        steps_per_round: Noisy steps of a site in a round.
+        delta: The delta of the guarantee, in (0, 1).
+        epsilon_cap: What no site's epsilon may exceed over the run, at ``delta``; a
+            site's own ledger may stop earlier.
+        clip_norm: Largest Euclidean norm of one unit's contribution to a step, in
+            weight units; not the clip norm of the update.
+        ring_noise_std: Standard deviation of one site's noise inside the sum, in
+            steps of the ring's grid; 0 where noise is added in training.
+    """
+
+    profile: str = "none"
+    mechanism: str = ""
+    noise_multiplier: float = 0.0
+    sampling_rate: float = 0.0
+    steps_per_round: int = 0
+    delta: float = 0.0
+    epsilon_cap: float = 0.0
+    clip_norm: float = 0.0
+    ring_noise_std: float = 0.0
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is claimed."""
+        return self.profile == "none"
+
+    @property
+    def hides_records_alone(self) -> bool:
+        """Whether a site's update hides its records from every other single site.
+
+        Only the noise of the site's own training does: of joint noise with two
+        sites, the other site knows its own half.
+        """
+        return self.profile == "record"
+
+    @property
+    def largest_epsilon(self) -> float:
+        """What a site must reckon with; infinite if nothing is claimed."""
+        return math.inf if self.is_none else self.epsilon_cap
+
+    @property
+    def largest_delta(self) -> float:
+        """What a site must reckon with; 1 if nothing is claimed."""
+        return 1.0 if self.is_none else self.delta
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """Find contradictions: the attribute, and what is wrong with it."""
+        if self.profile not in PROFILES:
+            yield "profile", f"{self.profile[:64]!r} is not one of {PROFILES}"
+        elif not self.is_none:
+            yield from self._claim_faults()
+        elif self != PrivacyTerms():  # One spelling of nothing.
+            yield "profile", "it is none, and yet a mechanism or a number is named"
+
+    def _claim_faults(self) -> Iterator[tuple[str, str]]:
+        if not 0 < len(self.mechanism.encode()) <= _MAX_WORD_BYTES:
+            yield "mechanism", f"it is named with 1 to {_MAX_WORD_BYTES} bytes"
+        for name in ("noise_multiplier", "epsilon_cap", "clip_norm"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                yield name, f"{value} is not a positive number"
+        if not 0 < self.sampling_rate <= 1:
+            yield "sampling_rate", f"{self.sampling_rate} is not in (0, 1]"
+        if not 0 < self.delta < 1:
+            yield "delta", f"{self.delta} is not in (0, 1)"
+        if self.steps_per_round < 1:
+            yield "steps_per_round", "a round has at least one step"
+        yield from self._profile_faults()
+
+    def _profile_faults(self) -> Iterator[tuple[str, str]]:
+        if self.profile == "joint" and self.steps_per_round > 1:
+            # Of several local steps the later ones do not hold the others' noise.
+            yield "steps_per_round", "joint noise is for rounds of one step"
+        if not 0 <= self.ring_noise_std < math.inf:
+            yield "ring_noise_std", f"{self.ring_noise_std} is not a number of steps"
+        elif self.profile == "record" and self.ring_noise_std:
+            yield "ring_noise_std", "the noise of record is added in training"
+        elif self.profile == "joint" and not self.ring_noise_std:
+            yield "ring_noise_std", "joint noise adds up inside the sum: name it"
+
+    def to_bytes(self) -> bytes:
+        """The canonical encoding.
+
+        LP of profile and of mechanism, u64 of steps_per_round, then as floats
+        noise_multiplier, sampling_rate, delta, epsilon_cap, clip_norm and
+        ring_noise_std.
+        """
+        return b"".join(
+            [
+                lp(self.profile.encode()),
+                lp(self.mechanism.encode()),
+                u64(self.steps_per_round),
+                *(float64(getattr(self, name)) for name in _FLOATS),
+            ]
+        )
+
+    @classmethod
+    def read(cls, reader: Reader) -> "PrivacyTerms":
+        """Take the canonical encoding out of a message.
+
+        Raises:
+            MalformedMessage: The bytes are not one.
+        """
+        return cls(
+            profile=reader.text("profile", limit=_MAX_WORD_BYTES),
+            mechanism=reader.text("mechanism", limit=_MAX_WORD_BYTES),
+            steps_per_round=reader.u64("steps_per_round"),
+            **{name: reader.float64(name) for name in _FLOATS},
+        )
+
+
+NO_PRIVACY = PrivacyTerms()

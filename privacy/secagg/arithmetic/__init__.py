@@ -1,0 +1,1 @@
+"""Sums in a ring: sealing, headers, shares."""

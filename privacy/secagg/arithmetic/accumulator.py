@@ -1,0 +1,154 @@
+"""The aggregator's arithmetic: one sum in memory, whatever the number of sites.
+
+Masked updates are added as they arrive. Masks that do not cancel (self masks of
+the sites that answered, pairwise masks of those that did not) are removed at the
+end, all in one pass. Who must reveal what is for the protocol's state machine.
+
+Shape suffixes: w words as they arrive, c words of one chunk.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from federation.mapped import give_back
+from federation.vectors import Vector
+from privacy.keystream import (
+    CHUNK_WORDS,
+    Mask,
+    MaskStreams,
+    Words,
+    in_ranges,
+    unpack_24,
+)
+from privacy.secagg.arithmetic.ring import Held, RingSpec, decode_sum_, num_values
+
+
+class MaskedSum:
+    """The sum of masked updates of one round, modulo 2^bits.
+
+    Costs one word per value, of 4 bytes at 32 and 24 bits and 2 at 16, and scratch
+    space of less than 1 MiB per thread. Not for several threads at a time.
+
+    Args:
+        size: Values in an update, d.
+        spec: The ring.
+        threads: Ranges to work on at the same time.
+    """
+
+    def __init__(self, size: int, spec: RingSpec, *, threads: int = 1) -> None:
+        """Begin with zero."""
+        self._spec, self._threads = spec, threads
+        dtype = np.uint16 if spec.bits == 16 else np.uint32  # noqa: PLR2004
+        self._sum_d: NDArray[np.unsignedinteger[Any]] = np.zeros(size, dtype)
+        self._num_folded = 0
+        self._decoded = False
+
+    @property
+    def num_folded(self) -> int:
+        """Updates in the sum."""
+        return self._num_folded
+
+    def fold_(self, words_w: Words) -> None:
+        """Add a masked update, which is not kept.
+
+        Raises:
+            ValueError: It has another type or length, the sum holds as many
+                updates as the ring has room for, or it has been decoded.
+        """
+        self._check_open()
+        if num_values(words_w, self._spec) != self._sum_d.size:
+            raise ValueError(
+                f"a masked update of {num_values(words_w, self._spec)} values does "
+                f"not add to a sum of {self._sum_d.size}"
+            )
+        if self._num_folded == self._spec.num_sites:
+            raise ValueError(f"the sum holds all {self._num_folded} updates already")
+        self._num_folded += 1
+        in_ranges(
+            lambda start, stop: self._fold_range(words_w, start, stop),
+            self._sum_d.size,
+            threads=self._threads,
+        )
+
+    def apply_masks_(self, masks: Sequence[Mask]) -> None:
+        """Add or remove masks, all in one pass over the sum.
+
+        A mask that a site added is removed with sign -1, and the other way round.
+        """
+        self._check_open()
+        in_ranges(
+            lambda start, stop: self._mask_range(masks, start, stop),
+            self._sum_d.size if masks else 0,
+            threads=self._threads,
+        )
+
+    def digest(self) -> bytes:
+        """SHA-256 of the sum as little-endian words of its type, modulo 2^bits.
+
+        Words have 2 bytes at 16 bits, otherwise 4.
+
+        Raises:
+            ValueError: The sum has been decoded.
+        """
+        self._check_open()
+        found = hashlib.sha256()
+        top = self._sum_d.dtype.type((1 << self._spec.bits) - 1)
+        little = self._sum_d.dtype.newbyteorder("<")
+        for begin in range(0, self._sum_d.size, CHUNK_WORDS):
+            chunk_c = self._sum_d[begin : begin + CHUNK_WORDS] & top
+            found.update(chunk_c.astype(little, copy=False).data)
+        return found.digest()
+
+    def decode(self, *, divisor: float = 1.0, weight: float | None = None) -> Vector:
+        """Read the unmasked sum, in its own memory: see ``ring.decode_sum_``.
+
+        Args:
+            divisor: What the sum is divided by: the sum of the weights for a mean.
+            weight: Sum of the weights of the updates; 1 for each by default.
+
+        Raises:
+            SumOutOfRange: A mask is still there, an update was corrupt, or a site
+                sent what no honest one sends.
+            ValueError: The divisor is not positive, or the sum was decoded before.
+        """
+        self._check_open()
+        self._decoded = True
+        total = float(self._num_folded) if weight is None else weight
+        return decode_sum_(
+            self._sum_d,
+            self._spec,
+            divisor=divisor,
+            held=Held(num_updates=self._num_folded, weight=total),
+            threads=self._threads,
+        )
+
+    def _check_open(self) -> None:
+        if self._decoded:
+            raise ValueError("the sum has been decoded; a round has a sum of its own")
+
+    def _fold_range(self, words_w: Words, start: int, stop: int) -> None:
+        if words_w.dtype == self._sum_d.dtype:
+            for begin in range(start, stop, CHUNK_WORDS):
+                mine_c = self._sum_d[begin : min(begin + CHUNK_WORDS, stop)]
+                words_c = words_w[begin : begin + mine_c.size]
+                np.add(mine_c, words_c, out=mine_c)
+                give_back(words_c)
+            return
+        wide_c = np.empty(CHUNK_WORDS, np.uint32)
+        for begin in range(start, stop, CHUNK_WORDS):
+            end = min(begin + CHUNK_WORDS, stop)
+            packed = words_w[3 * begin : 3 * end]
+            chunk_c = self._sum_d[begin:end]
+            np.add(chunk_c, unpack_24(packed, wide_c[: end - begin]), out=chunk_c)
+            give_back(packed)
+
+    def _mask_range(self, masks: Sequence[Mask], start: int, stop: int) -> None:
+        streams = MaskStreams(
+            masks, bits=self._spec.bits, first_word=start, num_words=stop - start
+        )
+        for begin in range(start, stop, CHUNK_WORDS):
+            streams.apply_(self._sum_d[begin : min(begin + CHUNK_WORDS, stop)])

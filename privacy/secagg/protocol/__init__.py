@@ -1,0 +1,1 @@
+"""The messages of a secure sum and who does what with them."""

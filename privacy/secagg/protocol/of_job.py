@@ -1,0 +1,164 @@
+"""The contract that follows from a job."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from federation.errors import JobError
+from federation.events import SitePrivacy
+from federation.ids import RunId, SiteId
+from federation.job import job_digest
+from federation.job.spec import JobSpec
+from federation.vectors import Layout, Role
+from privacy.counts import coarse
+from privacy.secagg.agreement.code_hash import code_hash
+from privacy.secagg.agreement.contract import Contract, members_of
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
+from privacy.secagg.arithmetic.ring import RingSpec
+from privacy.secagg.protocol.train import ADAPTIVE_SLOTS, HEADER_SLOTS
+
+_MECHANISMS = {"record": "dp-sgd", "joint": "dp-sgd", "site": "gaussian-sum"}
+
+
+def contract_of(
+    job: JobSpec,
+    layout: Layout,
+    *,
+    run_id: RunId,
+    roster: Roster,
+    promises: Sequence[SitePrivacy],
+    ring_noise_std: float = 0.0,
+    max_examples: int | None = None,
+) -> Contract:
+    """Write down what all parties of a run agree to.
+
+    Args:
+        job: The job.
+        layout: Layout of its model.
+        run_id: The run.
+        roster: Pins the parties.
+        promises: What the sites promise; empty without differential privacy.
+        ring_noise_std: Noise of one site inside the sum, in steps of the grid.
+        max_examples: Most examples of a site, where the job does not say.
+
+    Raises:
+        JobError: The job's numbers do not fit into the ring, or the job must say how
+            many examples a site has at most.
+    """
+    terms = _privacy_terms(job, promises, ring_noise_std)
+    ring = _ring(job, terms)
+    return Contract(
+        run_id=run_id,
+        code_hash=code_hash(),
+        layout_digest=bytes.fromhex(layout.digest),
+        job_digest=job_digest.digest(job),
+        num_values=layout.size,
+        roster_serial=roster.serial,
+        roster_digest=roster.digest,
+        members=members_of(roster, {SiteId(site.name) for site in job.sites}),
+        aggregator_key=roster.aggregator_key,
+        threshold=job.minimum_sites,
+        min_sites=job.minimum_sites,  # All that are in a sum: t, or N.
+        scale=ring.scale,
+        amplitude=ring.amplitude,
+        header_slots=header_slots(job),
+        differential_privacy=terms,
+        **terms_of_job(job, max_examples),
+    )
+
+
+def terms_of_job(job: JobSpec, max_examples: int | None = None) -> dict[str, Any]:
+    """Fields of a contract that follow from the job, whoever is in the sum.
+
+    Args:
+        job: The job.
+        max_examples: Most examples of a site, where the job does not say.
+
+    Raises:
+        JobError: The job must say how many examples a site has at most.
+    """
+    secure = job.privacy.secure_aggregation
+    return {
+        "ring_bits": secure.ring_bits,
+        "clip_norm": job.update_clip_norm,
+        "element_bound": secure.element_bound,
+        "clip_elements": secure.clip_elements,
+        "weight_rule": job.aggregation.weights,
+        "max_examples": _max_examples(job, max_examples),
+        "max_rounds": job.rounds + 1,  # The last is for evaluation alone.
+        "hybrid": secure.hybrid,
+        "two_site_waiver": secure.two_sites_waiver,
+    }
+
+
+def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
+    secure = job.privacy.secure_aggregation
+    try:
+        return RingSpec(
+            bits=secure.ring_bits,
+            num_sites=len(job.sites),
+            clip_norm=job.update_clip_norm,
+            element_bound=secure.element_bound,
+            clip_elements=secure.clip_elements,
+            noise_std=terms.ring_noise_std,
+        )
+    except ValueError as error:  # Too small a bound, or too much noise.
+        raise JobError(str(error), key="privacy.secure_aggregation") from None
+
+
+def header_slots(job: JobSpec) -> tuple[str, ...]:
+    """Slots of the header that a site of this job sends."""
+    adapts = job.privacy.differential_privacy.adaptive_clip
+    return ADAPTIVE_SLOTS if adapts else HEADER_SLOTS
+
+
+def _privacy_terms(
+    job: JobSpec, promises: Sequence[SitePrivacy], ring_noise_std: float
+) -> PrivacyTerms:
+    """What the contract claims of differential privacy: what holds for every site."""
+    if not promises:
+        return NO_PRIVACY
+    asked = job.privacy.differential_privacy
+    return PrivacyTerms(
+        profile=asked.unit,
+        mechanism=_MECHANISMS[asked.unit],
+        noise_multiplier=min(site.noise_multiplier for site in promises),
+        sampling_rate=max(site.sampling_rate for site in promises),
+        steps_per_round=max(site.steps_per_round for site in promises),
+        delta=max(site.delta for site in promises),
+        epsilon_cap=max(site.epsilon_cap for site in promises),
+        clip_norm=asked.clip_norm,
+        ring_noise_std=ring_noise_std,
+    )
+
+
+def _max_examples(job: JobSpec, largest: int | None) -> int:
+    if job.aggregation.weights == "uniform":
+        return 1
+    allowed = job.privacy.secure_aggregation.max_examples
+    if allowed is None:
+        allowed = largest
+    if allowed is None:
+        raise JobError(
+            "is missing: no site tells how many examples it has, so the job must say "
+            "the most; or set aggregation.weights to uniform",
+            key="privacy.secure_aggregation.max_examples",
+        )
+    # Whether a site has more, and declines, would otherwise be a question about its
+    # number, and a few of them would find that.
+    return coarse(allowed)
+
+
+def check_layout(layout: Layout) -> None:
+    """Refuse a model that has what cannot be summed in secret.
+
+    Raises:
+        JobError: It has.
+    """
+    for spec in layout.tensors:
+        if spec.role is Role.MAX:
+            raise JobError(
+                f"the largest {spec.name!r} of any site cannot be found without seeing "
+                "each site's; give it the role keep or from_server",
+                key="model.integer_buffers",
+            )

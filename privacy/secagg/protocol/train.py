@@ -1,0 +1,185 @@
+"""What the aggregator says beside the model in R1, and what a header holds.
+
+The header's slots are part of the contract. Losses travel as whole micronats, so
+that sums over sites are exact and no slot can wrap.
+
+What a site says in every round of a run alike, its number of examples and of
+predictions, would be told exactly by the first round that it is absent from. Where
+rounds may go on without a site, such numbers are on a coarse public grid: see
+``privacy.counts``.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from federation.messages import MetricSums, RoundTask
+from federation.vectors import IntegerVector, Vector
+from privacy.counts import coarse
+from privacy.keystream import Mask
+from privacy.secagg.agreement.canonical import Reader, fields, float64, u64
+from privacy.secagg.agreement.certificate import MAX_CERTIFICATE_BYTES
+from privacy.secagg.agreement.contract import DIGEST_BYTES, Contract, Setting
+from privacy.secagg.arithmetic.header import HeaderSpec, Slot, SlotKind
+from privacy.secagg.arithmetic.ring_errors import UpdateOutOfRange
+from privacy.secagg.errors import MalformedMessage
+from privacy.secagg.protocol.key_schedule import Stream
+
+MAX_CONFIRMS_BYTES = 16 << 20
+_TAG = b"xsa-v2/train"
+_LARGEST_COUNT = 1 << 56
+_LARGEST_NOISE = 1 << 16
+_MICRO = 1e6
+
+WEIGHT = "weight"
+TRAINING, EVALUATION = "training", "evaluation"
+_SUMS = ("count", "loss", "correct")
+
+HEADER_SLOTS = (
+    WEIGHT,
+    *(f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _SUMS),
+)
+# Where the clip norm follows the updates: +-1/2, with noise.
+WITHIN_CLIP = "within_clip"
+ADAPTIVE_SLOTS = (*HEADER_SLOTS, WITHIN_CLIP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBody:
+    """What goes with a round's task beside the model.
+
+    Attributes:
+        setup_hash: h_U of the setup that the round rests on.
+        confirms: ``SetupRecord.confirms`` for a site that has not seen them yet,
+            otherwise empty.
+        certificate: Of the newest round with a sum.
+        update_clip: What updates are clipped to in this round, in weight units: the
+            contract's clip norm, unless clipping adapts.
+    """
+
+    setup_hash: bytes
+    confirms: bytes
+    certificate: bytes
+    update_clip: float
+
+
+def model_digest(weights_d: Vector, integers_m: IntegerVector) -> bytes:
+    """H(theta_r): SHA-256 of the global model, as each party computes it."""
+    head = fields(b"xsa-v2/model") + u64(weights_d.size) + u64(integers_m.size)
+    digest = hashlib.sha256(head)
+    digest.update(np.ascontiguousarray(weights_d, dtype="<f4").data)
+    digest.update(np.ascontiguousarray(integers_m, dtype="<i8").data)
+    return digest.digest()
+
+
+def task_digest(task: RoundTask, update_clip: float) -> bytes:
+    """task_r: SHA-256 of what is asked of the model; it is part of ctx_r.
+
+    Were the kind of work not in it, an aggregator could have one site train and the
+    others evaluate, and read that site's numbers off the sum of the headers. Were
+    the clip norm not in it, sites could be made to bring too little noise for each
+    other's updates.
+    """
+    asked = f"{task.kind.value} {task.evaluate:d} {task.evaluate_after:d}"
+    parts = fields(b"xsa-v2/task", asked.encode())
+    return hashlib.sha256(parts + float64(update_clip)).digest()
+
+
+def masks(streams: Iterable[Stream]) -> list[Mask]:
+    """The streams of a round in the form that the arithmetic takes; not copied."""
+    return [Mask(key=stream.key, sign=stream.sign) for stream in streams]
+
+
+def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSpec:
+    """The slots that a contract names, in their order.
+
+    Args:
+        num_sites: N.
+        names: ``HEADER_SLOTS`` or ``ADAPTIVE_SLOTS``.
+    """
+    fractions = {WEIGHT: 1, WITHIN_CLIP: _LARGEST_NOISE}
+    slots = [
+        Slot(name=name, kind=SlotKind.FRACTION, bound=fractions[name])
+        if name in fractions
+        else Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
+        for name in names
+    ]
+    return HeaderSpec(slots=tuple(slots), num_sites=num_sites)
+
+
+def counts_coarsely(contract: Contract) -> bool:
+    """Whether sites put their numbers on the grid of ``privacy.counts``.
+
+    They do where sums of one run may be over different sites. Under differential
+    privacy numbers are withheld, noised or public anyway.
+    """
+    return contract.setting is Setting.P2 and contract.differential_privacy.is_none
+
+
+def coarse_sums(sums: MetricSums | None) -> MetricSums | None:
+    """Put the number of predictions on the grid; mean loss and accuracy stay.
+
+    The hits are rounded to whole ones, so that the accuracy is off by half a
+    prediction at most.
+    """
+    if sums is None or sums.count == 0:
+        return sums
+    count = coarse(sums.count)
+    factor = count / sums.count
+    return MetricSums(
+        count=count,
+        loss_sum=sums.loss_sum * factor,
+        correct=round(sums.correct * factor),
+    )
+
+
+def write_sums(kind: str, sums: MetricSums | None) -> dict[str, float]:
+    """Header values of a site's sums; all 0 if there are none.
+
+    Raises:
+        UpdateOutOfRange: The loss is not a number that fits, for example NaN.
+    """
+    if sums is None:
+        return dict.fromkeys((f"{kind}_{name}" for name in _SUMS), 0)
+    if not 0 <= sums.loss_sum * _MICRO <= _LARGEST_COUNT:
+        raise UpdateOutOfRange(f"the {kind} loss is {sums.loss_sum} and does not fit")
+    return {
+        f"{kind}_count": sums.count,
+        f"{kind}_loss": round(sums.loss_sum * _MICRO),
+        f"{kind}_correct": sums.correct,
+    }
+
+
+def read_sums(kind: str, totals: Mapping[str, float]) -> MetricSums | None:
+    """Sums over all sites out of a decoded header; None if nothing was predicted."""
+    count, loss, correct = (int(totals[f"{kind}_{name}"]) for name in _SUMS)
+    if count == 0:
+        return None
+    return MetricSums(count=count, loss_sum=loss / _MICRO, correct=correct)
+
+
+def write_train(body: TrainBody) -> bytes:
+    """Encode what goes with a round's task."""
+    head = fields(_TAG, body.setup_hash, body.confirms, body.certificate)
+    return head + float64(body.update_clip)
+
+
+def read_train(data: bytes) -> TrainBody:
+    """Decode ``write_train``.
+
+    Raises:
+        MalformedMessage: The bytes are something else.
+    """
+    reader = Reader(data, _TAG)
+    body = TrainBody(
+        setup_hash=reader.field("setup_hash", size=DIGEST_BYTES),
+        confirms=reader.field("confirms", limit=MAX_CONFIRMS_BYTES),
+        certificate=reader.field("certificate", limit=MAX_CERTIFICATE_BYTES),
+        update_clip=reader.float64("update_clip"),
+    )
+    reader.end()
+    if body.update_clip <= 0:
+        raise MalformedMessage(f"a clip norm of {body.update_clip} is not positive")
+    return body
