@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,7 @@ def digits(held_out_fraction: float = 0.2, seed: int = 0) -> tuple[Examples, Exa
     Returns:
         Training and held-out examples: inputs ``(n, 1, 8, 8)``, float32 from 0 to 1.
     """
-    # scikit-learn takes a second to import, which only two sources need.
-    from sklearn.datasets import load_digits  # noqa: PLC0415
-
-    pixels, classes = load_digits(return_X_y=True)
+    pixels, classes = _bundled("digits.csv.gz")
     images = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     train, held_out = _stratified_split(classes, held_out_fraction, seed=seed)
     return (
@@ -142,9 +140,7 @@ def breast_cancer(
         Training and held-out examples: inputs ``(n, 30)``, float32, less a
         reference value and divided by another; neither depends on a record.
     """
-    from sklearn.datasets import load_breast_cancer  # noqa: PLC0415
-
-    values, classes = load_breast_cancer(return_X_y=True)
+    values, classes = _bundled("breast_cancer.csv", skip_rows=1)
     train, held_out = _stratified_split(classes, held_out_fraction, seed=seed)
     # First all means over cells, then all standard errors, then all largest.
     reference = np.array(list(_TUMOUR_REFERENCE.values())).swapaxes(0, 1)
@@ -154,6 +150,17 @@ def breast_cancer(
         Examples(inputs=standard[train], targets=classes[train]),
         Examples(inputs=standard[held_out], targets=classes[held_out]),
     )
+
+
+def _bundled(name: str, skip_rows: int = 0) -> tuple[NDArray[np.float64], Indices]:
+    """Read the measurements and classes of a data set that scikit-learn ships."""
+    # Read and not imported: scikit-learn and SciPy take a second to start.
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise SiteError(f"{name} comes with scikit-learn: install scikit-learn")
+    path = Path(package.origin).with_name("datasets") / "data" / name
+    rows = np.loadtxt(path, delimiter=",", skiprows=skip_rows)
+    return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
 def _stratified_split(

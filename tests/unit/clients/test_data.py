@@ -1,5 +1,7 @@
 """Reading what data sources return, and the sources out of the box."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from sklearn.datasets import load_breast_cancer, load_digits
 from torch.utils.data import TensorDataset
 
 from clients.data import (
     Examples,
+    _bundled,
     as_dataset,
     breast_cancer,
     digits,
@@ -250,6 +254,26 @@ def test_bundled_data_is_split_by_class(
     assert expected.tolist() == np.bincount(held_out.targets).tolist()
     np.testing.assert_array_equal(held_out.inputs, source()[1].inputs)
     assert not np.array_equal(held_out.inputs, source(seed=1)[1].inputs)
+
+
+def test_bundled_data_are_read_without_scikit_learn():
+    """What scikit-learn ships is what it loads, and it need not be imported."""
+    code = (
+        "import sys; from clients.data import breast_cancer, digits;"
+        "digits(), breast_cancer(); assert not {'sklearn', 'scipy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for (values, classes), (expected, labels) in (
+        (_bundled("digits.csv.gz"), load_digits(return_X_y=True)),
+        (
+            _bundled("breast_cancer.csv", skip_rows=1),
+            load_breast_cancer(return_X_y=True),
+        ),
+    ):
+        assert values.dtype == expected.dtype
+        assert classes.dtype == labels.dtype
+        assert np.array_equal(values, expected)
+        assert np.array_equal(classes, labels)
 
 
 def test_digits_are_scaled():
