@@ -176,6 +176,8 @@ class RoundTask:
             certificate, and what updates are clipped to; empty otherwise.
         anchor: The largest that this site has sent in this run; its ledger must not
             be behind it. It decides nothing but whether the site refuses.
+        based_on: The round whose model the site is sent; 0 for the initial one.
+        fragment: Which part of the model it is; 0 for the whole.
     """
 
     run_id: RunId
@@ -189,6 +191,8 @@ class RoundTask:
     evaluate_after: bool
     secure: bytes = b""
     anchor: LedgerAnchor = NO_ANCHOR
+    based_on: int = 0
+    fragment: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +243,8 @@ class MaskedUpdate:
             counts, losses and hits.
         body: Signed head, sealed shares and commitments, bytes of ``privacy.secagg``.
         spent: Under differential privacy what the site has spent; public.
+        based_on: As in the task that this answers.
+        fragment: As in the task that this answers.
     """
 
     run_id: RunId
@@ -249,6 +255,8 @@ class MaskedUpdate:
     header_h: HeaderVector
     body: bytes
     spent: PrivacySpent | None = None
+    based_on: int = 0
+    fragment: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +279,8 @@ class SiteUpdate:
         evaluation_after: Of the local weights on the same data, if asked.
         phases: Where the site's time went.
         spent: Under differential privacy what the site has spent.
+        based_on: As in the task that this answers.
+        fragment: As in the task that this answers.
     """
 
     run_id: RunId
@@ -286,6 +296,8 @@ class SiteUpdate:
     evaluation_after: MetricSums | None
     phases: tuple[Phase, ...]
     spent: PrivacySpent | None = None
+    based_on: int = 0
+    fragment: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +311,8 @@ class SiteEvaluation:
         evaluation: Sums over the site's held-out data.
         phases: Where the site's time went.
         spent: Under differential privacy what the site has spent.
+        based_on: As in the task that this answers.
+        fragment: As in the task that this answers.
     """
 
     run_id: RunId
@@ -307,6 +321,8 @@ class SiteEvaluation:
     evaluation: MetricSums
     phases: tuple[Phase, ...]
     spent: PrivacySpent | None = None
+    based_on: int = 0
+    fragment: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

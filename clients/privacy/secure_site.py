@@ -317,6 +317,8 @@ class SecureSite:
             header_h=header_h,
             body=signed,
             spent=trainer.spent(),
+            based_on=task.based_on,
+            fragment=task.fragment,
         )
 
     def _work(

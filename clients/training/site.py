@@ -110,6 +110,8 @@ class Site:
             evaluation=sums,
             phases=watch.phases(),
             spent=trainer.spent(),
+            based_on=task.based_on,
+            fragment=task.fragment,
         )
 
     def _train(self, task: RoundTask, trainer: Trainer) -> SiteUpdate:
@@ -150,6 +152,8 @@ class Site:
             evaluation_after=evaluation_after,
             phases=watch.phases(),
             spent=trainer.spent(),
+            based_on=task.based_on,
+            fragment=task.fragment,
         )
 
 

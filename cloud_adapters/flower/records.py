@@ -131,6 +131,8 @@ def read_update(
         evaluation=evaluation,
         evaluation_after=None,
         phases=(),
+        based_on=task.based_on,
+        fragment=task.fragment,
     )
 
 
@@ -160,6 +162,8 @@ def read_evaluation(
             correct=round(accuracy * count),
         ),
         phases=(),
+        based_on=task.based_on,
+        fragment=task.fragment,
     )
 
 

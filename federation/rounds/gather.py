@@ -156,6 +156,7 @@ def round_tasks(
             evaluate_after=job.aggregation.weights == "dynamic",
             secure=secure(site),
             anchor=state.anchors.get(site, NO_ANCHOR),
+            based_on=state.round_index,
         )
         for site in record.cohort
     ]

@@ -92,6 +92,7 @@ class RoundRecord:
             cohort=cohort,
             layout=layout,
             in_secret=in_secret,
+            based_on=self._model_round,
         )
         self._bytes_down = self._bytes_up = 0
         self._training: MetricSums | None = None

@@ -41,11 +41,14 @@ class RoundState:
         cohort: Sequence[SiteId],
         layout: Layout,
         in_secret: bool = False,
+        based_on: int | None = None,
     ) -> None:
         """Open a round in which every site of ``cohort`` was asked.
 
-        Under secure aggregation the only sound answer is a ``MaskedUpdate``.
+        Under secure aggregation the only sound answer is a ``MaskedUpdate``. Answers
+        are based on the model of round ``based_on``, by default the one before.
         """
+        self._based_on = round_index - 1 if based_on is None else based_on
         self._in_secret = in_secret
         self._run_id = run_id
         self._round_index = round_index
@@ -132,6 +135,14 @@ class RoundState:
     def _judge_answer(self, message: SiteMessage) -> SiteFailure | None:
         if isinstance(message, SiteFailure):
             return message
+        if not isinstance(message, SecureAnswer) and (
+            (message.based_on, message.fragment) != (self._based_on, 0)
+        ):
+            text = (
+                f"sent fragment {message.fragment} of what is based on the model of "
+                f"round {message.based_on}, not the whole of {self._based_on}"
+            )
+            return self._invalid(message.site, text)
         if self._in_secret or isinstance(message, MaskedUpdate | SecureAnswer):
             return self._judge_secret(message)
         asked = TaskKind.TRAIN if isinstance(message, SiteUpdate) else TaskKind.EVALUATE

@@ -159,9 +159,10 @@ def decode(data: Buffer) -> WireMessage:
     if magic != MAGIC:
         raise WireError("the bytes do not start like a message of crossfed")
     if version != VERSION:
+        older = "the sender" if version < VERSION else "this side"
         raise WireError(
             f"the message has format version {version}, this side reads {VERSION}: "
-            "install the same release of crossfed everywhere"
+            f"upgrade {older}, so that both have the same release of crossfed"
         )
     number, header_bytes, payload_bytes = _LENGTHS.unpack_from(frame, _LEAD.size)
     if header_bytes > MAX_HEADER_BYTES:

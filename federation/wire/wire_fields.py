@@ -69,17 +69,22 @@ _KINDS: Mapping[type[WireMessage], Kind] = {
 
 # Fields of the dataclasses that stand in the header under their own names.
 _ABOUT = ("run_id", "round_index", "site")
+_MODEL = ("based_on", "fragment")
 _PLAIN: Mapping[Kind, tuple[str, ...]] = {
-    Kind.TASK: ("kind", "layout_digest", "evaluate", "evaluate_after", "anchor"),
+    Kind.TASK: (
+        *("kind", "layout_digest", "evaluate", "evaluate_after", "anchor"),
+        *_MODEL,
+    ),
     Kind.UPDATE: (
         *("layout_digest", "num_examples", "num_steps"),
         *("training", "evaluation", "evaluation_after", "phases", "spent"),
+        *_MODEL,
     ),
-    Kind.EVALUATION: ("evaluation", "phases", "spent"),
+    Kind.EVALUATION: ("evaluation", "phases", "spent", *_MODEL),
     Kind.FAILURE: ("kind", "message"),
     Kind.SECURE_TASK: ("step",),
     Kind.SECURE_ANSWER: ("step",),
-    Kind.MASKED_UPDATE: ("layout_digest", "spent"),
+    Kind.MASKED_UPDATE: ("layout_digest", "spent", *_MODEL),
 }
 
 
@@ -268,9 +273,22 @@ def _about(fields: Fields) -> _About:
     }
 
 
+class _Model(TypedDict):
+    based_on: int
+    fragment: int
+
+
+def _model(fields: Fields) -> _Model:
+    return {
+        "based_on": wire_values.read_count(fields, "based_on"),
+        "fragment": wire_values.read_count(fields, "fragment"),
+    }
+
+
 def _read_task(fields: Fields, parts: Fields) -> RoundTask:
     return RoundTask(
         **_about(fields),
+        **_model(fields),
         kind=wire_values.read_word(fields, "kind", TaskKind),
         layout_digest=wire_values.read_digest(fields),
         evaluate=wire_values.read_flag(fields, "evaluate"),
@@ -283,6 +301,7 @@ def _read_task(fields: Fields, parts: Fields) -> RoundTask:
 def _read_update(fields: Fields, parts: Fields) -> SiteUpdate:
     return SiteUpdate(
         **_about(fields),
+        **_model(fields),
         layout_digest=wire_values.read_digest(fields),
         num_examples=wire_values.read_count(fields, "num_examples"),
         num_steps=wire_values.read_count(fields, "num_steps"),
@@ -298,6 +317,7 @@ def _read_update(fields: Fields, parts: Fields) -> SiteUpdate:
 def _read_evaluation(fields: Fields, parts: Fields) -> SiteEvaluation:
     return SiteEvaluation(
         **_about(fields),
+        **_model(fields),
         evaluation=wire_values.read_sums(fields["evaluation"]),
         phases=wire_values.read_phases(fields),
         spent=wire_values.read_spent(fields["spent"]),
@@ -327,6 +347,7 @@ def _read_secure_answer(fields: Fields, parts: Fields) -> SecureAnswer:
 def _read_masked_update(fields: Fields, parts: Fields) -> MaskedUpdate:
     return MaskedUpdate(
         **_about(fields),
+        **_model(fields),
         layout_digest=wire_values.read_digest(fields),
         spent=wire_values.read_spent(fields["spent"]),
         **parts,

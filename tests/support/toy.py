@@ -246,6 +246,11 @@ class Toy:
         return [event for event in self.events if isinstance(event, kind)]
 
 
+def _based(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a message, based on the model of the round before."""
+    return {"based_on": max(0, fields["round_index"] - 1)} | fields
+
+
 def task(site: SiteId = SITES[0], **changes: Any) -> RoundTask:
     """A task for the toy model."""
     usual: dict[str, Any] = {
@@ -259,7 +264,7 @@ def task(site: SiteId = SITES[0], **changes: Any) -> RoundTask:
         "evaluate": False,
         "evaluate_after": False,
     }
-    return RoundTask(**(usual | changes))
+    return RoundTask(**_based(usual | changes))
 
 
 def update(site: SiteId = SITES[0], **changes: Any) -> SiteUpdate:
@@ -278,7 +283,7 @@ def update(site: SiteId = SITES[0], **changes: Any) -> SiteUpdate:
         "evaluation_after": None,
         "phases": (),
     }
-    return SiteUpdate(**(usual | changes))
+    return SiteUpdate(**_based(usual | changes))
 
 
 def masked(site: SiteId = SITES[0], **changes: Any) -> MaskedUpdate:
@@ -292,7 +297,7 @@ def masked(site: SiteId = SITES[0], **changes: Any) -> MaskedUpdate:
         "header_h": np.arange(5, dtype=np.uint64),
         "body": b"signed",
     }
-    return MaskedUpdate(**(usual | changes))
+    return MaskedUpdate(**_based(usual | changes))
 
 
 def secure_task(site: SiteId = SITES[0], **changes: Any) -> SecureTask:
@@ -316,7 +321,7 @@ def evaluation(site: SiteId = SITES[0], **changes: Any) -> SiteEvaluation:
         "evaluation": MetricSums(count=10, loss_sum=1.0, correct=5),
         "phases": (),
     }
-    return SiteEvaluation(**(usual | changes))
+    return SiteEvaluation(**_based(usual | changes))
 
 
 def failure(

@@ -56,6 +56,7 @@ class EchoSite:
                 time.sleep(HANGING_SECONDS)
         if isinstance(task, SecureTask):
             return SecureAnswer(**about, step=task.step, body=task.body[::-1])
+        about |= {"based_on": task.based_on, "fragment": task.fragment}
         sums = MetricSums(count=10, loss_sum=0.1, correct=len(self._job_text))
         phases = (Phase(name="echo", start_seconds=0.25, seconds=0.5),)
         if task.kind is TaskKind.EVALUATE:
@@ -102,6 +103,8 @@ def mirrored(task: RoundTask) -> SiteUpdate:
         evaluation=None,
         evaluation_after=None,
         phases=(),
+        based_on=task.based_on,
+        fragment=task.fragment,
     )
 
 

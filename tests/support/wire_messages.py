@@ -50,9 +50,11 @@ spents = st.none() | st.builds(
     held_out_epsilon=st.none() | epsilons,
 )
 about = {"run_id": names, "round_index": counts, "site": names}
+model = {"based_on": counts, "fragment": counts}
 tasks = st.builds(
     RoundTask,
     **about,
+    **model,
     kind=st.sampled_from(TaskKind),
     layout_digest=digests,
     weights_d=float_vectors,
@@ -64,6 +66,7 @@ tasks = st.builds(
 updates = st.builds(
     SiteUpdate,
     **about,
+    **model,
     layout_digest=digests,
     delta_d=float_vectors,
     integers_m=integer_vectors,
@@ -76,7 +79,7 @@ updates = st.builds(
     spent=spents,
 )
 evaluations = st.builds(
-    SiteEvaluation, **about, evaluation=sums, phases=phases, spent=spents
+    SiteEvaluation, **about, **model, evaluation=sums, phases=phases, spent=spents
 )
 failures = st.builds(
     SiteFailure, **about, kind=st.sampled_from(FailureKind), message=lines
@@ -87,6 +90,7 @@ secure_answers = st.builds(SecureAnswer, **about, **step)
 masked_updates = st.builds(
     MaskedUpdate,
     **about,
+    **model,
     layout_digest=digests,
     words=byte_vectors,
     header_h=header_vectors,

@@ -56,6 +56,16 @@ REFUSED = {
         FailureKind.LATE,
         "answered round 1 in round 2",
     ),
+    "model of another round": (
+        replace(SOUND, based_on=ROUND),
+        FailureKind.INVALID,
+        "sent fragment 0 of what is based on the model of round 2, not the whole of 1",
+    ),
+    "part of an update": (
+        replace(SOUND, fragment=1),
+        FailureKind.INVALID,
+        "sent fragment 1 of what is based on the model of round 1, not the whole of 1",
+    ),
     "earlier round, not asked in this one": (
         toy.update(toy.SITES[2], round_index=1),
         FailureKind.LATE,

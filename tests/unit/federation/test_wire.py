@@ -323,8 +323,9 @@ def test_trailing_bytes_are_refused():
 
 
 def test_other_version_is_named_before_anything_is_read():
-    """An operator with two releases is told so, whatever else differs."""
-    refused(frame({}, version=3), "format version 3.*same release")
+    """An operator with two releases is told which side to upgrade."""
+    refused(frame({}, version=1), "format version 1, this side reads 2: .*the sender")
+    refused(frame({}, version=3), "format version 3, this side reads 2: .*this side")
 
 
 def test_other_magic_is_refused():
