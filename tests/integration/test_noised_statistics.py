@@ -6,17 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import agents
+from support import agents, ranked_sites
 from support.agents import OPEN_FLOOR, Consortium, consortium
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 
 from clients import standardise
+from clients.models.model_pool import ModelPool
 from clients.privacy.ledger_memory import LifetimeBudget, lifetime
 from clients.privacy.site_memory import FileMemory
 from clients.privacy.site_plans import PrivateSites
+from clients.standardise import Statistics
+from clients.training.trainer import TorchTrainer
+from deploy.audit.audit import audit
+from deploy.audit.runs import Attack
+from deploy.site_host.ranks import ranked_trainer
 from deploy.tools import ledger_recovery
 from deploy.wiring import parts as wiring
+from deploy.wiring.job_data import load_data
 from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.ids import RunId, SiteId
@@ -151,6 +158,35 @@ def test_lost_ledger_is_charged_for_statistics_too(tmp_path: Path):
     again = charges(root / "run", site)
     assert {c.event for c in again} == {c.event for c in whole}
     assert again[-1].epsilon_after == pytest.approx(whole[-1].epsilon_after)
+
+
+def test_ranks_standardise_as_one_process_does(monkeypatch: pytest.MonkeyPatch):
+    """They read the data themselves, and are given the numbers."""
+    monkeypatch.setenv("PYTHONPATH", str(ranked_sites.TESTS))
+    job = small_job()
+    pool = ModelPool(job)
+    train, held_out = load_data(ranked_sites.BLOBS, {})
+    statistics = Statistics(centre=(1.0, -1.0, 0.5, 2.0), spread=(0.5, 2.0, 1.0, 4.0))
+    one = TorchTrainer(
+        job,
+        SITES[0],
+        pool=pool,
+        train=statistics.apply(train),
+        held_out=statistics.apply(held_out),
+    )
+    file = ranked_sites.site_file(ranked_sites.BLOBS)
+    with ranked_trainer(job, file, pool.layout, statistics=statistics) as trainer:
+        pids = ranked_sites.pids_of(trainer)
+        ranked_sites.assert_like_one(trainer, one, pool)
+    ranked_sites.wait_until_gone(pids)
+
+
+def test_audit_standardises_as_a_run_does():
+    """And tests what the steps cost, with the noise that the statistics leave them."""
+    found = audit(private_job(), Attack(sites=(SITES[0],), canaries=200))
+    assert not found.broken
+    (site,) = found.sites
+    assert 0 < site.promise.epsilon < 4.0
 
 
 @pytest.fixture(scope="module")
