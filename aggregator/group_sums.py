@@ -49,6 +49,7 @@ from federation.messages import (
 from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
 from federation.rounds.gather import evaluates, round_tasks
 from federation.rounds.round_record import RoundRecord
+from federation.rounds.schedule import BARRIER, Schedule
 from federation.vectors import HeaderVector, Layout, Vector, norm
 from privacy.secagg.agreement.certificate import (
     OpenedRound,
@@ -166,6 +167,8 @@ class _GroupRound:
 
 class GroupGather:
     """The ``federation.rounds.gather.Gather`` that compares sums of groups."""
+
+    schedule: Schedule = BARRIER  # A round is opened once, with all its sites.
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ from federation.messages import (
 from federation.protocols import Grid, RunState
 from federation.rounds.gather import evaluates, round_tasks
 from federation.rounds.round_record import RoundRecord
+from federation.rounds.schedule import BARRIER, Schedule
 from federation.vectors import HeaderVector, Layout, Vector
 from privacy.dp.adaptive_clip import next_clip
 from privacy.keystream import apply_masks_
@@ -63,6 +64,8 @@ from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 
 class SecureGather:
     """The ``federation.rounds.gather.Gather`` that sees masked updates only."""
+
+    schedule: Schedule = BARRIER  # A round is opened once, with all its sites.
 
     def __init__(
         self,

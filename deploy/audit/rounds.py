@@ -140,6 +140,7 @@ class _Observed:
     """A gather with a witness of what it opens."""
 
     def __init__(self, gather: Gather, see: SeeSum) -> None:
+        self.schedule = gather.schedule
         self._gather = gather
         self._see = see
 

@@ -34,6 +34,7 @@ from federation.messages import LedgerAnchor, TaskKind, join_anchors
 from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
 from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
+from federation.rounds.schedule import Done, RoundView
 from federation.vectors import Layout, Role, Vector, is_finite, norm
 
 
@@ -102,7 +103,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
         if saved is None:
             # From here on the run belongs to this job and this coordinator.
             _save(parts, state)
-        while state.round_index < job.rounds and not parts.stop_requested():
+        while not (_is_done(job, parts, state) or parts.stop_requested()):
             try:
                 state, spare_d, complaints = _run_round(job, parts, state, spare_d)
             except BudgetExceeded as error:
@@ -111,7 +112,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
                 exhausted = str(error)
                 break
             _check_progress(job, state, complaints)
-        is_complete = state.round_index >= job.rounds
+        is_complete = _is_done(job, parts, state)
         if is_complete or exhausted:
             _check_result(job, state)
             # In secret a round is asked for once, and a refusal uses its number up.
@@ -127,6 +128,15 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
     status = "completed" if is_complete else "exhausted" if exhausted else "stopped"
     _emit_finished(parts, state, status, exhausted, start)
     return state
+
+
+def _is_done(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
+    """Whether the schedule begins no other round."""
+    view = RoundView(
+        round_index=state.round_index + 1, rounds=job.rounds, cohort=(), open=()
+    )
+    action = parts.gather.schedule.next(view, (), parts.clock.monotonic())
+    return isinstance(action, Done)
 
 
 def _run_round(

@@ -17,11 +17,18 @@ from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, RoundTask, SiteUpdate, TaskKind
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.round_record import RoundRecord
+from federation.rounds.schedule import BARRIER, Desk, RoundView, Schedule
 from federation.vectors import Layout, Vector
 
 
 class Gather(Protocol):
-    """Asks the sites. Implementations: in the clear here, in secret elsewhere."""
+    """Asks the sites. Implementations: in the clear here, in secret elsewhere.
+
+    Attributes:
+        schedule: When it sends, and when a round ends.
+    """
+
+    schedule: Schedule
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
@@ -57,8 +64,11 @@ class PlainGather:
         grid: Grid,
         weight_of: Callable[[SiteUpdate], float],
         combine: CombineRule,
+        schedule: Schedule = BARRIER,
     ) -> None:
         """Gather by ``combine`` over ``grid``, each update with its ``weight_of``."""
+        self.schedule = schedule
+        self._desk = Desk(grid, deadline_seconds=job.schedule.round_deadline_seconds)
         self._job = job
         self._run_id = run_id
         self._layout = layout
@@ -78,7 +88,8 @@ class PlainGather:
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""
-        tasks = self._tasks(state, record, TaskKind.EVALUATE)
+        self._desk.withdraw()
+        tasks = self._tasks(state, record, record.cohort, TaskKind.EVALUATE)
         record.collect_evaluations(
             exchange(
                 self._grid,
@@ -88,11 +99,16 @@ class PlainGather:
         )
 
     def _tasks(
-        self, state: RunState, record: RoundRecord, kind: TaskKind
+        self,
+        state: RunState,
+        record: RoundRecord,
+        sites: Sequence[SiteId],
+        kind: TaskKind,
     ) -> list[RoundTask]:
         return round_tasks(
             state,
             record,
+            sites=sites,
             job=self._job,
             run_id=self._run_id,
             layout=self._layout,
@@ -108,13 +124,22 @@ class PlainGather:
             QuorumNotMet: Fewer sites than the quorum gave one.
         """
         job = self._job
-        tasks = self._tasks(state, record, TaskKind.TRAIN)
-        replies = exchange(
-            self._grid, tasks, deadline_seconds=job.schedule.round_deadline_seconds
+        record.carry(self._desk.open)
+        replies = self._desk.replies(
+            self.schedule,
+            RoundView(
+                round_index=record.round_index,
+                rounds=job.rounds,
+                cohort=record.cohort,
+                open=self._desk.open,
+            ),
+            write=lambda sites: self._tasks(state, record, sites, TaskKind.TRAIN),
+            num_counted=lambda: record.num_counted,
+            now=record.clock.monotonic,
         )
         for update, reply in record.sound_updates(replies):
             try:
-                weight = self._weight_of(update)
+                weight = self._share(state, update) * self._weight_of(update)
             except InvalidUpdate as error:
                 record.revoke(update, reply, str(error))
             else:
@@ -126,6 +151,19 @@ class PlainGather:
         if record.num_counted < job.minimum_sites:
             raise QuorumNotMet(f"{record.num_counted} of {job.minimum_sites} sites")
 
+    def _share(self, state: RunState, update: SiteUpdate) -> float:
+        """What part of its weight an update keeps.
+
+        Raises:
+            InvalidUpdate: None, by the schedule.
+        """
+        share = self.schedule.share(state.round_index - update.based_on)
+        if not share:
+            raise InvalidUpdate(
+                f"is based on the model of round {update.based_on}: too old to count"
+            )
+        return share
+
 
 def round_tasks(
     state: RunState,
@@ -135,9 +173,10 @@ def round_tasks(
     run_id: RunId,
     layout: Layout,
     kind: TaskKind,
+    sites: Sequence[SiteId] | None = None,
     secure: Callable[[SiteId], bytes] = lambda _site: b"",
 ) -> list[RoundTask]:
-    """Write the task of every site of a round's cohort; all share the weights.
+    """Write the tasks of a round's cohort, or of some sites; all share the weights.
 
     ``secure`` gives what secure aggregation says to a site beside the model.
     """
@@ -158,7 +197,7 @@ def round_tasks(
             anchor=state.anchors.get(site, NO_ANCHOR),
             based_on=state.round_index,
         )
-        for site in record.cohort
+        for site in (record.cohort if sites is None else sites)
     ]
 
 

@@ -3,7 +3,7 @@
 Shape suffixes: d float values of the model, m integer values of the model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from federation.messages import (
 )
 from federation.protocols import Clock, Suspicions
 from federation.rounds.round_state import RoundState
+from federation.rounds.schedule import OpenTask
 from federation.vectors import IntegerVector, Layout, Role
 
 
@@ -38,6 +39,7 @@ class RoundRecord:
         run_id: The run.
         round_index: The round.
         cohort: The sites that are asked.
+        clock: Time.
         update_norm: Euclidean norm of the combined update, once it is known.
         update_clip: What each site's update was clipped to, in weight units, where
             that is agreed upon.
@@ -81,7 +83,7 @@ class RoundRecord:
         self.out_of_budget: list[str] = []
         self.complaints: list[str] = []
         self._layout = layout
-        self._clock = clock
+        self.clock = clock
         self._emit = emit
         self._start = self._phase_start = clock.monotonic()
         self._phases: list[Phase] = []
@@ -109,6 +111,13 @@ class RoundRecord:
                     at=clock.now(), round_index=round_index, cohort=cohort
                 )
             )
+
+    def carry(self, tasks: Collection[OpenTask]) -> None:
+        """Expect answers to tasks of earlier rounds; ``tasks`` is followed as it is.
+
+        A site whose task is open at the end of the round has missed nothing.
+        """
+        self._state.carry(tasks)
 
     def sound_updates(
         self, replies: Iterable[Reply]
@@ -143,7 +152,7 @@ class RoundRecord:
             np.maximum(self._largest_m, update.integers_m, out=self._largest_m)
         self._emit(
             events.SiteAnswered(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 round_index=self.round_index,
                 site=update.site,
                 asked_seconds=reply.asked_seconds - self._start,
@@ -225,7 +234,7 @@ class RoundRecord:
 
     def warn(self, message: str) -> None:
         """Emit what a person should know of the round and no other event says."""
-        self._emit(events.Warned(at=self._clock.now(), message=message))
+        self._emit(events.Warned(at=self.clock.now(), message=message))
 
     def count_masked(self, update: MaskedUpdate, reply: Reply) -> None:
         """Emit that a masked update was folded in; nothing else of it is known."""
@@ -235,7 +244,7 @@ class RoundRecord:
         self._note_spent(update.site, update.spent)
         self._emit(
             events.SiteAnswered(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 round_index=self.round_index,
                 site=update.site,
                 asked_seconds=reply.asked_seconds - self._start,
@@ -276,7 +285,7 @@ class RoundRecord:
         """Emit which sites later rounds go on without, now that it has changed."""
         self._emit(
             events.SitesLeftOut(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 round_index=self.round_index,
                 sites=tuple(sites),
                 reasons=tuple(sites.values()),
@@ -294,7 +303,7 @@ class RoundRecord:
         """Emit what a robust rule over groups has combined: ``GroupsCompared``."""
         self._emit(
             events.GroupsCompared(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 round_index=self.round_index,
                 groups=tuple(groups),
                 norms=tuple(norms),
@@ -340,7 +349,7 @@ class RoundRecord:
 
     def end_phase(self, name: str) -> None:
         """Note that the aggregator's time since the last note went to ``name``."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         self._phases.append(
             Phase(
                 name=name,
@@ -359,7 +368,7 @@ class RoundRecord:
         self._emit_evaluated()
         self._emit(
             events.RoundFinished(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 round_index=self.round_index,
                 status=status,
                 asked=self.cohort,
@@ -367,7 +376,7 @@ class RoundRecord:
                 failed=self._state.failed,
                 bytes_down=self._bytes_down,
                 bytes_up=self._bytes_up,
-                seconds=self._clock.monotonic() - self._start,
+                seconds=self.clock.monotonic() - self._start,
                 phases=tuple(self._phases),
                 training=self._training,
                 update_norm=self.update_norm if status == "completed" else None,
@@ -399,12 +408,12 @@ class RoundRecord:
         self.complaints.append(complaint)
         if failure.kind is FailureKind.BUDGET:
             self.out_of_budget.append(complaint)
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         asked = self._start if reply is None else reply.asked_seconds
         answered = now if reply is None else reply.answered_seconds
         self._emit(
             events.SiteFailed(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 round_index=self.round_index,
                 site=failure.site,
                 kind=failure.kind,
@@ -419,7 +428,7 @@ class RoundRecord:
     def _emit_step(self, step: str, replies: Sequence[Reply]) -> None:
         self._emit(
             events.StepTaken(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 round_index=self.round_index,
                 step=step,
                 sites=tuple(reply.message.site for reply in replies),
@@ -445,7 +454,7 @@ class RoundRecord:
         journeys = self._journeys if self._kind is TaskKind.EVALUATE else {}
         self._emit(
             events.ModelEvaluated(
-                at=self._clock.now(),
+                at=self.clock.now(),
                 round_index=self._model_round,
                 pooled=pooled,
                 sites=sites,

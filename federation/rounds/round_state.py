@@ -5,7 +5,7 @@ here, so that the round loop handles sound updates only.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.rounds.schedule import OpenTask
 from federation.vectors import Layout, is_finite
 
 
@@ -48,13 +49,15 @@ class RoundState:
         Under secure aggregation the only sound answer is a ``MaskedUpdate``. Answers
         are based on the model of round ``based_on``, by default the one before.
         """
-        self._based_on = round_index - 1 if based_on is None else based_on
+        based_on = round_index - 1 if based_on is None else based_on
         self._in_secret = in_secret
         self._run_id = run_id
         self._round_index = round_index
         self._kind = kind
         self._layout = layout
-        self._open = dict.fromkeys(cohort)
+        # Of each site the round that it was asked in, and the model that it was sent.
+        self._open = dict.fromkeys(cohort, (round_index, based_on))
+        self._carried: Collection[OpenTask] = ()
         self._asked = frozenset(cohort)
         self._overdue: set[SiteId] = set()
         self._answered: list[SiteId] = []
@@ -70,6 +73,13 @@ class RoundState:
         """Refused or missing answers by kind."""
         return tuple(sorted((kind.value, n) for kind, n in self._failed.items()))
 
+    def carry(self, tasks: Collection[OpenTask]) -> None:
+        """Expect answers to open tasks; those that stay open are not overdue."""
+        self._carried = tasks
+        for task in tasks:
+            self._open[task.site] = task.round_index, task.based_on
+        self._asked |= self._open.keys()
+
     def accept(self, message: SiteMessage) -> SiteFailure | None:
         """Judge a message.
 
@@ -79,8 +89,8 @@ class RoundState:
         """
         failure = self._judge_stray(message)
         if failure is None:
-            failure = self._judge_answer(message)
-            del self._open[message.site]
+            _, based_on = self._open.pop(message.site)
+            failure = self._judge_answer(message, based_on)
             if failure is None:
                 self._answered.append(message.site)
                 return None
@@ -105,6 +115,8 @@ class RoundState:
     def close(self) -> list[SiteFailure]:
         """End the round: every site that is still open has missed the deadline."""
         text = "gave no answer that counts"
+        for task in self._carried:
+            self._open.pop(task.site, None)
         missing = [self._failure(s, FailureKind.DEADLINE, text) for s in self._open]
         if missing:
             self._failed[FailureKind.DEADLINE] += len(missing)
@@ -118,7 +130,8 @@ class RoundState:
         if message.run_id != self._run_id:
             text = f"answered run {message.run_id}, not {self._run_id}"
             return self._failure(site, FailureKind.UNKNOWN, text)
-        if of_round != self._round_index:
+        asked_in, _ = self._open.get(site, (self._round_index, 0))
+        if of_round != asked_in:
             early = of_round > self._round_index
             kind = FailureKind.INVALID if early else FailureKind.LATE
             text = f"answered round {of_round} in round {self._round_index}"
@@ -132,15 +145,15 @@ class RoundState:
             return self._failure(site, FailureKind.DUPLICATE, "answered twice")
         return None
 
-    def _judge_answer(self, message: SiteMessage) -> SiteFailure | None:
+    def _judge_answer(self, message: SiteMessage, based_on: int) -> SiteFailure | None:
         if isinstance(message, SiteFailure):
             return message
         if not isinstance(message, SecureAnswer) and (
-            (message.based_on, message.fragment) != (self._based_on, 0)
+            (message.based_on, message.fragment) != (based_on, 0)
         ):
             text = (
                 f"sent fragment {message.fragment} of what is based on the model of "
-                f"round {message.based_on}, not the whole of {self._based_on}"
+                f"round {message.based_on}, not the whole of {based_on}"
             )
             return self._invalid(message.site, text)
         if self._in_secret or isinstance(message, MaskedUpdate | SecureAnswer):

@@ -44,10 +44,15 @@ class ScriptedGrid:
         deadline_seconds: float,  # noqa: ARG002 -- of the seam
     ) -> Sequence[TaskId]:
         """Begin to play."""
-        ids = [TaskId(self._num_sent + index) for index in range(len(tasks))]
-        self._num_sent += len(tasks)
+        ids = self.number(tasks)
         self._replies = iter(self.play([*zip(ids, tasks, strict=True)]))
         return ids
+
+    def number(self, tasks: Sequence[Task]) -> Sequence[TaskId]:
+        """Give tasks their ids."""
+        first = self._num_sent
+        self._num_sent += len(tasks)
+        return [TaskId(first + index) for index in range(len(tasks))]
 
     def receive(
         self,

@@ -223,7 +223,7 @@ def test_reader_shows_clear_fields_and_opaque_sections(folder: Path):
     masked = found[3]
     assert masked["clear"].keys() == {
         *("run_id", "round_index", "site", "layout_digest", "spent"),
-        *("num_integers", "words_bytes", "body_bytes"),
+        *("based_on", "fragment", "num_integers", "words_bytes", "body_bytes"),
     }
     assert [p["name"] for p in masked["sections"]] == ["words", "header_h", "body"]
     assert not any(p["in_clear"] for p in masked["sections"])

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -692,10 +692,12 @@ class LoneUpdates(ScriptedGrid):
             self._note()
             yield self._reply(task, task_id)
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> None:
-        """Look whether the last one is still there."""
-        super().withdraw(task_ids)
+    def send(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Sequence[TaskId]:
+        """Look whether the last one of the round before is still there."""
         self._note()
+        return super().send(tasks, deadline_seconds=deadline_seconds)
 
     def _note(self) -> None:
         self.alive.append(int(self._last is not None and self._last() is not None))

@@ -1,0 +1,222 @@
+"""What every schedule promises.
+
+To add one, list it in ``SCHEDULES``. Each is asked in every state that a run of three
+sites and two rounds can reach, whatever arrives in whatever order.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from support import toy
+from support.buffered import Buffered
+from support.scripted_grid import ScriptedGrid, reply_to
+
+from federation.events import RoundFinished, SiteFailed
+from federation.ids import SiteId, TaskId
+from federation.messages import (
+    Reply,
+    RoundTask,
+    SiteMessage,
+    SiteUpdate,
+    Task,
+    TaskKind,
+)
+from federation.rounds.coordinator import run_federation
+from federation.rounds.gather import PlainGather
+from federation.rounds.schedule import (
+    BARRIER,
+    Apply,
+    Arrival,
+    Done,
+    OpenTask,
+    RoundView,
+    Schedule,
+    Send,
+    Wait,
+)
+
+A, B, C = toy.SITES
+ROUNDS = 2
+
+SCHEDULES = [
+    pytest.param(BARRIER, id="barrier"),
+    pytest.param(Buffered(size=1), id="buffered-1"),
+    pytest.param(Buffered(size=2, most_stale=1), id="buffered-2"),
+]
+
+
+@pytest.fixture(params=SCHEDULES)
+def schedule(request: pytest.FixtureRequest) -> Schedule:
+    """One of the schedules."""
+    return request.param
+
+
+def step(
+    schedule: Schedule,
+    round_index: int,
+    waiting: list[OpenTask],
+    inbox: list[Arrival],
+):
+    """What a schedule says, twice the same and whatever the time."""
+    view = RoundView(
+        round_index=round_index, rounds=ROUNDS, cohort=toy.SITES, open=waiting
+    )
+    action = schedule.next(view, inbox, 0.0)
+    assert schedule.next(view, list(inbox), 1e9) == action
+    return action
+
+
+def histories(
+    schedule: Schedule,
+    round_index: int = 1,
+    waiting: tuple[OpenTask, ...] = (),
+    inbox: tuple[Arrival, ...] = (),
+) -> Iterator[int]:
+    """Play every order of arrivals; yield the number of models made."""
+    action = step(schedule, round_index, [*waiting], [*inbox])
+    if isinstance(action, Done):
+        yield round_index - 1
+    elif isinstance(action, Apply):
+        yield from histories(schedule, round_index + 1, waiting)
+    elif isinstance(action, Send):
+        assert action.sites
+        assert set(action.sites) <= set(toy.SITES) - {t.site for t in waiting}
+        sent = [OpenTask(s, round_index, round_index - 1, 0) for s in action.sites]
+        yield from histories(schedule, round_index, (*waiting, *sent), inbox)
+    else:
+        assert isinstance(action, Wait)
+        assert waiting, "nothing can arrive"
+        for task, counts in product(waiting, (True, False)):
+            left = tuple(t for t in waiting if t is not task)
+            arrived = (*inbox, Arrival(task, counts=counts))
+            yield from histories(schedule, round_index, left, arrived)
+
+
+def test_every_history_ends_after_the_last_round(schedule: Schedule):
+    """Nobody is sent two tasks at once, and nobody waits for nothing."""
+    assert {*histories(schedule)} == {ROUNDS}
+
+
+def test_no_answer_ends_a_round_all_the_same(schedule: Schedule):
+    """The caller says that the quorum is not met."""
+    task = [OpenTask(site, 1, 0, 0) for site in toy.SITES]
+    failed = [Arrival(one, counts=False) for one in task]
+    assert step(schedule, 1, [], failed) == Apply()
+
+
+def test_nothing_is_sent_after_the_last_round(schedule: Schedule):
+    """A run that is resumed at its end is done."""
+    assert step(schedule, ROUNDS + 1, [], []) == Done()
+
+
+def test_what_is_new_counts_in_full_and_what_is_old_never_more(schedule: Schedule):
+    """Late is a degree."""
+    shares = [schedule.share(staleness) for staleness in range(20)]
+    assert shares[0] == 1.0
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == 0.0
+
+
+def test_barrier_counts_the_newest_model_alone():
+    """An answer to an older one is late."""
+    assert BARRIER.share(1) == 0.0
+
+
+SECONDS = {A: 1.0, B: 1.0, C: 2.5}
+
+
+class Pacing(ScriptedGrid):
+    """Every site answers in its own time; the slowest last."""
+
+    def __init__(self) -> None:
+        """Begin at 0 s with nothing sent."""
+        super().__init__()
+        self.now = 0.0
+        self._due: list[tuple[float, Reply]] = []
+
+    def send(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Sequence[TaskId]:
+        """Note when each answer is due."""
+        del deadline_seconds
+        ids = self.number(tasks)
+        for task_id, task in zip(ids, tasks, strict=True):
+            assert isinstance(task, RoundTask)
+            due = self.now + SECONDS[task.site]
+            self._due.append((due, reply_to(answer(task), task_id)))
+        self._due.sort(key=lambda one: (one[0], one[1].task_id))
+        return ids
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Let time pass until the next answer."""
+        del timeout_seconds
+        if not self._due:
+            return deque()
+        self.now, first = self._due.pop(0)
+        return deque([first])
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Forget the answers."""
+        super().withdraw(task_ids)
+        self._due = [one for one in self._due if one[1].task_id not in {*task_ids}]
+
+
+def answer(task: RoundTask) -> SiteMessage:
+    """A sound answer to a task."""
+    fields = {"round_index": task.round_index, "based_on": task.based_on}
+    if task.kind is TaskKind.EVALUATE:
+        return toy.evaluation(task.site, **fields)
+    return toy.update(task.site, **fields)
+
+
+def run_of(schedule: Schedule, rounds: int, seen: list[tuple[SiteId, float]]):
+    """A run of the product's own coordinator over sites of different speed."""
+    run = toy.Toy(job=toy.job({"rounds": rounds, "schedule": {"minimum_sites": 1}}))
+    grid = Pacing()
+
+    def weigh(update: SiteUpdate) -> float:
+        seen.append((update.site, update.based_on))
+        return 1.0
+
+    parts = run.parts(grid)
+    gather = PlainGather(
+        run.job,
+        run_id=toy.RUN,
+        layout=toy.LAYOUT,
+        grid=grid,
+        weight_of=weigh,
+        combine=toy.combine_rule(run.job.aggregation),
+        schedule=schedule,
+    )
+    state = run_federation(run.job, replace(parts, gather=gather))
+    return run, grid, state
+
+
+def test_coordinator_runs_every_schedule(schedule: Schedule):
+    """The loop is the same; rounds are counted, evaluated and saved."""
+    run, _, state = run_of(schedule, 3, [])
+    assert (state.round_index, state.rounds_completed) == (3, 3)
+    assert [event.status for event in run.told(RoundFinished)] == ["completed"] * 3
+
+
+def test_buffered_run_does_not_wait_for_the_slowest():
+    """Its answer counts two models later, and nobody is said to have failed."""
+    seen: list[tuple[SiteId, float]] = []
+    run, grid, _ = run_of(Buffered(size=2), 4, seen)
+    assert (C, 0) in seen
+    assert seen.index((C, 0)) > seen.index((A, 1))
+    assert not run.told(SiteFailed)
+    assert grid.now < 3 * SECONDS[C]
+    assert {ids for call in grid.withdrawn for ids in call}  # At the end alone.
+
+
+def test_buffered_run_refuses_what_is_too_old():
+    """The policy decides what is late."""
+    seen: list[tuple[SiteId, float]] = []
+    run, _, _ = run_of(Buffered(size=2, most_stale=0), 4, seen)
+    assert (C, 0) not in seen
+    assert {f.site for f in run.told(SiteFailed)} == {C}
+    assert "too old to count" in run.told(SiteFailed)[0].message
