@@ -13,9 +13,8 @@ from typing import Self
 
 import numpy as np
 
-from clients import standardise
 from clients.data.datasets import Dataset
-from clients.privacy import ledger_memory, sum_plan as sum_privacy
+from clients.privacy import ledger_memory, standardise, sum_plan as sum_privacy
 from clients.privacy.ledger_memory import (
     ClosableLedger,
     LifetimeBudget,
@@ -26,8 +25,8 @@ from clients.privacy.ledger_memory import (
 )
 from clients.privacy.site_memory import SiteMemory
 from clients.privacy.spending import BudgetedTrainer, ClippingTrainer, Releases
+from clients.privacy.standardise import Remembered, Statistics
 from clients.privacy.sum_plan import SumPrivacy
-from clients.standardise import Remembered, Statistics
 from clients.training.local_federation import Federation
 from clients.training.private_steps import (
     PrivateTraining,

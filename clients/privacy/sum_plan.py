@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clients import standardise
 from clients.data.datasets import Dataset
+from clients.privacy import standardise
 from clients.privacy.masking import SumNoise
 from clients.training.local_federation import Federation
 from clients.training.private_steps import (

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloud_adapters import closed_memory
+from cloud_adapters.local import closed_memory
 from federation.addresses import bracketed, parse_address
 from federation.errors import FederationError, JobError
 

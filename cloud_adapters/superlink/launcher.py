@@ -26,7 +26,7 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 
-from cloud_adapters import process_end
+from cloud_adapters.local import process_end
 from cloud_adapters.superlink.guard import SecretSender, runtime_word
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from clients import standardise
 from clients.audit.canaries import MAX_CANARIES
+from clients.privacy import standardise
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
 from deploy.audit.jobs import as_attacked, is_summed

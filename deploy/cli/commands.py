@@ -122,13 +122,13 @@ def _parser() -> argparse.ArgumentParser:
 def _check_job(options: argparse.Namespace) -> int:
     job = load_job(options)
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
-    from deploy.tools import runs  # noqa: PLC0415 -- imports torch
     from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
     from federation.clock import SystemClock  # noqa: PLC0415
     from federation.job import job_file  # noqa: PLC0415
+    from monitoring.runs.find import runs_root  # noqa: PLC0415 -- imports torch
     from monitoring.terminal.data_table import data_table  # noqa: PLC0415
 
-    runs.runs_root(job)  # It refuses a storage.url that names no place.
+    runs_root(job)  # It refuses a storage.url that names no place.
     with unable_to_exit():
         federation = wiring.build_federation(job)
         promises = job_check.promises(federation)
@@ -170,7 +170,7 @@ def _site_rows(dealt: "DataDistributed") -> list[dict[str, Any]]:
 
 def _report(options: argparse.Namespace) -> int:
     from deploy.cli.compare_verb import leave_comparison  # noqa: PLC0415
-    from deploy.tools.runs import find_run  # noqa: PLC0415
+    from monitoring.runs.find import find_run  # noqa: PLC0415
     from monitoring.runs.run_folder import leave_report  # noqa: PLC0415
 
     runs = [find_run(name, options.root) for name in options.run]
@@ -188,7 +188,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _runs(options: argparse.Namespace) -> int:
-    from deploy.tools.runs import find_runs, summary  # noqa: PLC0415
+    from deploy.tools.runs import summary  # noqa: PLC0415
+    from monitoring.runs.find import find_runs  # noqa: PLC0415
 
     rows = [summary(run) for run in find_runs(options.root)]
     # By time, however the folders are called.

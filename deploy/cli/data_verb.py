@@ -148,7 +148,7 @@ def _info(options: argparse.Namespace) -> int:
 
 def _balance(options: argparse.Namespace) -> int:
     from deploy.tools import balance  # noqa: PLC0415 -- imports torch
-    from deploy.tools.runs import find_run  # noqa: PLC0415
+    from monitoring.runs.find import find_run  # noqa: PLC0415
 
     found = balance.of_run(find_run(options.run, options.root))
     if options.json:

@@ -74,8 +74,8 @@ def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     from deploy.tools.export import export  # noqa: PLC0415
-    from deploy.tools.runs import find_run  # noqa: PLC0415
     from deploy.wiring.encryption import EXPORT, encrypted_with  # noqa: PLC0415 -- keeps `--help` fast
+    from monitoring.runs.find import find_run  # noqa: PLC0415
 
     run = find_run(options.run, options.root)
     lock = key(options)

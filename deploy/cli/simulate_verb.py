@@ -101,12 +101,12 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _folder(job: "JobSpec", out: Path | None, *, resume: bool) -> Path | None:
     """Choose the folder of a run."""
-    from deploy.tools import runs  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.wiring import run_store  # noqa: PLC0415 -- keeps `--help` fast
     from federation.clock import SystemClock  # noqa: PLC0415
     from federation.ids import new_run_id  # noqa: PLC0415
+    from monitoring.runs.find import runs_root  # noqa: PLC0415 -- keeps `--help` fast
 
-    root = runs.runs_root(job)
+    root = runs_root(job)
     if out is not None:
         return out
     if root is None:

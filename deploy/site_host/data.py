@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from clients import data_digest
 from clients.factories import call_factory
+from clients.privacy import data_digest
 from clients.privacy.ledger_memory import note_content, one_budget
 from clients.privacy.site_memory import SiteMemory
 from clients.privacy.source_check import check_deployed

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 
 from clients.models.model_pool import ModelPool
+from clients.privacy.standardise import Statistics
 from clients.ranks.control import Inherited, Start
 from clients.ranks.peers import Peers
 from clients.ranks.placing import can_compile, place_
-from clients.standardise import Statistics
 from clients.training import rank as process
 from clients.training.local_federation import SiteData
 from clients.training.private_steps import PrivateTraining

@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 import tomli_w
 
 from clients.privacy.site_plans import MakePrivate
+from clients.privacy.standardise import Statistics
 from clients.ranks.checks import check_devices, check_shardable, check_shares
 from clients.ranks.control import Start
 from clients.ranks.group import RankGroup
 from clients.ranks.ranked_trainer import RankedTrainer
 from clients.ranks.shared_model import SharedModel
-from clients.standardise import Statistics
 from clients.training.local_federation import Federation, SiteData
 from clients.training.private_steps import PrivateTraining, takes_private_steps
 from cloud_adapters.urls import parse_url

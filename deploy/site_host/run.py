@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients import dataset_name
+from clients.privacy import dataset_name
 from clients.privacy.cohorts import Cohort, CohortRule
 from clients.privacy.floor_spec import FloorSpec
 from clients.privacy.groups import group_rule

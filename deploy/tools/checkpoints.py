@@ -10,7 +10,6 @@ from typing import Any
 from aggregator import checkpoint_survey
 from aggregator.checkpoint_survey import Pruned, Survey, Surveyed
 from cloud_adapters.urls import StoreOptions, open_store
-from deploy.tools.runs import find_run
 from deploy.wiring import run_store
 from deploy.wiring.encryption import (
     NO_KEY,
@@ -22,6 +21,7 @@ from deploy.wiring.encryption import (
 from federation.errors import RunNotFound
 from federation.job import job_file
 from federation.protocols import Clock, ObjectStore
+from monitoring.runs.find import find_run
 from monitoring.runs.run_folder import RunFolder
 from monitoring.units import format_bytes, format_count
 

@@ -20,8 +20,8 @@ from clients.privacy.ledger_memory import (
 from clients.privacy.site_memory import FileMemory
 from deploy.site_host import config as site_file, run as site_run
 from deploy.site_host.run import LedgerKey
-from deploy.tools.runs import find_run
 from federation.errors import FederationError, RunNotFound
+from monitoring.runs.find import find_run
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp import accountant, cross_check
 from privacy.dp.errors import LedgerDamaged

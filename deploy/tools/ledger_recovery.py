@@ -9,7 +9,6 @@ from typing import Any
 from clients.privacy.site_plans import PrivateSites
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.agent import SiteAgent
-from deploy.tools.runs import find_run
 from deploy.wiring import parts as wiring, run_store
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock
@@ -17,6 +16,7 @@ from federation.errors import RunNotFound
 from federation.ids import RunId
 from federation.job import job_file
 from federation.messages import NO_ANCHOR, join_anchors
+from monitoring.runs.find import find_run
 from privacy.dp.ledger.ledger_recovery import Recovered
 from privacy.secagg.agreement import identity, roster
 

@@ -19,7 +19,6 @@ from cloud_adapters.storage.encrypted import EncryptedStore, context_of
 from cloud_adapters.storage.encrypted_format import HEADER_BYTES, MAGIC, Header
 from cloud_adapters.urls import StoreOptions, open_store
 from deploy.tools.export import CARD
-from deploy.tools.runs import find_run
 from deploy.wiring import run_store
 from deploy.wiring.encryption import (
     DATASET,
@@ -40,6 +39,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.job.storage_job import EncryptionSpec
 from federation.protocols import KeyService, ObjectStore
+from monitoring.runs.find import find_run
 from monitoring.runs.run_folder import RunFolder
 
 

@@ -1,77 +1,12 @@
 """The runs of this machine: where they are, and a line on each."""
 
-from pathlib import Path
 from typing import Any
 
-from cloud_adapters.urls import parse_url
 from deploy.aggregator_host import run_queue
 from federation.errors import RunNotFound, StoreError
-from federation.job.spec import JobSpec
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.result_json import result
 from monitoring.views.run_view import RunView
-
-# Of runs whose checkpoints are in a bucket.
-LOCAL_ROOT = Path("runs")
-
-
-def runs_root(job: JobSpec) -> Path | None:
-    """Folder of all runs on this machine; None if the job keeps nothing.
-
-    Raises:
-        JobError: The job's ``storage.url`` is malformed or unknown.
-    """
-    url = parse_url(job.storage.url)
-    if url.is_remote:
-        return LOCAL_ROOT
-    return Path(url.place) if url.scheme == "file" else None
-
-
-def find_runs(root: Path) -> list[RunFolder]:
-    """Every run in a folder or one below; those named by time are oldest first."""
-    # With --out a run may be anywhere, and is likely to be right there.
-    levels = ("*/events.jsonl", "*/*/events.jsonl")
-    found = [RunFolder(path.parent) for level in levels for path in root.glob(level)]
-    return sorted(found, key=lambda run: (run.path.name, str(run.path)))
-
-
-def newest_run(job_name: str, root: Path) -> RunFolder:
-    """Find the newest run of a job.
-
-    Raises:
-        RunNotFound: There is none.
-    """
-    runs = [run for run in find_runs(root) if run.path.parent == root / job_name]
-    if not runs:
-        raise RunNotFound(
-            f"there is no run of the job {job_name!r} in {root} to resume: leave "
-            "--resume out to start one, or name the run's folder with --out"
-        )
-    return runs[-1]
-
-
-def find_run(name: str, root: Path) -> RunFolder:
-    """Find the run that a person means.
-
-    Args:
-        name: A folder, a run id, or a job's name for its newest run.
-        root: Folder of all runs.
-
-    Raises:
-        RunNotFound: There is none.
-    """
-    direct = RunFolder(Path(name))
-    if direct.exists():
-        return direct
-    runs = find_runs(root)
-    job = root / name
-    matches = [run for run in runs if run.path.name == name or run.path.parent == job]
-    if not matches:
-        raise RunNotFound(
-            f"there is no run {name!r}: give a run folder, a run id or a job's name "
-            f"(`crossfed runs` lists those in {root})"
-        )
-    return matches[-1]
 
 
 def summary(run: RunFolder) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 from aggregator import model_export
 from clients.models.model_pool import ModelPool
-from cloud_adapters.process_end import ProcessEnded
+from cloud_adapters.local.process_end import ProcessEnded
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import run_store
 from deploy.wiring.store_meters import StoreMeters

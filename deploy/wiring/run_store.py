@@ -17,7 +17,6 @@ from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.disk.transfer import download, upload
 from cloud_adapters.storage.probe import RemovesUnfinished, check_conditions_kept
 from cloud_adapters.urls import StoreOptions, open_store, parse_url
-from deploy.tools.runs import newest_run
 from deploy.wiring import store_meters
 from deploy.wiring.encryption import encrypted
 from deploy.wiring.store_meters import StoreMeters, User
@@ -26,6 +25,7 @@ from federation.events import Event, RoundFinished
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore
+from monitoring.runs.find import newest_run
 from monitoring.runs.run_folder import RunFolder
 
 

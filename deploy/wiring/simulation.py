@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from aggregator import model_export
-from clients.dataset_name import lineage
+from clients.privacy.dataset_name import lineage
 from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
 from clients.privacy.site_plans import Keeping, PrivateSites
@@ -15,7 +15,6 @@ from clients.training.local_federation import Federation
 from cloud_adapters.local.faults import FaultInjector, Restartable
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.local.transcript import check_fresh, recorded
-from deploy.tools.runs import runs_root
 from deploy.wiring import parts as wiring, run_store
 from deploy.wiring.rehearsal import Rehearsal, dropout_notice, rehearse
 from deploy.wiring.run_record import RunRecord
@@ -36,6 +35,7 @@ from federation.protocols import (
 )
 from federation.rounds.coordinator import run_federation
 from federation.rounds.gather import Gather
+from monitoring.runs.find import runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
 

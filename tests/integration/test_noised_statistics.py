@@ -11,12 +11,12 @@ from support.agents import OPEN_FLOOR, Consortium, consortium
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 
-from clients import standardise
 from clients.models.model_pool import ModelPool
+from clients.privacy import standardise
 from clients.privacy.ledger_memory import LifetimeBudget, lifetime
 from clients.privacy.site_memory import FileMemory
 from clients.privacy.site_plans import PrivateSites
-from clients.standardise import Statistics
+from clients.privacy.standardise import Statistics
 from clients.training.trainer import TorchTrainer
 from deploy.audit.audit import audit
 from deploy.audit.runs import Attack

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from clients.dataset_name import DOCUMENT, dataset_name, lineage
 from clients.privacy import cohorts, groups
 from clients.privacy.cohorts import CohortRule
+from clients.privacy.dataset_name import DOCUMENT, dataset_name, lineage
 from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from federation.errors import JobError
 from federation.ids import SiteId

@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.small_jobs import small_job
 
-from clients import standardise
 from clients.data.datasets import Dataset, Examples, as_dataset
+from clients.privacy import standardise
 from clients.privacy.ledger_memory import LifetimeBudget, RememberedLedger, lifetime
 from clients.privacy.site_memory import InMemory, SiteMemory
-from clients.standardise import DOCUMENT, Remembered, Statistics
+from clients.privacy.standardise import DOCUMENT, Remembered, Statistics
 from federation.clock import VirtualClock
 from federation.errors import BudgetExceeded, CorruptObject, JobError, SiteError
 from federation.job.privacy_job import StandardiseSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud_adapters import closed_memory
+from cloud_adapters.local import closed_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 USER = 54321
@@ -15,7 +15,7 @@ USER = 54321
 # Closes itself as the kernel does when root is given up, and then asks like nginx.
 _PROGRAM = """
 import ctypes, os, sys
-from cloud_adapters import closed_memory
+from cloud_adapters.local import closed_memory
 if sys.argv[1:]:
     os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
 libc = ctypes.CDLL(None)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cloud_adapters import process_end
-from cloud_adapters.process_end import ProcessEnded
+from cloud_adapters.local import process_end
+from cloud_adapters.local.process_end import ProcessEnded
 
 
 @pytest.fixture

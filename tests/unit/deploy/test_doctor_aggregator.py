@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.enrolments import Federation
 
-from cloud_adapters import closed_memory
+from cloud_adapters.local import closed_memory
 from cloud_adapters.net.ports import LOOPBACK, free_port
 from cloud_adapters.nginx import config as proxy
 from deploy.aggregator_host import enrolment_operator, host_secrets
