@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from aggregator.weighting import most_trained_on
 from federation.job.spec import JobSpec
 from privacy.counts import coarse
 from privacy.dp import adaptive_clip
@@ -88,7 +89,9 @@ def _training_faults(totals: _Totals, asked: Asked) -> _Faults:
     private = asked.job.privacy.differential_privacy.enabled
     is_asked = asked.training and not private
     yield from _sum_faults(train.TRAINING, totals, is_asked=is_asked)
-    most = _most_trained_on(asked)
+    uniform = asked.contract.weight_rule == "uniform"
+    largest = None if uniform else asked.contract.max_examples
+    most = most_trained_on(asked.job, largest)
     if most is not None and train.counts_coarsely(asked.contract):
         most = coarse(most)
     count = totals[f"{train.TRAINING}_count"]
@@ -99,25 +102,19 @@ def _training_faults(totals: _Totals, asked: Asked) -> _Faults:
         )
 
 
-def _most_trained_on(asked: Asked) -> int | None:
-    """Most predictions that one site makes in a round; None if that is unknown."""
-    training = asked.job.training
-    if training.task != "classification":
-        return None  # Of a language model a window counts as many as it has tokens.
-    if training.local_steps is not None:
-        return training.local_steps * training.accumulate * training.batch_size
-    if asked.contract.weight_rule == "uniform":
-        return None
-    return training.num_epochs * asked.contract.max_examples
-
-
 def _evaluation_faults(totals: _Totals, asked: Asked) -> _Faults:
     """Sums over the held-out examples."""
     yield from _sum_faults(train.EVALUATION, totals, is_asked=asked.evaluation)
+    most, count = train.most_evaluated(asked.job), totals[f"{train.EVALUATION}_count"]
+    if count > asked.num_updates * most:
+        yield (
+            f"{asked.num_updates} sites report {count:g} predictions in evaluation, "
+            f"{most} at most each"
+        )
     private = asked.job.privacy.differential_privacy
     if not private.enabled or private.held_out != "noise":
         return
-    count, loss = (totals[f"{train.EVALUATION}_{name}"] for name in ("count", "loss"))
+    loss = totals[f"{train.EVALUATION}_loss"]
     # Each site rounds its loss to a micronat.
     if loss * _MICRO > MAX_LOSS * count + asked.num_updates * _MICRO:
         yield f"{count:g} predictions have a loss above {MAX_LOSS} nats each"

@@ -7,11 +7,14 @@ a site has introduced itself with keeps it to one word. Where a site may lie, us
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from federation.errors import InvalidUpdate
 from federation.ids import SiteId
-from federation.messages import MetricSums, SiteUpdate
+from federation.job.spec import JobSpec
+from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
+from privacy.secagg.protocol.train import MAX_PREDICTIONS
 
 # Training examples that one site may claim to hold.
 MAX_EXAMPLES = 10**9
@@ -22,7 +25,22 @@ MAX_IMPROVEMENT = 1.0
 
 Weighting = Callable[[SiteUpdate], float]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduced:
+    """What a site has signed of its data; 0 where that is not to leave it.
+
+    Attributes:
+        examples: To train on.
+        held_out: To evaluate on.
+    """
+
+    examples: int
+    held_out: int
+
+
 _NOBODY: Mapping[SiteId, int] = MappingProxyType({})
+_UNKNOWN: Mapping[SiteId, Introduced] = MappingProxyType({})
 
 
 def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weighting:
@@ -52,6 +70,51 @@ def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weigh
         return weigh(update)
 
     return weigh_held
+
+
+def most_trained_on(job: JobSpec, examples: int | None) -> int | None:
+    """Most predictions that one site makes while it trains; None if that is unknown.
+
+    Args:
+        job: The job.
+        examples: That the site holds at most; None if that is unknown.
+    """
+    training = job.training
+    if training.task != "classification":
+        return None  # Of a language model a window counts as many as it has tokens.
+    if training.local_steps is not None:
+        return training.local_steps * training.accumulate * training.batch_size
+    return None if examples is None else training.num_epochs * examples
+
+
+def sums_fault(
+    job: JobSpec, introduced: Mapping[SiteId, Introduced] = _UNKNOWN
+) -> Callable[[SiteUpdate | SiteEvaluation], str]:
+    """Return what finds a count in an answer that its site cannot have reached.
+
+    Args:
+        job: The job.
+        introduced: What sites have signed before the first round.
+    """
+    classifies = job.training.task == "classification"
+
+    def fault(answer: SiteUpdate | SiteEvaluation) -> str:
+        said = introduced.get(answer.site)
+        held_out = said.held_out if said and said.held_out and classifies else None
+        evaluated = MAX_PREDICTIONS if held_out is None else held_out
+        most = most_trained_on(job, said.examples or None) if said else None
+        trained = MAX_PREDICTIONS if most is None else most
+        bounds = {"evaluation": evaluated, "evaluation_after": evaluated}
+        for name, bound in {**bounds, "training": trained}.items():
+            sums: MetricSums | None = getattr(answer, name, None)
+            if sums is not None and sums.count > bound:
+                return (
+                    f"counts {sums.count} predictions in {name.partition('_')[0]}; by "
+                    f"what is known of its data there are {bound} at most"
+                )
+        return ""
+
+    return fault
 
 
 def by_examples(update: SiteUpdate) -> float:

@@ -65,6 +65,7 @@ class Protection:
             sum.
         groups: Its part in drawing groups; None where all sites are in one sum.
         threads: Threads of the arithmetic.
+        most_evaluated: Predictions that its held-out results count for at most.
     """
 
     identity: Identity
@@ -75,6 +76,7 @@ class Protection:
     noise: SumNoise | None = None
     groups: GroupRule | None = None
     threads: int = 1
+    most_evaluated: int = train.MAX_PREDICTIONS
 
 
 class SecureSite:
@@ -336,7 +338,10 @@ class SecureSite:
             anchor=task.anchor,
         )
         if evaluates:
-            evaluation = trainer.evaluate(task.weights_d, integers_m)
+            evaluation = train.bounded(
+                trainer.evaluate(task.weights_d, integers_m),
+                self._protection.most_evaluated,
+            )
         if trains:
             result = trainer.fit(
                 task.weights_d, integers_m, round_index=task.round_index

@@ -357,7 +357,7 @@ class DeployedRun:
                 self._federation,
                 self._run_id,
                 grid,
-                introduced=self._roll_call.examples(),
+                introduced=self._roll_call.data(),
             )
         return secure_gather(
             job,

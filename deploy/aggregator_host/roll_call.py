@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import tomli_w
 
+from aggregator.weighting import Introduced
 from federation.errors import ProtocolError, SiteError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -133,6 +134,13 @@ class SignedRollCall:
         """Training examples that each site says it holds; 0 if it does not tell."""
         found = sorted(self.introductions.items())
         return {name: each.num_examples for name, each in found}
+
+    def data(self) -> Mapping[SiteId, Introduced]:
+        """What each site says of its data."""
+        return {
+            name: Introduced(examples=each.num_examples, held_out=each.num_held_out)
+            for name, each in self.introductions.items()
+        }
 
     def promises(self) -> tuple[SitePrivacy, ...]:
         """What the sites promise, in the order of their names."""

@@ -265,11 +265,9 @@ class SiteAgent:
             return self._introduction(sealed, needs=needs)
         run = self._open(met, keep={_PROPOSAL: sealed})
         tells = run.promise is None and not met.job.privacy.secure_aggregation.enabled
-        train, _ = met.federation.site_data[self.name]
-        num_examples = len(train) if tells else 0
-        return self._introduction(
-            sealed, privacy=run.promise, num_examples=num_examples
-        )
+        train, held_out = met.federation.site_data[self.name]
+        counts = (len(train), len(held_out)) if tells else (0, 0)
+        return self._introduction(sealed, privacy=run.promise, counts=counts)
 
     def _answer_statements(self, statements: Statements, sealed: bytes) -> Introduction:
         """Plan the noise that all sites make together, and promise what follows."""
@@ -393,7 +391,7 @@ class SiteAgent:
         *,
         refused: str = "",
         privacy: SitePrivacy | None = None,
-        num_examples: int = 0,
+        counts: tuple[int, int] = (0, 0),
         needs: float | None = None,
     ) -> Introduction:
         return Introduction(
@@ -403,7 +401,8 @@ class SiteAgent:
             release=introduction.release(),
             refused=refused,
             privacy=privacy,
-            num_examples=num_examples,
+            num_examples=counts[0],
+            num_held_out=counts[1],
             needs=needs,
         )
 

@@ -38,6 +38,7 @@ from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import CohortRefused
 from privacy.secagg.protocol.of_job import check_layout
 from privacy.secagg.protocol.round_memory import FileRounds
+from privacy.secagg.protocol.train import most_evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +230,7 @@ def _secure_site(
             noise=None if in_sum is None else in_sum.noise,
             groups=groups,
             threads=met.job.training.threads,
+            most_evaluated=most_evaluated(met.job),
         ),
     )
 

@@ -10,7 +10,7 @@ from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
 from aggregator.sampling import draw_cohort
 from aggregator.server_optimizer import server_optimizer
-from aggregator.weighting import weight_of
+from aggregator.weighting import Introduced, sums_fault, weight_of
 from clients import randomness
 from clients.data.partition import count_labels, partition
 from clients.models.model_pool import ModelPool
@@ -133,7 +133,7 @@ def plain_gather(
     run_id: RunId,
     grid: Grid,
     *,
-    introduced: Mapping[SiteId, int] | None = None,
+    introduced: Mapping[SiteId, Introduced] | None = None,
 ) -> Gather:
     """Gather in the clear, by the job's rule and weights.
 
@@ -141,17 +141,19 @@ def plain_gather(
         federation: Job and model.
         run_id: The run.
         grid: The way to the sites.
-        introduced: Training examples that sites have said they hold, and that their
-            updates are held to; none in a simulation.
+        introduced: What sites have signed of their data, and are held to; none in a
+            simulation.
     """
-    job = federation.job
+    job, said = federation.job, introduced or {}
+    examples = {name: each.examples for name, each in said.items()}
     return PlainGather(
         job,
         run_id=run_id,
         layout=federation.pool.layout,
         grid=grid,
-        weight_of=weight_of(job.aggregation.weights, introduced=introduced or {}),
+        weight_of=weight_of(job.aggregation.weights, introduced=examples),
         combine=combine_rule(job.aggregation),
+        fault_of=sums_fault(job, said),
     )
 
 

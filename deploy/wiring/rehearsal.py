@@ -40,6 +40,7 @@ from privacy.secagg.protocol.round_memory import (
     InMemoryRounds,
     RoundMemory,
 )
+from privacy.secagg.protocol.train import most_evaluated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,7 @@ class Rehearsal:
                 cohorts=self._cohorts(name),
                 groups=self._groups(name, folder),
                 threads=federation.job.training.threads,
+                most_evaluated=most_evaluated(federation.job),
             ),
         )
 

@@ -7,14 +7,24 @@ every update and combines them by the job's rule; the gather of
 Shape suffixes: d float values of the model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from federation.errors import InvalidUpdate, QuorumNotMet
 from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
-from federation.messages import NO_ANCHOR, RoundTask, SiteUpdate, TaskKind
+from federation.messages import (
+    NO_ANCHOR,
+    FailureKind,
+    Reply,
+    RoundTask,
+    SiteEvaluation,
+    SiteFailure,
+    SiteUpdate,
+    TaskKind,
+)
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Desk, RoundView, Schedule
@@ -65,10 +75,15 @@ class PlainGather:
         weight_of: Callable[[SiteUpdate], float],
         combine: CombineRule,
         schedule: Schedule = BARRIER,
+        fault_of: Callable[[SiteUpdate | SiteEvaluation], str] = lambda _answer: "",
     ) -> None:
-        """Gather by ``combine`` over ``grid``, each update with its ``weight_of``."""
+        """Gather by ``combine`` over ``grid``, each update with its ``weight_of``.
+
+        An answer that has a fault, by ``fault_of``, does not count.
+        """
         self.schedule = schedule
         self._desk = Desk(grid, deadline_seconds=job.schedule.round_deadline_seconds)
+        self._fault_of = fault_of
         self._job = job
         self._run_id = run_id
         self._layout = layout
@@ -90,13 +105,24 @@ class PlainGather:
         """Evaluate; see ``Gather``."""
         self._desk.withdraw()
         tasks = self._tasks(state, record, record.cohort, TaskKind.EVALUATE)
-        record.collect_evaluations(
-            exchange(
-                self._grid,
-                tasks,
-                deadline_seconds=self._job.schedule.round_deadline_seconds,
-            )
+        replies = exchange(
+            self._grid,
+            tasks,
+            deadline_seconds=self._job.schedule.round_deadline_seconds,
         )
+        record.collect_evaluations(self._faultless(replies))
+
+    def _faultless(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Put a failure in the place of every answer that has a fault."""
+        for reply in replies:
+            message = reply.message
+            if isinstance(message, SiteUpdate | SiteEvaluation) and (
+                fault := self._fault_of(message)
+            ):
+                yield replace(reply, message=_invalid(message, fault))
+            else:
+                yield reply
+            del message, reply  # One update at a time: the next is about to land.
 
     def _tasks(
         self,
@@ -137,7 +163,7 @@ class PlainGather:
             num_counted=lambda: record.num_counted,
             now=record.clock.monotonic,
         )
-        for update, reply in record.sound_updates(replies):
+        for update, reply in record.sound_updates(self._faultless(replies)):
             try:
                 weight = self._share(state, update) * self._weight_of(update)
             except InvalidUpdate as error:
@@ -163,6 +189,16 @@ class PlainGather:
                 f"is based on the model of round {update.based_on}: too old to count"
             )
         return share
+
+
+def _invalid(answer: SiteUpdate | SiteEvaluation, fault: str) -> SiteFailure:
+    return SiteFailure(
+        run_id=answer.run_id,
+        round_index=answer.round_index,
+        site=answer.site,
+        kind=FailureKind.INVALID,
+        message=fault,
+    )
 
 
 def round_tasks(

@@ -34,7 +34,7 @@ from privacy.secagg.agreement.identity import (
 )
 from privacy.secagg.agreement.roster import Roster
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 1 << 21  # a job file has at most half of it
 _WHAT = "what noise it needs"
 
@@ -109,6 +109,7 @@ class Introduction:
         privacy: What it promises for its records; None without differential privacy,
             and before it knows what the others need.
         num_examples: Training examples that it holds; 0 if that is not to leave it.
+        num_held_out: Examples that it evaluates on; likewise.
         needs: Noise multiplier that its own records need, where noise adds up inside
             the secure sum; else None.
     """
@@ -120,6 +121,7 @@ class Introduction:
     refused: str
     privacy: SitePrivacy | None
     num_examples: int
+    num_held_out: int = 0
     needs: float | None = None
 
 
@@ -251,7 +253,8 @@ def open_introduction(sealed: bytes, roster: Roster, proposal: bytes) -> Introdu
 
 def _check_numbers(claimed: Introduction) -> None:
     """Refuse numbers that no site can mean: they would go into the contract."""
-    if not 0 <= claimed.num_examples <= wire.MAX_COUNT:
+    counts = claimed.num_examples, claimed.num_held_out
+    if not all(0 <= count <= wire.MAX_COUNT for count in counts):
         raise ProtocolError(
             f"site {claimed.site!r} promises what cannot be: a number of examples "
             f"beyond 0 to {wire.MAX_COUNT}"

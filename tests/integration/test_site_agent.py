@@ -24,7 +24,9 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
+    MetricSums,
     SecureTask,
+    SiteEvaluation,
     SiteMessage,
     SiteUpdate,
     Task,
@@ -255,6 +257,41 @@ class Boaster(SiteAgent):
         answer = super().answer(task)
         assert isinstance(answer, SiteUpdate)
         return replace(answer, num_examples=10**9)
+
+
+class Judge(SiteAgent):
+    """The agent of a site that would have its held-out results count for all."""
+
+    def answer(self, task: Task) -> SiteMessage:
+        """Evaluate, and claim more hits than it has examples."""
+        answer = super().answer(task)
+        assert isinstance(answer, SiteUpdate | SiteEvaluation)
+        lie = MetricSums(count=10**15, loss_sum=0.0, correct=10**15)
+        return replace(answer, evaluation=lie)
+
+
+def test_site_evaluates_on_no_more_than_it_introduced_itself_with(place: Place):
+    """Beside an update and alone: the metrics are those of the honest site."""
+    plain = job("quickstart", IN_THE_CLEAR, "rounds=1", "schedule.minimum_sites=1")
+    place.submit(plain)
+    honest = place.grid.agents[SITES[1]]
+    place.grid.agents[SITES[1]] = Judge(
+        config=honest.config,
+        identity=honest.identity,
+        roster=honest.roster,
+        clock=honest.clock,
+    )
+    assert place.run().status == "completed"
+    held_out = [len(held_out) for _, held_out in deal_data(plain).values()]
+    failed = [e for e in place.seen if isinstance(e, events.SiteFailed)]
+    assert {each.site for each in failed} == {SITES[1]}
+    assert [each.round_index for each in failed] == [1, 2]
+    expected = f"counts {10**15} predictions in evaluation; by what is known of its "
+    for each in failed:
+        assert each.kind == FailureKind.INVALID
+        assert f"{expected}data there are {held_out[1]} at most" in each.message
+    evaluated = [e for e in place.seen if isinstance(e, events.ModelEvaluated)]
+    assert [each.pooled.count for each in evaluated] == [held_out[0]] * 2
 
 
 def test_site_counts_with_no_more_than_it_introduced_itself_with(place: Place):

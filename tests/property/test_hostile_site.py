@@ -359,6 +359,12 @@ def test_number_that_no_honest_site_reports_loses_the_round(slot: str, steps: in
     loses_the_round(SCALING, Lies(header={slot: steps}), slot.partition("_")[0])
 
 
+def test_evaluation_of_more_than_a_site_can_hold_loses_the_round():
+    """Or its loss and accuracy would be those of the run."""
+    lie = {"evaluation_count": 1 << 55, "evaluation_correct": 1 << 55}
+    loses_the_round(SCALING, Lies(header=lie), "predictions in evaluation")
+
+
 def test_small_weight_gains_nothing():
     """It passes for honest by itself, but not beside the sum of the updates."""
     # The others' weight is all but taken back: 5/12 are left.

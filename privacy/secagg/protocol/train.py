@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from federation.job.spec import JobSpec
 from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Vector
 from privacy.counts import coarse
@@ -30,6 +31,8 @@ from privacy.secagg.protocol.key_schedule import Stream
 MAX_CONFIRMS_BYTES = 16 << 20
 _TAG = b"xsa-v2/train"
 _LARGEST_COUNT = 1 << 56
+# On held-out data of one site, if the job does not say how many examples it may have.
+MAX_PREDICTIONS = 10**12
 _LARGEST_NOISE = 1 << 16
 _MICRO = 1e6
 
@@ -126,13 +129,32 @@ def coarse_sums(sums: MetricSums | None) -> MetricSums | None:
     """
     if sums is None or sums.count == 0:
         return sums
-    count = coarse(sums.count)
+    return _scaled(sums, coarse(sums.count))
+
+
+def _scaled(sums: MetricSums, count: int) -> MetricSums:
     factor = count / sums.count
     return MetricSums(
         count=count,
         loss_sum=sums.loss_sum * factor,
         correct=round(sums.correct * factor),
     )
+
+
+def most_evaluated(job: JobSpec) -> int:
+    """Most predictions on its held-out data that a site reports; see ``bounded``."""
+    most = job.privacy.secure_aggregation.max_examples
+    if most is None or job.training.task != "classification":
+        most = MAX_PREDICTIONS
+    return coarse(most)
+
+
+def bounded(sums: MetricSums | None, most: int) -> MetricSums | None:
+    """Have a site's held-out results count for so many predictions at most.
+
+    Of a site with more, mean loss and accuracy stay, as on the grid.
+    """
+    return sums if sums is None or sums.count <= most else _scaled(sums, most)
 
 
 def write_sums(kind: str, sums: MetricSums | None) -> dict[str, float]:

@@ -11,6 +11,7 @@ from support.small_jobs import small_job
 
 from aggregator.honest_sums import Asked, check_totals
 from federation.job.spec import JobSpec
+from federation.messages import MetricSums
 from privacy.dp import adaptive_clip
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.protocol import train
@@ -98,6 +99,27 @@ def test_honest_sums_pass():
 def test_sums_of_no_honest_sites(changes: Mapping[str, float], said: str):
     """One slot beyond what all sites have, or two that contradict each other."""
     refused({**HONEST, **changes}, said, asked())
+
+
+def test_evaluation_counts_for_what_the_job_lets_a_site_hold():
+    """On the grid; and where the job does not say, for what anybody could hold."""
+    secure = {"enabled": True, "clip_norm": 1.0, "max_examples": 9}
+    job = small_job(num_sites=4, privacy={"secure_aggregation": secure})
+    bounded = asked(job=job, training=False)
+    none = dict.fromkeys(HONEST, 0.0)
+    check_totals({**none, "evaluation_count": 40}, bounded)
+    said = "41 predictions in evaluation, 10 at most each"
+    refused({**none, "evaluation_count": 41}, said, bounded)
+    lie = {**HONEST, "evaluation_count": 10**16, "evaluation_correct": 10**16}
+    refused(lie, "predictions in evaluation", asked())
+
+
+def test_site_with_more_held_out_data_counts_for_no_more():
+    """Its mean loss and its accuracy stay."""
+    sums = MetricSums(count=400, loss_sum=100.0, correct=300)
+    assert train.bounded(sums, 400) == sums
+    assert train.bounded(None, 1) is None
+    assert train.bounded(sums, 40) == MetricSums(count=40, loss_sum=10.0, correct=30)
 
 
 def test_uniform_weights_sum_to_the_number_of_sites():

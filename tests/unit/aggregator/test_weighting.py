@@ -1,14 +1,19 @@
 """Weights of sites, and claims that are not believed."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from support.small_jobs import small_job
 
-from aggregator.weighting import MAX_EXAMPLES, weight_of
+from aggregator.weighting import MAX_EXAMPLES, Introduced, sums_fault, weight_of
 from federation.errors import InvalidUpdate
 from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteUpdate
+from privacy.secagg.protocol.train import MAX_PREDICTIONS
 
 
 def _sums(loss: float, count: int = 10) -> MetricSums:
@@ -112,3 +117,41 @@ def test_unknown_rule_is_an_error():
     """A job cannot get here with one."""
     with pytest.raises(KeyError):
         weight_of("loudest")
+
+
+IN_EPOCHS = small_job(training={"local_epochs": 3})
+IN_STEPS = small_job(training={"local_steps": 4, "batch_size": 8})
+SAID = {SiteId("site"): Introduced(examples=100, held_out=20)}
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "most"),
+    [
+        (IN_EPOCHS, "evaluation", 20),
+        (IN_EPOCHS, "evaluation_after", 20),
+        (IN_EPOCHS, "training", 300),
+        (IN_STEPS, "training", 32),
+    ],
+)
+def test_site_counts_no_more_predictions_than_it_has_data_for(
+    job: JobSpec, kind: str, most: int
+):
+    """It would make the run's loss and accuracy its own."""
+    fault = sums_fault(job, SAID)
+    within, beyond = (
+        replace(_update(100), **{kind: _sums(1.0, n)}) for n in (most, most + 1)
+    )
+    assert fault(within) == ""
+    assert f"counts {most + 1} predictions in {kind.partition('_')[0]}" in fault(beyond)
+    assert f"{most} at most" in fault(beyond)
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {SiteId("site"): Introduced(examples=0, held_out=0)}]
+)
+def test_site_that_tells_nothing_counts_no_more_than_anybody_could(said: Any):
+    """As under differential privacy, and in a language model, where tokens count."""
+    fault = sums_fault(IN_EPOCHS, said)
+    for count in (MAX_PREDICTIONS, MAX_PREDICTIONS + 1):
+        answer = replace(_update(100), evaluation=_sums(1.0, count))
+        assert bool(fault(answer)) == (count > MAX_PREDICTIONS)
