@@ -497,7 +497,7 @@ def test_run_that_was_asked_to_stop_loses_nothing(tmp_path: Path):
 HEADERS = {
     "MaskedUpdate": {
         *("run_id", "round_index", "site", "layout_digest", "spent"),
-        *("num_integers", "words_bytes", "body_bytes"),
+        *("based_on", "fragment", "num_integers", "words_bytes", "body_bytes"),
     },
     "SecureAnswer": {"run_id", "round_index", "site", "step", "body_bytes"},
     "SiteFailure": {"run_id", "round_index", "site", "kind", "message"},

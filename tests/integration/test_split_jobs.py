@@ -293,6 +293,8 @@ TASK = {
     "evaluate_after": "task digest",
     "secure": "see BODY",
     "anchor": "compared with the site's own ledger; nothing is computed from it",
+    "based_on": "copied into the answer; nothing is computed from it",
+    "fragment": "copied into the answer; nothing is computed from it",
 }
 BODY = {
     "setup_hash": "context",

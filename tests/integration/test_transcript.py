@@ -35,7 +35,8 @@ FALSE_ALARM = 1e-9  # Of each statistical test, in a run without a fault.
 ADDRESS = {"run_id", "round_index", "site"}
 HEADERS = {
     "masked-update": ADDRESS
-    | {"layout_digest", "spent", "num_integers", "words_bytes", "body_bytes"},
+    | {"layout_digest", "spent", "num_integers", "words_bytes", "body_bytes"}
+    | {"based_on", "fragment"},
     "secure-answer": ADDRESS | {"step", "body_bytes"},
     "failure": ADDRESS | {"kind", "message"},
 }
