@@ -54,7 +54,7 @@ from federation.ids import RunId, SiteId
 from federation.job import job_file
 from federation.job.spec import AggregationSpec, JobSpec
 from federation.messages import RoundTask
-from federation.protocols import LocalResult, Trainer
+from federation.protocols import LocalWeights, Trainer
 from federation.rounds.coordinator import run_federation
 from federation.vectors import ByteVector, HeaderVector, Vector, norm
 from privacy.secagg.agreement.contract import Contract
@@ -132,7 +132,7 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def fit(self, *args: Any, round_index: int) -> LocalResult:
+    def fit(self, *args: Any, round_index: int) -> LocalWeights:
         result = self._trainer.fit(*args, round_index=round_index)
         update_d = result.weights_d.copy()
         subtract_(update_d, self._weights_d)

@@ -40,7 +40,7 @@ from federation.ids import RunId, SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
-from federation.protocols import LocalResult, RunState
+from federation.protocols import LocalWeights, RunState
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
 from federation.vectors import IntegerVector, Layout, Role, Vector
@@ -59,9 +59,9 @@ class AddOne:
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> LocalWeights:
         del round_index
-        return LocalResult(
+        return LocalWeights(
             weights_d=weights_d + np.float32(1),
             integers_m=integers_m,
             num_examples=1,
@@ -69,8 +69,10 @@ class AddOne:
             training=NOTHING,
         )
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
-        del weights_d, integers_m
+    def evaluate(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> MetricSums:
+        del weights_d, integers_m, round_index
         return NOTHING
 
     def pay(self, **_charges: object) -> None:

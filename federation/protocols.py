@@ -111,27 +111,44 @@ class SiteHandler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalResult:
-    """What training at a site produced.
+    """What training at a site produced, beside the weights.
 
     Attributes:
-        weights_d: The trained weights, shape ``(d,)``, in an array of its own; their
-            difference from the given ones if ``is_update``.
         integers_m: The model's integer values after training, shape ``(m,)``.
         num_examples: Training examples that the site holds; 0 if that is not to
             leave it.
         num_steps: Optimiser steps taken.
         training: Sums over the training batches; None if they are not to leave the
             site.
-        is_update: Whether ``weights_d`` is the update itself, as where rounding to
-            the weights' digits would cost privacy.
     """
 
-    weights_d: Vector
     integers_m: IntegerVector
     num_examples: int
     num_steps: int
     training: MetricSums | None
-    is_update: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWeights(LocalResult):
+    """Training that gave weights.
+
+    Attributes:
+        weights_d: The trained weights, shape ``(d,)``, in an array of its own.
+    """
+
+    weights_d: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalUpdate(LocalResult):
+    """Training that gave an update, where the weights' digits would cost privacy.
+
+    Attributes:
+        update_d: What training adds to the weights that it was given, shape ``(d,)``,
+            in an array of its own.
+    """
+
+    update_d: Vector
 
 
 class Trainer(Protocol):
@@ -166,12 +183,14 @@ class Trainer(Protocol):
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> LocalWeights | LocalUpdate:
         """Do a round's local training from the given weights, which stay as is."""
         ...
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
-        """Sums over the site's held-out data."""
+    def evaluate(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> MetricSums:
+        """Sums over the site's held-out data, for a round."""
         ...
 
     def spent(self) -> PrivacySpent | None:

@@ -5,16 +5,17 @@ For audits: the adversary of record-level privacy sees every update of a site.
 
 from collections.abc import Callable
 
+from federation.errors import SiteError
 from federation.messages import (
     NO_ANCHOR,
     LedgerAnchor,
     MetricSums,
     PrivacySpent,
 )
-from federation.protocols import LocalResult, Trainer
+from federation.protocols import LocalUpdate, LocalWeights, Trainer
 from federation.vectors import IntegerVector, Layout, Vector
 
-Witness = Callable[[Vector, LocalResult], None]
+Witness = Callable[[Vector, LocalWeights], None]
 
 
 class ObservedTrainer:
@@ -50,15 +51,19 @@ class ObservedTrainer:
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> LocalWeights | LocalUpdate:
         """Train and tell."""
         result = self._trainer.fit(weights_d, integers_m, round_index=round_index)
+        if not isinstance(result, LocalWeights):
+            raise SiteError("a single update with noise for the sum is not observed")
         self._witness(weights_d, result)
         return result
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+    def evaluate(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> MetricSums:
         """Evaluate; the witness does not hear of it."""
-        return self._trainer.evaluate(weights_d, integers_m)
+        return self._trainer.evaluate(weights_d, integers_m, round_index=round_index)
 
     def spent(self) -> PrivacySpent | None:
         """What the trainer says."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from federation.errors import ProtocolError
 from federation.messages import MetricSums
-from federation.protocols import LocalResult
+from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import ByteVector, HeaderVector, Vector
 from privacy.counts import coarse
 from privacy.dp.adaptive_clip import CLIP_RANGE, noisy_bit
@@ -84,7 +84,7 @@ class Masking:
     random_bytes: RandomBytes
     threads: int
 
-    def update(self, weights_d: Vector, result: LocalResult) -> Sealed:
+    def update(self, weights_d: Vector, result: LocalWeights | LocalUpdate) -> Sealed:
         """Turn local weights into masked words, in their own memory.
 
         Args:
@@ -99,13 +99,19 @@ class Masking:
         """
         contract, ring = self.contract, self.contract.ring()
         weight = _weight(contract, result.num_examples)
+        if isinstance(result, LocalUpdate):
+            update_d = result.update_d
+            measured = self._measure(update_d, None)
+        else:
+            update_d = result.weights_d
+            measured = self._measure(update_d, weights_d)
         sealed = seal_(
-            result.weights_d,
+            update_d,
             ring,
             weight=weight,
             masks=train.masks(self.masks.vector),
             rounding_key=self.random_bytes(KEY_BYTES),
-            measured=self._measure(weights_d, result),
+            measured=measured,
             noise=self._ring_noise(ring.noise_std),
             threads=self.threads,
         )
@@ -140,24 +146,26 @@ class Masking:
         apply_masks_(header_h, train.masks(self.masks.header))
         return header_h
 
-    def _measure(self, weights_d: Vector, result: LocalResult) -> Measured:
-        """Turn local weights into the update, in their own memory, and measure it."""
+    def _measure(self, update_d: Vector, subtrahend_d: Vector | None) -> Measured:
+        """Take away the global weights, if they are in it, and measure the update."""
         try:
-            return self._measure_finite(weights_d, result)
+            return self._measure_finite(update_d, subtrahend_d)
         except UpdateNotFinite:
             if not self.contract.differential_privacy.ring_noise_std:
                 raise
             # To decline would tell, without noise, what became of the training.
             _LOG.warning("training gave NaN or infinity: the update is noise alone")
-            result.weights_d.fill(0.0)
-            return measure_exactly(result.weights_d)
+            update_d.fill(0.0)
+            return measure_exactly(update_d)
 
-    def _measure_finite(self, weights_d: Vector, result: LocalResult) -> Measured:
-        update_d, first = result.weights_d, self.contract.clip_norm
-        if result.is_update:
+    def _measure_finite(
+        self, update_d: Vector, subtrahend_d: Vector | None
+    ) -> Measured:
+        first = self.contract.clip_norm
+        if subtrahend_d is None:
             measured = measure_exactly(update_d)
         else:
-            measured = subtract_(update_d, weights_d, threads=self.threads)
+            measured = subtract_(update_d, subtrahend_d, threads=self.threads)
         if self.update_clip != first:
             # The ring, and its noise, are made for the contract's clip norm.
             with np.errstate(over="ignore"):

@@ -339,7 +339,9 @@ class SecureSite:
         )
         if evaluates:
             evaluation = train.bounded(
-                trainer.evaluate(task.weights_d, integers_m),
+                trainer.evaluate(
+                    task.weights_d, integers_m, round_index=task.round_index
+                ),
                 self._protection.most_evaluated,
             )
         if trains:

@@ -18,7 +18,7 @@ from federation.messages import (
     MetricSums,
     PrivacySpent,
 )
-from federation.protocols import LocalResult, Trainer
+from federation.protocols import LocalUpdate, LocalWeights, Trainer
 from federation.vectors import IntegerVector, Layout, Vector
 from privacy.dp.events import Event
 from privacy.dp.held_out import HeldOutMechanism
@@ -28,8 +28,13 @@ from privacy.dp.ledger.ledger import Ledger, Release
 class ClippingTrainer(Trainer, Protocol):
     """A trainer that can bound what a single record adds to held-out sums."""
 
-    def evaluate_clipped(
-        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float
+    def evaluate(
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the site's held-out data, each prediction's loss clipped."""
         ...
@@ -113,7 +118,7 @@ class BudgetedTrainer:
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> LocalWeights | LocalUpdate:
         """Train a round that was paid for.
 
         Raises:
@@ -125,20 +130,27 @@ class BudgetedTrainer:
         result = self._trainer.fit(weights_d, integers_m, round_index=round_index)
         return replace(result, num_examples=0, training=None)
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
+    def evaluate(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> MetricSums:
         """Evaluate as was paid for, and add noise to the sums, if that is asked.
 
         Raises:
-            RuntimeError: It was not paid for.
+            RuntimeError: It was not paid for, or for another round.
         """
         held_out = self._releases.held_out
-        if not self._evaluations:
-            raise RuntimeError("an evaluation was not paid for")
+        if not self._evaluations or round_index != self._round_index:
+            raise RuntimeError(f"an evaluation of round {round_index} was not paid for")
         self._evaluations -= 1
         if held_out is None:
-            return self._trainer.evaluate(weights_d, integers_m)
-        sums = self._trainer.evaluate_clipped(
-            weights_d, integers_m, max_loss=self._releases.max_loss
+            return self._trainer.evaluate(
+                weights_d, integers_m, round_index=round_index
+            )
+        sums = self._trainer.evaluate(
+            weights_d,
+            integers_m,
+            round_index=round_index,
+            max_loss=self._releases.max_loss,
         )
         return held_out.release(sums, self._releases.random_bytes)
 

@@ -73,9 +73,11 @@ class Evaluate:
     """Agent to rank: evaluate the weights in the shared memory.
 
     Attributes:
+        round_index: The round.
         max_loss: What the loss of a prediction is clipped to, in nats; 0 for nothing.
     """
 
+    round_index: int
     max_loss: float = 0.0
 
 

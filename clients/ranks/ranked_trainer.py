@@ -9,7 +9,7 @@ from clients.ranks.shared_model import SharedModel
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
-from federation.protocols import LocalResult
+from federation.protocols import LocalWeights
 from federation.vectors import IntegerVector, Layout, Vector
 
 _LOG = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class RankedTrainer:
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> LocalWeights:
         """Train from the global weights.
 
         Raises:
@@ -79,7 +79,7 @@ class RankedTrainer:
             if not isinstance(done, Trained):
                 raise ProtocolError("a rank was asked to train and did something else")
             local_d, local_m = self._memory.read()
-        return LocalResult(
+        return LocalWeights(
             weights_d=local_d,
             integers_m=local_m,
             num_examples=done.num_examples,
@@ -87,24 +87,22 @@ class RankedTrainer:
             training=None if done.count < 0 else metric_sums(done),
         )
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
-        """Sums over the site's held-out data.
-
-        Raises:
-            SiteError: Evaluation failed, or ranks died again and again.
-        """
-        return self.evaluate_clipped(weights_d, integers_m, max_loss=None)
-
-    def evaluate_clipped(
-        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float | None
+    def evaluate(
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the held-out data, each prediction's loss clipped, in nats.
 
         Raises:
-            SiteError: As ``evaluate``.
+            SiteError: Evaluation failed, or ranks died again and again.
         """
+        work = Evaluate(round_index=round_index, max_loss=max_loss or 0.0)
         with self._lock:
-            done = self._do(Evaluate(max_loss=max_loss or 0.0), weights_d, integers_m)
+            done = self._do(work, weights_d, integers_m)
         if not isinstance(done, Measured):
             raise ProtocolError("a rank was asked to evaluate and did something else")
         return metric_sums(done)

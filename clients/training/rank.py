@@ -35,6 +35,7 @@ from clients.ranks.shared_model import SharedModel
 from clients.training.trainer import TorchTrainer
 from federation.errors import FederationError, ProtocolError
 from federation.job.spec import JobSpec
+from federation.protocols import LocalWeights
 
 _LOG = logging.getLogger(__name__)
 
@@ -133,13 +134,18 @@ def _work(
 ) -> Message:
     weights_d, integers_m = memory.view()
     if isinstance(task, Evaluate):
-        sums = trainer.evaluate_clipped(
-            weights_d, integers_m, max_loss=task.max_loss or None
+        sums = trainer.evaluate(
+            weights_d,
+            integers_m,
+            round_index=task.round_index,
+            max_loss=task.max_loss or None,
         )
         return Measured(count=sums.count, loss_sum=sums.loss_sum, correct=sums.correct)
     if not isinstance(task, Fit):
         raise ProtocolError("the agent asks for something unknown")
     result = trainer.fit(weights_d, integers_m, round_index=task.round_index)
+    if not isinstance(result, LocalWeights):
+        raise ProtocolError("several ranks have trained to an update")
     distributed.barrier()  # Nobody reads the weights of before any more.
     memory.write_part(result.weights_d, trainer.own_spans())
     if rank.rank == 0:

@@ -102,7 +102,9 @@ class Site:
             anchor=task.anchor,
         )
         with watch.phase("evaluate"):
-            sums = trainer.evaluate(task.weights_d, integers_m)
+            sums = trainer.evaluate(
+                task.weights_d, integers_m, round_index=task.round_index
+            )
         return SiteEvaluation(
             run_id=task.run_id,
             round_index=task.round_index,
@@ -127,14 +129,20 @@ class Site:
         )
         if before:
             with watch.phase("evaluate"):
-                evaluation = trainer.evaluate(task.weights_d, integers_m)
+                evaluation = trainer.evaluate(
+                    task.weights_d, integers_m, round_index=task.round_index
+                )
         with watch.phase("train"):
             result = trainer.fit(
                 task.weights_d, integers_m, round_index=task.round_index
             )
         if task.evaluate_after:
             with watch.phase("evaluate"):
-                evaluation_after = trainer.evaluate(result.weights_d, result.integers_m)
+                evaluation_after = trainer.evaluate(
+                    update.local_weights(task.weights_d, result),
+                    result.integers_m,
+                    round_index=task.round_index,
+                )
         with watch.phase("prepare"):
             delta_d = update.prepare(task.weights_d, result)
             self._kept.keep(result.integers_m, task.round_index)

@@ -40,7 +40,7 @@ from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
-from federation.protocols import LocalResult
+from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import IntegerVector, Layout, Vector
 
 
@@ -131,14 +131,14 @@ class TorchTrainer:
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> LocalWeights | LocalUpdate:
         """Train from the global weights; see ``federation.protocols.Trainer``."""
         # Every rank draws for itself; the first one draws what it would draw alone.
         mine = (self._peers.rank.rank,) if self._peers.rank.rank else ()
         seed = torch_seed(self._seed, "training", self._site, round_index, *mine)
         with self._pool.borrow() as model:
 
-            def train() -> LocalResult:
+            def train() -> LocalWeights | LocalUpdate:
                 model.load(weights_d, integers_m)
                 if self._private is not None and self._private.in_sum:
                     return self._one_step(model.module, self._private, integers_m)
@@ -146,12 +146,13 @@ class TorchTrainer:
 
             return self._peers.draw(self._pool.draws, train, kind="train", seed=seed)
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
-        """Sums over the site's held-out data."""
-        return self.evaluate_clipped(weights_d, integers_m, max_loss=None)
-
-    def evaluate_clipped(
-        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float | None
+    def evaluate(
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,  # noqa: ARG002 -- every round evaluates alike
+        max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the held-out data, each prediction's loss clipped, in nats."""
         seed = torch_seed(self._job.seed, "evaluation", self._site)
@@ -170,7 +171,7 @@ class TorchTrainer:
 
     def _train(
         self, model: torch.nn.Module, round_index: int, weights_d: Vector
-    ) -> LocalResult:
+    ) -> LocalWeights:
         """Train a model that holds the global weights."""
         layout = self._pool.layout
         lost_d = None
@@ -190,7 +191,7 @@ class TorchTrainer:
             # Nothing leaves but what noise goes into.
             weights.copy_untrained(model, layout, source_d=weights_d, out_d=local_d)
             local_m = before_m
-        return LocalResult(
+        return LocalWeights(
             weights_d=local_d,
             integers_m=local_m,
             num_examples=len(self._train_data),
@@ -282,7 +283,7 @@ class TorchTrainer:
         model: torch.nn.Module,
         private: PrivateTraining,
         integers_m: IntegerVector,
-    ) -> LocalResult:
+    ) -> LocalUpdate:
         """Take one step of plain SGD whose noise is added inside the secure sum."""
         model.train()
         gradient = PrivateGradient(
@@ -297,13 +298,12 @@ class TorchTrainer:
             lr=self._job.training.optimizer.lr,
             out_d=update_d,
         )
-        return LocalResult(
-            weights_d=update_d,
+        return LocalUpdate(
+            update_d=update_d,
             integers_m=integers_m.copy(),
             num_examples=len(self._train_data),
             num_steps=1,
             training=None,
-            is_update=True,
         )
 
     def _private_loss(

@@ -6,7 +6,7 @@ Shape suffixes: d float values of the model.
 import numpy as np
 
 from federation.errors import SiteError
-from federation.protocols import LocalResult
+from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import Vector, is_finite
 
 
@@ -14,10 +14,17 @@ class NotFinite(SiteError):
     """Training left the finite numbers."""
 
 
-def prepare(weights_d: Vector, result: LocalResult) -> Vector:
-    """Turn trained weights into the update: local minus global.
+def local_weights(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
+    """Return the site's own weights, given those that training began with."""
+    if isinstance(result, LocalUpdate):
+        return weights_d + result.update_d
+    return result.weights_d
 
-    Works in the memory of ``result.weights_d``, which is the update afterwards.
+
+def prepare(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
+    """Turn what training gave into the update: local minus global.
+
+    Works in the result's memory, which holds the update afterwards.
 
     Args:
         weights_d: The global weights that training began with, shape ``(d,)``.
@@ -29,9 +36,12 @@ def prepare(weights_d: Vector, result: LocalResult) -> Vector:
     Raises:
         NotFinite: Training left the finite numbers.
     """
-    delta_d = result.weights_d
-    with np.errstate(over="ignore", invalid="ignore"):  # Looked at right below.
-        np.subtract(delta_d, weights_d, out=delta_d)
+    if isinstance(result, LocalUpdate):
+        delta_d = result.update_d
+    else:
+        delta_d = result.weights_d
+        with np.errstate(over="ignore", invalid="ignore"):  # Looked at right below.
+            np.subtract(delta_d, weights_d, out=delta_d)
     if not is_finite(delta_d):
         raise NotFinite(
             "training gave NaN or infinite weights: lower the learning rate or set "

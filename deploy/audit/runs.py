@@ -41,7 +41,7 @@ from federation.errors import JobError
 from federation.events import Emit
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
-from federation.protocols import LocalResult, RunState, Trainer
+from federation.protocols import LocalWeights, RunState, Trainer
 from federation.vectors import Vector
 from monitoring.audit_findings import (
     CurveFindings,
@@ -325,8 +325,8 @@ class PlainRun:
         train, held_out = self._federation.site_data[name]
         return auditing.roc(self._score(model, train), self._score(model, held_out))
 
-    def _keep(self, name: SiteId) -> Callable[[Vector, LocalResult], None]:
-        def see(_: Vector, result: LocalResult) -> None:
+    def _keep(self, name: SiteId) -> Callable[[Vector, LocalWeights], None]:
+        def see(_: Vector, result: LocalWeights) -> None:
             self._last[name] = result.weights_d.copy(), result.integers_m.copy()
 
         return see
@@ -404,5 +404,5 @@ def _ledger(federation: Federation, name: SiteId, plan: SitePlan) -> InMemoryLed
     return InMemoryLedger(terms, clock=SystemClock())
 
 
-def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalResult], None]:
+def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalWeights], None]:
     return lambda weights_d, result: scores.see(weights_d, result.weights_d)

@@ -7,7 +7,7 @@ import pytest
 from support.secure_runs import in_the_clear, retrained, run, secure_job
 
 from federation.errors import QuorumNotMet
-from federation.protocols import LocalResult
+from federation.protocols import LocalWeights
 
 pytestmark = pytest.mark.slow
 
@@ -53,5 +53,5 @@ def test_elements_beyond_the_bound_may_be_clipped():
     assert 5e-7 < step < 2e-6
 
 
-def _leap(result: LocalResult) -> LocalResult:
+def _leap(result: LocalWeights) -> LocalWeights:
     return dataclasses.replace(result, weights_d=result.weights_d + np.float32(100))

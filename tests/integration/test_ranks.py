@@ -153,7 +153,7 @@ def test_a_rank_that_stays_frozen_is_given_up(pool: ModelPool):
 
 def test_ranks_listen_on_the_loopback_alone(pair: RankedTrainer, pool: ModelPool):
     """Gloo's ports are the only ones, and nobody outside reaches them."""
-    pair.evaluate(*pool.initial_weights())
+    pair.evaluate(*pool.initial_weights(), round_index=1)
     hosts = {host for pid in pids_of(pair) for host in listening(pid)}
     assert hosts == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
 
@@ -175,7 +175,7 @@ def listening(pid: int) -> set[str]:
 
 def test_ranks_see_no_credentials(pair: RankedTrainer, pool: ModelPool):
     """What the agent's environment holds for others does not come to them."""
-    pair.evaluate(*pool.initial_weights())
+    pair.evaluate(*pool.initial_weights(), round_index=1)
     for pid in pids_of(pair):
         seen = Path(f"/proc/{pid}/environ").read_text()
         assert f"PYTHONPATH={TESTS}" in seen
@@ -190,7 +190,7 @@ def test_ranks_that_die_each_time_fail_the_round():
         ranked(job, pool, restarts=1) as trainer,
         pytest.raises(SiteError, match=r"ended with exit code 3.* in 2 attempts"),
     ):
-        trainer.evaluate(*pool.initial_weights())
+        trainer.evaluate(*pool.initial_weights(), round_index=1)
 
 
 def test_an_error_that_another_attempt_would_not_mend():
@@ -216,7 +216,7 @@ def test_what_is_wrong_with_the_data_stays_at_the_site(
         ranked(EPOCHS, pool, source) as trainer,
         pytest.raises(SiteError, match="cannot begin; the site's log says") as caught,
     ):
-        trainer.evaluate(*pool.initial_weights())
+        trainer.evaluate(*pool.initial_weights(), round_index=1)
     assert "not_there" not in str(caught.value)
     logged = capfd.readouterr().err
     assert "not_there" in logged

@@ -11,6 +11,6 @@ if __name__ == "__main__":
     job = small_job()
     pool = ModelPool(job)
     with ranked(job, pool) as trainer:
-        trainer.evaluate(*pool.initial_weights())
+        trainer.evaluate(*pool.initial_weights(), round_index=1)
         print(*pids_of(trainer), flush=True)  # noqa: T201
         time.sleep(600)

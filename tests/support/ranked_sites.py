@@ -97,8 +97,8 @@ def assert_like_one(
         assert expected.training.count == found.training.count
         assert expected.training.loss == pytest.approx(found.training.loss, rel=rtol)
         weights_d = expected.weights_d
-        measured = trainer.evaluate(weights_d, integers_m)
-        reference = one.evaluate(weights_d, integers_m)
+        measured = trainer.evaluate(weights_d, integers_m, round_index=1)
+        reference = one.evaluate(weights_d, integers_m, round_index=1)
         assert reference.count == measured.count
         assert abs(reference.correct - measured.correct) <= rtol * measured.count
         assert reference.loss == pytest.approx(measured.loss, rel=rtol)

@@ -39,7 +39,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
-from federation.protocols import Clock, Grid, LocalResult, RunState, SiteHandler
+from federation.protocols import Clock, Grid, LocalWeights, RunState, SiteHandler
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
 from federation.vectors import IntegerVector, Layout, Role, Vector
@@ -118,7 +118,7 @@ class QuadraticTrainer:
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> LocalWeights:
         """Halve the distance in every step, with noise that differs by round."""
         rng = np.random.default_rng([*self._entropy, round_index])
         trained_d = weights_d.copy()
@@ -128,18 +128,20 @@ class QuadraticTrainer:
         counted_m = integers_m.copy()
         counted_m[BATCHES_TRACKED] += self._num_steps * self._num_examples
         counted_m[VERSION] = -1
-        return LocalResult(
+        return LocalWeights(
             weights_d=trained_d,
             integers_m=counted_m,
             num_examples=self._num_examples,
             num_steps=self._num_steps,
-            training=self.evaluate(trained_d, counted_m),
+            training=self.evaluate(trained_d, counted_m, round_index=round_index),
         )
 
     def evaluate(
         self,
         weights_d: Vector,
         integers_m: IntegerVector,  # noqa: ARG002 -- of the seam
+        *,
+        round_index: int,  # noqa: ARG002 -- of the seam
     ) -> MetricSums:
         """Squared distance to the optimum."""
         distance = float(np.square(weights_d - self.optimum_d).sum())

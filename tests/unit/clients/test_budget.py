@@ -25,7 +25,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
-from federation.protocols import LocalResult
+from federation.protocols import LocalWeights
 from federation.vectors import IntegerVector, Layout, Vector
 from privacy.dp.events import Event
 from privacy.dp.held_out import HeldOutMechanism
@@ -62,9 +62,9 @@ class Watched:
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> LocalWeights:
         self._note(f"train {round_index}")
-        return LocalResult(
+        return LocalWeights(
             weights_d=weights_d + 1,
             integers_m=integers_m.copy(),
             num_examples=50,
@@ -72,14 +72,15 @@ class Watched:
             training=MetricSums(count=50, loss_sum=1.0, correct=50),
         )
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
-        self._note("evaluate in the clear")
-        return MetricSums(count=50, loss_sum=1.0, correct=50)
-
-    def evaluate_clipped(
-        self, weights_d: Vector, integers_m: IntegerVector, *, max_loss: float
+    def evaluate(
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        max_loss: float | None = None,
     ) -> MetricSums:
-        self._note("evaluate")
+        self._note("evaluate in the clear" if max_loss is None else "evaluate")
         return MetricSums(count=50, loss_sum=1.0, correct=50)
 
     def spent(self) -> None:
@@ -192,7 +193,7 @@ def test_nothing_is_done_that_was_not_paid_for(place: Place):
     with pytest.raises(RuntimeError, match="round 1 was not paid for"):
         trainer.fit(weights_d, integers_m, round_index=1)
     with pytest.raises(RuntimeError, match="not paid for"):
-        trainer.evaluate(weights_d, integers_m)
+        trainer.evaluate(weights_d, integers_m, round_index=1)
     trainer.pay(round_index=1, trains=True, evaluations=1)
     trainer.fit(weights_d, integers_m, round_index=1)
     with pytest.raises(RuntimeError, match="not paid for"):
@@ -200,9 +201,9 @@ def test_nothing_is_done_that_was_not_paid_for(place: Place):
     trainer.pay(round_index=2, trains=False, evaluations=1)
     with pytest.raises(RuntimeError, match="not paid for"):
         trainer.fit(weights_d, integers_m, round_index=2)
-    trainer.evaluate(weights_d, integers_m)
+    trainer.evaluate(weights_d, integers_m, round_index=2)
     with pytest.raises(RuntimeError, match="not paid for"):
-        trainer.evaluate(weights_d, integers_m)
+        trainer.evaluate(weights_d, integers_m, round_index=2)
     assert [what for what, *_ in place.inner.at_work] == ["train 1", "evaluate"]
 
 
@@ -218,6 +219,15 @@ def test_a_round_that_was_paid_for_is_no_other_round(place: Place):
     assert place.inner.at_work == []
 
 
+def test_an_evaluation_that_was_paid_for_is_of_no_other_round(place: Place):
+    """The charge names the round that is evaluated."""
+    place.trainer.pay(round_index=3, trains=False, evaluations=1)
+    later = task(4)
+    with pytest.raises(RuntimeError, match="evaluation of round 4 was not paid for"):
+        place.trainer.evaluate(later.weights_d, later.integers_m, round_index=4)
+    assert place.inner.at_work == []
+
+
 @pytest.mark.parametrize("kind", TaskKind)
 def test_a_job_without_evaluations_has_none(kind: TaskKind):
     """Whoever asks: nothing is done, and nothing is charged."""
@@ -228,7 +238,7 @@ def test_a_job_without_evaluations_has_none(kind: TaskKind):
     assert (place.inner.at_work, charged(place.ledger)) == ([], [])
     place.trainer.pay(round_index=2, trains=True, evaluations=0)
     with pytest.raises(RuntimeError, match="not paid for"):
-        place.trainer.evaluate(task(2).weights_d, task(2).integers_m)
+        place.trainer.evaluate(task(2).weights_d, task(2).integers_m, round_index=2)
 
 
 def test_public_results_cost_nothing():

@@ -16,7 +16,7 @@ from clients.training.private_steps import PrivateTraining, sensitivity_of_sum
 from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
-from federation.protocols import LocalResult
+from federation.protocols import LocalUpdate
 from privacy.counts import coarse
 
 pytestmark = [pytest.mark.slow]  # The first of them waits for Opacus's import.
@@ -35,7 +35,7 @@ def _job(**tables: Any) -> JobSpec:
 
 def _fit(
     job: JobSpec, weights: float | None = None, train: Dataset = TRAIN
-) -> tuple[LocalResult, ModelPool]:
+) -> tuple[LocalUpdate, ModelPool]:
     """Train once, from the initial weights or from one number everywhere."""
     pool = ModelPool(job)
     weights_d, integers_m = pool.initial_weights()
@@ -56,7 +56,7 @@ def test_step_is_the_mean_of_clipped_gradients():
     """Against autograd, one record after another; what is sent is the update."""
     job = _everybody(_job())
     result, pool = _fit(job, weights=0.0)
-    assert result.is_update
+    assert isinstance(result, LocalUpdate)
     assert result.training is None
     inputs, targets = (
         torch.from_numpy(part) for part in (blobs()[0].inputs, blobs()[0].targets)
@@ -72,7 +72,7 @@ def test_step_is_the_mean_of_clipped_gradients():
     expected_d *= job.training.optimizer.lr / EVERYBODY
     names = [spec.name for spec in pool.layout.tensors]
     assert [name.rsplit(".")[-1] for name in names] == ["weight", "bias"]
-    np.testing.assert_allclose(result.weights_d, expected_d, rtol=2e-3, atol=2e-5)
+    np.testing.assert_allclose(result.update_d, expected_d, rtol=2e-3, atol=2e-5)
 
 
 def test_update_does_not_go_through_the_weights():
@@ -84,7 +84,7 @@ def test_update_does_not_go_through_the_weights():
     result, pool = _fit(_everybody(_job()), weights=1e6, train=small)
     (weights,) = [
         view
-        for spec, view in pool.layout.float_views(result.weights_d)
+        for spec, view in pool.layout.float_views(result.update_d)
         if spec.size == 12
     ]
     assert weights.any()
@@ -93,21 +93,21 @@ def test_update_does_not_go_through_the_weights():
 
 def test_no_seed_decides_who_is_in_a_step():
     """Rounds that are done again, and sites with one seed, draw other records."""
-    one, other = (_fit(_job())[0].weights_d for _ in range(2))
+    one, other = (_fit(_job())[0].update_d for _ in range(2))
     assert not np.array_equal(one, other)
 
 
 def test_one_record_more_is_within_the_sensitivity():
     """``lr C / B``, however many the step took."""
     job = _everybody(_job())
-    all_d = _fit(job)[0].weights_d.astype(np.float64)
+    all_d = _fit(job)[0].update_d.astype(np.float64)
     inputs, targets = blobs()[0].inputs, blobs()[0].targets
     for left_out in range(0, 60, 7):
         # A record whose gradient is zero, in the place of one that is not there.
         changed = inputs.copy()
         changed[left_out] = np.nan
         without = as_dataset(Examples(inputs=changed, targets=targets), name="without")
-        other_d = _fit(job, train=without)[0].weights_d
+        other_d = _fit(job, train=without)[0].update_d
         distance = float(np.linalg.norm(all_d - other_d))
         assert 0 < distance <= sensitivity_of_sum(job)
 
@@ -135,5 +135,5 @@ def test_nothing_outside_the_spans_is_changed():
     inside = np.zeros(pool.layout.size, bool)
     for start, stop in pool.trained_spans:
         inside[start:stop] = True
-    assert not result.weights_d[~inside].any()
-    assert (result.weights_d[inside] != 0).all()
+    assert not result.update_d[~inside].any()
+    assert (result.update_d[inside] != 0).all()

@@ -24,7 +24,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
-from federation.protocols import LocalResult
+from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import IntegerVector, Layout, Role, Vector
 from federation.wire.frame import MAX_TEXT_CHARS
 
@@ -65,11 +65,11 @@ class AddOne:
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> LocalResult:
+    ) -> Any:
         self.calls.append(f"round {round_index} {integers_m.tolist()}")
         if self.error is not None:
             raise self.error
-        return LocalResult(
+        return LocalWeights(
             weights_d=weights_d + self.step,
             integers_m=integers_m + 1,
             num_examples=3,
@@ -77,8 +77,10 @@ class AddOne:
             training=sums(9.0),
         )
 
-    def evaluate(self, weights_d: Vector, integers_m: IntegerVector) -> MetricSums:
-        self.calls.append(f"evaluate {integers_m.tolist()}")
+    def evaluate(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> MetricSums:
+        self.calls.append(f"evaluate {round_index} {integers_m.tolist()}")
         return sums(float(weights_d.sum()))
 
     def spent(self):
@@ -135,7 +137,7 @@ def test_kept_integers_stay_at_the_site(store: MemoryStore):
     assert trainer.calls == [
         "round 5 [10, 20]",
         "round 6 [11, 20]",
-        "evaluate [11, 20]",
+        "evaluate 6 [11, 20]",
     ]
 
 
@@ -146,14 +148,39 @@ def test_evaluation_before_and_after(store: MemoryStore):
     assert isinstance(answer, SiteUpdate)
     assert (answer.evaluation, answer.evaluation_after) == (sums(2.0), sums(4.0))
     assert trainer.calls == [
-        "evaluate [10, 20]",
+        "evaluate 5 [10, 20]",
         "round 5 [10, 20]",
-        "evaluate [11, 21]",
+        "evaluate 5 [11, 21]",
     ]
     names = [phase.name for phase in answer.phases]
     assert names == ["evaluate", "train", "evaluate", "prepare"]
     starts = [phase.start_seconds for phase in answer.phases]
     assert sorted(starts) == starts
+
+
+class SendsUpdate(AddOne):
+    """A trainer that gives the update itself."""
+
+    def fit(
+        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+    ) -> LocalUpdate:
+        result = super().fit(weights_d, integers_m, round_index=round_index)
+        return LocalUpdate(
+            update_d=result.weights_d - weights_d,
+            integers_m=result.integers_m,
+            num_examples=result.num_examples,
+            num_steps=result.num_steps,
+            training=result.training,
+        )
+
+
+def test_an_update_is_never_taken_for_weights(store: MemoryStore):
+    """It leaves as it is, and what is evaluated afterwards is the site's own model."""
+    site = site_of(SendsUpdate(), store)
+    answer = site.handle(task(evaluate_after=True))
+    assert isinstance(answer, SiteUpdate)
+    assert answer.delta_d.tolist() == [1, 1]
+    assert answer.evaluation_after == sums(4.0)
 
 
 def test_an_evaluation_task_trains_nothing(store: MemoryStore):
@@ -162,7 +189,7 @@ def test_an_evaluation_task_trains_nothing(store: MemoryStore):
     answer = site_of(trainer, store).handle(task(TaskKind.EVALUATE))
     assert isinstance(answer, SiteEvaluation)
     assert answer.evaluation == sums(2.0)
-    assert trainer.calls == ["evaluate [10, 20]"]
+    assert trainer.calls == ["evaluate 5 [10, 20]"]
     assert list(store.list()) == []
 
 

@@ -211,7 +211,7 @@ def test_fit_is_a_function_of_its_arguments(name: str):
     start = pool.initial_weights()
     first = trainer.fit(*start, round_index=1)
     other = trainer.fit(*start, round_index=2)
-    trainer.evaluate(*start)
+    trainer.evaluate(*start, round_index=1)
     again = trainer.fit(*start, round_index=1)
     assert first.weights_d.tobytes() == again.weights_d.tobytes()
     assert first.integers_m.tobytes() == again.integers_m.tobytes()
@@ -224,8 +224,8 @@ def test_evaluation_changes_nothing():
     trainer, pool = trainer_of(job_of({"local_steps": 1}, model=model))
     weights_d, integers_m = pool.initial_weights()
     before = weights_d.tobytes(), integers_m.tobytes()
-    first = trainer.evaluate(weights_d, integers_m)
-    assert first == trainer.evaluate(weights_d, integers_m)
+    first = trainer.evaluate(weights_d, integers_m, round_index=1)
+    assert first == trainer.evaluate(weights_d, integers_m, round_index=1)
     assert before == (weights_d.tobytes(), integers_m.tobytes())
     with pool.borrow() as instance:
         assert instance.module.training
@@ -238,7 +238,7 @@ def test_evaluation_does_not_depend_on_its_batches(batch_size: int):
     """Sums over all held-out examples, once each."""
     job = job_of({"local_steps": 1}, evaluation={"batch_size": batch_size})
     trainer, pool = trainer_of(job)
-    sums = trainer.evaluate(*pool.initial_weights())
+    sums = trainer.evaluate(*pool.initial_weights(), round_index=1)
     assert (sums.count, sums.correct) == (12, 4)
     assert sums.loss == pytest.approx(np.log(3))
 

@@ -6,13 +6,13 @@ from numpy.typing import NDArray
 
 from clients.training.update import NotFinite, prepare
 from federation.messages import MetricSums
-from federation.protocols import LocalResult
+from federation.protocols import LocalWeights
 
 LARGEST = float(np.finfo(np.float32).max)
 
 
 def result(weights_d: NDArray[np.float32]):
-    return LocalResult(
+    return LocalWeights(
         weights_d=weights_d,
         integers_m=np.zeros(0, np.int64),
         num_examples=1,

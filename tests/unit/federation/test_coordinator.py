@@ -266,7 +266,9 @@ def test_evaluation_is_of_the_model_that_the_round_began_with():
     state = run.run()
     first, *_, last = run.told(ModelEvaluated)
     trainers = [toy.QuadraticTrainer(site, job) for site in toy.SITES]
-    sums = [t.evaluate(state.weights_d, state.integers_m) for t in trainers]
+    sums = [
+        t.evaluate(state.weights_d, state.integers_m, round_index=1) for t in trainers
+    ]
     assert last.by_site == tuple(sums)
     assert last.pooled == sums[0] + sums[1] + sums[2]
     assert last.pooled.loss < first.pooled.loss
