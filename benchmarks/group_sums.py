@@ -47,6 +47,7 @@ from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import parts as wiring
 from deploy.wiring.rehearsal import Rehearsal, rehearse
+from deploy.wiring.run import Connected, Run
 from federation import events
 from federation.clock import SystemClock
 from federation.errors import FederationError
@@ -55,7 +56,6 @@ from federation.job import job_file
 from federation.job.spec import AggregationSpec, JobSpec
 from federation.messages import RoundTask
 from federation.protocols import LocalWeights, Trainer
-from federation.rounds.coordinator import run_federation
 from federation.vectors import ByteVector, HeaderVector, Vector, norm
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.measure import subtract_
@@ -169,17 +169,14 @@ def run(
         wiring.torch_threads(job),
         InProcessGrid(sites, clock=clock, workers=1) as grid,
     ):
-        parts = wiring.build_server(
-            federation,
+        run = Run(
+            federation=federation,
             run_id=RunId("run"),
-            engine="inproc",
-            gather=rehearsal.gather(grid),
-            store=store,
             clock=clock,
+            store=store,
             emit=seen.append,
-            stop_requested=lambda: False,
         )
-        run_federation(job, parts)
+        run.drive(Connected(engine="inproc", grid=grid), secret=rehearsal.secret)
     cpu = time.process_time() - start
     ends = [e for e in seen if isinstance(e, events.RoundFinished)]
     told = [e.pooled for e in seen if isinstance(e, events.ModelEvaluated)]

@@ -19,7 +19,8 @@ from clients.user_code import unable_to_exit
 from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.wiring import parts as wiring, store_meters
-from deploy.wiring.rehearsal import dropout_notice, secure_gather
+from deploy.wiring.rehearsal import dropout_notice
+from deploy.wiring.run import Connected, Run, Secret
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
 from federation.durable_files import replace_file
@@ -30,8 +31,6 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import Clock, Grid, RunState
-from federation.rounds.coordinator import run_federation
-from federation.rounds.gather import Gather
 from federation.vectors import Layout
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
@@ -218,8 +217,6 @@ class DeployedRun:
         self._run = run
         self._parties = parties
         self._clock = clock
-        self._stop_requested = stop_requested
-        self._goes_on = goes_on
         self._job = job_file.loads(run.read_job())
         begun = run.run_id()
         check(self._job, parties, resumed=begun is not None)
@@ -228,7 +225,7 @@ class DeployedRun:
         self._federation = Federation(job=self._job, pool=pool, site_data={})
         if self._job.privacy.secure_aggregation.enabled:
             check_layout(self._federation.pool.layout)
-        self._run_id = begun or run.new_run_id(clock.now())
+        run_id = begun or run.new_run_id(clock.now())
         # What the sites have promised to this run, as an earlier coordinator noted it.
         planned = None if begun is None else run.view().privacy
         self._promised = {p.site: p for p in planned.sites} if planned else {}
@@ -241,12 +238,21 @@ class DeployedRun:
         self._record = RunRecord(
             self._job,
             run,
-            self._run_id,
+            run_id,
             pool=self._federation.pool,
             clock=clock,
             meters=meters,
             introduce=self._facts,
             listeners=listeners,
+            goes_on=goes_on,
+        )
+        self._assembly = Run(
+            federation=self._federation,
+            run_id=run_id,
+            clock=clock,
+            store=self._record.store,
+            emit=self._record.emit,
+            stop_requested=stop_requested,
             goes_on=goes_on,
         )
 
@@ -292,7 +298,7 @@ class DeployedRun:
             self._anchors = self._known_anchors()
             self._roll_call = SignedRollCall.of(
                 job,
-                self._run_id,
+                self._assembly.run_id,
                 aggregator=self._parties.identity,
                 roster=self._parties.roster,
                 revoked=self._parties.revoked,
@@ -310,13 +316,7 @@ class DeployedRun:
         """How many charges each site's ledger must hold: see ADR 27."""
         if not self._begun or not self._job.privacy.differential_privacy.enabled:
             return {}
-        checkpoints = wiring.run_checkpoints(
-            self._federation,
-            run_id=self._run_id,
-            store=self._record.store,
-            emit=self._record.emit,
-            clock=self._clock,
-        )
+        checkpoints = self._assembly.checkpoints()
         return join_anchors(checkpoints.anchors(), self._run.anchors())
 
     def _facts(self) -> Iterator[Event]:
@@ -349,42 +349,25 @@ class DeployedRun:
         new = {promise.site: promise for promise in self._roll_call.promises()}
         return tuple(each for _, each in sorted((self._promised | new).items()))
 
-    def _gather(self, grid: Grid) -> Gather:
-        job, layout = self._job, self._federation.pool.layout
-        in_sum = self._in_sum
+    def _secret(self) -> Secret | None:
+        """The contract of this run; None without secure aggregation."""
+        job, in_sum = self._federation.job, self._in_sum
         if not job.privacy.secure_aggregation.enabled:
-            return wiring.plain_gather(
-                self._federation,
-                self._run_id,
-                grid,
-                introduced=self._roll_call.data(),
-            )
-        return secure_gather(
+            return None
+        contract = contract_of(
             job,
-            layout=layout,
-            grid=grid,
-            identity=self._parties.identity,
-            contract=contract_of(
-                job,
-                layout,
-                run_id=self._run_id,
-                roster=self._parties.roster,
-                promises=self._promises(),
-                ring_noise_std=0.0 if in_sum is None else in_sum.ring.noise_std,
-            ),
+            self.layout,
+            run_id=self._assembly.run_id,
+            roster=self._parties.roster,
+            promises=self._promises(),
+            ring_noise_std=0.0 if in_sum is None else in_sum.ring.noise_std,
         )
+        return Secret(identity=self._parties.identity, contract=contract)
 
     def _coordinate(self, grid: Grid) -> RunState:
-        parts = wiring.build_server(
-            self._federation,
-            run_id=self._run_id,
-            engine=DEPLOYED,
-            gather=self._gather(grid),
-            store=self._record.store,
-            clock=self._clock,
-            emit=self._record.emit,
-            stop_requested=self._stop_requested,
-            goes_on=self._goes_on,
+        return self._assembly.drive(
+            Connected(engine=DEPLOYED, grid=grid),
+            secret=self._secret(),
+            introduced=self._roll_call.data(),
             anchors=self._anchors,
         )
-        return run_federation(self._job, parts)

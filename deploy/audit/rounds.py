@@ -6,17 +6,15 @@ job's own secure sum and noise shares, where it holds against who sees what is o
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Protocol
 
 from clients.privacy.masking import SumNoise
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
-from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.wiring import parts as wiring
 from deploy.wiring.rehearsal import rehearse
+from deploy.wiring.run import InProcess, Run, Secret
 from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.events import Emit, Event, SiteFailed
@@ -24,13 +22,11 @@ from federation.ids import RunId, SiteId, new_run_id
 from federation.messages import FailureKind
 from federation.protocols import (
     Clock,
-    Grid,
     ObjectStore,
     RunState,
     SiteHandler,
     Trainer,
 )
-from federation.rounds.coordinator import run_federation
 from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
 from federation.vectors import Vector
@@ -60,8 +56,13 @@ class Stage(Protocol):
         """Make a site of a trainer."""
         ...
 
-    def gather(self, grid: Grid) -> Gather:
-        """Make the aggregator's half."""
+    @property
+    def secret(self) -> Secret | None:
+        """The aggregator's half of secure aggregation."""
+        ...
+
+    def seen(self, gather: Gather) -> Gather:
+        """Look on as the aggregator gathers."""
         ...
 
 
@@ -72,6 +73,7 @@ class OpenStage:
         """Take the job as it is, without masks."""
         self.federation = federation
         self.run_id = throwaway_id()
+        self.secret = None
 
     def site(
         self, name: SiteId, trainer: Trainer, *, store: ObjectStore, clock: Clock
@@ -81,9 +83,9 @@ class OpenStage:
             name, make_trainer=lambda: trainer, store=store, clock=clock
         )
 
-    def gather(self, grid: Grid) -> Gather:
-        """Gather in the clear."""
-        return wiring.plain_gather(self.federation, self.run_id, grid)
+    def seen(self, gather: Gather) -> Gather:
+        """Look at the updates alone."""
+        return gather
 
 
 class SecretStage:
@@ -112,6 +114,7 @@ class SecretStage:
         self.run_id = throwaway_id()
         self._plans = private.plans
         self._rehearsal = rehearse(federation, self.run_id, private)
+        self.secret = self._rehearsal.secret
         self._silent = frozenset(silent)
         self._see = see
 
@@ -130,10 +133,9 @@ class SecretStage:
             name, make_trainer=lambda: trainer, store=store, folder=None
         )
 
-    def gather(self, grid: Grid) -> Gather:
-        """Gather in secret, before the eyes of whoever looks on."""
-        found = self._rehearsal.gather(grid)
-        return found if self._see is None else _Observed(found, self._see)
+    def seen(self, gather: Gather) -> Gather:
+        """Look at the sums that the aggregator opens."""
+        return gather if self._see is None else _Observed(gather, self._see)
 
 
 class _Observed:
@@ -178,31 +180,26 @@ def run_rounds(
         for listener in listeners:
             listener(event)
 
-    sites = {
-        name: stage.site(name, trainer, store=store, clock=clock)
-        for name, trainer in trainers.items()
-    }
-    workers = wiring.num_workers(federation.job)
-    with ExitStack() as stack:
-        for site in sites.values():
-            stack.callback(site.close)  # After the grid: no thread is at work.
-        grid = stack.enter_context(InProcessGrid(sites, clock=clock, workers=workers))
-        parts = wiring.build_server(
-            federation,
-            run_id=stage.run_id,
-            engine="inproc",
-            gather=stage.gather(grid),
-            store=store,
-            clock=clock,
-            emit=emit,
-            stop_requested=lambda: bool(failures),
-        )
-        try:
-            state = run_federation(federation.job, parts)
-        finally:
-            if failures:
-                raise absent(failures[0].site, failures[0].message)
-    return state
+    run = Run(
+        federation=federation,
+        run_id=stage.run_id,
+        clock=clock,
+        store=store,
+        emit=emit,
+        stop_requested=lambda: bool(failures),
+        seen=stage.seen,
+    )
+    sites = InProcess(
+        job=federation.job,
+        sites=list(trainers),
+        make=lambda name: stage.site(name, trainers[name], store=store, clock=clock),
+        clock=clock,
+    )
+    try:
+        return run.drive(sites, secret=stage.secret)
+    finally:
+        if failures:
+            raise absent(failures[0].site, failures[0].message)
 
 
 def throwaway_id() -> RunId:

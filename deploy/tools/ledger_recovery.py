@@ -10,6 +10,7 @@ from clients.privacy.site_plans import PrivateSites
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.agent import SiteAgent
 from deploy.wiring import parts as wiring, run_store
+from deploy.wiring.run import Run
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock
 from federation.errors import RunNotFound
@@ -57,14 +58,14 @@ def in_simulation(name: str, root: Path) -> list[Recovered]:
         run.locked(),
         PrivateSites(federation, run_id=run_id, folder=run.path, clock=clock) as sites,
     ):
-        checkpoints = wiring.run_checkpoints(
-            federation,
+        kept = Run(
+            federation=federation,
             run_id=run_id,
+            clock=clock,
             store=place.store,
             emit=lambda _event: None,
-            clock=clock,
         )
-        anchors = join_anchors(checkpoints.anchors(), run.anchors())
+        anchors = join_anchors(kept.checkpoints().anchors(), run.anchors())
         return [
             sites.recover(site, anchors.get(site, NO_ANCHOR)) for site in sites.plans
         ]

@@ -5,6 +5,7 @@ process builds model and data once.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -27,35 +28,43 @@ from federation.rounds.failures import failure
 from federation.vectors import Layout, Role
 
 
-def run(
-    job: JobSpec,
-    layout: Layout,
-    coordinate: Callable[[Grid], RunState],
-    *,
-    folder: Path | None,
-) -> RunState:
-    """Run the round loop against sites in Ray's processes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowerSimulation:
+    """Sites in Ray's processes.
 
-    Args:
+    Attributes:
         job: The job.
         layout: Layout of its model.
-        coordinate: The round loop, given a grid.
         folder: The run's folder, where sites keep what never leaves them.
-
-    Raises:
-        JobError: Flower is not installed, or the job needs what this engine lacks.
     """
-    import_flower()
-    _check(job, layout, folder)
-    return run_on_flower_simulation(
-        coordinate,
-        partial(site_handler, None if folder is None else str(folder.resolve())),
-        sites=[SiteId(site.name) for site in job.sites],
-        job_text=tomli_w.dumps(job_file.document(job)),
-        clock=SystemClock(),
-        workers=wiring.num_workers(job),
-        cpus_per_site=job.training.threads,
-    )
+
+    job: JobSpec
+    layout: Layout
+    folder: Path | None
+
+    @property
+    def engine(self) -> str:
+        """Its name in the record of the run."""
+        return "flower"
+
+    def reach(self, rounds: Callable[[Grid], RunState]) -> RunState:
+        """Run the rounds against the sites.
+
+        Raises:
+            JobError: Flower is not installed, or the job needs what this engine lacks.
+        """
+        import_flower()
+        job, folder = self.job, self.folder
+        _check(job, self.layout, folder)
+        return run_on_flower_simulation(
+            rounds,
+            partial(site_handler, None if folder is None else str(folder.resolve())),
+            sites=[SiteId(site.name) for site in job.sites],
+            job_text=tomli_w.dumps(job_file.document(job)),
+            clock=SystemClock(),
+            workers=wiring.num_workers(job),
+            cpus_per_site=job.training.threads,
+        )
 
 
 _NOT_HERE = {

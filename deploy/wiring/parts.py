@@ -1,15 +1,12 @@
-"""From a job to the parts that run it: the only place that chooses implementations."""
+"""From a job to its model, data and gather; ``run`` makes a run of them."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from aggregator.checkpoint import RunCheckpoints
 from aggregator.combine import combine_rule
-from aggregator.sampling import draw_cohort
-from aggregator.server_optimizer import server_optimizer
 from aggregator.weighting import Introduced, sums_fault, weight_of
 from clients import randomness
 from clients.data.partition import count_labels, partition
@@ -20,13 +17,10 @@ from deploy.wiring import store_meters
 from deploy.wiring.job_data import load_data
 from deploy.wiring.store_meters import StoreMeters, User, Watch
 from federation.errors import JobError
-from federation.events import DataDistributed, Emit, SiteShare
+from federation.events import DataDistributed, SiteShare
 from federation.ids import RunId, SiteId
-from federation.job import job_digest
 from federation.job.spec import DataSpec, JobSpec
-from federation.messages import LedgerAnchor
-from federation.protocols import Clock, Grid, ObjectStore, RunState
-from federation.rounds.coordinator import ServerParts
+from federation.protocols import Grid
 from federation.rounds.gather import Gather, PlainGather
 
 
@@ -154,75 +148,6 @@ def plain_gather(
         weight_of=weight_of(job.aggregation.weights, introduced=examples),
         combine=combine_rule(job.aggregation),
         fault_of=sums_fault(job, said),
-    )
-
-
-def build_server(
-    federation: Federation,
-    *,
-    run_id: RunId,
-    engine: str,
-    gather: Gather,
-    store: ObjectStore,
-    clock: Clock,
-    emit: Emit,
-    stop_requested: Callable[[], bool],
-    goes_on: Callable[[BaseException], bool] = lambda _error: False,
-    anchors: Mapping[SiteId, LedgerAnchor] | None = None,
-) -> ServerParts:
-    """Bring together what the round loop works with."""
-    job, layout = federation.job, federation.pool.layout
-    optimizer = server_optimizer(job.aggregation.server_optimizer)
-
-    def initial_state() -> RunState:
-        weights_d, integers_m = federation.pool.initial_weights()
-        return RunState(
-            round_index=0,
-            weights_d=weights_d,
-            integers_m=integers_m,
-            optimizer=optimizer.init(layout.size),
-            rounds_completed=0,
-            lost_in_a_row=0,
-        )
-
-    return ServerParts(
-        run_id=run_id,
-        engine=engine,
-        layout=layout,
-        gather=gather,
-        initial_state=initial_state,
-        checkpoints=run_checkpoints(
-            federation, run_id=run_id, store=store, emit=emit, clock=clock
-        ),
-        draw_cohort=draw_cohort,
-        optimizer=optimizer,
-        clock=clock,
-        emit=emit,
-        stop_requested=stop_requested,
-        goes_on=goes_on,
-        anchors=anchors or {},
-    )
-
-
-def run_checkpoints(
-    federation: Federation,
-    *,
-    run_id: RunId,
-    store: ObjectStore,
-    emit: Emit,
-    clock: Clock,
-) -> RunCheckpoints:
-    """Find a run's checkpoints in its store; nothing is read yet."""
-    job = federation.job
-    return RunCheckpoints(
-        store=store,
-        prefix="checkpoints/",
-        run_id=run_id,
-        job=job_digest.deciding(job),
-        layout=federation.pool.layout,
-        keep=job.storage.keep_checkpoints,
-        emit=emit,
-        clock=clock,
     )
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aggregator.group_sums import GroupGather
-from aggregator.secure_sum import SecureGather
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule, group_rule
 from clients.privacy.secure_site import Protection, SecureSite
@@ -21,11 +19,11 @@ from clients.privacy.site_plans import PrivateSites
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.kept_integers import KeptIntegers
 from clients.training.local_federation import Federation
+from deploy.wiring.run import Secret
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
 from federation.job.spec import JobSpec
-from federation.protocols import Grid, ObjectStore, Trainer
-from federation.rounds.gather import Gather
+from federation.protocols import ObjectStore, Trainer
 from federation.vectors import Layout
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.code_hash import code_hash
@@ -70,15 +68,10 @@ class Rehearsal:
     memories: dict[SiteId, RoundMemory] = field(default_factory=dict)
     sums: dict[SiteId, SiteMemory] = field(default_factory=dict)
 
-    def gather(self, grid: Grid) -> Gather:
-        """Make the aggregator's half."""
-        return secure_gather(
-            self.federation.job,
-            layout=self.federation.pool.layout,
-            grid=grid,
-            identity=self.aggregator,
-            contract=self.contract,
-        )
+    @property
+    def secret(self) -> Secret:
+        """The aggregator's half."""
+        return Secret(identity=self.aggregator, contract=self.contract)
 
     def site(
         self,
@@ -162,20 +155,6 @@ class Rehearsal:
             require_hybrid=contract.hybrid,
             accept_two_sites=contract.two_site_waiver,
         )
-
-
-def secure_gather(
-    job: JobSpec,
-    *,
-    layout: Layout,
-    grid: Grid,
-    identity: Identity,
-    contract: Contract,
-) -> Gather:
-    """Make the aggregator's half: for one sum over all sites, or sums over groups."""
-    by_group = job.privacy.secure_aggregation.groups is not None
-    make = GroupGather if by_group else SecureGather
-    return make(job, layout=layout, grid=grid, identity=identity, contract=contract)
 
 
 def rehearse(

@@ -12,11 +12,10 @@ from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
 from clients.privacy.site_plans import Keeping, PrivateSites
 from clients.training.local_federation import Federation
-from cloud_adapters.local.faults import FaultInjector, Restartable
-from cloud_adapters.local.inproc_grid import InProcessGrid
-from cloud_adapters.local.transcript import check_fresh, recorded
+from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import parts as wiring, run_store
 from deploy.wiring.rehearsal import Rehearsal, dropout_notice, rehearse
+from deploy.wiring.run import InProcess, Run, SiteSource
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock
@@ -28,13 +27,10 @@ from federation.job.spec import JobSpec
 from federation.messages import join_anchors
 from federation.protocols import (
     Clock,
-    Grid,
     RunState,
     SiteHandler,
     Trainer,
 )
-from federation.rounds.coordinator import run_federation
-from federation.rounds.gather import Gather
 from monitoring.runs.find import runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
@@ -253,45 +249,38 @@ class _Simulation:
 
     def _drive(self) -> RunState:
         """Run the round loop over the chosen engine."""
+        run = Run(
+            federation=self._federation,
+            run_id=self._run_id,
+            clock=self._clock,
+            store=self._record.store,
+            emit=self._record.emit,
+            stop_requested=self._stop_requested,
+            transcript=self._transcript,
+        )
         if self._private is not None:
-            checkpoints = wiring.run_checkpoints(
-                self._federation,
-                run_id=self._run_id,
-                store=self._record.store,
-                emit=self._record.emit,
-                clock=self._clock,
-            )
             noted = {} if self._run is None else self._run.anchors()
-            self._private.expect(join_anchors(checkpoints.anchors(), noted))
-        if self._engine == "flower":
-            from deploy.wiring import flower_engine  # noqa: PLC0415 -- an optional extra
+            self._private.expect(join_anchors(run.checkpoints().anchors(), noted))
+        secret = None if self._rehearsal is None else self._rehearsal.secret
+        return run.drive(self._sites(), secret=secret)
 
-            return flower_engine.run(
-                self._job,
-                self._federation.pool.layout,
-                self._coordinate,
+    def _sites(self) -> SiteSource:
+        """Where the sites are: the engine that was asked for."""
+        if self._engine == "flower":
+            from deploy.wiring.flower_engine import FlowerSimulation  # noqa: PLC0415 -- an optional extra
+
+            return FlowerSimulation(
+                job=self._job,
+                layout=self._federation.pool.layout,
                 folder=None if self._run is None else self._run.path,
             )
-        names = [SiteId(site.name) for site in self._job.sites]
-        with ExitStack() as stack:
-            sites = {name: Restartable(partial(self._site, name)) for name in names}
-            for site in sites.values():
-                stack.callback(site.close)  # After the grid: no thread is at work.
-            fault = FaultInjector(
-                self._job.simulation.faults,
-                clock=self._clock,
-                seed=self._job.seed,
-                restart=lambda name: sites[name].restart(),
-            )
-            grid = stack.enter_context(
-                InProcessGrid(
-                    sites,
-                    clock=self._clock,
-                    workers=wiring.num_workers(self._job),
-                    fault=fault,
-                )
-            )
-            return self._coordinate(grid)
+        return InProcess(
+            job=self._job,
+            sites=[SiteId(site.name) for site in self._job.sites],
+            make=self._site,
+            clock=self._clock,
+            faults=self._job.simulation.faults,
+        )
 
     def _site(self, name: SiteId) -> SiteHandler:
         trainer, store = self._trainer(name), self._record.store_of(name)
@@ -310,21 +299,3 @@ class _Simulation:
         # At once: what is wrong with a ledger must show before the run begins.
         trainer = self._private.trainer(name)
         return lambda: trainer
-
-    def _gather(self, grid: Grid) -> Gather:
-        if self._rehearsal is None:
-            return wiring.plain_gather(self._federation, self._run_id, grid)
-        return self._rehearsal.gather(grid)
-
-    def _coordinate(self, grid: Grid) -> RunState:
-        parts = wiring.build_server(
-            self._federation,
-            run_id=self._run_id,
-            engine=self._engine,
-            gather=self._gather(recorded(grid, self._transcript)),
-            store=self._record.store,
-            clock=self._clock,
-            emit=self._record.emit,
-            stop_requested=self._stop_requested,
-        )
-        return run_federation(self._job, parts)

@@ -40,7 +40,7 @@ from federation.vectors import Layout, Role, Vector, is_finite, norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerParts:
-    """What the round loop works with; ``deploy.wiring.parts`` chooses.
+    """What the round loop works with; ``deploy.wiring.run`` chooses.
 
     Attributes:
         run_id: The run.

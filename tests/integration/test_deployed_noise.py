@@ -15,6 +15,7 @@ from support.agents import OPEN_FLOOR, AgentGrid, consortium
 
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.site_host.agent import SiteAgent
+from deploy.wiring.run import Secret
 from deploy.wiring.simulation import simulate
 from federation import events
 from federation.clock import SystemClock
@@ -22,8 +23,6 @@ from federation.errors import FederationError, SiteError
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import SecureTask, SiteMessage, Task
-from federation.protocols import Grid
-from federation.rounds.gather import Gather
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 
@@ -196,11 +195,11 @@ def test_noise_is_enough_without_those_who_may_drop_out(tmp_path: Path):
 class Thrifty(DeployedRun):
     """A coordinator that has planned with everybody, and asks for half the noise."""
 
-    def _gather(self, grid: Grid) -> Gather:
+    def _secret(self) -> Secret | None:
         assert self._in_sum is not None
         ring = replace(self._in_sum.ring, noise_std=self._in_sum.ring.noise_std / 2)
         self._in_sum = replace(self._in_sum, ring=ring)
-        return super()._gather(grid)
+        return super()._secret()
 
 
 def test_contract_with_less_noise_than_was_planned_is_refused(place: Place):

@@ -12,13 +12,13 @@ from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import parts as wiring
 from deploy.wiring.rehearsal import rehearse
+from deploy.wiring.run import Connected, Run
 from federation.clock import SystemClock
 from federation.errors import FederationError
 from federation.ids import RunId, SiteId, TaskId
 from federation.job import job_file
 from federation.messages import Reply, RoundTask, Task, TaskKind
 from federation.protocols import Grid
-from federation.rounds.coordinator import run_federation
 
 JOB = Path(__file__).parents[2] / "jobs/secure.toml"
 
@@ -75,16 +75,14 @@ def test_site_that_is_asked_for_other_work_is_not_opened():
             for n in names
         }
         with InProcessGrid(sites, clock=SystemClock()) as grid:
-            parts = wiring.build_server(
-                federation,
+            run = Run(
+                federation=federation,
                 run_id=RunId("run-1"),
-                engine="test",
-                gather=parties.gather(Divider(grid, names[0])),
-                store=store,
                 clock=SystemClock(),
+                store=store,
                 emit=told.append,
-                stop_requested=lambda: False,
             )
+            divided = Connected(engine="test", grid=Divider(grid, names[0]))
             with pytest.raises(FederationError):
-                run_federation(job, parts)
+                run.drive(divided, secret=parties.secret)
     assert not any(getattr(event, "training", None) for event in told)

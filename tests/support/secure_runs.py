@@ -11,7 +11,7 @@ from support.small_jobs import small_job
 from clients.privacy.site_plans import PrivateSites
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
-from deploy.wiring import parts as wiring
+from deploy.wiring import parts as wiring, run as wiring_run
 from deploy.wiring.rehearsal import rehearse
 from federation import events
 from federation.clock import SystemClock
@@ -25,7 +25,6 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import RunState, SiteHandler
-from federation.rounds.coordinator import run_federation
 
 Wrap = Callable[[Any], SiteHandler]
 Answer = Callable[[], SiteMessage]
@@ -136,19 +135,18 @@ def run(
     }
     seen: list[events.Event] = []
     with InProcessGrid(handlers, clock=clock, workers=workers, fault=fault) as grid:
-        parts = wiring.build_server(
-            federation,
+        assembly = wiring_run.Run(
+            federation=federation,
             run_id=run_id,
-            engine="inproc",
-            gather=wiring.plain_gather(federation, run_id, grid)
-            if rehearsal is None
-            else rehearsal.gather(grid),
-            store=store,
             clock=clock,
+            store=store,
             emit=seen.append,
             stop_requested=stop_requested,
         )
-        state = run_federation(job, parts)
+        state = assembly.drive(
+            wiring_run.Connected(engine="inproc", grid=grid),
+            secret=None if rehearsal is None else rehearsal.secret,
+        )
     return Run(state, sites, seen)
 
 

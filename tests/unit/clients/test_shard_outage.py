@@ -16,12 +16,11 @@ from clients.training.trainer import TorchTrainer
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.storage.retry import Retry
-from deploy.wiring.parts import build_server, plain_gather
+from deploy.wiring.run import Connected, Run
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import RunId, SiteId
 from federation.protocols import RunState
-from federation.rounds.coordinator import run_federation
 
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
 JOB = small_job(
@@ -145,7 +144,7 @@ def test_a_run_goes_on_after_an_outage(threads: int):
 
 def rounds_of(data: tuple[Dataset, Dataset], clock: VirtualClock) -> RunState:
     """Run the job with one site."""
-    site, run_id = SiteId("site-0"), RunId("run")
+    site = SiteId("site-0")
     federation = Federation(job=JOB, pool=ModelPool(JOB), site_data={site: data})
     handler = federation.site(
         site,
@@ -154,14 +153,11 @@ def rounds_of(data: tuple[Dataset, Dataset], clock: VirtualClock) -> RunState:
         clock=clock,
     )
     with InProcessGrid({site: handler}, clock=clock, workers=1) as grid:
-        parts = build_server(
-            federation,
-            run_id=run_id,
-            engine="inproc",
-            gather=plain_gather(federation, run_id, grid),
-            store=MemoryStore(),
+        run = Run(
+            federation=federation,
+            run_id=RunId("run"),
             clock=clock,
+            store=MemoryStore(),
             emit=lambda _: None,
-            stop_requested=lambda: False,
         )
-        return run_federation(JOB, parts)
+        return run.drive(Connected(engine="inproc", grid=grid))

@@ -1,0 +1,236 @@
+"""One run of a job: the only place that assembles its round loop.
+
+A simulation, a deployed run and an audit differ in where their sites are, and in what
+the aggregator keeps. Each names a ``SiteSource``; gather, checkpoints and the parts of
+the server are the same for all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from aggregator.checkpoint import RunCheckpoints
+from aggregator.group_sums import GroupGather
+from aggregator.sampling import draw_cohort
+from aggregator.secure_sum import SecureGather
+from aggregator.server_optimizer import server_optimizer
+from aggregator.weighting import Introduced
+from clients.training.local_federation import Federation
+from cloud_adapters.local.faults import FaultInjector, Restartable
+from cloud_adapters.local.inproc_grid import InProcessGrid
+from cloud_adapters.local.transcript import recorded
+from deploy.wiring import parts as wiring
+from federation.events import Emit
+from federation.ids import RunId, SiteId
+from federation.job import job_digest
+from federation.job.spec import FaultSpec, JobSpec
+from federation.messages import LedgerAnchor
+from federation.protocols import Clock, Grid, ObjectStore, RunState, SiteHandler
+from federation.rounds.coordinator import ServerParts, run_federation
+from federation.rounds.gather import Gather
+from privacy.secagg.agreement.contract import Contract
+from privacy.secagg.agreement.identity import Identity
+
+Rounds = Callable[[Grid], RunState]
+
+
+class SiteSource(Protocol):
+    """Where the sites of a run are."""
+
+    @property
+    def engine(self) -> str:
+        """Its name in the record of the run."""
+        ...
+
+    def reach(self, rounds: Rounds) -> RunState:
+        """Run the rounds over a grid of the sites, and let go of them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """Sites that a grid reaches already."""
+
+    engine: str
+    grid: Grid
+
+    def reach(self, rounds: Rounds) -> RunState:
+        """Run the rounds; whoever made the grid closes it."""
+        return rounds(self.grid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InProcess:
+    """Sites in threads of this process.
+
+    Attributes:
+        job: The job.
+        sites: Who they are.
+        make: Makes one of them, at first and after a restart.
+        clock: Of deadlines and faults.
+        faults: Misfortunes to rehearse.
+    """
+
+    job: JobSpec
+    sites: Sequence[SiteId]
+    make: Callable[[SiteId], SiteHandler]
+    clock: Clock
+    faults: Sequence[FaultSpec] = ()
+
+    @property
+    def engine(self) -> str:
+        """Its name in the record of the run."""
+        return "inproc"
+
+    def reach(self, rounds: Rounds) -> RunState:
+        """Make the sites, run the rounds and close the sites."""
+        with ExitStack() as stack:
+            sites = {name: Restartable(partial(self.make, name)) for name in self.sites}
+            for site in sites.values():
+                stack.callback(site.close)  # After the grid: no thread is at work.
+            fault = FaultInjector(
+                self.faults,
+                clock=self.clock,
+                seed=self.job.seed,
+                restart=lambda name: sites[name].restart(),
+            )
+            workers = wiring.num_workers(self.job)
+            grid = InProcessGrid(sites, clock=self.clock, workers=workers, fault=fault)
+            return rounds(stack.enter_context(grid))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secret:
+    """What the aggregator needs to gather with secure aggregation.
+
+    Attributes:
+        identity: Its own.
+        contract: Between it and the sites.
+    """
+
+    identity: Identity
+    contract: Contract
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a job, as its aggregator has it.
+
+    Attributes:
+        federation: Job and model.
+        run_id: The run.
+        clock: Tells time.
+        store: Holds the checkpoints.
+        emit: Where events go.
+        stop_requested: Asked after every round.
+        goes_on: Whether another coordinator goes on with the run after an error.
+        transcript: Folder for every message as the aggregator saw it.
+        seen: What looks on as the aggregator gathers; an audit's witness.
+    """
+
+    federation: Federation
+    run_id: RunId
+    clock: Clock
+    store: ObjectStore
+    emit: Emit
+    stop_requested: Callable[[], bool] = lambda: False
+    goes_on: Callable[[BaseException], bool] = lambda _error: False
+    transcript: Path | None = None
+    seen: Callable[[Gather], Gather] = field(default=lambda gather: gather)
+
+    def checkpoints(self) -> RunCheckpoints:
+        """Find the run's checkpoints in its store; nothing is read yet."""
+        job = self.federation.job
+        return RunCheckpoints(
+            store=self.store,
+            prefix="checkpoints/",
+            run_id=self.run_id,
+            job=job_digest.deciding(job),
+            layout=self.federation.pool.layout,
+            keep=job.storage.keep_checkpoints,
+            emit=self.emit,
+            clock=self.clock,
+        )
+
+    def drive(
+        self,
+        sites: SiteSource,
+        *,
+        secret: Secret | None = None,
+        introduced: Mapping[SiteId, Introduced] | None = None,
+        anchors: Mapping[SiteId, LedgerAnchor] | None = None,
+    ) -> RunState:
+        """Run the job's rounds, from the newest checkpoint if there is one.
+
+        Args:
+            sites: Where the sites are.
+            secret: Key and contract, if the job has secure aggregation.
+            introduced: What sites have signed of their data.
+            anchors: What is known of the sites' ledgers beside the checkpoints.
+
+        Raises:
+            FederationError: Whatever ends a run before its time.
+        """
+
+        def rounds(grid: Grid) -> RunState:
+            grid = recorded(grid, self.transcript)
+            if secret is None:
+                gather = wiring.plain_gather(
+                    self.federation, self.run_id, grid, introduced=introduced
+                )
+            else:
+                gather = _secure_gather(self.federation, grid, secret)
+            parts = self._parts(sites.engine, self.seen(gather), anchors or {})
+            return run_federation(self.federation.job, parts)
+
+        return sites.reach(rounds)
+
+    def _parts(
+        self, engine: str, gather: Gather, anchors: Mapping[SiteId, LedgerAnchor]
+    ) -> ServerParts:
+        pool = self.federation.pool
+        spec = self.federation.job.aggregation.server_optimizer
+        optimizer = server_optimizer(spec)
+
+        def initial_state() -> RunState:
+            weights_d, integers_m = pool.initial_weights()
+            return RunState(
+                round_index=0,
+                weights_d=weights_d,
+                integers_m=integers_m,
+                optimizer=optimizer.init(pool.layout.size),
+                rounds_completed=0,
+                lost_in_a_row=0,
+            )
+
+        return ServerParts(
+            run_id=self.run_id,
+            engine=engine,
+            layout=pool.layout,
+            gather=gather,
+            initial_state=initial_state,
+            checkpoints=self.checkpoints(),
+            draw_cohort=draw_cohort,
+            optimizer=optimizer,
+            clock=self.clock,
+            emit=self.emit,
+            stop_requested=self.stop_requested,
+            goes_on=self.goes_on,
+            anchors=anchors,
+        )
+
+
+def _secure_gather(federation: Federation, grid: Grid, secret: Secret) -> Gather:
+    """Make the aggregator's half: for one sum over all sites, or sums over groups."""
+    by_group = federation.job.privacy.secure_aggregation.groups is not None
+    make = GroupGather if by_group else SecureGather
+    return make(
+        federation.job,
+        layout=federation.pool.layout,
+        grid=grid,
+        identity=secret.identity,
+        contract=secret.contract,
+    )
