@@ -22,6 +22,7 @@ from deploy.cli import commands as cli
 from deploy.site_host import config as site_file
 from federation import errors, event_log, events, messages
 from federation.job import spec as job
+from federation.rounds import cost
 from federation.wire import frame as wire, wire_fields, wire_values
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,11 @@ _SITE_FILE = (
     "`site.toml` is what a site's operator decides, and no job can change. "
     "`crossfed enroll` writes a first one; `crossfed doctor --site FILE` checks it."
 )
+_SPEEDS_FILE = """\
+What you state of sites, lines and prices for `crossfed check-job JOB --speeds FILE`. \
+The result is as good as these numbers: measure them, or take them from a bill. A \
+key that is not listed here is an error."""
+
 _AGGREGATOR_FILE = (
     "`aggregator.toml` is what the aggregator's operator decides. `crossfed aggregator "
     "init` writes a first one."
@@ -88,6 +94,7 @@ def pages() -> dict[Path, str]:
         "job-file.md": _job_file,
         "site-file.md": _site_file,
         "aggregator-file.md": _aggregator_file,
+        "speeds-file.md": _speeds_file,
         "cli.md": _cli,
         "errors.md": _errors,
         "events.md": _events,
@@ -134,6 +141,11 @@ def _site_file() -> Iterator[str]:
 def _aggregator_file() -> Iterator[str]:
     yield from ("# Aggregator file", "", _AGGREGATOR_FILE, "")
     yield from _job_table(aggregator_file.AggregatorFile, "")
+
+
+def _speeds_file() -> Iterator[str]:
+    yield from ("# Speeds file", "", _SPEEDS_FILE, "")
+    yield from _job_table(cost.Speeds, "")
 
 
 def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]:

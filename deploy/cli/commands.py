@@ -81,7 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser(
         "check-job",
         parents=[job, common],
-        help="check a job and show who gets what",
+        help="check a job, show who gets what, and predict bytes, time and cost",
+    )
+    check.add_argument(
+        "--speeds",
+        type=named_path,
+        metavar="FILE",
+        help="stated speeds and prices of sites and lines, for time and cost",
     )
     check.set_defaults(verb=_check_job)
 
@@ -131,23 +137,19 @@ def _check_job(options: argparse.Namespace) -> int:
     runs_root(job)  # It refuses a storage.url that names no place.
     with unable_to_exit():
         federation = wiring.build_federation(job)
-        promises = job_check.promises(federation)
+        found = job_check.forecast(federation, options.speeds)
     dealt = wiring.data_distributed(federation, at=SystemClock().now())
     size = federation.pool.layout.size
     if options.json:
         sites = _site_rows(dealt)
         document: dict[str, Any] = {"job": job_file.document(job)}
-        document |= {"sites": sites, "parameters": size, "privacy": promises}
+        document |= {"sites": sites, "parameters": size, **found.document()}
         say_json(document)
         return DONE
     output = console()
     output.print(data_table(dealt, columns=output.width))
-    say(
-        f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values: "
-        f"{job_check.bytes_down(size):,} bytes down and "
-        f"{job_check.bytes_up(job, size):,} up for each site and round"
-    )
-    for line in promises:
+    say(f"{job.name}: {job.rounds} rounds, {len(job.sites)} sites, {size:,} values")
+    for line in found.lines():
         say(line)
     say("the job is sound")
     return DONE

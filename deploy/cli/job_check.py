@@ -1,47 +1,121 @@
 """What a job promises, found out without running it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
 from deploy.wiring.rehearsal import dropout_notice, rehearse
 from federation.clock import SystemClock
-from federation.ids import RunId
+from federation.ids import SiteId, new_run_id
+from federation.job import job_file
 from federation.job.spec import JobSpec
-from monitoring import privacy_words
+from federation.rounds import cost
+from federation.rounds.cost import Cost, Speeds
+from federation.rounds.traffic import SiteFacts, Span, Traffic
+from monitoring import privacy_words, units
+from privacy.secagg.protocol.sizes import sizes
 
 _MAX_SITES_WITH_LINES = 8
-_FLOAT_BYTES = 4
 
 
-def bytes_down(size: int) -> int:
-    """Bytes of a model of so many values."""
-    return _FLOAT_BYTES * size
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What is known of a job before it runs.
+
+    Attributes:
+        promises: What it promises of privacy, in lines.
+        traffic: What it sends; None for sums over groups, which the sites draw, and
+            with sites that run apps of Flower, whose answers nobody here knows.
+        cost: Seconds and dollars of the run; None without stated speeds.
+    """
+
+    promises: Sequence[str]
+    traffic: Traffic | None
+    cost: Cost | None = None
+
+    def lines(self) -> Iterator[str]:
+        """Say what is sent, what it takes and what is promised."""
+        if self.traffic is None:
+            yield "bytes are predicted neither for groups nor for apps of Flower"
+        else:
+            rounds = self.traffic.job.rounds
+            for name, index in (("round 1", 1), ("round 2", 2))[:rounds]:
+                yield f"{name}: {_bytes(self.traffic.of_round(index))}"
+            if self.traffic.legs(SiteId(self.traffic.job.sites[0].name), rounds + 1):
+                final = self.traffic.of_round(rounds + 1)
+                yield f"final evaluation: {_bytes(final)}"
+            yield f"whole run: {_bytes(self.traffic.of_run())}"
+        if self.cost is not None:
+            parts = (
+                f"{name} {price:,.4f}" for name, price in self.cost.dollars.items()
+            )
+            yield (
+                f"at the stated speeds: {units.format_duration(self.cost.seconds)}, "
+                f"{sum(self.cost.dollars.values()):,.4f} dollars ({', '.join(parts)})"
+            )
+        yield from self.promises
+
+    def document(self) -> dict[str, Any]:
+        """The same as data: least and most bytes, seconds, dollars by resource."""
+        found: dict[str, Any] = {"privacy": self.promises}
+        if self.traffic is not None:
+            names = ("bytes_down", "bytes_up")
+            spans = zip(names, self.traffic.of_run(), strict=True)
+            found |= {name: [span.low, span.high] for name, span in spans}
+        if self.cost is not None:
+            found |= {"seconds": self.cost.seconds, "dollars": self.cost.dollars}
+        return found
 
 
-def bytes_up(job: JobSpec, size: int) -> int:
-    """Bytes of a site's update of so many values: float32, or words of the ring."""
-    secure = job.privacy.secure_aggregation
-    return size * (secure.ring_bits // 8 if secure.enabled else _FLOAT_BYTES)
+def forecast(federation: Federation, speeds: Path | None = None) -> Forecast:
+    """Plan privacy and secure aggregation as a run would, and size its messages.
 
-
-def promises(federation: Federation) -> Sequence[str]:
-    """Plan privacy and secure aggregation as a run would, and say what comes of it.
+    Args:
+        federation: The job, its model and its data.
+        speeds: A speeds file.
 
     Raises:
-        JobError: They cannot be had with these sites, data, rounds and batches.
+        JobError: The job's promises cannot be kept with these sites, data, rounds and
+            batches; or the speeds file is not one for its sites.
     """
     job, clock = federation.job, SystemClock()
-    run_id, private = RunId("check"), None
+    # As long as the id of a run: it is part of every message.
+    run_id, private = new_run_id(0.0, bytes(3)), None
     if job.privacy.differential_privacy.enabled:
         private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
+    secure = None
     if job.privacy.secure_aggregation.enabled:
-        rehearse(federation, run_id, private)
-    notices = [text for text in (dropout_notice(job), bad_site_notice(job)) if text]
-    if private is None:
-        return tuple(notices)
-    planned = private.planned(at=clock.now())
-    return (*privacy_words.lines(planned, _MAX_SITES_WITH_LINES), *notices)
+        secure = sizes(rehearse(federation, run_id, private).contract)
+    lines = [text for text in (dropout_notice(job), bad_site_notice(job)) if text]
+    if private is not None:
+        planned = private.planned(at=clock.now())
+        lines = [*privacy_words.lines(planned, _MAX_SITES_WITH_LINES), *lines]
+    traffic = Traffic(
+        job=job,
+        layout=federation.pool.layout,
+        facts={
+            site: SiteFacts(len(train), len(held_out))
+            for site, (train, held_out) in federation.site_data.items()
+        },
+        secure=secure,
+    )
+    by_group = job.privacy.secure_aggregation.groups is not None
+    if by_group or len(traffic.facts) < len(job.sites):
+        return Forecast(promises=lines, traffic=None)
+    if speeds is None:
+        return Forecast(promises=lines, traffic=traffic)
+    stated = job_file.load_table(speeds, Speeds, lambda _: None)
+    return Forecast(promises=lines, traffic=traffic, cost=cost.of_run(traffic, stated))
+
+
+def _bytes(spans: tuple[Span, Span]) -> str:
+    down, up = (
+        f"{s.low:,}" if s.low == s.high else f"{s.low:,} to {s.high:,}" for s in spans
+    )
+    return f"{down} bytes down, {up} up"
 
 
 def bad_site_notice(job: JobSpec) -> str:

@@ -283,7 +283,8 @@ def test_check_job_shows_who_gets_what(server: ForkServer, finished: Path) -> No
     text = server.run("check-job", "job.toml", folder=finished)
     assert text.code == 0, text.stderr
     assert "left" in text.stdout
-    assert "650 values: 2,600 bytes down and 2,600 up for" in text.stdout
+    assert "650 values\nround 1: 5,968 bytes down, " in text.stdout
+    assert "\nwhole run: " in text.stdout
     assert text.stdout.endswith("the job is sound\n")
     done = server.run("check-job", "job.toml", "--json", folder=finished)
     found = json.loads(done.stdout)

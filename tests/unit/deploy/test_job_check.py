@@ -1,5 +1,6 @@
 """What a job is said to cost before it runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,18 +8,53 @@ from support.small_jobs import small_job
 
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
+from federation.errors import JobError
+
+SPEEDS = """
+combine_seconds = 2.0
+dollars_per_hour = 3.6
+dollars_per_gigabyte = 1e6
+
+[[sites]]
+name = "site-0"
+train_examples_per_second = 32.0
+evaluate_examples_per_second = 3.0
+down_bytes_per_second = 1e3
+up_bytes_per_second = 1e3
+latency_seconds = 0.5
+dollars_per_hour = 36.0
+dollars_per_gigabyte = 1e6
+"""
 
 
-@pytest.mark.parametrize(("bits", "up"), [(None, 400), (32, 400), (24, 300), (16, 200)])
-def test_updates_are_as_large_as_their_words(bits: int | None, up: int) -> None:
-    """Under secure aggregation a value takes as many bytes as a word of the ring."""
-    privacy = {}
-    if bits is not None:
-        secure = {"enabled": True, "ring_bits": bits}
-        privacy = {"privacy": {"secure_aggregation": secure}}
-    job = small_job(num_sites=3, **privacy)
-    assert job_check.bytes_up(job, 100) == up
-    assert job_check.bytes_down(100) == 400
+def test_time_and_cost_follow_from_stated_speeds(tmp_path: Path) -> None:
+    """Two rounds of one site, added up by hand."""
+    (tmp_path / "speeds.toml").write_text(SPEEDS)
+    federation = wiring.build_federation(small_job(rounds=2))
+    found = job_check.forecast(federation, tmp_path / "speeds.toml")
+    assert found.traffic is not None
+    assert found.cost is not None
+    down, up = (span.high for span in found.traffic.of_run())
+    # Two rounds and the final evaluation: each has two messages and a combination.
+    # One step of 32 examples a round; 12 held-out examples each time.
+    seconds = 3 * (1.0 + 2.0) + 2 * 1.0 + 3 * 4.0 + (down + up) / 1e3
+    assert found.cost.seconds == pytest.approx(seconds)
+    assert found.cost.dollars == pytest.approx(
+        {
+            "machines": seconds * 0.01,
+            "aggregator": seconds * 0.001,
+            "traffic up": up / 1e3,
+            "traffic down": down / 1e3,
+        }
+    )
+
+
+def test_a_site_without_stated_speeds_is_named(tmp_path: Path) -> None:
+    """Nothing is assumed of it."""
+    (tmp_path / "speeds.toml").write_text(SPEEDS)
+    federation = wiring.build_federation(small_job(num_sites=2))
+    with pytest.raises(JobError, match="no table for site 'site-1'"):
+        job_check.forecast(federation, tmp_path / "speeds.toml")
 
 
 def checked(**secure: Any) -> str:
@@ -33,7 +69,7 @@ def checked(**secure: Any) -> str:
         data={"source": "support.small_jobs:blobs", "options": options},
         privacy={"secure_aggregation": {"enabled": bool(secure), **secure}},
     )
-    return " ".join(job_check.promises(wiring.build_federation(job)))
+    return " ".join(job_check.forecast(wiring.build_federation(job)).promises)
 
 
 def test_check_says_what_bounds_a_bad_site() -> None:

@@ -1,0 +1,128 @@
+"""Seconds and dollars of a run's rounds, from its bytes and from stated speeds.
+
+Pure functions. A speeds file states what a user knows or has measured of sites and
+lines, and what they pay; no price and no speed is assumed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job.job_keys import key
+from federation.rounds.traffic import Span, Traffic, examples_trained
+
+_GIGA = 1e9
+_HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteSpeed:
+    """One site: its speed, its line and its prices."""
+
+    name: str = key("Name of the site.")
+    train_examples_per_second: float = key("While it trains.", above=0.0)
+    evaluate_examples_per_second: float = key("While it evaluates.", above=0.0)
+    down_bytes_per_second: float = key("Of the line to the site.", above=0.0)
+    up_bytes_per_second: float = key("Of the line from the site.", above=0.0)
+    latency_seconds: float = key("Of a message, one way.", default=0.0, low=0.0)
+    dollars_per_hour: float = key(
+        "Of its machines, while rounds last.", default=0.0, low=0.0
+    )
+    dollars_per_gigabyte: float = key("Of what leaves the site.", default=0.0, low=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """A speeds file."""
+
+    combine_seconds: float = key(
+        "What the aggregator needs after the last answer of a round.",
+        default=0.0,
+        low=0.0,
+    )
+    dollars_per_hour: float = key(
+        "Of the aggregator, while rounds last.", default=0.0, low=0.0
+    )
+    dollars_per_gigabyte: float = key(
+        "Of what leaves the aggregator.", default=0.0, low=0.0
+    )
+    sites: tuple[SiteSpeed, ...] = key("One `[[sites]]` table for each site.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a round or a run takes.
+
+    Attributes:
+        seconds: From its beginning to its end.
+        dollars: By ``machines``, ``aggregator``, ``traffic up`` and ``traffic down``.
+    """
+
+    seconds: float
+    dollars: Mapping[str, float]
+
+
+def speed_of(speeds: Speeds, site: SiteId) -> SiteSpeed:
+    """Find what is stated of a site.
+
+    Raises:
+        JobError: Nothing is.
+    """
+    for speed in speeds.sites:
+        if speed.name == site:
+            return speed
+    raise JobError(f"has no table for site {site!r}: state its speeds", key="sites")
+
+
+def site_seconds(
+    traffic: Traffic, site: SiteId, round_index: int, speed: SiteSpeed
+) -> Mapping[str, float]:
+    """Seconds of a site in a round: ``send``, ``evaluate``, ``train``, ``return``."""
+    legs, facts = traffic.legs(site, round_index), traffic.facts[site]
+    latency = len(legs) * speed.latency_seconds
+    down = sum((leg.down for leg in legs), Span()).high
+    up = sum((leg.up for leg in legs), Span()).high
+    trains = round_index <= traffic.job.rounds
+    trained = examples_trained(traffic.job, facts) if trains else 0
+    evaluated = traffic.evaluations(round_index) * facts.held_out
+    return {
+        "send": latency + down / speed.down_bytes_per_second,
+        "evaluate": evaluated / speed.evaluate_examples_per_second,
+        "train": trained / speed.train_examples_per_second,
+        "return": latency + up / speed.up_bytes_per_second,
+    }
+
+
+def of_round(traffic: Traffic, round_index: int, speeds: Speeds) -> Cost:
+    """Cost of a round that asks every site, and waits for the slowest."""
+    slowest = machines = up = down = 0.0
+    for name in (SiteId(site.name) for site in traffic.job.sites):
+        speed = speed_of(speeds, name)
+        took = site_seconds(traffic, name, round_index, speed)
+        slowest = max(slowest, sum(took.values()))
+        machines += speed.dollars_per_hour / _HOUR
+        for leg in traffic.legs(name, round_index):
+            up += leg.up.high / _GIGA * speed.dollars_per_gigabyte
+            down += leg.down.high / _GIGA * speeds.dollars_per_gigabyte
+    seconds = slowest + speeds.combine_seconds
+    return Cost(
+        seconds=seconds,
+        dollars={
+            "machines": seconds * machines,
+            "aggregator": seconds * speeds.dollars_per_hour / _HOUR,
+            "traffic up": up,
+            "traffic down": down,
+        },
+    )
+
+
+def of_run(traffic: Traffic, speeds: Speeds) -> Cost:
+    """Cost of all rounds, one after another, and of the final evaluation."""
+    seconds, dollars = 0.0, dict[str, float]()
+    for round_index, times in traffic.kinds_of_round().items():
+        one = of_round(traffic, round_index, speeds)
+        seconds += times * one.seconds
+        for resource, price in one.dollars.items():
+            dollars[resource] = dollars.get(resource, 0.0) + times * price
+    return Cost(seconds=seconds, dollars=dollars)

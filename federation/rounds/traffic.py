@@ -1,0 +1,322 @@
+"""Bytes that a run will send, before it runs.
+
+Pure functions of a job, a model's layout and what the sites hold. Each message is sized
+as the grid sizes it, so the bytes are exact, headers and secure aggregation included.
+One thing is not known beforehand: what a site says of its own work stands in a header
+as text, and times, losses, hits and privacy spent differ in length by a few characters.
+A header is padded to 64 bytes, so mostly that changes nothing; where it does, the two
+ends of a ``Span`` differ by 64 bytes for a message.
+
+All of it is for a run in which every site answers every task, from its first round on.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from federation.ids import RunId, SiteId
+from federation.job.spec import JobSpec
+from federation.messages import (
+    LedgerAnchor,
+    MaskedUpdate,
+    MetricSums,
+    Phase,
+    PrivacySpent,
+    RoundTask,
+    SecureAnswer,
+    SecureStep,
+    SecureTask,
+    SiteEvaluation,
+    SiteMessage,
+    SiteUpdate,
+    TaskKind,
+)
+from federation.vectors import Layout
+from federation.wire.frame import encoded_size
+
+_RUN = RunId("20260101-000000-000000")  # Every run id that we make is as long.
+# Numbers whose texts are the shortest and the longest that times, losses and epsilons
+# of a run have. A time of exactly 0 would be shorter still.
+_SHORT, _LONG = 1.0, 2.0**-30
+
+# Bytes of a step's messages, down and up, by site.
+StepSizes = Mapping[SecureStep, Mapping[SiteId, tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A number of bytes between two ends, which mostly are the same."""
+
+    low: int = 0
+    high: int = 0
+
+    def __add__(self, other: "Span") -> "Span":
+        """Add two numbers."""
+        return Span(self.low + other.low, self.high + other.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """An exchange with one site: the name of its step, bytes down, bytes up."""
+
+    step: str
+    down: Span
+    up: Span
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFacts:
+    """How much a site holds: training examples, held-out examples."""
+
+    train: int
+    held_out: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecureSizes:
+    """Bytes of the messages of secure aggregation.
+
+    Attributes:
+        setup: Of each step before the first round.
+        opening: Of each step after the updates of a round.
+        first_task: What goes with the model in the first round.
+        next_task: The same in every later round.
+        answer: What comes with the masked words.
+        header_words: Words of the masked header.
+        word_bytes: Bytes of one masked value.
+    """
+
+    setup: StepSizes
+    opening: StepSizes
+    first_task: int
+    next_task: int
+    answer: int
+    header_words: int
+    word_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a job sends.
+
+    Attributes:
+        job: The job.
+        layout: Of its model; what is frozen is not in its vectors.
+        facts: What each site holds.
+        secure: Sizes of its messages, if the job has secure aggregation.
+    """
+
+    job: JobSpec
+    layout: Layout
+    facts: Mapping[SiteId, SiteFacts]
+    secure: SecureSizes | None = None
+
+    def legs(self, site: SiteId, round_index: int) -> Sequence[Leg]:
+        """Every exchange with a site that a round asks.
+
+        The round after the last is the evaluation of the final model.
+        """
+        job, secure = self.job, self.secure
+        if round_index > job.rounds and job.evaluation.every == 0:
+            return ()
+        kind = TaskKind.TRAIN if round_index <= job.rounds else TaskKind.EVALUATE
+        main = Leg(
+            kind.value,
+            _span(self._task(site, round_index, kind, end) for end in (0, 1)),
+            _span(self._answer(site, round_index, kind, end) for end in (0, 1)),
+        )
+        if secure is None:
+            return (main,)
+        setup = secure.setup if round_index == 1 else {}
+        before = [_step(site, 0, step, sizes) for step, sizes in setup.items()]
+        after = secure.opening.items()
+        return (*before, main, *(_step(site, round_index, *each) for each in after))
+
+    def evaluations(self, round_index: int) -> int:
+        """How often a site evaluates in a round."""
+        dynamic = self.job.aggregation.weights == "dynamic"
+        if round_index > self.job.rounds:
+            return int(self.job.evaluation.every > 0)
+        return 2 if dynamic else int(self._evaluates(round_index))
+
+    def of_round(self, round_index: int) -> tuple[Span, Span]:
+        """Bytes of a round, down and up.
+
+        Where it draws its sites, from the cheapest draw to the dearest.
+        """
+        job = self.job
+        is_last = round_index > job.rounds
+        count = len(job.sites) if is_last else job.cohort_size
+        legs = [self.legs(SiteId(site.name), round_index) for site in job.sites]
+        return (
+            _draw(count, [sum((leg.down for leg in each), Span()) for each in legs]),
+            _draw(count, [sum((leg.up for leg in each), Span()) for each in legs]),
+        )
+
+    def of_run(self) -> tuple[Span, Span]:
+        """Bytes of all rounds and of the final evaluation, down and up."""
+        down = up = Span()
+        for round_index, times in self.kinds_of_round().items():
+            one_down, one_up = self.of_round(round_index)
+            down += Span(times * one_down.low, times * one_down.high)
+            up += Span(times * one_up.low, times * one_up.high)
+        return down, up
+
+    def kinds_of_round(self) -> Mapping[int, int]:
+        """One round of each kind, and how many are like it in bytes and work.
+
+        Rounds differ in what they evaluate, and in the digits of their numbers.
+        """
+        job = self.job
+        first_like: dict[tuple[object, ...], int] = {}
+        times: dict[int, int] = {}
+        for index in range(1, job.rounds + 1 + (job.evaluation.every > 0)):
+            likeness = (
+                index == 1,
+                index > job.rounds,
+                self._evaluates(index),
+                len(str(index)),
+                len(str(index - 1)),
+            )
+            first = first_like.setdefault(likeness, index)
+            times[first] = times.get(first, 0) + 1
+        return times
+
+    def _evaluates(self, round_index: int) -> bool:
+        every = self.job.evaluation.every
+        return every > 0 and (round_index - 1) % every == 0
+
+    @property
+    def _is_private(self) -> bool:
+        return self.job.privacy.differential_privacy.enabled
+
+    def _task(self, site: SiteId, index: int, kind: TaskKind, end: int) -> RoundTask:
+        charges = end * self._is_private * (index - 1)
+        secure = 0
+        if self.secure is not None:
+            first = index == 1
+            secure = self.secure.first_task if first else self.secure.next_task
+        return RoundTask(
+            run_id=_RUN,
+            round_index=index,
+            site=site,
+            kind=kind,
+            layout_digest=self.layout.digest,
+            weights_d=_nothing(self.layout.size, "f4"),
+            integers_m=_nothing(self.layout.num_integers, "i8"),
+            evaluate=self._evaluates(index),
+            evaluate_after=self.job.aggregation.weights == "dynamic",
+            secure=bytes(secure),
+            anchor=LedgerAnchor(train=charges, evaluate=2 * charges),
+            based_on=index - 1,
+        )
+
+    def _answer(
+        self, site: SiteId, index: int, kind: TaskKind, end: int
+    ) -> SiteMessage:
+        facts, secure = self.facts[site], self.secure
+        spent = self._spent(index, end)
+        held_out = _sums(facts.held_out, end)
+        if secure is not None:
+            values = self.layout.size if kind is TaskKind.TRAIN else 0
+            return MaskedUpdate(
+                run_id=_RUN,
+                round_index=index,
+                site=site,
+                layout_digest=self.layout.digest,
+                words=_nothing(values * secure.word_bytes, "u1"),
+                header_h=_nothing(secure.header_words, "u8"),
+                body=bytes(secure.answer),
+                spent=spent,
+                based_on=index - 1,
+            )
+        if kind is TaskKind.EVALUATE:
+            return SiteEvaluation(
+                run_id=_RUN,
+                round_index=index,
+                site=site,
+                evaluation=held_out,
+                phases=_phases(("evaluate",), end),
+                spent=spent,
+                based_on=index - 1,
+            )
+        before = self.evaluations(index) > 0
+        after = self.job.aggregation.weights == "dynamic"
+        names = ("evaluate",) * before + ("train",) + ("evaluate",) * after
+        trained = examples_trained(self.job, facts)
+        private = self._is_private
+        return SiteUpdate(
+            run_id=_RUN,
+            round_index=index,
+            site=site,
+            layout_digest=self.layout.digest,
+            delta_d=_nothing(self.layout.size, "f4"),
+            integers_m=_nothing(self.layout.num_integers, "i8"),
+            num_examples=0 if private else facts.train,
+            num_steps=trained if end else 1,
+            training=None if private else _sums(trained, end),
+            evaluation=held_out if before else None,
+            evaluation_after=held_out if after else None,
+            phases=_phases((*names, "prepare"), end),
+            spent=spent,
+            based_on=index - 1,
+        )
+
+    def _spent(self, index: int, end: int) -> PrivacySpent | None:
+        if not self._is_private:
+            return None
+        number = _LONG if end else _SHORT
+        return PrivacySpent(
+            epsilon=number,
+            delta=_LONG if end else 0.5,
+            held_out_epsilon=number if end else None,
+            anchor=LedgerAnchor(train=end * index, evaluate=end * 2 * index),
+        )
+
+
+def examples_trained(job: JobSpec, facts: SiteFacts) -> int:
+    """Examples that a site's steps of a round go through."""
+    training = job.training
+    if training.local_steps is not None:
+        return training.local_steps * training.batch_size * training.accumulate
+    return training.num_epochs * facts.train
+
+
+def _step(
+    site: SiteId,
+    index: int,
+    step: SecureStep,
+    sizes: Mapping[SiteId, tuple[int, int]],
+) -> Leg:
+    down, up = map(bytes, sizes[site])
+    about = {"run_id": _RUN, "round_index": index, "site": site, "step": step}
+    task = encoded_size(SecureTask(**about, body=down))  # type: ignore[arg-type]
+    answer = encoded_size(SecureAnswer(**about, body=up))  # type: ignore[arg-type]
+    return Leg(step.value, Span(task, task), Span(answer, answer))
+
+
+def _nothing(size: int, kind: str) -> np.ndarray:
+    """A vector of a length without memory for its values."""
+    return np.broadcast_to(np.zeros(1, kind), (size,))
+
+
+def _sums(count: int, end: int) -> MetricSums:
+    loss = _LONG if end else _SHORT
+    return MetricSums(count=count, loss_sum=loss, correct=count if end else 0)
+
+
+def _phases(names: Iterable[str], end: int) -> tuple[Phase, ...]:
+    seconds = _LONG if end else _SHORT
+    return tuple(Phase(name=n, start_seconds=seconds, seconds=seconds) for n in names)
+
+
+def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:
+    low, high = map(encoded_size, messages)
+    return Span(low, high)
+
+
+def _draw(count: int, spans: Sequence[Span]) -> Span:
+    """So many of the sites: the smallest of them, and the largest."""
+    low = sorted(span.low for span in spans)[:count]
+    return Span(sum(low), sum(sorted((s.high for s in spans), reverse=True)[:count]))
