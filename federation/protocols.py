@@ -1,4 +1,7 @@
-"""All seams of the product on one page.
+"""The seams on which the round loop and the wiring stand.
+
+A seam of one room alone is where that room uses it, for example ``Gather`` in
+``federation.rounds.gather`` or ``Dataset`` in ``clients.data.datasets``.
 
 Each is a ``typing.Protocol`` of two to six methods, or a function type. An
 implementation inherits nothing and registers nowhere; ``deploy.wiring.parts`` chooses.

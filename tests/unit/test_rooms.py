@@ -1,0 +1,78 @@
+"""Each folder is one subject: few modules, and no two folders import each other."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    "federation",
+    "privacy",
+    "cloud_adapters",
+    "clients",
+    "aggregator",
+    "monitoring",
+    "deploy",
+)
+MOST_MODULES = 22
+STARTS_THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadingHTTPServer"}
+MODULES = sorted(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))
+ROOMS = sorted({file.parent for file in MODULES})
+
+
+def short(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported(file: Path) -> Iterator[Path]:
+    """Modules that a module names, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
+            path = ROOT / name.replace(".", "/")
+            if path.with_suffix(".py").is_file():
+                yield path.with_suffix(".py")
+
+
+def starts_threads(file: Path) -> bool:
+    nodes = ast.walk(ast.parse(file.read_text("utf-8")))
+    return any(
+        isinstance(n, ast.Call)
+        and (getattr(n.func, "attr", None) or getattr(n.func, "id", None))
+        in STARTS_THREADS
+        for n in nodes
+    )
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=short)
+def test_a_room_is_small(room: Path):
+    modules = [file for file in room.glob("*.py") if file.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES, "give a part of them a folder of its own"
+
+
+def test_no_two_rooms_import_each_other():
+    """Nor in a circle of several; a circle raises an error that shows it."""
+    rooms = {
+        short(room): {
+            short(other.parent)
+            for file in room.glob("*.py")
+            if file.name != "__init__.py"  # A door only hands on.
+            for other in imported(file)
+            if other.parent != room
+        }
+        for room in ROOMS
+    }
+    order = list(TopologicalSorter(rooms).static_order())
+    assert order.index("federation") < order.index("deploy/cli")
+
+
+def test_every_module_that_starts_threads_is_in_the_decision_on_threads():
+    (page,) = (ROOT / "docs" / "adr").glob("0005-*.md")
+    told = set(re.findall(r"`([\w/]+\.py)`", page.read_text("utf-8")))
+    told -= {"tests/unit/test_rooms.py"}
+    assert told == {short(file) for file in MODULES if starts_threads(file)}
