@@ -146,7 +146,7 @@ def test_coordinator_is_confined_before_anything_starts_a_thread(tmp_path: Path)
     config = tmp_path / "aggregator.toml"
     config.write_text('[exchange]\nurl = "file:///srv/models"\nscratch = "/scratch"\n')
     code = (
-        "import os, sys; from pathlib import Path; from deploy import "
+        "import os, sys; from pathlib import Path; from deploy.aggregator_host import "
         "coordinator_process as c; print(*c.exchange_folders(Path(sys.argv[1])), "
         "len(os.listdir('/proc/self/task')))"
     )
