@@ -12,7 +12,7 @@ from cloud_adapters.storage.memory import MemoryStore
 from federation import events
 from federation.messages import SecureAnswer, SecureStep, SiteMessage, Task
 from privacy.secagg.protocol.commitments import SECRET, dealt_digests
-from privacy.secagg.protocol.messages import Head, Masked, Shares, sign
+from privacy.secagg.protocol.messages import Head, Masked, Shares
 
 LIAR, PEER = "site-1", "site-3"
 NUMBER = {f"site-{i}": i + 1 for i in range(5)}
@@ -38,7 +38,7 @@ class Lying:
         return message
 
     def _signed(self, message: Any) -> Any:
-        return sign(message, self.site._protection.identity)
+        return message.signed_by(self.site._protection.identity)
 
     def _dealt(self, body: bytes) -> bytes:
         masked = self.deal(Masked.from_bytes(body))

@@ -20,7 +20,7 @@ from privacy.secagg.protocol.key_schedule import (
     seal,
     unseal,
 )
-from privacy.secagg.protocol.messages import Head, Masked, Shares, sign
+from privacy.secagg.protocol.messages import Head, Masked, Shares
 from privacy.secagg.protocol.server import AggregatorRound
 
 SHARE = 33
@@ -81,7 +81,7 @@ class Dealer:
         for holder, change in self.rows.items():
             rows[holder] = change(rows[holder])
         dealt = dealt_digests(sealed, rows)
-        signed = sign(alter(head, dealt=dealt), run.parties.sites[number])
+        signed = alter(head, dealt=dealt).signed_by(run.parties.sites[number])
         session = run.sessions[number]
         assert session._round is not None
         session._round.head = signed.to_bytes()
@@ -90,7 +90,7 @@ class Dealer:
     def released(self, run: Run, number: int, data: bytes) -> bytes:
         """Its shares as this site sends them."""
         shares = self.release(Shares.from_bytes(data))
-        return sign(shares, run.parties.sites[number]).to_bytes()
+        return shares.signed_by(run.parties.sites[number]).to_bytes()
 
 
 def _takes_part(run: Run, holder: int, context: bytes) -> bool:

@@ -10,22 +10,25 @@ holds a transcript of the run can, and the signature proves whose word it was.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from privacy.secagg.agreement.canonical import Reader, fields, lp, numbers, u64
-from privacy.secagg.agreement.contract import DIGEST_BYTES, MAX_MEMBERS, Contract
-from privacy.secagg.agreement.identity import (
-    SIGNATURE_BYTES,
-    Identity,
-    Label,
-    PublicIdentity,
+from privacy.secagg.agreement.canonical import u64
+from privacy.secagg.agreement.contract import MAX_MEMBERS, Contract
+from privacy.secagg.agreement.identity import Identity, Label
+from privacy.secagg.agreement.message import (
+    Digest,
+    Form,
+    Signed,
+    increasing,
+    record,
 )
 from privacy.secagg.errors import CertificateRefused
 
 MAX_CERTIFICATE_BYTES = 2048
 
 _LARGEST_ROUND = (1 << 63) - 1
+_ROUND = Form(u64, lambda reader, _: reader.u64("round", high=_LARGEST_ROUND))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,64 +43,27 @@ class OpenedRound:
         header_digest: SHA-256 of the header's sum, little-endian 64-bit words.
     """
 
-    round_index: int
-    context: bytes
-    survivors: tuple[int, ...]
-    sum_digest: bytes
-    header_digest: bytes
+    round_index: Annotated[int, _ROUND]
+    context: Digest
+    survivors: Annotated[tuple[int, ...], increasing(MAX_MEMBERS)]
+    sum_digest: Digest
+    header_digest: Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
+class Certificate(Signed):
     """End of a round, aggregator to sites, with the next round's task.
 
     Attributes:
         opened: The round.
         model_digest: SHA-256 of the model that follows it, ``train.model_digest``:
             theta_(r+1), or theta_r where the result was not finite.
-        signature: By the aggregator, over ``signed``.
     """
 
     TAG: ClassVar[bytes] = b"xsa-v2/certificate"
-    opened: OpenedRound
-    model_digest: bytes
-    signature: bytes = b""
-
-    @property
-    def signed(self) -> bytes:
-        """What ``signature`` is over."""
-        opened = self.opened
-        return b"".join(
-            [
-                u64(opened.round_index),
-                lp(opened.context),
-                numbers(opened.survivors),
-                fields(opened.sum_digest, opened.header_digest, self.model_digest),
-            ]
-        )
-
-    def to_bytes(self) -> bytes:
-        """The canonical encoding."""
-        return lp(self.TAG) + self.signed + lp(self.signature)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Certificate":
-        """Read the canonical encoding; ``MalformedMessage`` if it is none."""
-        reader = Reader(data, cls.TAG)
-        opened = OpenedRound(
-            round_index=reader.u64("round", high=_LARGEST_ROUND),
-            context=reader.field("context", size=DIGEST_BYTES),
-            survivors=reader.numbers("survivors", limit=MAX_MEMBERS),
-            sum_digest=reader.field("sum_digest", size=DIGEST_BYTES),
-            header_digest=reader.field("header_digest", size=DIGEST_BYTES),
-        )
-        message = cls(
-            opened=opened,
-            model_digest=reader.field("model_digest", size=DIGEST_BYTES),
-            signature=reader.field("signature", size=SIGNATURE_BYTES),
-        )
-        reader.end()
-        return message
+    LABEL: ClassVar[Label] = Label.CERTIFICATE
+    opened: Annotated[OpenedRound, record(OpenedRound)]
+    model_digest: Digest
 
 
 def before_rounds(setup_hash: bytes) -> OpenedRound:
@@ -127,8 +93,7 @@ def without_sum(round_index: int) -> OpenedRound:
 def certify(opened: OpenedRound, model_digest: bytes, identity: Identity) -> bytes:
     """Sign what a round came to; an encoded ``Certificate``."""
     message = Certificate(opened=opened, model_digest=model_digest)
-    signature = identity.sign(Label.CERTIFICATE, message.signed)
-    return replace(message, signature=signature).to_bytes()
+    return message.signed_by(identity).to_bytes()
 
 
 class ModelTrail:
@@ -174,13 +139,7 @@ class ModelTrail:
             MalformedMessage: The bytes are no certificate.
         """
         certificate = Certificate.from_bytes(data)
-        aggregator = PublicIdentity(self._contract.aggregator_key)
-        aggregator.verify(
-            Label.CERTIFICATE,
-            certificate.signed,
-            certificate.signature,
-            who="the aggregator",
-        )
+        certificate.verify(self._contract.aggregator_key, who="the aggregator")
         self._check_order(certificate, round_index)
         self._check_round(certificate.opened)
         if certificate.model_digest != model_digest:

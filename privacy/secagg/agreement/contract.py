@@ -18,10 +18,11 @@ privacy in ``terms``.
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Annotated, ClassVar
 
 from federation.ids import RunId, SiteId, check_name
 from privacy.secagg.agreement.canonical import (
@@ -29,10 +30,23 @@ from privacy.secagg.agreement.canonical import (
     Reader,
     fields,
     float64,
-    lp,
     u64,
 )
 from privacy.secagg.agreement.identity import KEY_BYTES
+from privacy.secagg.agreement.message import (
+    DIGEST_BYTES,
+    FLAG,
+    FLOAT,
+    NAME,
+    Digest,
+    Form,
+    Message,
+    listed,
+    octets,
+    record,
+    text,
+    whole,
+)
 from privacy.secagg.agreement.roster import MAX_ORGANISATION_BYTES, Roster
 from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.agreement.thresholds import smallest_threshold
@@ -40,7 +54,6 @@ from privacy.secagg.arithmetic.ring import RING_BITS, RingSpec
 from privacy.secagg.errors import ContractRefused, UnknownSite
 
 SUITE = "xsa-v2"
-DIGEST_BYTES = 32
 
 # At 64 sites a round costs each site 133 kB of shares; nothing above was measured.
 MAX_MEMBERS = 64
@@ -49,7 +62,6 @@ MAX_HEADER_SLOTS = 64
 MAX_ROUNDS = 1 << 20
 WEIGHT_RULES = ("examples", "uniform")
 
-_TAG = b"xsa-v2/contract"
 _PAIR = 2
 
 
@@ -99,9 +111,38 @@ def members_of(
     )
 
 
+def _write_members(members: Sequence[Member]) -> bytes:
+    return u64(len(members)) + b"".join(
+        fields(m.site.encode(), m.organisation.encode(), m.public_key) for m in members
+    )
+
+
+def _read_members(reader: Reader, name: str) -> tuple[Member, ...]:
+    count = reader.u64(f"count of {name}", high=MAX_MEMBERS)
+    return tuple(
+        Member(
+            number=number,
+            site=SiteId(reader.name("member")),
+            organisation=reader.text("organisation", limit=MAX_ORGANISATION_BYTES),
+            public_key=reader.field("public_key", size=KEY_BYTES),
+        )
+        for number in range(1, count + 1)
+    )
+
+
+_MEMBERS = Form(_write_members, _read_members)
+# No bound can be 0.
+_BOUND = Form(
+    lambda bound: float64(bound or 0.0),
+    lambda reader, name: reader.float64(name) or None,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Contract:
+class Contract(Message):
     """Q: everything that a run's privacy rests on.
+
+    Its encoding has the attributes in this order.
 
     Attributes:
         run_id: The run.
@@ -113,6 +154,7 @@ class Contract:
         num_values: Length d of the update.
         roster_serial: Serial of the roster that pins the keys.
         roster_digest: SHA-256 of that roster.
+        differential_privacy: What is claimed of it; nothing by default.
         members: The sites, in the order of their numbers 1..N. The cohort of every
             round is all of them: a change is a new contract.
         aggregator_key: Pinned Ed25519 key of the aggregator, 32 bytes.
@@ -130,7 +172,6 @@ class Contract:
         max_examples: n_max, divisor of the weights under ``examples``; else 1.
         max_rounds: Rounds that the run may have.
         header_slots: Names of the 64-bit sums that travel masked beside the update.
-        differential_privacy: What is claimed of it; nothing by default.
         hybrid: Whether pair secrets also rest on ML-KEM-768.
         two_site_waiver: Whether two sites may run although each can compute the
             other's update from the sum. Not needed with record-level privacy.
@@ -141,32 +182,35 @@ class Contract:
         ContractRefused: The fields contradict one another; ``key`` names the first.
     """
 
-    run_id: RunId
-    suite: str = SUITE
-    code_hash: bytes
-    layout_digest: bytes
-    job_digest: bytes
-    num_values: int
-    roster_serial: int
-    roster_digest: bytes
-    members: tuple[Member, ...]
-    aggregator_key: bytes
-    threshold: int
-    min_sites: int
-    ring_bits: int
-    clip_norm: float
-    element_bound: float | None = None
-    clip_elements: bool = False
-    scale: float
-    amplitude: int
-    weight_rule: str
-    max_examples: int
-    max_rounds: int
-    header_slots: tuple[str, ...]
-    differential_privacy: PrivacyTerms = NO_PRIVACY
-    hybrid: bool = True
-    two_site_waiver: bool = False
-    partition: bytes = b""
+    TAG: ClassVar[bytes] = b"xsa-v2/contract"
+    run_id: Annotated[RunId, NAME]
+    suite: Annotated[str, text(64)] = SUITE
+    code_hash: Digest
+    layout_digest: Digest
+    job_digest: Digest
+    num_values: Annotated[int, whole()]
+    roster_serial: Annotated[int, whole()]
+    roster_digest: Digest
+    differential_privacy: Annotated[PrivacyTerms, record(PrivacyTerms)] = NO_PRIVACY
+    members: Annotated[tuple[Member, ...], _MEMBERS]
+    aggregator_key: Annotated[bytes, octets(size=KEY_BYTES)]
+    threshold: Annotated[int, whole()]
+    min_sites: Annotated[int, whole()]
+    ring_bits: Annotated[int, whole()]
+    clip_norm: Annotated[float, FLOAT]
+    element_bound: Annotated[float | None, _BOUND] = None
+    clip_elements: Annotated[bool, FLAG] = False
+    scale: Annotated[float, FLOAT]
+    amplitude: Annotated[int, whole()]
+    weight_rule: Annotated[str, text(64)]
+    max_examples: Annotated[int, whole()]
+    max_rounds: Annotated[int, whole()]
+    header_slots: Annotated[
+        tuple[str, ...], listed(NAME, MAX_HEADER_SLOTS, named="header slot")
+    ]
+    hybrid: Annotated[bool, FLAG] = True
+    two_site_waiver: Annotated[bool, FLAG] = False
+    partition: Annotated[bytes, octets(limit=DIGEST_BYTES)] = b""
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -240,103 +284,6 @@ class Contract:
             if member.site == site:
                 return member
         raise UnknownSite(f"site {site!r} is not in the contract of run {self.run_id}")
-
-    def to_bytes(self) -> bytes:
-        """The canonical encoding.
-
-        After the tag: run_id, suite, code_hash, layout_digest, job_digest; num_values,
-        roster_serial; roster_digest; ``PrivacyTerms``; the number of members and for
-        each its site, organisation and key; aggregator_key; threshold, min_sites,
-        ring_bits; clip_norm, element_bound, which is 0 for none, clip_elements,
-        scale, amplitude; weight_rule; max_examples, max_rounds; the number of
-        header_slots and each of them; hybrid, two_site_waiver; partition. Text is
-        UTF-8 and, like bytes, LP; a whole number, or a flag as 0 or 1, is u64;
-        clip_norm, element_bound and scale are floats.
-        """
-        members = [
-            fields(m.site.encode(), m.organisation.encode(), m.public_key)
-            for m in self.members
-        ]
-        slots = [lp(slot.encode()) for slot in self.header_slots]
-        return b"".join(
-            [
-                fields(_TAG, self.run_id.encode(), self.suite.encode()),
-                fields(self.code_hash, self.layout_digest, self.job_digest),
-                u64(self.num_values),
-                u64(self.roster_serial),
-                lp(self.roster_digest),
-                self.differential_privacy.to_bytes(),
-                u64(len(members)),
-                *members,
-                lp(self.aggregator_key),
-                u64(self.threshold),
-                u64(self.min_sites),
-                u64(self.ring_bits),
-                float64(self.clip_norm),
-                float64(self.element_bound or 0.0),  # No bound can be 0.
-                u64(self.clip_elements),
-                float64(self.scale),
-                u64(self.amplitude),
-                lp(self.weight_rule.encode()),
-                u64(self.max_examples),
-                u64(self.max_rounds),
-                u64(len(slots)),
-                *slots,
-                u64(self.hybrid),
-                u64(self.two_site_waiver),
-                lp(self.partition),
-            ]
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Contract":
-        """Read the canonical encoding.
-
-        Raises:
-            MalformedMessage: The bytes are not one.
-            ContractRefused: The contract contradicts itself.
-        """
-        reader = Reader(data, _TAG)
-        run_id = RunId(reader.name("run_id"))
-        suite = reader.text("suite", limit=64)
-        code_hash = reader.field("code_hash", size=DIGEST_BYTES)
-        layout_digest = reader.field("layout_digest", size=DIGEST_BYTES)
-        job_digest = reader.field("job_digest", size=DIGEST_BYTES)
-        num_values = reader.u64("num_values")
-        roster_serial = reader.u64("roster_serial")
-        roster_digest = reader.field("roster_digest", size=DIGEST_BYTES)
-        terms = PrivacyTerms.read(reader)
-        count = reader.u64("count of members", high=MAX_MEMBERS)
-        contract = cls(
-            run_id=run_id,
-            suite=suite,
-            code_hash=code_hash,
-            layout_digest=layout_digest,
-            job_digest=job_digest,
-            num_values=num_values,
-            roster_serial=roster_serial,
-            roster_digest=roster_digest,
-            differential_privacy=terms,
-            members=tuple(_read_member(reader, at + 1) for at in range(count)),
-            aggregator_key=reader.field("aggregator_key", size=KEY_BYTES),
-            threshold=reader.u64("threshold"),
-            min_sites=reader.u64("min_sites"),
-            ring_bits=reader.u64("ring_bits"),
-            clip_norm=reader.float64("clip_norm"),
-            element_bound=reader.float64("element_bound") or None,
-            clip_elements=reader.flag("clip_elements"),
-            scale=reader.float64("scale"),
-            amplitude=reader.u64("amplitude"),
-            weight_rule=reader.text("weight_rule", limit=64),
-            max_examples=reader.u64("max_examples"),
-            max_rounds=reader.u64("max_rounds"),
-            header_slots=_read_slots(reader),
-            hybrid=reader.flag("hybrid"),
-            two_site_waiver=reader.flag("two_site_waiver"),
-            partition=reader.field("partition", limit=DIGEST_BYTES),
-        )
-        reader.end()
-        return contract
 
 
 _Faults = Iterator[tuple[str, str]]
@@ -465,17 +412,3 @@ def _content_faults(q: Contract) -> _Faults:
 
 
 _RULES = (_identity_faults, _threshold_faults, _arithmetic_faults, _content_faults)
-
-
-def _read_member(reader: Reader, number: int) -> Member:
-    return Member(
-        number=number,
-        site=SiteId(reader.name("member")),
-        organisation=reader.text("organisation", limit=MAX_ORGANISATION_BYTES),
-        public_key=reader.field("public_key", size=KEY_BYTES),
-    )
-
-
-def _read_slots(reader: Reader) -> tuple[str, ...]:
-    count = reader.u64("count of header_slots", high=MAX_HEADER_SLOTS)
-    return tuple(reader.name("header slot") for _ in range(count))

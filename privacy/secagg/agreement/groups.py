@@ -29,7 +29,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from federation.ids import SiteId
 from privacy.secagg.agreement.canonical import (
@@ -41,18 +41,13 @@ from privacy.secagg.agreement.canonical import (
     u64,
 )
 from privacy.secagg.agreement.contract import (
-    DIGEST_BYTES,
     MAX_MEMBERS,
     Contract,
     Member,
     members_of,
 )
-from privacy.secagg.agreement.identity import (
-    SIGNATURE_BYTES,
-    Identity,
-    Label,
-    PublicIdentity,
-)
+from privacy.secagg.agreement.identity import Identity, Label
+from privacy.secagg.agreement.message import Digest, Signed, whole
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import DrawRefused, OutOfOrder, TooFewSites
@@ -220,51 +215,27 @@ def group_contract(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commitment:
+class Commitment(Signed):
     """Site to aggregator, and on to all sites: what it commits itself with.
 
     Attributes:
         context: ``Draw.context``.
         number: The site's number among all sites of the job.
         value: ``Draw.commitment`` of its secret.
-        signature: By the site, over ``signed``.
     """
 
     TAG: ClassVar[bytes] = b"xsa-v2/draw commitment"
-    context: bytes
-    number: int
-    value: bytes
-    signature: bytes = b""
-
-    @property
-    def signed(self) -> bytes:
-        """What ``signature`` is over."""
-        return lp(self.context) + u64(self.number) + lp(self.value)
-
-    def to_bytes(self) -> bytes:
-        """The canonical encoding."""
-        return lp(self.TAG) + self.signed + lp(self.signature)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Commitment":
-        """Read the canonical encoding; ``MalformedMessage`` if it is none."""
-        reader = Reader(data, cls.TAG)
-        message = cls(
-            context=reader.field("context", size=DIGEST_BYTES),
-            number=reader.u64("number", low=1, high=MAX_MEMBERS),
-            value=reader.field("value", size=DIGEST_BYTES),
-            signature=reader.field("signature", size=SIGNATURE_BYTES),
-        )
-        reader.end()
-        return message
+    LABEL: ClassVar[Label] = Label.DRAW
+    context: Digest
+    number: Annotated[int, whole(1, MAX_MEMBERS)]
+    value: Digest
 
 
 def commit(draw: Draw, number: int, secret: bytes, identity: Identity) -> bytes:
     """Sign what a site commits itself with; an encoded ``Commitment``."""
     value = draw.commitment(number, secret)
     message = Commitment(context=draw.context, number=number, value=value)
-    signature = identity.sign(Label.DRAW, message.signed)
-    return replace(message, signature=signature).to_bytes()
+    return message.signed_by(identity).to_bytes()
 
 
 def read_commitment(draw: Draw, data: bytes) -> Commitment:
@@ -279,9 +250,7 @@ def read_commitment(draw: Draw, data: bytes) -> Commitment:
     if message.number > len(draw.members):
         raise DrawRefused(f"there is no site number {message.number} in this draw")
     member = draw.members[message.number - 1]
-    PublicIdentity(member.public_key).verify(
-        Label.DRAW, message.signed, message.signature, who=f"site {member.site!r}"
-    )
+    message.verify(member.public_key, who=f"site {member.site!r}")
     if message.context != draw.context:
         raise DrawRefused(
             f"site {member.site!r} takes part in another draw: of other sites or of "

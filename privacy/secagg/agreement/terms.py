@@ -9,8 +9,9 @@ what it spends; these terms are the most that the run may ask it for.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from privacy.secagg.agreement.canonical import Reader, float64, lp, u64
+from privacy.secagg.agreement.message import FLOAT, text, whole
 
 # none    nothing is claimed
 # record  each site makes its own training private for its own records, alone
@@ -19,28 +20,22 @@ from privacy.secagg.agreement.canonical import Reader, float64, lp, u64
 PROFILES = ("none", "record", "joint", "site")
 
 _MAX_WORD_BYTES = 64
-_FLOATS = (
-    "noise_multiplier",
-    "sampling_rate",
-    "delta",
-    "epsilon_cap",
-    "clip_norm",
-    "ring_noise_std",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyTerms:
     """The differential-privacy section of a contract; nothing is claimed by default.
 
+    Its encoding has the attributes in this order.
+
     Attributes:
         profile: One of ``PROFILES``; what the unit of privacy is and whose noise
             counts.
         mechanism: Name of the mechanism, for example ``dp-sgd``.
+        steps_per_round: Noisy steps of a site in a round.
         noise_multiplier: sigma, standard deviation of the noise over the clip norm.
         sampling_rate: q, the largest probability in (0, 1] with which any site
             draws a record into a step.
-        steps_per_round: Noisy steps of a site in a round.
         delta: The delta of the guarantee, in (0, 1).
         epsilon_cap: What no site's epsilon may exceed over the run, at ``delta``; a
             site's own ledger may stop earlier.
@@ -50,15 +45,15 @@ class PrivacyTerms:
             steps of the ring's grid; 0 where noise is added in training.
     """
 
-    profile: str = "none"
-    mechanism: str = ""
-    noise_multiplier: float = 0.0
-    sampling_rate: float = 0.0
-    steps_per_round: int = 0
-    delta: float = 0.0
-    epsilon_cap: float = 0.0
-    clip_norm: float = 0.0
-    ring_noise_std: float = 0.0
+    profile: Annotated[str, text(_MAX_WORD_BYTES)] = "none"
+    mechanism: Annotated[str, text(_MAX_WORD_BYTES)] = ""
+    steps_per_round: Annotated[int, whole()] = 0
+    noise_multiplier: Annotated[float, FLOAT] = 0.0
+    sampling_rate: Annotated[float, FLOAT] = 0.0
+    delta: Annotated[float, FLOAT] = 0.0
+    epsilon_cap: Annotated[float, FLOAT] = 0.0
+    clip_norm: Annotated[float, FLOAT] = 0.0
+    ring_noise_std: Annotated[float, FLOAT] = 0.0
 
     @property
     def is_none(self) -> bool:
@@ -118,36 +113,6 @@ class PrivacyTerms:
             yield "ring_noise_std", "the noise of record is added in training"
         elif self.profile == "joint" and not self.ring_noise_std:
             yield "ring_noise_std", "joint noise adds up inside the sum: name it"
-
-    def to_bytes(self) -> bytes:
-        """The canonical encoding.
-
-        LP of profile and of mechanism, u64 of steps_per_round, then as floats
-        noise_multiplier, sampling_rate, delta, epsilon_cap, clip_norm and
-        ring_noise_std.
-        """
-        return b"".join(
-            [
-                lp(self.profile.encode()),
-                lp(self.mechanism.encode()),
-                u64(self.steps_per_round),
-                *(float64(getattr(self, name)) for name in _FLOATS),
-            ]
-        )
-
-    @classmethod
-    def read(cls, reader: Reader) -> "PrivacyTerms":
-        """Take the canonical encoding out of a message.
-
-        Raises:
-            MalformedMessage: The bytes are not one.
-        """
-        return cls(
-            profile=reader.text("profile", limit=_MAX_WORD_BYTES),
-            mechanism=reader.text("mechanism", limit=_MAX_WORD_BYTES),
-            steps_per_round=reader.u64("steps_per_round"),
-            **{name: reader.float64(name) for name in _FLOATS},
-        )
 
 
 NO_PRIVACY = PrivacyTerms()

@@ -19,8 +19,9 @@ from enum import Enum
 
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.certificate import ModelTrail
-from privacy.secagg.agreement.contract import DIGEST_BYTES, Contract, Setting
+from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES, encode_secret, split
 from privacy.secagg.errors import (
     BadShare,
@@ -65,7 +66,6 @@ from privacy.secagg.protocol.messages import (
     Reveal,
     Shares,
     Survivors,
-    sign,
     verify,
 )
 from privacy.secagg.protocol.round_memory import RoundMemory
@@ -268,7 +268,7 @@ class SiteSession:
         current = self._current()
         with current.steps.take(_Step.MASKED, then=_Step.DONE):
             message = Decline(number=self.number, context=current.context)
-            data = sign(message, self._identity).to_bytes()
+            data = message.signed_by(self._identity).to_bytes()
         self._drop_round()
         return data
 
@@ -298,7 +298,7 @@ class SiteSession:
                 header_digest=header_digest,
                 dealt=dealt_digests(current.shared.sealed, current.shared.rows),
             )
-            current.head = sign(head, self._identity).to_bytes()
+            current.head = head.signed_by(self._identity).to_bytes()
             message = Masked(
                 head=current.head,
                 sealed=current.shared.sealed,
@@ -339,7 +339,7 @@ class SiteSession:
             message = Consent(
                 number=self.number, context=current.context, survivors=survivors
             )
-            return sign(message, self._identity).to_bytes()
+            return message.signed_by(self._identity).to_bytes()
 
     def on_reveal(self, data: bytes) -> bytes:
         """R3: check the consents, open the inbox and release this site's shares.
@@ -370,7 +370,7 @@ class SiteSession:
             finally:
                 for shares in opened.values():
                     wipe(shares)
-            answer = sign(message, self._identity).to_bytes()
+            answer = message.signed_by(self._identity).to_bytes()
         self._drop_round()
         return answer
 

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from privacy.secagg.agreement.canonical import fields, lp
-from privacy.secagg.agreement.contract import DIGEST_BYTES
+from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES
 
 SECRET = 0  # The holder that no site is: its share is the secret.

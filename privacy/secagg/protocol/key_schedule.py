@@ -42,7 +42,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.canonical import fields, lp, numbers, u64
-from privacy.secagg.agreement.contract import DIGEST_BYTES, SUITE
+from privacy.secagg.agreement.contract import SUITE
+from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.errors import BadShare, OutOfOrder, WeakKey
 
 SECRET_BYTES = 32

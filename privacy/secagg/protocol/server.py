@@ -24,12 +24,8 @@ from typing import Literal
 
 from federation.ids import SiteId
 from privacy.secagg.agreement.certificate import OpenedRound
-from privacy.secagg.agreement.contract import (
-    DIGEST_BYTES,
-    Contract,
-    Member,
-    Setting,
-)
+from privacy.secagg.agreement.contract import Contract, Member, Setting
+from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES, combine, encode_secret
 from privacy.secagg.errors import (
     BadShare,

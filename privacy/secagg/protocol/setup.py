@@ -53,7 +53,6 @@ from privacy.secagg.protocol.messages import (
     Confirm,
     Confirms,
     Offer,
-    sign,
     verify,
 )
 from privacy.secagg.protocol.steps import Steps
@@ -152,7 +151,7 @@ class SiteSetup:
                 keys=self._keys.public,
                 nonce=self._random_bytes(NONCE_BYTES),
             )
-            self._advert = sign(advert, self._identity).to_bytes()
+            self._advert = advert.signed_by(self._identity).to_bytes()
         return self._advert
 
     def on_book(self, data: bytes) -> bytes:
@@ -186,7 +185,7 @@ class SiteSetup:
             confirm = Confirm(
                 setup_hash=self._setup_hash, number=number, ciphertexts=ciphertexts
             )
-            self._confirm = sign(confirm, self._identity).to_bytes()
+            self._confirm = confirm.signed_by(self._identity).to_bytes()
         return self._confirm
 
     def on_confirms(self, data: bytes) -> RunSecrets:

@@ -15,8 +15,9 @@ from privacy.secagg.agreement.certificate import (
     OpenedRound,
     before_rounds,
 )
-from privacy.secagg.agreement.contract import DIGEST_BYTES, Contract, Setting
+from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import SIGNATURE_BYTES
+from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import (

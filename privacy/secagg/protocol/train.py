@@ -22,7 +22,8 @@ from privacy.counts import coarse
 from privacy.keystream import Mask
 from privacy.secagg.agreement.canonical import Reader, fields, float64, u64
 from privacy.secagg.agreement.certificate import MAX_CERTIFICATE_BYTES
-from privacy.secagg.agreement.contract import DIGEST_BYTES, Contract, Setting
+from privacy.secagg.agreement.contract import Contract, Setting
+from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.header import HeaderSpec, Slot, SlotKind
 from privacy.secagg.arithmetic.ring_errors import UpdateOutOfRange
 from privacy.secagg.errors import MalformedMessage

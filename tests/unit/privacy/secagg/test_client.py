@@ -38,7 +38,6 @@ from privacy.secagg.protocol.messages import (
     Reveal,
     Shares,
     Survivors,
-    sign,
 )
 from privacy.secagg.protocol.round_memory import InMemoryRounds
 from privacy.secagg.protocol.server import AggregatorRound
@@ -78,7 +77,7 @@ class Game:
         self, data: bytes, signer: int, kind: type[Any], **changes: Any
     ) -> bytes:
         message = alter(kind.from_bytes(data), **changes)
-        return sign(message, self.run.parties.sites[signer]).to_bytes()
+        return message.signed_by(self.run.parties.sites[signer]).to_bytes()
 
 
 def game(round_index: int = 1) -> Game:

@@ -51,7 +51,6 @@ from privacy.secagg.protocol.messages import (
     Reveal,
     Shares,
     Survivors,
-    sign,
 )
 from privacy.secagg.protocol.round_memory import InMemoryRounds
 from privacy.secagg.protocol.setup import AggregatorSetup
@@ -105,7 +104,7 @@ class Liar:
         """The consent of a site that colludes: it signs whatever it is asked to."""
         context = Head.from_bytes(self.masked[number].head).context
         consent = Consent(number=number, context=context, survivors=survivors)
-        return sign(consent, self.run.parties.sites[number]).to_bytes()
+        return consent.signed_by(self.run.parties.sites[number]).to_bytes()
 
 
 def in_another_job(run: Run, number: int) -> None:
@@ -221,7 +220,7 @@ def signature_of_a_site_by_another(liar: Liar) -> None:
     consents = {i: liar.consent(i, liar.survivors(FOUR)) for i in (1, 2)}
     consents[3] = liar.forged(3, FOUR)
     by_colluder = alter(Consent.from_bytes(liar.forged(3, FOUR)), number=4)
-    consents[4] = sign(by_colluder, liar.run.parties.sites[3]).to_bytes()
+    consents[4] = by_colluder.signed_by(liar.run.parties.sites[3]).to_bytes()
     with pytest.raises(BadSignature):
         liar.reveal(1, consents, FOUR)
 

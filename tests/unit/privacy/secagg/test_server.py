@@ -33,7 +33,6 @@ from privacy.secagg.protocol.messages import (
     Head,
     Masked,
     Shares,
-    sign,
 )
 from privacy.secagg.protocol.server import AggregatorRound
 
@@ -42,7 +41,7 @@ def resigned(
     run: Run, data: bytes, signer: int, kind: type[Any], **changes: Any
 ) -> bytes:
     message = alter(kind.from_bytes(data), **changes)
-    return sign(message, run.parties.sites[signer]).to_bytes()
+    return message.signed_by(run.parties.sites[signer]).to_bytes()
 
 
 def with_sealed(run: Run, data: bytes, sealed: dict[int, bytes]) -> bytes:

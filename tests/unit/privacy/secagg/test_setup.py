@@ -35,7 +35,6 @@ from privacy.secagg.protocol.messages import (
     Confirm,
     Confirms,
     Offer,
-    sign,
 )
 from privacy.secagg.protocol.setup import AggregatorSetup, SiteSetup
 
@@ -64,7 +63,7 @@ def advertised(
 def resigned(data: bytes, number: int, **changes: Any) -> bytes:
     """An advert with other fields, signed anew by the key of a site."""
     message = alter(Advert.from_bytes(data), **changes)
-    return sign(message, PARTIES.sites[number]).to_bytes()
+    return message.signed_by(PARTIES.sites[number]).to_bytes()
 
 
 def with_keys(data: bytes, **changes: bytes) -> PublicRunKeys:
@@ -158,7 +157,7 @@ def test_site_checks_its_own_place():
 def swapped_key(adverts: dict[int, bytes]) -> None:
     """The aggregator puts its own X25519 key in and signs with its own identity."""
     message = alter(Advert.from_bytes(adverts[2]), keys=with_keys(adverts[3]))
-    adverts[2] = sign(message, PARTIES.aggregator).to_bytes()
+    adverts[2] = message.signed_by(PARTIES.aggregator).to_bytes()
 
 
 def unsigned_key(adverts: dict[int, bytes]) -> None:
@@ -274,7 +273,7 @@ def confirmed(
 
 def resign_confirm(data: bytes, signer: int, **changes: Any) -> bytes:
     message = alter(Confirm.from_bytes(data), **changes)
-    return sign(message, PARTIES.sites[signer]).to_bytes()
+    return message.signed_by(PARTIES.sites[signer]).to_bytes()
 
 
 def forged_confirm(confirms: dict[int, bytes]) -> None:

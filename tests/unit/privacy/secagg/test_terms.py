@@ -8,6 +8,7 @@ import pytest
 from support.secagg_parties import RECORD
 
 from privacy.secagg.agreement.canonical import Reader, lp
+from privacy.secagg.agreement.message import read_record, write_record
 from privacy.secagg.agreement.terms import NO_PRIVACY, PROFILES, PrivacyTerms
 from privacy.secagg.errors import MalformedMessage
 
@@ -21,7 +22,7 @@ TAG = b"test/terms"
 
 def _read(data: bytes) -> PrivacyTerms:
     reader = Reader(lp(TAG) + data, TAG)
-    terms = PrivacyTerms.read(reader)
+    terms: PrivacyTerms = read_record(PrivacyTerms, reader)
     reader.end()
     return terms
 
@@ -31,12 +32,12 @@ def test_every_profile_can_be_said_and_read(profile: str):
     """Without a fault, and back to the same terms."""
     terms = TERMS[profile]
     assert list(terms.faults()) == []
-    assert terms == _read(terms.to_bytes())
+    assert terms == _read(write_record(terms))
 
 
 def test_cut_terms_are_refused():
     """Whatever is missing."""
-    data = RECORD.to_bytes()
+    data = write_record(RECORD)
     for end in range(len(data)):
         with pytest.raises(MalformedMessage):
             _read(data[:end])
