@@ -26,7 +26,7 @@ from operator import add
 import numpy as np
 
 from aggregator.combine import combine_rule
-from aggregator.honest_sums import Asked, check_totals
+from aggregator.honest_sums import SumTerms, check_totals
 from aggregator.secure_exchange import (
     SecureExchange,
     check_signer,
@@ -152,7 +152,7 @@ class _GroupRound:
             header_digest=hashlib.sha256(self._header_h.astype("<u8").data).digest(),
         )
         totals = decode_header(self._header, self._header_h)
-        asked = Asked(
+        asked = SumTerms(
             job=job,
             contract=self.group.contract,
             num_updates=num_updates,

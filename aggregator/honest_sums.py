@@ -31,7 +31,7 @@ _Faults = Iterator[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SumTerms:
     """What the sites in a sum were asked, and under which rules they answered.
 
     Attributes:
@@ -49,7 +49,7 @@ class Asked:
     evaluation: bool
 
 
-def check_totals(totals: _Totals, asked: Asked) -> None:
+def check_totals(totals: _Totals, asked: SumTerms) -> None:
     """Check a header's sums against what honest sites make, and against each other.
 
     Args:
@@ -66,7 +66,7 @@ def check_totals(totals: _Totals, asked: Asked) -> None:
             raise SumOutOfRange(f"{fault}: {A_LIE}")
 
 
-def _weight_faults(totals: _Totals, asked: Asked) -> _Faults:
+def _weight_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     """The weights, each in (0, 1]: examples over the contract's most examples."""
     weight, n = totals[train.WEIGHT], asked.num_updates
     if not asked.training:
@@ -84,7 +84,7 @@ def _weight_faults(totals: _Totals, asked: Asked) -> _Faults:
             )
 
 
-def _training_faults(totals: _Totals, asked: Asked) -> _Faults:
+def _training_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     """Sums over the training examples; under a unit of privacy nothing is said."""
     private = asked.job.privacy.differential_privacy.enabled
     is_asked = asked.training and not private
@@ -102,7 +102,7 @@ def _training_faults(totals: _Totals, asked: Asked) -> _Faults:
         )
 
 
-def _evaluation_faults(totals: _Totals, asked: Asked) -> _Faults:
+def _evaluation_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     """Sums over the held-out examples."""
     yield from _sum_faults(train.EVALUATION, totals, is_asked=asked.evaluation)
     most, count = train.most_evaluated(asked.job), totals[f"{train.EVALUATION}_count"]
@@ -132,7 +132,7 @@ def _sum_faults(kind: str, totals: _Totals, *, is_asked: bool) -> _Faults:
         yield f"no prediction in {kind} has a loss"
 
 
-def _clip_faults(totals: _Totals, asked: Asked) -> _Faults:
+def _clip_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     """The bits that the clip norm follows: +-1/2 each, with noise."""
     if train.WITHIN_CLIP not in totals:
         return
@@ -142,7 +142,7 @@ def _clip_faults(totals: _Totals, asked: Asked) -> _Faults:
         yield f"the clipping bits of {n} sites come to {bits:.4g}, at most {most:.4g}"
 
 
-def _most_bits(asked: Asked) -> float:
+def _most_bits(asked: SumTerms) -> float:
     """Largest sum of the bits, but for a noise tail of e^-72 to either side."""
     private, contract = asked.job.privacy.differential_privacy, asked.contract
     multiplier = contract.differential_privacy.noise_multiplier

@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from aggregator.blame import Blame
-from aggregator.honest_sums import Asked, check_totals
+from aggregator.honest_sums import SumTerms, check_totals
 from aggregator.secure_exchange import (
     SecureExchange,
     check_signer,
@@ -198,7 +198,7 @@ class SecureGather:
         """
         num_updates = len(opened.survivors)
         totals = decode_header(replace(self._header, num_sites=num_updates), header_h)
-        asked = Asked(
+        asked = SumTerms(
             job=self._job,
             contract=self._contract,
             num_updates=num_updates,

@@ -25,7 +25,7 @@ from federation.ids import RunId
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from privacy.dp import accountant
 from privacy.dp.errors import LedgerBehind
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import Ledger, Release
 from privacy.dp.ledger.ledger_format import Charge, Purpose, Terms
 
@@ -200,7 +200,7 @@ def check_plan(
     memory: SiteMemory,
     budget: LifetimeBudget,
     terms: Terms,
-    planned: Iterable[Event],
+    planned: Iterable[PrivacyEvent],
 ) -> None:
     """Refuse a run that the budget of all runs does not allow to its end.
 
@@ -255,7 +255,7 @@ class RememberedLedger:
         ledger: ClosableLedger,
         memory: SiteMemory,
         budget: LifetimeBudget,
-        planned: Iterable[Event] = (),
+        planned: Iterable[PrivacyEvent] = (),
     ) -> None:
         """Note what the ledger is ahead of the memory, as after a crash."""
         self._ledger = ledger
@@ -280,7 +280,7 @@ class RememberedLedger:
         return self._ledger.terms
 
     def charge(
-        self, event: Event, *, round_index: int, purpose: Purpose = "train"
+        self, event: PrivacyEvent, *, round_index: int, purpose: Purpose = "train"
     ) -> float:
         """See ``Ledger.charge``."""
         (spent,) = self.charge_all([(event, purpose)], round_index=round_index)
@@ -302,7 +302,7 @@ class RememberedLedger:
         self._memory.update(DOCUMENT, change)
         return tuple(found)
 
-    def repeat(self, event: Event, *, round_index: int) -> None:
+    def repeat(self, event: PrivacyEvent, *, round_index: int) -> None:
         """Charge this run for what another one released, and all runs only once.
 
         After a crash in between, all runs are charged twice.
@@ -315,7 +315,7 @@ class RememberedLedger:
 
         self._memory.update(DOCUMENT, change)
 
-    def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
+    def epsilon(self, purpose: Purpose = "train", *more: PrivacyEvent) -> float:
         """See ``Ledger.epsilon``."""
         return self._ledger.epsilon(purpose, *more)
 
@@ -465,10 +465,12 @@ def _charged(runs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: run for name, run in runs.items() if run["events"]}
 
 
-def _events(runs: Mapping[str, Any]) -> list[Event]:
+def _events(runs: Mapping[str, Any]) -> list[PrivacyEvent]:
     try:
         return [
-            Event(noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=steps)
+            PrivacyEvent(
+                noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=steps
+            )
             for run in runs.values()
             for noise, rate, slack, steps in run["events"]
         ]
@@ -479,7 +481,7 @@ def _events(runs: Mapping[str, Any]) -> list[Event]:
         ) from error
 
 
-def _merged(events: Iterable[Event]) -> Counter[_Kind]:
+def _merged(events: Iterable[PrivacyEvent]) -> Counter[_Kind]:
     """Steps of each kind of event."""
     steps = Counter[_Kind]()
     for event in events:
@@ -488,6 +490,8 @@ def _merged(events: Iterable[Event]) -> Counter[_Kind]:
     return steps
 
 
-def _event(item: tuple[_Kind, int]) -> Event:
+def _event(item: tuple[_Kind, int]) -> PrivacyEvent:
     (noise, rate, slack), steps = item
-    return Event(noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=steps)
+    return PrivacyEvent(
+        noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=steps
+    )

@@ -46,7 +46,7 @@ from privacy.counts import coarse
 from privacy.dp import accountant
 from privacy.dp.calibration import noise_multiplier
 from privacy.dp.errors import LedgerBehind
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
 from privacy.dp.ledger import ledger_recovery
 from privacy.dp.ledger.ledger import FileLedger, InMemoryLedger, Ledger
@@ -123,14 +123,14 @@ class SitePlan:
     epsilon_cap: float
     delta: float
     training: PrivateTraining | None
-    round_event: Event
+    round_event: PrivacyEvent
     held_out: HeldOutMechanism | None
     num_rounds: int
     num_evaluations: int
-    once: tuple[Event, ...] = ()
+    once: tuple[PrivacyEvent, ...] = ()
 
     @property
-    def planned(self) -> tuple[Event, ...]:
+    def planned(self) -> tuple[PrivacyEvent, ...]:
         """All that the run releases, if everything that is held in reserve is used."""
         event = self.round_event
         found = [*self.once, replace(event, steps=event.steps * self.num_rounds)]
@@ -220,7 +220,7 @@ class PrivateSites:
         keeping = self._keeping(name)
         if folder is None:
             raise ValueError("a run that keeps nothing has nothing to recover")
-        events: dict[Purpose, Event] = {"train": plan.round_event}
+        events: dict[Purpose, PrivacyEvent] = {"train": plan.round_event}
         if plan.held_out is not None:
             events["evaluate"] = plan.held_out.event()
         anchor = anchor.joined(self._remembered(keeping))
@@ -310,7 +310,7 @@ class PrivateSites:
             run_id=self._run_id,
         )
 
-    def _planned(self, name: SiteId, plan: SitePlan) -> tuple[Event, ...]:
+    def _planned(self, name: SiteId, plan: SitePlan) -> tuple[PrivacyEvent, ...]:
         """What a run adds to what all runs on its data have spent."""
         remembered = self._remembered_statistics(name)
         if remembered is not None and remembered.of_another_run():

@@ -20,7 +20,7 @@ from federation.messages import (
 )
 from federation.protocols import LocalUpdate, LocalWeights, Trainer
 from federation.vectors import IntegerVector, Layout, Vector
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger.ledger import Ledger, Release
 
@@ -52,7 +52,7 @@ class Releases:
         random_bytes: Source of the keys of the held-out noise.
     """
 
-    round_event: Event
+    round_event: PrivacyEvent
     held_out: HeldOutMechanism | None
     evaluates: bool
     max_loss: float

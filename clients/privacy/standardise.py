@@ -27,7 +27,7 @@ from clients.privacy.site_memory import Document, SiteMemory
 from federation.errors import CorruptObject, JobError, SiteError
 from federation.job.privacy_job import StandardiseSpec
 from federation.job.spec import JobSpec
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import Ledger
 from privacy.dp.moments import Array, MomentsMechanism
 from privacy.dp.poisson import poisson_indices
@@ -45,7 +45,7 @@ RandomBytes = Callable[[int], bytes]
 class RepeatingLedger(Ledger, Protocol):
     """A ledger that knows of releases that another run was charged for."""
 
-    def repeat(self, event: Event, *, round_index: int) -> None:
+    def repeat(self, event: PrivacyEvent, *, round_index: int) -> None:
         """Count a release in this run, and not once more over all runs."""
         ...
 
@@ -173,7 +173,7 @@ def mechanism(job: JobSpec, train: Dataset) -> MomentsMechanism | None:
     )
 
 
-def events(job: JobSpec, train: Dataset) -> tuple[Event, ...]:
+def events(job: JobSpec, train: Dataset) -> tuple[PrivacyEvent, ...]:
     """Return what a site's statistics cost; nothing if the job asks for none.
 
     Raises:
@@ -240,7 +240,10 @@ class Remembered:
         return "result" in entry and entry["run_id"] != self.run_id
 
     def take(
-        self, ledger: RepeatingLedger, event: Event, make: Callable[[], Statistics]
+        self,
+        ledger: RepeatingLedger,
+        event: PrivacyEvent,
+        make: Callable[[], Statistics],
     ) -> Statistics:
         """Return what was released, or release and charge it.
 
@@ -281,7 +284,7 @@ class Remembered:
         return found
 
 
-def num_charged(ledger: Ledger, event: Event) -> int:
+def num_charged(ledger: Ledger, event: PrivacyEvent) -> int:
     """How often a ledger was charged for statistics."""
     return sum(
         charge.round_index == ROUND and charge.event == event

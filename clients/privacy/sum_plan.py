@@ -31,7 +31,7 @@ from privacy.dp.budget import (
     default_delta,
 )
 from privacy.dp.calibration import noise_multiplier
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import SLACK
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.arithmetic.ring import RingSpec
@@ -59,7 +59,7 @@ class SumPrivacy:
     ring: RingSpec
     noise: SumNoise
     deltas: Mapping[SiteId, float]
-    events: Mapping[SiteId, Event]
+    events: Mapping[SiteId, PrivacyEvent]
     signal_to_noise: float | None
 
 
@@ -109,7 +109,7 @@ class _Records:
 
     delta: float
     rate: float
-    beside: tuple[Event, ...]
+    beside: tuple[PrivacyEvent, ...]
 
 
 def _records(federation: Federation) -> Mapping[SiteId, _Records]:
@@ -135,7 +135,7 @@ def _plan_joint(federation: Federation, wanted: float) -> SumPrivacy:
         noise=SumNoise(spans=federation.pool.trained_spans),
         deltas={name: each.delta for name, each in records.items()},
         events={
-            name: Event(
+            name: PrivacyEvent(
                 noise_multiplier=share.multiplier,
                 sampling_rate=each.rate,
                 steps=1,
@@ -158,7 +158,9 @@ def _plan_sites(federation: Federation, wanted: float) -> SumPrivacy:
     if bit_std is not None:
         multiplier = adaptive_clip.together(multiplier, bit_std)
         bit_std /= math.sqrt(share.honest)
-    event = Event(noise_multiplier=multiplier, sampling_rate=1.0, steps=1, slack=SLACK)
+    event = PrivacyEvent(
+        noise_multiplier=multiplier, sampling_rate=1.0, steps=1, slack=SLACK
+    )
     names = list(federation.site_data)
     found = SumPrivacy(
         share=share,
@@ -207,7 +209,10 @@ def _delta_of_sites(job: JobSpec) -> float:
 
 
 def _multiplier(
-    federation: Federation, delta: float, rate: float, beside: tuple[Event, ...] = ()
+    federation: Federation,
+    delta: float,
+    rate: float,
+    beside: tuple[PrivacyEvent, ...] = (),
 ) -> float:
     """What reaches the target with one release a round."""
     private = federation.job.privacy.differential_privacy

@@ -36,7 +36,7 @@ from federation.errors import SiteError
 from federation.job.spec import JobSpec
 from federation.vectors import Layout, Vector
 from privacy.counts import coarse
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import GaussianMechanism
 from privacy.dp.poisson import poisson_indices
 from privacy.dp_sgd.clipping import CLIPPINGS, ClippedSum
@@ -135,7 +135,9 @@ def num_private_steps(job: JobSpec, num_records: int) -> int:
     return job.training.num_epochs * per_epoch
 
 
-def event_of(job: JobSpec, num_records: int, mechanism: GaussianMechanism) -> Event:
+def event_of(
+    job: JobSpec, num_records: int, mechanism: GaussianMechanism
+) -> PrivacyEvent:
     """Describe what a site releases by one round of training.
 
     Args:
@@ -146,7 +148,7 @@ def event_of(job: JobSpec, num_records: int, mechanism: GaussianMechanism) -> Ev
     Raises:
         SiteError: The site holds too few records.
     """
-    return Event(
+    return PrivacyEvent(
         noise_multiplier=mechanism.effective_multiplier,
         sampling_rate=sampling_rate(job, num_records),
         steps=num_private_steps(job, num_records),

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from flwr.app import Message
 
 from cloud_adapters.flower import site as flower_site
-from cloud_adapters.flower.questions import Asked
-from cloud_adapters.transport.frame_references import Packed, Reference, Sizes
+from cloud_adapters.flower.questions import QuestionNote
+from cloud_adapters.transport.frame_references import PackedFrame, Reference, Sizes
 from cloud_adapters.transport.frames import Frames
 from federation.errors import CorruptObject, ObjectNotFound, ProtocolError, StoreError
 from federation.ids import SiteId
@@ -28,7 +28,7 @@ class Answers:
 
     def read(self, task: Task, message: Message) -> tuple[SiteMessage, int]:
         """Read the answer to a task, and how many bytes it took."""
-        packed = Packed(frame=b"")
+        packed = PackedFrame(frame=b"")
         try:
             packed = flower_site.unpack_all(message.content)
             answer = _of_site(packed, task.site)
@@ -41,7 +41,9 @@ class Answers:
             answer = failure(task, FailureKind.UNREACHABLE, text)
         return answer, packed.num_bytes
 
-    def read_unfetched(self, asked: Asked, message: Message) -> tuple[SiteMessage, int]:
+    def read_unfetched(
+        self, asked: QuestionNote, message: Message
+    ) -> tuple[SiteMessage, int]:
         """Read an answer that came too late: its vectors stay where they are."""
         try:
             packed = flower_site.unpack_all(message.content)
@@ -63,7 +65,7 @@ class Answers:
             self._frames.discard(head, references)
 
 
-def _of_site(packed: Packed, site: SiteId) -> SiteMessage:
+def _of_site(packed: PackedFrame, site: SiteId) -> SiteMessage:
     answer = wire.decode(packed.frame)
     if isinstance(answer, RoundTask | SecureTask) or answer.site != site:
         raise ProtocolError(f"{site}'s node spoke for {answer.site!r}")

@@ -16,9 +16,15 @@ from flwr.serverapp import Grid as FlowerApi
 from cloud_adapters.flower import errors as flower_errors, site as flower_site
 from cloud_adapters.flower.answers import Answers
 from cloud_adapters.flower.presence import Presence
-from cloud_adapters.flower.questions import Asked, Batch, Out, Question, num_ahead
+from cloud_adapters.flower.questions import (
+    Batch,
+    Out,
+    Question,
+    QuestionNote,
+    num_ahead,
+)
 from cloud_adapters.flower.roll_call import ANYBODY, Attendance
-from cloud_adapters.transport.frame_references import Packed
+from cloud_adapters.transport.frame_references import PackedFrame
 from cloud_adapters.transport.frames import INLINE, Frames
 from cloud_adapters.transport.redelivery import Inquiry, Word
 from federation.errors import FederationError, StoreError
@@ -118,7 +124,7 @@ class FlowerGrid:
         self._num_sent = 0
         self._batches: list[Batch] = []  # Those with a task that is open.
         # Messages for which nobody waits and whose replies are still to be taken in.
-        self._late: dict[str, Asked] = {}
+        self._late: dict[str, QuestionNote] = {}
         self._presence = Presence(
             api,
             quorum=attendance.quorum,
@@ -216,7 +222,7 @@ class FlowerGrid:
         return sum(len(batch.open) for batch in self._batches)
 
     def _send(
-        self, batch: Batch, question: Question, packed: Packed | SiteFailure
+        self, batch: Batch, question: Question, packed: PackedFrame | SiteFailure
     ) -> None:
         """Send a question, for the first time or again."""
         if isinstance(packed, SiteFailure):
@@ -268,7 +274,7 @@ class FlowerGrid:
         out = Out(question=question, probed_seconds=self._clock.monotonic())
         self._post(batch, out, RecordDict(), kind)
 
-    def _pack(self, task: Task) -> Packed | SiteFailure:
+    def _pack(self, task: Task) -> PackedFrame | SiteFailure:
         if task.site not in self._nodes:
             return failure(task, FailureKind.UNREACHABLE, "was never there")
         try:
@@ -345,7 +351,7 @@ class FlowerGrid:
         elif word is Word.ANSWERED and not is_again:
             self._probe(batch, question, flower_site.AGAIN)
 
-    def _take_in_late(self, asked: Asked, message: Message) -> list[Reply]:
+    def _take_in_late(self, asked: QuestionNote, message: Message) -> list[Reply]:
         """The answer to a question for which nobody waits, if it is the first one."""
         if asked.is_answered or message.has_error():
             return []  # A failure was counted when the deadline passed.

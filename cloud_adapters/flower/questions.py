@@ -18,7 +18,7 @@ MAX_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class QuestionNote:
     """What is remembered of a question when nobody waits for it: no weights.
 
     Attributes:
@@ -68,7 +68,7 @@ class Question:
     index: int
     name: str
     task: Task
-    asked: Asked
+    asked: QuestionNote
     inquiry: Inquiry | None
 
     @property
@@ -87,7 +87,7 @@ class Question:
         task_id: TaskId,
     ) -> "Question":
         """Name a task that is to be sent now."""
-        asked = Asked(
+        asked = QuestionNote(
             task_id=task_id,
             run_id=task.run_id,
             round_index=task.round_index,
@@ -149,7 +149,7 @@ class Batch:
         tasks = [question.task for question in self.open.values()]
         return {task.round_index for task in (*tasks, *(t for _, t in self.waiting))}
 
-    def settle(self, question: Question, reply: Reply) -> dict[str, Asked]:
+    def settle(self, question: Question, reply: Reply) -> dict[str, QuestionNote]:
         """Wait for a question no longer.
 
         Returns:
@@ -158,7 +158,7 @@ class Batch:
         self.landed[question.index] = reply
         return self._leave(question)
 
-    def withdraw(self, task_ids: Collection[TaskId]) -> dict[str, Asked]:
+    def withdraw(self, task_ids: Collection[TaskId]) -> dict[str, QuestionNote]:
         """Close tasks.
 
         Returns:
@@ -169,12 +169,12 @@ class Batch:
         self.waiting = deque(one for one in self.waiting if one[0] not in places)
         self.landed |= dict.fromkeys(places)
         questions = [self.open[place] for place in places & self.open.keys()]
-        left: dict[str, Asked] = {}
+        left: dict[str, QuestionNote] = {}
         for question in questions:
             left |= self._leave(question)
         return left
 
-    def _leave(self, question: Question) -> dict[str, Asked]:
+    def _leave(self, question: Question) -> dict[str, QuestionNote]:
         self.open.pop(question.index, None)
         left = [name for name, out in self.out.items() if out.question is question]
         return {name: self.out.pop(name).question.asked for name in left}

@@ -25,7 +25,7 @@ from flwr.clientapp import ClientApp
 
 from cloud_adapters.transport import frame_references
 from cloud_adapters.transport.frame_references import (
-    Packed,
+    PackedFrame,
     Reference,
     Sizes,
     inline,
@@ -123,7 +123,7 @@ def agent_app(agent: Agent, frames: Frames = INLINE) -> ClientApp:
         head = _task(message)
         references = _references(message.content)
 
-        def work() -> Packed:
+        def work() -> PackedFrame:
             task = head
             try:
                 if references:
@@ -174,7 +174,7 @@ def pack(
         "job": job_text,
         "deadline_seconds": deadline_seconds,
     }
-    return _content(Packed(frame=frame, references=references), about)
+    return _content(PackedFrame(frame=frame, references=references), about)
 
 
 def pack_word(word: Word) -> RecordDict:
@@ -230,13 +230,13 @@ def frame_in_record(content: RecordDict) -> bytes | None:
     return None
 
 
-def unpack_all(content: RecordDict) -> Packed:
+def unpack_all(content: RecordDict) -> PackedFrame:
     """Take out the frame, and the references that stand beside it.
 
     Raises:
         ProtocolError: There is no frame, or a reference is malformed.
     """
-    return Packed(frame=unpack(content), references=_references(content))
+    return PackedFrame(frame=unpack(content), references=_references(content))
 
 
 def _references(content: RecordDict) -> tuple[Reference, ...]:
@@ -246,7 +246,7 @@ def _references(content: RecordDict) -> tuple[Reference, ...]:
     return frame_references.read_references(text) if text else ()
 
 
-def _content(packed: Packed, about: _Record = _NOTHING) -> RecordDict:
+def _content(packed: PackedFrame, about: _Record = _NOTHING) -> RecordDict:
     if packed.references:
         text = frame_references.write_references(packed.references)
         about = {**about, _REFERENCES: text}
@@ -297,7 +297,7 @@ def _answer(
     task = _task(message)
     job_text = str(_about(message)["job"])
 
-    def work() -> Packed:
+    def work() -> PackedFrame:
         handler = _handler(handler_for, job_text, task.site)
         _limit_torch(threads)
         return inline(handler.handle(task))
@@ -346,9 +346,9 @@ def _limit_torch(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _within(seconds: float, task: Task, work: Callable[[], Packed]) -> Packed:
+def _within(seconds: float, task: Task, work: Callable[[], PackedFrame]) -> PackedFrame:
     """Answer within a time, in a thread, so that a hanging site frees its process."""
-    answers: list[Packed] = []
+    answers: list[PackedFrame] = []
 
     def do() -> None:
         try:

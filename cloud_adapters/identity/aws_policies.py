@@ -22,7 +22,7 @@ _KMS_KEY = re.compile(r"arn:aws[a-z-]*:kms:[a-z0-9-]+:\d{12}:key/[\w-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class S3Prefix:
     """A prefix in a bucket.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
         return f"{self.bucket_arn}/{self.names}"
 
 
-def parse_place(url: str, *, partition: str = "aws") -> Place:
+def parse_place(url: str, *, partition: str = "aws") -> S3Prefix:
     """Read ``s3://BUCKET/PREFIX``.
 
     Raises:
@@ -63,13 +63,13 @@ def parse_place(url: str, *, partition: str = "aws") -> Place:
             f"{url!r} is not s3://BUCKET/PREFIX: a site gets a prefix, not a bucket, "
             "and no pattern"
         )
-    return Place(found[1], found[2], partition)
+    return S3Prefix(found[1], found[2], partition)
 
 
 def site_policy(
     *,
-    reads: Sequence[Place],
-    writes: Place,
+    reads: Sequence[S3Prefix],
+    writes: S3Prefix,
     kms_key: str | None = None,
     encryption_key: str | None = None,
     may_rewrap: bool = False,
@@ -102,7 +102,7 @@ def site_policy(
     )
 
 
-def bucket_policy(place: Place) -> str:
+def bucket_policy(place: S3Prefix) -> str:
     """Write the policy of a bucket: nothing without TLS, whoever asks."""
     return _render(
         "aws-bucket.json.j2",

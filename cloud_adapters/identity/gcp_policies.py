@@ -28,7 +28,7 @@ _MAX_TITLE = 100  # of IAM
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GcsPrefix:
     """A prefix in a bucket.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
     prefix: str
 
 
-def parse_place(url: str) -> Place:
+def parse_place(url: str) -> GcsPrefix:
     """Read ``gs://BUCKET/PREFIX``.
 
     Raises:
@@ -51,7 +51,7 @@ def parse_place(url: str) -> Place:
         raise ValueError(
             f"{url!r} is not gs://BUCKET/PREFIX: a site gets a prefix, not a bucket"
         )
-    return Place(found[1], check_key(found[2]))
+    return GcsPrefix(found[1], check_key(found[2]))
 
 
 def role(kind: str) -> str:
@@ -59,7 +59,7 @@ def role(kind: str) -> str:
     return (_FOLDER / f"gcp-{kind}.json").read_text()
 
 
-def condition(place: Place) -> str:
+def condition(place: GcsPrefix) -> str:
     """Write the condition that binds a role to one prefix of a bucket, as JSON.
 
     Objects are told by their name; a listing is a request to the bucket, and told by

@@ -21,7 +21,9 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int, request: type["Request"], *, advice: str) -> None:
+    def __init__(
+        self, port: int, request: type["LoopbackHandler"], *, advice: str
+    ) -> None:
         """Take the port; nothing is answered before ``listening``.
 
         Args:
@@ -57,7 +59,7 @@ class Server(ThreadingHTTPServer):
         _LOG.info("a request was broken off", exc_info=True)
 
 
-class Request(BaseHTTPRequestHandler):
+class LoopbackHandler(BaseHTTPRequestHandler):
     """The requests of one connection."""
 
     def read_body(self, max_bytes: int) -> bytes | None:

@@ -54,7 +54,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedFrame:
     """A message as it travels.
 
     Attributes:
@@ -94,9 +94,9 @@ class Sizes:
         return cls(num_floats=task.weights_d.size, num_integers=task.integers_m.size)
 
 
-def inline(message: WireMessage) -> Packed:
+def inline(message: WireMessage) -> PackedFrame:
     """Pack a message whole, whatever its size."""
-    return Packed(frame=wire.encode_bytes(message))
+    return PackedFrame(frame=wire.encode_bytes(message))
 
 
 def write_references(references: Sequence[Reference]) -> str:

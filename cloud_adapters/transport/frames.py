@@ -41,7 +41,7 @@ from cloud_adapters.storage.disk.transfer import stream
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.transport.frame_references import (
     DTYPES,
-    Packed,
+    PackedFrame,
     Reference,
     Sizes,
     check,
@@ -112,7 +112,7 @@ class Frames:
         self._shared = _Shared()
         self._is_used = False
 
-    def send(self, message: WireMessage) -> Packed:
+    def send(self, message: WireMessage) -> PackedFrame:
         """Pack a message; write what is large to the store.
 
         The vectors of a task are written once for all sites: they must not change
@@ -147,7 +147,7 @@ class Frames:
         )
         empty: dict[str, Any] = {name: vector[:0] for name, vector in large.items()}
         frame = wire.encode_bytes(replace(message, **empty))
-        return Packed(frame=frame, references=references)
+        return PackedFrame(frame=frame, references=references)
 
     def receive(
         self, head: _Message, references: Sequence[Reference], sizes: Sizes

@@ -52,7 +52,7 @@ class Invitation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
+class NodeCertificate:
     """A certificate of a site.
 
     Attributes:
@@ -65,7 +65,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class EnrolledSite:
     """A site that is enrolled.
 
     Attributes:
@@ -86,7 +86,7 @@ class Member:
     node_key: str
     node_id: str
     enrolled_at: float
-    certificates: tuple[Certificate, ...]
+    certificates: tuple[NodeCertificate, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +98,12 @@ class Withdrawn:
         at: When, in seconds since 1970.
     """
 
-    member: Member
+    member: EnrolledSite
     at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Book:
+class EnrolmentBook:
     """All that is known.
 
     Attributes:
@@ -115,7 +115,7 @@ class Book:
 
     version: int = VERSION
     invitations: tuple[Invitation, ...] = ()
-    members: tuple[Member, ...] = ()
+    members: tuple[EnrolledSite, ...] = ()
     withdrawn: tuple[Withdrawn, ...] = ()
 
     def invitation(self, digest: str) -> Invitation | None:
@@ -123,23 +123,23 @@ class Book:
         found = [one for one in self.invitations if one.digest == digest]
         return found[0] if found else None
 
-    def member(self, site: str) -> Member | None:
+    def member(self, site: str) -> EnrolledSite | None:
         """Find an enrolled site."""
         found = [one for one in self.members if one.site == site]
         return found[0] if found else None
 
-    def with_invitation(self, invitation: Invitation) -> "Book":
+    def with_invitation(self, invitation: Invitation) -> "EnrolmentBook":
         """Put an invitation in the place of one with the same token, or add it."""
         rest = [one for one in self.invitations if one.digest != invitation.digest]
         return replace(self, invitations=(*rest, invitation))
 
-    def with_member(self, member: Member) -> "Book":
+    def with_member(self, member: EnrolledSite) -> "EnrolmentBook":
         """Put a site in the place of one with the same name, or add it."""
         rest = [one for one in self.members if one.site != member.site]
         members = sorted((*rest, member), key=lambda one: one.site)
         return replace(self, members=tuple(members))
 
-    def without(self, site: str, *, at: float) -> "Book":
+    def without(self, site: str, *, at: float) -> "EnrolmentBook":
         """Withdraw a site and every invitation of it."""
         gone = tuple(
             Withdrawn(member=one, at=at) for one in self.members if one.site == site
@@ -172,7 +172,7 @@ class Book:
             if pinned.get(SiteId(one.site), one.identity) == one.identity
         )
 
-    def at(self, now: float) -> "Book":
+    def at(self, now: float) -> "EnrolmentBook":
         """Leave out what time has ended: invitations, and certificates of members."""
         return replace(
             self,
@@ -211,7 +211,7 @@ class BookFile:
         """The file."""
         return self.folder / "sites.json"
 
-    def read(self) -> Book:
+    def read(self) -> EnrolmentBook:
         """Read the book; an empty one if there is none.
 
         Raises:
@@ -221,14 +221,16 @@ class BookFile:
             with self.path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
-            return Book()
+            return EnrolmentBook()
         except OSError as error:
             raise BookDamaged(f"cannot read {self.path}: {error.strerror}") from error
         try:
             book = decode(
-                json.loads(data, parse_constant=refuse_constant), Book, where="sites"
+                json.loads(data, parse_constant=refuse_constant),
+                EnrolmentBook,
+                where="sites",
             )
-            if not isinstance(book, Book) or book.version != VERSION:
+            if not isinstance(book, EnrolmentBook) or book.version != VERSION:
                 raise ValueError("it is of another version")  # noqa: TRY301
             book.revoked(0.0)
         except (ValueError, RecursionError) as error:
@@ -263,7 +265,7 @@ class BookFile:
         finally:
             os.close(lock)
 
-    def write(self, book: Book) -> None:
+    def write(self, book: EnrolmentBook) -> None:
         """Replace the book; the caller holds the lock.
 
         Raises:
@@ -294,7 +296,7 @@ class BookFile:
             },
         )
 
-    def write_revocations(self, book: Book, authority: Authority) -> None:
+    def write_revocations(self, book: EnrolmentBook, authority: Authority) -> None:
         """Write what the proxy reads: nothing that is listed is ever let in again.
 
         Raises:

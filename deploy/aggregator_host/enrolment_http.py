@@ -63,7 +63,7 @@ class _Server(loopback_http.Server):
             self._free.release()
 
 
-class _Request(loopback_http.Request):
+class _Request(loopback_http.LoopbackHandler):
     server: _Server
     timeout = REQUEST_SECONDS
 

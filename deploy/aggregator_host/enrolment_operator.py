@@ -14,8 +14,8 @@ from deploy.aggregator_host import disk_reserve
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import (
     BookFile,
+    EnrolledSite,
     Invitation,
-    Member,
     Withdrawn,
     open_authority,
 )
@@ -116,7 +116,7 @@ def overview(config: AggregatorConfig, *, clock: Clock) -> Overview:
     return Overview(sites=(*invited, *enrolled, *revoked), serial=serial, digest=digest)
 
 
-def _row(member: Member, state: str, at: float) -> SiteRow:
+def _row(member: EnrolledSite, state: str, at: float) -> SiteRow:
     key = PublicIdentity(bytes.fromhex(member.identity))
     return SiteRow(
         site=member.site,

@@ -13,11 +13,11 @@ from pathlib import Path
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_book import (
     MAX_CERTIFICATES,
-    Book,
     BookFile,
-    Certificate,
+    EnrolledSite,
+    EnrolmentBook,
     Invitation,
-    Member,
+    NodeCertificate,
     open_authority,
 )
 from federation.errors import FederationError
@@ -125,7 +125,7 @@ class EnrolmentService:
         )
         return self._answer(issued)
 
-    def _invitation(self, book: Book, asked: Enrolment) -> Invitation:
+    def _invitation(self, book: EnrolmentBook, asked: Enrolment) -> Invitation:
         secret = enrolment.unhex(asked.secret, "secret")
         found = book.invitation(enrolment_token.digest_of(secret))
         again = "ask the aggregator's operator for a new one"
@@ -165,11 +165,13 @@ class EnrolmentService:
                 status=400,
             )
 
-    def _member(self, book: Book, asked: Enrolment, node_id: int) -> Member:
+    def _member(
+        self, book: EnrolmentBook, asked: Enrolment, node_id: int
+    ) -> EnrolledSite:
         before = book.member(asked.site)
         if before is not None:
             return before
-        return Member(
+        return EnrolledSite(
             site=asked.site,
             organisation=asked.organisation,
             release=asked.release,
@@ -196,7 +198,9 @@ class EnrolmentService:
                 self.listener(f"site {asked.site!r} has a new certificate")
         return self._answer(issued)
 
-    def _shown(self, book: Book, asked: Renewal, authority: Authority) -> Member:
+    def _shown(
+        self, book: EnrolmentBook, asked: Renewal, authority: Authority
+    ) -> EnrolledSite:
         """The site that shows its certificate.
 
         Raises:
@@ -226,7 +230,7 @@ class EnrolmentService:
         return enrolment.answer(certificate=issued, roster=text)
 
 
-def _with_certificate(member: Member, issued: bytes) -> Member:
+def _with_certificate(member: EnrolledSite, issued: bytes) -> EnrolledSite:
     """Note a certificate of a site.
 
     Raises:
@@ -239,14 +243,14 @@ def _with_certificate(member: Member, issued: bytes) -> Member:
             status=429,
         )
     certificate = parse_certificate(issued)
-    noted = Certificate(
+    noted = NodeCertificate(
         serial=f"{certificate.serial_number:x}",
         expires=certificate.not_valid_after_utc.timestamp(),
     )
     return replace(member, certificates=(*member.certificates, noted))
 
 
-def _check_new(book: Book, asked: Enrolment) -> None:
+def _check_new(book: EnrolmentBook, asked: Enrolment) -> None:
     """Keys belong to one site, and never again to one that was revoked."""
     for one in book.withdrawn:
         if asked.identity == one.member.identity or asked.node_key == (

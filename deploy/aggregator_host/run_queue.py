@@ -54,7 +54,7 @@ MAX_FRUITLESS_STARTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RunRequest:
     """That somebody wants a run.
 
     Attributes:
@@ -93,7 +93,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handed:
+class QueuedRun:
     """A run that was handed over, and how far it is.
 
     Attributes:
@@ -105,7 +105,7 @@ class Handed:
     """
 
     run: RunFolder
-    request: Request
+    request: RunRequest
     coordinator: Coordinator | None
     outcome: Outcome | None
     stop: bool = False
@@ -150,15 +150,15 @@ class Queue:
         damaged: Those that cannot be read; they keep nobody else waiting.
     """
 
-    runs: tuple[Handed, ...]
+    runs: tuple[QueuedRun, ...]
     damaged: tuple[Damaged, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class CoordinatorStart:
     """Start a coordinator for a run."""
 
-    handed: Handed
+    handed: QueuedRun
     fruitless: int
 
 
@@ -166,7 +166,7 @@ class Start:
 class GiveUp:
     """Leave an outcome for a run that no coordinator will bring to its end."""
 
-    handed: Handed
+    handed: QueuedRun
     code: int
     reason: str
     at_work: int | None = None  # Flower's number of a coordinator that is to end.
@@ -184,7 +184,7 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
     with file_errors("make", run.path):
         run.path.mkdir(parents=True, exist_ok=True)
     run.write_job(job)
-    _write(run.path / REQUEST, Request(at=at))
+    _write(run.path / REQUEST, RunRequest(at=at))
 
 
 def find_ended(job: JobSpec, root: Path) -> RunFolder:
@@ -227,7 +227,7 @@ def take_up(run: RunFolder, *, at: float) -> None:
     # The outcome goes last: until then it is not wanted.
     (run.path / COORDINATOR).unlink(missing_ok=True)
     (run.path / STOP).unlink(missing_ok=True)
-    _write(run.path / REQUEST, Request(at=at))
+    _write(run.path / REQUEST, RunRequest(at=at))
     (run.path / OUTCOME).unlink()
 
 
@@ -287,7 +287,7 @@ class DeadCoordinators:
         """Begin with none."""
         self._missed: dict[str, int] = {}  # Looks, by Flower's number.
 
-    def look(self, handed: Iterable[Handed]) -> list[tuple[RunFolder, int]]:
+    def look(self, handed: Iterable[QueuedRun]) -> list[tuple[RunFolder, int]]:
         """Runs whose coordinator has left the lock for some looks, and its number.
 
         One that has just done its work leaves its outcome at once.
@@ -307,7 +307,7 @@ class DeadCoordinators:
         return found
 
 
-def note_start(handed: Handed, flower_run: int, *, fruitless: int) -> None:
+def note_start(handed: QueuedRun, flower_run: int, *, fruitless: int) -> None:
     """Say who works on a run."""
     _write(
         handed.run.path / COORDINATOR,
@@ -317,16 +317,16 @@ def note_start(handed: Handed, flower_run: int, *, fruitless: int) -> None:
     )
 
 
-def read(run: RunFolder) -> Handed | None:
+def read(run: RunFolder) -> QueuedRun | None:
     """How far a run is; None if it was not handed over.
 
     Raises:
         CorruptObject: A file of it is damaged.
     """
-    request = _read(run.path / REQUEST, Request)
+    request = _read(run.path / REQUEST, RunRequest)
     if request is None:
         return None
-    return Handed(
+    return QueuedRun(
         run=run,
         request=request,
         coordinator=_read(run.path / COORDINATOR, Coordinator),
@@ -351,8 +351,8 @@ def handed_over(root: Path) -> Queue:
 
 
 def decide(
-    handed: Sequence[Handed], flower: Mapping[int, FlowerRun]
-) -> Iterable[Start | GiveUp]:
+    handed: Sequence[QueuedRun], flower: Mapping[int, FlowerRun]
+) -> Iterable[CoordinatorStart | GiveUp]:
     """What to do next: sites work on one run at a time, the oldest first.
 
     Args:
@@ -368,14 +368,14 @@ def decide(
             continue
         before = one.coordinator
         if before is None:
-            yield Start(handed=one, fruitless=1)
+            yield CoordinatorStart(handed=one, fruitless=1)
             return
         now = flower.get(int(before.flower_run))
         if now is not None and not now.is_over:
             return
         fruitless = 1 if one.rounds > before.rounds else before.fruitless + 1
         if fruitless <= MAX_FRUITLESS_STARTS:
-            yield Start(handed=one, fruitless=fruitless)
+            yield CoordinatorStart(handed=one, fruitless=fruitless)
             return
         said = "it is gone" if now is None else now.status
         yield GiveUp(
@@ -388,7 +388,7 @@ def decide(
         )
 
 
-def _withdraw(one: Handed, flower: Mapping[int, FlowerRun]) -> GiveUp:
+def _withdraw(one: QueuedRun, flower: Mapping[int, FlowerRun]) -> GiveUp:
     at_work = None
     if one.coordinator is not None:
         number = int(one.coordinator.flower_run)

@@ -33,11 +33,11 @@ from deploy.aggregator_host import (
 from deploy.aggregator_host.config import AggregatorConfig
 from deploy.aggregator_host.enrolment_service import EnrolmentService
 from deploy.aggregator_host.run_queue import (
+    CoordinatorStart,
     DeadCoordinators,
     GiveUp,
-    Handed,
     Outcome,
-    Start,
+    QueuedRun,
 )
 from federation import folder_lock
 from federation.addresses import parse_address
@@ -276,7 +276,7 @@ class AggregatorService:
             self._told.add(text)
             self.listener(text)
 
-    def _end_dead(self, control: FlowerControl, handed: Sequence[Handed]) -> None:
+    def _end_dead(self, control: FlowerControl, handed: Sequence[QueuedRun]) -> None:
         """End Flower's run where its coordinator was killed.
 
         Flower itself would notice after a minute.
@@ -293,7 +293,9 @@ class AggregatorService:
         if action.at_work is not None:
             control.stop(action.at_work)
 
-    def _start(self, control: FlowerControl, action: Start, run: RunFolder) -> None:
+    def _start(
+        self, control: FlowerControl, action: CoordinatorStart, run: RunFolder
+    ) -> None:
         run_queue.check_room(run)
         number = control.start(
             {

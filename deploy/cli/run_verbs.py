@@ -18,7 +18,7 @@ from federation.errors import FederationError, JobError, RunNotFound
 
 if TYPE_CHECKING:
     from deploy.aggregator_host.config import AggregatorConfig
-    from deploy.aggregator_host.run_queue import Handed, Queue
+    from deploy.aggregator_host.run_queue import Queue, QueuedRun
     from federation.protocols import Clock
     from monitoring.runs.run_folder import RunFolder
 
@@ -251,7 +251,7 @@ def _ps(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _row(handed: "Handed") -> dict[str, Any]:
+def _row(handed: "QueuedRun") -> dict[str, Any]:
     return {
         "run": handed.run.path.name,
         "job": handed.run.path.parent.name,

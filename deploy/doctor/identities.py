@@ -53,7 +53,7 @@ _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class CloudIdentity:
     """What was found.
 
     Attributes:
@@ -143,7 +143,7 @@ def checks(needs: Iterable[Need]) -> Iterator[Check]:
         yield _check(need, look(need))
 
 
-def _check(need: Need, found: Identity) -> Check:
+def _check(need: Need, found: CloudIdentity) -> Check:
     name = f"identity for {_CLOUD_NAMES[need.cloud]}"
     advice = f"{need.why} needs one: see docs/howto/cloud-identity.md"
     said = f"{found.kind}: {found.principal}" if found.principal else found.kind
@@ -160,13 +160,13 @@ def _check(need: Need, found: Identity) -> Check:
     return Check(name=name, status="ok", found=said)
 
 
-def look(need: Need) -> Identity:
+def look(need: Need) -> CloudIdentity:
     """Find out who this machine is for a cloud, within a few seconds."""
     question = {"aws": _aws, "gcp": _gcp}[need.cloud]
     found = _within(lambda: question(is_own=need.is_own))
     if found is not None:
         return found
-    return Identity(
+    return CloudIdentity(
         kind=f"not known: looking for it took longer than {LIMIT_SECONDS:.0f} s",
         doubt="a credential process or a metadata service does not answer",
         exists=False,
@@ -190,7 +190,7 @@ def _within(question: Callable[[], _Found]) -> _Found | None:
         return None
 
 
-def _aws(*, is_own: bool) -> Identity:
+def _aws(*, is_own: bool) -> CloudIdentity:
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 -- slow
 
     try:
@@ -201,10 +201,10 @@ def _aws(*, is_own: bool) -> Identity:
             credentials = session.get_credentials()
             doubt = "" if credentials is None else "the instance allows IMDSv1 alone"
         if credentials is None:
-            return Identity(kind=_AWS_NONE, exists=False)
+            return CloudIdentity(kind=_AWS_NONE, exists=False)
         frozen = credentials.get_frozen_credentials()
     except (BotoCoreError, ClientError) as error:
-        return Identity(
+        return CloudIdentity(
             kind=f"none that works ({_name_of(error)})",
             doubt="the profile or role that is configured gives no credentials",
             exists=False,
@@ -217,7 +217,7 @@ def _aws(*, is_own: bool) -> Identity:
     if is_own:
         principal, problem = _aws_principal(session)
         doubt = doubt or problem
-    return Identity(
+    return CloudIdentity(
         kind=kind,
         principal=principal,
         doubt=doubt,
@@ -276,7 +276,7 @@ def _name_of(error: Exception) -> str:
     return type(error).__name__
 
 
-def _gcp(*, is_own: bool) -> Identity:
+def _gcp(*, is_own: bool) -> CloudIdentity:
     # Its warnings of single attempts say less than what is found in the end.
     log = logging.getLogger("google.auth")
     level = log.level
@@ -287,7 +287,7 @@ def _gcp(*, is_own: bool) -> Identity:
         log.setLevel(level)
 
 
-def _ask_google(*, is_own: bool) -> Identity:
+def _ask_google(*, is_own: bool) -> CloudIdentity:
     import google.auth  # noqa: PLC0415 -- slow to import
     from google.auth.exceptions import (  # noqa: PLC0415
         DefaultCredentialsError,
@@ -299,9 +299,9 @@ def _ask_google(*, is_own: bool) -> Identity:
     try:
         credentials, _ = google.auth.default(scopes=[_SCOPE], request=request)
     except DefaultCredentialsError:
-        return Identity(kind=_GCP_NONE, exists=False)
+        return CloudIdentity(kind=_GCP_NONE, exists=False)
     except (GoogleAuthError, OSError, ValueError) as error:
-        return Identity(
+        return CloudIdentity(
             kind=f"none that works ({type(error).__name__})",
             doubt="the file that is named holds no credentials",
             exists=False,
@@ -315,7 +315,7 @@ def _ask_google(*, is_own: bool) -> Identity:
             doubt = "Google, which gives its tokens, is out of reach"
         except (GoogleAuthError, OSError, ValueError) as error:
             doubt = f"Google gives no token for it ({type(error).__name__})"
-    return Identity(
+    return CloudIdentity(
         kind=kind,
         principal=_gcp_principal(credentials),
         doubt=doubt,

@@ -26,8 +26,8 @@ from deploy.site_host import (
 )
 from deploy.site_host.config import SiteConfig
 from deploy.site_host.run import (
-    MetRun,
     OpenRun,
+    ProposedRun,
     SiteKeys,
     open_run,
     order_seed,
@@ -84,7 +84,7 @@ class SiteAgent:
     clock: Clock
     listener: Callable[[str], None] = _LOG.info
     _meters: StoreMeters = field(init=False)
-    _met: MetRun | None = field(default=None, init=False)
+    _met: ProposedRun | None = field(default=None, init=False)
     _run: OpenRun | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -230,7 +230,7 @@ class SiteAgent:
         met = self._meet_again(run_id)
         return self._open(met, keep={}, stated=self._stated_before(met))
 
-    def _stated_before(self, met: MetRun) -> Mapping[SiteId, float] | None:
+    def _stated_before(self, met: ProposedRun) -> Mapping[SiteId, float] | None:
         """What all sites have stated to a run; None unless noise is in the sum."""
         if not met.job.privacy.differential_privacy.in_sum:
             return None
@@ -244,7 +244,7 @@ class SiteAgent:
         statements = introduction.open_statements(sealed, self.roster)
         return self._stated(statements, met)
 
-    def _meet_again(self, run_id: RunId) -> MetRun:
+    def _meet_again(self, run_id: RunId) -> ProposedRun:
         try:
             sealed = (self._folder(run_id) / _PROPOSAL).read_bytes()
         except OSError:
@@ -279,7 +279,9 @@ class SiteAgent:
         run = self._open(met, keep={_STATEMENTS: sealed}, stated=stated)
         return self._introduction(sealed, privacy=run.promise)
 
-    def _stated(self, statements: Statements, met: MetRun) -> Mapping[SiteId, float]:
+    def _stated(
+        self, statements: Statements, met: ProposedRun
+    ) -> Mapping[SiteId, float]:
         """What each site of the job has stated and signed.
 
         Raises:
@@ -299,7 +301,7 @@ class SiteAgent:
             )
         return stated
 
-    def _meet(self, proposal: Proposal, roster: Roster, sealed: bytes) -> MetRun:
+    def _meet(self, proposal: Proposal, roster: Roster, sealed: bytes) -> ProposedRun:
         """Check a proposal, load model and data of its run, and go by its roster.
 
         Raises:
@@ -327,7 +329,7 @@ class SiteAgent:
             site_data={self.name: site_data.load(self.config.file, job, watch)},
             order_seed=order_seed(self.config, job, sealed),
         )
-        return MetRun(
+        return ProposedRun(
             run_id=run_id,
             sealed=sealed,
             federation=federation,
@@ -336,7 +338,7 @@ class SiteAgent:
 
     def _open(
         self,
-        met: MetRun,
+        met: ProposedRun,
         *,
         keep: Mapping[str, bytes],
         stated: Mapping[SiteId, float] | None = None,

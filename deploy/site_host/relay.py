@@ -188,7 +188,7 @@ class _Server(loopback_http.Server):
             super().finish_request(secured, client_address)
 
 
-class _Call(loopback_http.Request):
+class _Call(loopback_http.LoopbackHandler):
     """Calls of one connection, each passed on over one of its own."""
 
     server: _Server

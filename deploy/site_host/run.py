@@ -42,7 +42,7 @@ from privacy.secagg.protocol.train import most_evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetRun:
+class ProposedRun:
     """A run that was proposed to a site, and that it has model and data for.
 
     Attributes:
@@ -74,7 +74,7 @@ class OpenRun:
         stack: Closed when the site leaves the run: keys go, and ledgers are closed.
     """
 
-    met: MetRun
+    met: ProposedRun
     handler: SiteHandler
     promise: SitePrivacy | None
     stack: ExitStack
@@ -94,7 +94,7 @@ class SiteKeys:
 
 
 def open_run(
-    met: MetRun,
+    met: ProposedRun,
     *,
     config: SiteConfig,
     keys: SiteKeys,
@@ -186,7 +186,7 @@ def _trainer_maker(
 
 
 def _secure_site(
-    met: MetRun,
+    met: ProposedRun,
     make_trainer: Callable[[], Trainer],
     *,
     config: SiteConfig,
@@ -251,7 +251,7 @@ class LedgerKey:
 
 
 def private_sites(
-    met: MetRun,
+    met: ProposedRun,
     *,
     config: SiteConfig,
     identity: Identity,
@@ -379,7 +379,7 @@ def _records(config: SiteConfig, job: JobSpec) -> str:
 
 
 def _cohort_rule(
-    met: MetRun, config: SiteConfig, promise: SitePrivacy | None
+    met: ProposedRun, config: SiteConfig, promise: SitePrivacy | None
 ) -> CohortRule:
     """Hold the sites of a job against the sums that this site has joined before.
 

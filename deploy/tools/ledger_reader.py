@@ -25,7 +25,7 @@ from monitoring.runs.find import find_run
 from monitoring.runs.run_folder import RunFolder
 from privacy.dp import accountant, cross_check
 from privacy.dp.errors import LedgerDamaged
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger_files import (
     HEAD_NAME,
     LEDGER_NAME,
@@ -222,13 +222,13 @@ def _spent(contents: Contents, purpose: Purpose) -> dict[str, Any]:
     }
 
 
-def _gathered(events: tuple[Event, ...]) -> list[Event]:
+def _gathered(events: tuple[PrivacyEvent, ...]) -> list[PrivacyEvent]:
     """Events of one kind as one."""
     found = []
     for _, same in groupby(sorted(events, key=_kind), key=_kind):
         alike = list(same)
         found.append(
-            Event(
+            PrivacyEvent(
                 noise_multiplier=alike[0].noise_multiplier,
                 sampling_rate=alike[0].sampling_rate,
                 slack=alike[0].slack,
@@ -238,7 +238,7 @@ def _gathered(events: tuple[Event, ...]) -> list[Event]:
     return found
 
 
-def _kind(event: Event) -> tuple[float, float, float]:
+def _kind(event: PrivacyEvent) -> tuple[float, float, float]:
     return event.noise_multiplier, event.sampling_rate, event.slack
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from privacy.dp import composition
-from privacy.dp.events import Event, total_slack
+from privacy.dp.events import PrivacyEvent, total_slack
 from privacy.dp.trade_off import EPSILONS, TradeOff
 
 NEIGHBOURING_RELATION = "add or remove one record"
@@ -57,15 +57,15 @@ class EpsilonCurve:
         if not MIN_DELTA <= delta < 1:
             raise ValueError(f"delta is {delta}, not from {MIN_DELTA} up to 1")
         self._delta = delta
-        self._events: tuple[Event, ...] = ()
+        self._events: tuple[PrivacyEvent, ...] = ()
         # What was asked for last: a charge is looked at, counted, and told.
-        self._known: tuple[tuple[Event, ...], float] = ((), 0.0)
+        self._known: tuple[tuple[PrivacyEvent, ...], float] = ((), 0.0)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: PrivacyEvent) -> None:
         """Count an event."""
         self._events = _merge((*self._events, event))
 
-    def epsilon(self, *more: Event) -> float:
+    def epsilon(self, *more: PrivacyEvent) -> float:
         """Epsilon of what was counted, and of ``more``, which is not counted.
 
         Returns:
@@ -77,7 +77,7 @@ class EpsilonCurve:
             self._known = events, self._compose(events)
         return self._known[1]
 
-    def _compose(self, events: tuple[Event, ...]) -> float:
+    def _compose(self, events: tuple[PrivacyEvent, ...]) -> float:
         left = self._delta - total_slack(events) - _ROUNDING
         if left <= 0:
             return float("inf")
@@ -85,7 +85,7 @@ class EpsilonCurve:
 
 
 def epsilon(
-    events: Iterable[Event], delta: float, accountant: Accountant = "pld"
+    events: Iterable[PrivacyEvent], delta: float, accountant: Accountant = "pld"
 ) -> float:
     """Smallest epsilon for which all events together are (epsilon, delta)-private.
 
@@ -108,7 +108,7 @@ def epsilon(
     return _renyi(_merge(tuple(events)), delta)
 
 
-def trade_off(events: Iterable[Event]) -> TradeOff:
+def trade_off(events: Iterable[PrivacyEvent]) -> TradeOff:
     """Bound every attack on all events together: epsilon and delta at once.
 
     Args:
@@ -123,18 +123,20 @@ def trade_off(events: Iterable[Event]) -> TradeOff:
     return TradeOff(np.minimum(found + slack, 1.0))
 
 
-def _merge(events: tuple[Event, ...]) -> tuple[Event, ...]:
+def _merge(events: tuple[PrivacyEvent, ...]) -> tuple[PrivacyEvent, ...]:
     """Events of one kind as one event."""
     steps = Counter[tuple[float, float, float]]()
     for event in events:
         steps[(event.noise_multiplier, event.sampling_rate, event.slack)] += event.steps
     return tuple(
-        Event(noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=count)
+        PrivacyEvent(
+            noise_multiplier=noise, sampling_rate=rate, slack=slack, steps=count
+        )
         for (noise, rate, slack), count in sorted(steps.items())
     )
 
 
-def _steps(events: tuple[Event, ...]) -> Mapping[composition.Mechanism, int]:
+def _steps(events: tuple[PrivacyEvent, ...]) -> Mapping[composition.Mechanism, int]:
     steps = Counter[composition.Mechanism]()
     for event in events:
         mechanism = composition.Mechanism(event.noise_multiplier, event.sampling_rate)
@@ -142,7 +144,7 @@ def _steps(events: tuple[Event, ...]) -> Mapping[composition.Mechanism, int]:
     return steps
 
 
-def _renyi(events: tuple[Event, ...], delta: float) -> float:
+def _renyi(events: tuple[PrivacyEvent, ...], delta: float) -> float:
     if not events:
         return 0.0
     # Slow to import, and only a site that accounts needs it.

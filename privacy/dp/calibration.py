@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from privacy.dp import accountant
 from privacy.dp.errors import PrivacyUnreachable
-from privacy.dp.events import MAX_STEPS, Event
+from privacy.dp.events import MAX_STEPS, PrivacyEvent
 
 # Noise of a hundred clip norms a step is not training any more.
 MAX_NOISE_MULTIPLIER = 100.0
@@ -30,7 +30,7 @@ def noise_multiplier(
     steps: int,
     *,
     slack: float = 0.0,
-    beside: Sequence[Event] = (),
+    beside: Sequence[PrivacyEvent] = (),
 ) -> float:
     """Smallest noise multiplier with which all steps stay within the target.
 
@@ -74,7 +74,7 @@ def noise_multiplier(
 
 
 def _check_beside(
-    target: float, goal: float, delta: float, beside: Sequence[Event]
+    target: float, goal: float, delta: float, beside: Sequence[PrivacyEvent]
 ) -> None:
     taken = accountant.epsilon(beside, delta)
     if taken >= goal:
@@ -95,7 +95,7 @@ class _Spent:
         sampling_rate: float,
         steps: int,
         slack: float,
-        beside: Sequence[Event],
+        beside: Sequence[PrivacyEvent],
     ) -> None:
         self.delta = delta
         self.sampling_rate = sampling_rate
@@ -110,7 +110,7 @@ class _Spent:
         sampling_rate: float | None = None,
         steps: int | None = None,
     ) -> float:
-        event = Event(
+        event = PrivacyEvent(
             noise_multiplier=multiplier,
             sampling_rate=sampling_rate or self.sampling_rate,
             steps=steps or self.steps,

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from privacy.dp.events import Event, total_slack
+from privacy.dp.events import PrivacyEvent, total_slack
 
 EPSILON_ERROR = 0.01
 _DELTA_SHARE = 1e-3
@@ -29,7 +29,7 @@ class CrossCheck:
     upper: float
 
 
-def epsilon(events: Iterable[Event], delta: float) -> CrossCheck:
+def epsilon(events: Iterable[PrivacyEvent], delta: float) -> CrossCheck:
     """Epsilon of all events together, by privacy loss random variables.
 
     Args:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.special import betaincinv
 
 from privacy.dp.auditing import Guesses, Scores, Truth
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.trade_off import TradeOff
 
 # Logarithm of the least p-value that is told from 0, and halvings to find one.
@@ -52,7 +52,7 @@ class PValues:
     independent: float
 
 
-def scores_without_noise(is_in_m: Truth, events: Iterable[Event]) -> Scores:
+def scores_without_noise(is_in_m: Truth, events: Iterable[PrivacyEvent]) -> Scores:
     """Scores as training without any noise would give them, and rather less clear.
 
     A canary that was drawn in some step is seen, and one that was never drawn looks

@@ -13,7 +13,7 @@ MAX_STEPS = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class PrivacyEvent:
     """One kind of release, made some times over: the Poisson-sampled Gaussian.
 
     Each step takes every record with probability ``sampling_rate``, adds up one
@@ -80,6 +80,6 @@ class Event:
         return cls(**document)
 
 
-def total_slack(events: tuple[Event, ...]) -> float:
+def total_slack(events: tuple[PrivacyEvent, ...]) -> float:
     """Probability that any step of any event is not covered (a union bound)."""
     return math.fsum(event.steps * event.slack for event in events)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from federation.messages import MetricSums
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import GaussianMechanism
 
 # The loss of a prediction is clipped to this many nats: guessing among 256 tokens
@@ -45,10 +45,10 @@ class HeldOutMechanism:
     predictions: int
     num_records: int
 
-    def event(self) -> Event:
+    def event(self) -> PrivacyEvent:
         """One release, as the accountant sees it: of all records, not of a sample."""
         mechanism = self._mechanism()
-        return Event(
+        return PrivacyEvent(
             noise_multiplier=mechanism.effective_multiplier,
             sampling_rate=1.0,
             steps=1,

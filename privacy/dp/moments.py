@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from privacy.counts import coarse
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import GaussianMechanism
 
 Array = NDArray[np.float64]
@@ -47,10 +47,10 @@ class MomentsMechanism:
         """Probability of each record to be looked at, independently."""
         return min(1.0, MOST_RECORDS / coarse(self.num_records))
 
-    def event(self) -> Event:
+    def event(self) -> PrivacyEvent:
         """The release, as the accountant sees it."""
         mechanism = self._mechanism()
-        return Event(
+        return PrivacyEvent(
             noise_multiplier=mechanism.effective_multiplier,
             sampling_rate=self.rate,
             steps=1,

@@ -15,7 +15,7 @@ from faults.verdict import Run
 
 from federation.clock import VirtualClock
 from federation.job import job_file
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import FileLedger
 from privacy.dp.ledger.ledger_format import Terms
 
@@ -124,7 +124,7 @@ def test_a_release_that_is_not_charged_is_seen(run: Run, charged: tuple[int, ...
         run_id="r", site="a", job_digest="00" * 32, delta=1e-5, epsilon_cap=50.0
     )
     ledger = FileLedger(run.folder, terms, clock=VirtualClock(1e9))
-    event = Event(noise_multiplier=1.0, sampling_rate=0.1, steps=1)
+    event = PrivacyEvent(noise_multiplier=1.0, sampling_rate=0.1, steps=1)
     for index in charged:
         ledger.charge(event, round_index=index)
     ledger.close()

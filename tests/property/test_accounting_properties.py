@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from privacy.dp import accountant, calibration, composition
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 
 pytestmark = [pytest.mark.slow]
 
 DELTAS = st.sampled_from([1e-8, 1e-6, 1e-5, 1e-3])
 EVENTS = st.builds(
-    Event,
+    PrivacyEvent,
     noise_multiplier=st.floats(0.6, 20),
     sampling_rate=st.floats(0.001, 1),
     steps=st.integers(1, 3000),
@@ -25,7 +25,7 @@ def tolerance(value: float) -> float:
 
 @settings(max_examples=15)
 @given(event=EVENTS, delta=DELTAS)
-def test_renyi_is_never_below(event: Event, delta: float):
+def test_renyi_is_never_below(event: PrivacyEvent, delta: float):
     """The other bound is looser; above 500 there is no number to compare."""
     found = accountant.epsilon([event], delta)
     bound = accountant.epsilon([event], delta, "rdp")
@@ -34,17 +34,17 @@ def test_renyi_is_never_below(event: Event, delta: float):
 
 @settings(max_examples=12)
 @given(event=EVENTS, delta=DELTAS, more=st.integers(1, 3000))
-def test_more_steps_cost_more(event: Event, delta: float, more: int):
+def test_more_steps_cost_more(event: PrivacyEvent, delta: float, more: int):
     """And so does a smaller delta."""
     before = accountant.epsilon([event], delta)
-    longer = Event.parse(event.document() | {"steps": event.steps + more})
+    longer = PrivacyEvent.parse(event.document() | {"steps": event.steps + more})
     assert accountant.epsilon([longer], delta) >= before - tolerance(before)
     assert accountant.epsilon([event], delta / 2) >= before - tolerance(before)
 
 
 @settings(max_examples=8)
 @given(event=EVENTS, delta=DELTAS, factor=st.floats(1.01, 3))
-def test_more_noise_costs_less(event: Event, delta: float, factor: float):
+def test_more_noise_costs_less(event: PrivacyEvent, delta: float, factor: float):
     """As does a smaller batch."""
     before = accountant.epsilon([event], delta)
     quieter = event.noise_multiplier * factor
@@ -52,7 +52,9 @@ def test_more_noise_costs_less(event: Event, delta: float, factor: float):
         {"noise_multiplier": quieter},
         {"sampling_rate": event.sampling_rate / factor},
     ):
-        after = accountant.epsilon([Event.parse(event.document() | change)], delta)
+        after = accountant.epsilon(
+            [PrivacyEvent.parse(event.document() | change)], delta
+        )
         assert after <= before + tolerance(before)
 
 
@@ -71,10 +73,10 @@ def test_calibration_is_the_inverse(
         noise = calibration.noise_multiplier(target, delta, rate, steps)
     except calibration.PrivacyUnreachable:
         top = calibration.MAX_NOISE_MULTIPLIER
-        event = Event(noise_multiplier=top, sampling_rate=rate, steps=steps)
+        event = PrivacyEvent(noise_multiplier=top, sampling_rate=rate, steps=steps)
         assert accountant.epsilon([event], delta) > target * 0.999
         return
-    event = Event(noise_multiplier=noise, sampling_rate=rate, steps=steps)
+    event = PrivacyEvent(noise_multiplier=noise, sampling_rate=rate, steps=steps)
     spent = accountant.epsilon([event], delta)
     assert spent <= target
     assert spent >= target * (1 - 1e-3) or noise == calibration.MIN_NOISE_MULTIPLIER

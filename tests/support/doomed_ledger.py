@@ -16,10 +16,10 @@ from typing import Any
 
 from federation.clock import VirtualClock
 from privacy.dp import accountant
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import FileLedger, Terms
 
-EVENT = Event(noise_multiplier=10.0, sampling_rate=1.0, steps=1)
+EVENT = PrivacyEvent(noise_multiplier=10.0, sampling_rate=1.0, steps=1)
 TERMS = Terms(
     run_id="run-1", site="one", job_digest="00" * 32, delta=1e-5, epsilon_cap=50.0
 )

@@ -40,7 +40,7 @@ from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock
 from privacy.dp.accountant import EpsilonCurve
 from privacy.dp.errors import ClockWentBackwards, LedgerBehind, LedgerMismatch
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger import ledger_files, ledger_format
 from privacy.dp.ledger.ledger_files import HeadKey
 from privacy.dp.ledger.ledger_format import (
@@ -56,7 +56,7 @@ CLOCK_TOLERANCE_SECONDS = 5.0
 
 
 # What is released, and of which of the site's records.
-Release = tuple[Event, Purpose]
+Release = tuple[PrivacyEvent, Purpose]
 
 
 class Ledger(Protocol):
@@ -68,7 +68,7 @@ class Ledger(Protocol):
         ...
 
     def charge(
-        self, event: Event, *, round_index: int, purpose: Purpose = "train"
+        self, event: PrivacyEvent, *, round_index: int, purpose: Purpose = "train"
     ) -> float:
         """Write a release down, durably, before it is made.
 
@@ -105,7 +105,7 @@ class Ledger(Protocol):
         """
         ...
 
-    def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
+    def epsilon(self, purpose: Purpose = "train", *more: PrivacyEvent) -> float:
         """What has been spent on one purpose, and would be with more: upper bounds."""
         ...
 
@@ -151,7 +151,7 @@ class _Account:
             )
         return max(now, self.time)
 
-    def epsilon(self, purpose: Purpose, *more: Event) -> float:
+    def epsilon(self, purpose: Purpose, *more: PrivacyEvent) -> float:
         return self._curves[purpose].epsilon(*more)
 
     def prepare(
@@ -239,7 +239,7 @@ class InMemoryLedger:
         return self._account.terms
 
     def charge(
-        self, event: Event, *, round_index: int, purpose: Purpose = "train"
+        self, event: PrivacyEvent, *, round_index: int, purpose: Purpose = "train"
     ) -> float:
         """See ``Ledger.charge``."""
         (spent,) = self.charge_all([(event, purpose)], round_index=round_index)
@@ -255,7 +255,7 @@ class InMemoryLedger:
                 self._account.add(charge)
             return tuple(charge.epsilon_after for charge in charges)
 
-    def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
+    def epsilon(self, purpose: Purpose = "train", *more: PrivacyEvent) -> float:
         """See ``Ledger.epsilon``."""
         with self._lock:
             return self._account.epsilon(purpose, *more)
@@ -341,7 +341,7 @@ class FileLedger:
         return self._recovered
 
     def charge(
-        self, event: Event, *, round_index: int, purpose: Purpose = "train"
+        self, event: PrivacyEvent, *, round_index: int, purpose: Purpose = "train"
     ) -> float:
         """See ``Ledger.charge``."""
         (spent,) = self.charge_all([(event, purpose)], round_index=round_index)
@@ -354,7 +354,7 @@ class FileLedger:
         with self._lock:
             return self._charge(releases, round_index, capped=True)
 
-    def epsilon(self, purpose: Purpose = "train", *more: Event) -> float:
+    def epsilon(self, purpose: Purpose = "train", *more: PrivacyEvent) -> float:
         """See ``Ledger.epsilon``."""
         with self._lock:
             return self._account.epsilon(purpose, *more)
@@ -374,7 +374,7 @@ class FileLedger:
         with self._lock:
             self._account.check_anchor(anchor, str(self._path))
 
-    def restore(self, event: Event, *, purpose: Purpose, count: int) -> None:
+    def restore(self, event: PrivacyEvent, *, purpose: Purpose, count: int) -> None:
         """Write down charges that were lost, whatever the cap.
 
         They stand in round 0, since nobody knows theirs.

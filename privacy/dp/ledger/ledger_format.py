@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from privacy.dp.errors import LedgerDamaged
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 
 VERSION = 1
 START = "0" * 64
@@ -80,7 +80,7 @@ class Charge:
     seq: int
     round_index: int
     purpose: Purpose
-    event: Event
+    event: PrivacyEvent
     time: float
     epsilon_after: float
 
@@ -110,7 +110,7 @@ class Contents:
         """Place of the last line."""
         return len(self.hashes) - 1
 
-    def events(self, purpose: Purpose) -> tuple[Event, ...]:
+    def events(self, purpose: Purpose) -> tuple[PrivacyEvent, ...]:
         """What was spent for one purpose."""
         return tuple(c.event for c in self.charges if c.purpose == purpose)
 
@@ -274,7 +274,7 @@ def _terms(document: dict[str, Any]) -> Terms:
 
 
 def _charge(document: dict[str, Any]) -> Charge:
-    event = Event.parse(document.pop("event"))
+    event = PrivacyEvent.parse(document.pop("event"))
     charge = Charge(event=event, **document)
     if type(charge.round_index) is not int or charge.round_index < 0:
         raise ValueError(f"its round is {charge.round_index!r}")

@@ -17,7 +17,7 @@ from federation.errors import PrivacyError
 from federation.messages import LedgerAnchor
 from federation.protocols import Clock
 from privacy.dp.errors import LedgerBehind, LedgerDamaged
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger import ledger_files
 from privacy.dp.ledger.ledger import FileLedger
 from privacy.dp.ledger.ledger_files import HeadKey
@@ -51,8 +51,8 @@ def recover(
     terms: Terms,
     *,
     anchor: LedgerAnchor,
-    events: Mapping[Purpose, Event],
-    once: tuple[Event, ...] = (),
+    events: Mapping[Purpose, PrivacyEvent],
+    once: tuple[PrivacyEvent, ...] = (),
     clock: Clock,
     key: HeadKey | None = None,
 ) -> Recovered:
@@ -121,7 +121,7 @@ def _check_possible(anchor: LedgerAnchor, folder: Path) -> None:
         )
 
 
-def _counted(folder: Path, events: Mapping[Purpose, Event]) -> LedgerAnchor:
+def _counted(folder: Path, events: Mapping[Purpose, PrivacyEvent]) -> LedgerAnchor:
     """Count the charges of a ledger that may be damaged; in doubt, for each purpose."""
     lines = []
     with contextlib.suppress(FileNotFoundError):

@@ -9,7 +9,7 @@ import pytest
 from support.secagg_parties import RECORD, Parties
 from support.small_jobs import small_job
 
-from aggregator.honest_sums import Asked, check_totals
+from aggregator.honest_sums import SumTerms, check_totals
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from privacy.dp import adaptive_clip
@@ -27,7 +27,7 @@ HONEST: Mapping[str, float] = {
 }
 
 
-def asked(**changes: Any) -> Asked:
+def asked(**changes: Any) -> SumTerms:
     """Four sites that trained, and evaluated the model before."""
     job = small_job(num_sites=4, training={"local_steps": 3, "batch_size": 8})
     values: dict[str, Any] = {
@@ -37,7 +37,7 @@ def asked(**changes: Any) -> Asked:
         "training": True,
         "evaluation": True,
     }
-    return Asked(**(values | changes))
+    return SumTerms(**(values | changes))
 
 
 def private_job(**table: Any) -> JobSpec:
@@ -52,7 +52,7 @@ def private_job(**table: Any) -> JobSpec:
     return small_job(num_sites=4, **document)
 
 
-def private() -> Asked:
+def private() -> SumTerms:
     """Four sites under record-level privacy."""
     contract = Parties(4).contract(
         weight_rule="uniform", max_examples=1, differential_privacy=RECORD
@@ -69,7 +69,7 @@ QUIET: Mapping[str, float] = {
 }
 
 
-def refused(totals: Mapping[str, float], said: str, asked: Asked) -> None:
+def refused(totals: Mapping[str, float], said: str, asked: SumTerms) -> None:
     """Each refusal says what is wrong, and that it is a lie."""
     with pytest.raises(SumOutOfRange, match=f"{said}.*: a site lied"):
         check_totals(totals, asked)

@@ -27,13 +27,13 @@ from federation.messages import (
 )
 from federation.protocols import LocalWeights
 from federation.vectors import IntegerVector, Layout, Vector
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger.ledger import InMemoryLedger
 from privacy.dp.ledger.ledger_format import Terms
 
 NAME = SiteId("a")
-STEP = Event(noise_multiplier=2.0, sampling_rate=1.0, steps=1)
+STEP = PrivacyEvent(noise_multiplier=2.0, sampling_rate=1.0, steps=1)
 HELD_OUT = HeldOutMechanism(noise_multiplier=2.0, predictions=1, num_records=50)
 TERMS = Terms(
     run_id="run-1", site=NAME, job_digest="00" * 32, delta=1e-5, epsilon_cap=4

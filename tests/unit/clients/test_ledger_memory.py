@@ -22,11 +22,11 @@ from federation.errors import BudgetExceeded, CorruptObject, JobError
 from federation.ids import RunId
 from federation.messages import LedgerAnchor
 from privacy.dp import accountant
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import FileLedger, InMemoryLedger
 from privacy.dp.ledger.ledger_format import Terms
 
-STEP = Event(noise_multiplier=4.0, sampling_rate=1.0, steps=1)
+STEP = PrivacyEvent(noise_multiplier=4.0, sampling_rate=1.0, steps=1)
 NAME = "records"
 DELTA = 1e-5
 

@@ -19,11 +19,11 @@ from federation.errors import BudgetExceeded, CorruptObject, JobError, SiteError
 from federation.job.privacy_job import StandardiseSpec
 from federation.job.spec import JobSpec
 from privacy.dp import accountant
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger.ledger import InMemoryLedger
 from privacy.dp.ledger.ledger_format import Terms
 
-EVENT = Event(noise_multiplier=4.0, sampling_rate=1.0, steps=1)
+EVENT = PrivacyEvent(noise_multiplier=4.0, sampling_rate=1.0, steps=1)
 DELTA = 1e-5
 SPEC = StandardiseSpec(low=(0.0,), high=(1.0,))
 BUDGET = LifetimeBudget(dataset="records")

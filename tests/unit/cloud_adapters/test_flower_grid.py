@@ -48,7 +48,7 @@ from cloud_adapters.flower import (  # noqa: E402
 )
 from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
 from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
-from cloud_adapters.transport.frame_references import Packed  # noqa: E402
+from cloud_adapters.transport.frame_references import PackedFrame  # noqa: E402
 from cloud_adapters.transport.redelivery import Inbox  # noqa: E402
 
 pytestmark = pytest.mark.flower
@@ -378,14 +378,14 @@ def test_error_reply_is_a_failure(
     [
         (RecordDict(), "without a frame"),
         (RecordDict({"frame": ConfigRecord({"bytes": b""})}), "without a frame"),
-        (flower_site._content(Packed(frame=b"")), "too few"),
-        (flower_site._content(Packed(frame=b"x" * 90)), "do not start like"),
+        (flower_site._content(PackedFrame(frame=b"")), "too few"),
+        (flower_site._content(PackedFrame(frame=b"x" * 90)), "do not start like"),
         (
-            flower_site._content(Packed(frame=wire.encode_bytes(TASK))),
+            flower_site._content(PackedFrame(frame=wire.encode_bytes(TASK))),
             "spoke for 'one'",
         ),
         (
-            flower_site._content(Packed(frame=wire.encode_bytes(SECURE_TASK))),
+            flower_site._content(PackedFrame(frame=wire.encode_bytes(SECURE_TASK))),
             "spoke for 'one'",
         ),
     ],
@@ -406,7 +406,9 @@ def test_node_may_speak_for_its_own_site_only(flower: FakeFlower, clock: Virtual
     """The site in the answer is that of the question."""
     grid = make_grid(flower, clock)
     stolen = toy_sites.echo_site(SITES[1], "job").handle(TASK)
-    flower.spoilt = {10: flower_site._content(Packed(frame=wire.encode_bytes(stolen)))}
+    flower.spoilt = {
+        10: flower_site._content(PackedFrame(frame=wire.encode_bytes(stolen)))
+    }
     reply = exchange(grid)[0]
     assert (reply.message.site, reply.message.kind) == ("one", FailureKind.INVALID)
     assert reply.bytes_up == wire.encoded_size(stolen)

@@ -15,7 +15,7 @@ from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.transport import frames as frames_module
 from cloud_adapters.transport.frame_references import (
-    Packed,
+    PackedFrame,
     Reference,
     Sizes,
     read_references,
@@ -91,7 +91,7 @@ def frames(store: LocalStore, scratch: Path) -> Frames:
     return open_frames(store, scratch)
 
 
-def unpack(frames: Frames, packed: Packed, sizes: Sizes = SIZES) -> WireMessage:
+def unpack(frames: Frames, packed: PackedFrame, sizes: Sizes = SIZES) -> WireMessage:
     """Read what the other side has packed."""
     return frames.receive(wire.decode(packed.frame), packed.references, sizes)
 
@@ -127,7 +127,7 @@ def test_small_message_needs_no_store(frames: Frames, store: LocalStore):
     """It goes in one piece."""
     small = task(weights_d=WEIGHTS_D[:10], integers_m=INTEGERS_M[:1])
     packed = frames.send(small)
-    assert packed == Packed(frame=wire.encode_bytes(small))
+    assert packed == PackedFrame(frame=wire.encode_bytes(small))
     assert unpack(frames, packed).site == "a"
     assert keys(store) == []
 

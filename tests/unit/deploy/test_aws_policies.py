@@ -65,7 +65,7 @@ def without_conditions(**options: Any) -> str:
     return json.dumps({"Version": "2012-10-17", "Statement": kept})
 
 
-def store(client: Any, place: aws_policies.Place) -> S3Store:
+def store(client: Any, place: aws_policies.S3Prefix) -> S3Store:
     return S3Store(place.bucket, place.prefix, client=client, retry=quick_retry())
 
 

@@ -16,9 +16,9 @@ from support.enrolments import NOW, Federation
 
 from deploy.aggregator_host import enrolment_operator
 from deploy.aggregator_host.enrolment_book import (
-    Book,
     BookDamaged,
     BookFile,
+    EnrolmentBook,
     Invitation,
 )
 from deploy.site_host import enrol as enrolment_site, enrolment_roster
@@ -338,7 +338,7 @@ def invited(tmp_path_factory: pytest.TempPathFactory) -> Federation:
     """One that has handed out the token of a request that is known."""
     made = Federation(folder=tmp_path_factory.mktemp("invited"))
     known = Invitation(digest=_TOKEN.digest, site="site-a", expires=NOW + 1.0)
-    BookFile(folder=made.aggregator).write(Book(invitations=(known,)))
+    BookFile(folder=made.aggregator).write(EnrolmentBook(invitations=(known,)))
     return made
 
 

@@ -9,7 +9,7 @@ from support import toy
 
 from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.storage.disk.store import LocalStore
-from cloud_adapters.transport.frame_references import Packed, Sizes
+from cloud_adapters.transport.frame_references import PackedFrame, Sizes
 from deploy.aggregator_host import config as aggregator_file
 from deploy.site_host import config as site_file
 from deploy.wiring import exchange
@@ -68,7 +68,7 @@ def test_site_and_aggregator_read_the_same_table(tmp_path: Path):
         assert frames.threshold_bytes == 1 << 20
 
 
-def large_update(spec: ExchangeSpec, scratch: Path) -> Packed:
+def large_update(spec: ExchangeSpec, scratch: Path) -> PackedFrame:
     """Send an update of a bit more than a MiB."""
     values = toy.update().delta_d.repeat((1 << 18) + 1)
     with exchange.opened(spec, scratch) as frames:

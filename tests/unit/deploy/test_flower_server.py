@@ -9,7 +9,7 @@ from support import toy
 from cloud_adapters.flower import simulation as flower_simulation
 from deploy import exit_codes
 from deploy.aggregator_host import run_queue
-from deploy.aggregator_host.enrolment_book import Book, BookFile, Member
+from deploy.aggregator_host.enrolment_book import BookFile, EnrolledSite, EnrolmentBook
 from federation.errors import JobError, RunStopped, StoreUnavailable
 from federation.job.spec import JobSpec
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.flower
 def enrolled(folder: Path, **nodes: int) -> Path:
     """A folder whose book has these sites."""
     members = [
-        Member(
+        EnrolledSite(
             site=site,
             organisation="",
             release="",
@@ -42,7 +42,7 @@ def enrolled(folder: Path, **nodes: int) -> Path:
         )
         for site, node in nodes.items()
     ]
-    BookFile(folder=folder).write(Book(members=tuple(members)))
+    BookFile(folder=folder).write(EnrolmentBook(members=tuple(members)))
     return folder
 
 

@@ -15,13 +15,13 @@ from federation.errors import RunNotFound
 from federation.event_log import to_line
 from federation.events import RunStarted
 from privacy.dp import accountant
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger import ledger_format
 from privacy.dp.ledger.ledger import FileLedger, Terms
 from privacy.dp.ledger.ledger_files import replace_head
 
-STEP = Event(noise_multiplier=2.0, sampling_rate=0.05, steps=20)
-HELD_OUT = Event(noise_multiplier=20.0, sampling_rate=1.0, steps=1)
+STEP = PrivacyEvent(noise_multiplier=2.0, sampling_rate=0.05, steps=20)
+HELD_OUT = PrivacyEvent(noise_multiplier=20.0, sampling_rate=1.0, steps=1)
 
 
 def terms(site: str) -> Terms:

@@ -10,7 +10,12 @@ from support.small_jobs import small_job
 
 from cloud_adapters.flower.facts import FlowerRun
 from deploy.aggregator_host import run_queue
-from deploy.aggregator_host.run_queue import GiveUp, Handed, Outcome, Start
+from deploy.aggregator_host.run_queue import (
+    CoordinatorStart,
+    GiveUp,
+    Outcome,
+    QueuedRun,
+)
 from deploy.tools import runs
 from federation import folder_lock
 from federation.errors import (
@@ -58,13 +63,13 @@ def test_the_oldest_is_started_and_alone(tmp_path: Path):
     queue = run_queue.handed_over(tmp_path).runs
     assert [one.run for one in queue] == [early, late]
     (action,) = run_queue.decide(queue, {})
-    assert isinstance(action, Start)
+    assert isinstance(action, CoordinatorStart)
     assert action.handed.run == early
     run_queue.note_start(action.handed, 7, fruitless=1)
     assert not [*run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: RUNNING})]
     run_queue.leave_outcome(early, Outcome(code=0, message="completed"))
     (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: OVER})
-    assert isinstance(action, Start)
+    assert isinstance(action, CoordinatorStart)
     assert action.handed.run == late
 
 
@@ -127,7 +132,7 @@ def test_a_coordinator_that_died_is_replaced(
     handed(tmp_path, "a", 1.0)
     started(tmp_path, 7, fruitless=1)
     (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, flower)
-    assert isinstance(action, Start)
+    assert isinstance(action, CoordinatorStart)
     assert action.fruitless == 2
 
 
@@ -137,14 +142,14 @@ def test_a_run_that_gets_nowhere_is_given_up(tmp_path: Path):
     started(tmp_path, 7, fruitless=run_queue.MAX_FRUITLESS_STARTS)
     finish_rounds(run, 1)
     (action,) = run_queue.decide(run_queue.handed_over(tmp_path).runs, {7: OVER})
-    assert isinstance(action, Start)
+    assert isinstance(action, CoordinatorStart)
     assert action.fruitless == 1
     started(tmp_path, 8, fruitless=run_queue.MAX_FRUITLESS_STARTS)
     other = handed(tmp_path, "b", 2.0)
     given_up, begun = run_queue.decide(run_queue.handed_over(tmp_path).runs, {8: OVER})
     assert isinstance(given_up, GiveUp)
     assert "finished failed" in given_up.reason
-    assert isinstance(begun, Start)
+    assert isinstance(begun, CoordinatorStart)
     assert begun.handed.run == other
 
 
@@ -162,7 +167,7 @@ def test_run_that_is_stopped_before_it_begins_is_over(
     assert isinstance(ended, GiveUp)
     assert (ended.code, ended.reason) == (130, "stopped before it began")
     assert ended.at_work == coordinator
-    assert isinstance(begun, Start)
+    assert isinstance(begun, CoordinatorStart)
     assert begun.handed.run == other
     run_queue.leave_outcome(run, Outcome(code=ended.code, message=ended.reason))
     run_queue.leave_outcome(run, Outcome(code=1, message="Flower has ended"))
@@ -204,7 +209,7 @@ def test_repeated_rounds_are_no_progress(tmp_path: Path):
     finish_rounds(run, 4)
     (one,) = run_queue.handed_over(tmp_path).runs
     (action,) = run_queue.decide([one], {7: OVER})
-    assert isinstance(action, Start)
+    assert isinstance(action, CoordinatorStart)
     assert action.fruitless == 1
 
 
@@ -284,7 +289,7 @@ def test_a_damaged_run_keeps_nobody_waiting(tmp_path: Path, name: str, text: byt
     assert [one.run for one in queue.damaged] == [damaged]
     assert f"{damaged.path / name} is damaged" in queue.damaged[0].reason
     (action,) = run_queue.decide(queue.runs, {})
-    assert isinstance(action, Start)
+    assert isinstance(action, CoordinatorStart)
     assert action.handed.run == sound
 
 
@@ -300,7 +305,7 @@ def test_handed_is_what_was_written(tmp_path: Path):
     run = handed(tmp_path, "a", 1.0)
     started(tmp_path, 2**63 + 5, fruitless=2)
     found = run_queue.read(run)
-    assert isinstance(found, Handed)
+    assert isinstance(found, QueuedRun)
     assert found.coordinator is not None
     assert int(found.coordinator.flower_run) == 2**63 + 5
 

@@ -14,7 +14,7 @@ from federation.errors import JobError
 from privacy.dp.accountant import epsilon
 from privacy.dp.adaptive_clip import BIT_SHARE, together
 from privacy.dp.calibration import noise_multiplier
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import SLACK
 
 HERE = "support.small_jobs:blobs"
@@ -96,7 +96,7 @@ def test_joint_noise_at_equal_utility(num_sites: int, honest: int, expected: flo
     ring = share.ring_spec(bits=32, num_sites=num_sites, clip_norm=2.0)
     assert share.honest == honest
     assert ring.noise_std / ring.scale == pytest.approx(0.8, rel=1e-3)
-    event = Event(
+    event = PrivacyEvent(
         noise_multiplier=share.effective_multiplier(ring),
         sampling_rate=0.02,
         steps=2000,

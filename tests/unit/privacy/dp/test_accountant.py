@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from privacy.dp import accountant, composition, cross_check
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 
 # Sampling rate, noise multiplier, steps, delta; then epsilon by Renyi divergence, by
 # privacy loss distribution, and by privacy loss random variables (estimate, upper).
@@ -22,8 +22,10 @@ TABLE = [
 TOLERANCE = 0.005
 
 
-def event(rate: float, noise: float, steps: int, slack: float = 0.0) -> Event:
-    return Event(noise_multiplier=noise, sampling_rate=rate, steps=steps, slack=slack)
+def event(rate: float, noise: float, steps: int, slack: float = 0.0) -> PrivacyEvent:
+    return PrivacyEvent(
+        noise_multiplier=noise, sampling_rate=rate, steps=steps, slack=slack
+    )
 
 
 def gaussian_delta(epsilon: float, mu: float) -> float:

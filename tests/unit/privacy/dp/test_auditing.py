@@ -22,7 +22,7 @@ from privacy.dp.auditing import (
     p_value,
     roc,
 )
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import GaussianMechanism
 
 DELTA = 1e-5
@@ -216,7 +216,7 @@ def dirac_bound(
 
 def promised(noise: float) -> float:
     """Epsilon of one Gaussian release."""
-    event = Event(noise_multiplier=noise, sampling_rate=1.0, steps=1, slack=0.0)
+    event = PrivacyEvent(noise_multiplier=noise, sampling_rate=1.0, steps=1, slack=0.0)
     return epsilon([event], DELTA)
 
 

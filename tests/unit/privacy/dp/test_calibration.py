@@ -8,11 +8,11 @@ import pytest
 from federation.errors import JobError
 from privacy.dp import accountant, budget, calibration
 from privacy.dp.errors import PrivacyUnreachable
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 
 
 def spent(noise: float, rate: float, steps: int, delta: float) -> float:
-    found = Event(noise_multiplier=noise, sampling_rate=rate, steps=steps)
+    found = PrivacyEvent(noise_multiplier=noise, sampling_rate=rate, steps=steps)
     return accountant.epsilon([found], delta)
 
 
@@ -107,11 +107,11 @@ def test_a_site_fills_one_batch():
 
 def test_what_is_released_beside_the_steps_is_paid_for():
     """By more noise; and where it takes all, nobody is advised to train less."""
-    beside = Event(noise_multiplier=2.0, sampling_rate=1.0, steps=1)
+    beside = PrivacyEvent(noise_multiplier=2.0, sampling_rate=1.0, steps=1)
     alone = calibration.noise_multiplier(4.0, 1e-5, 0.1, 100)
     found = calibration.noise_multiplier(4.0, 1e-5, 0.1, 100, beside=[beside])
     assert found > alone
-    steps = Event(noise_multiplier=found, sampling_rate=0.1, steps=100)
+    steps = PrivacyEvent(noise_multiplier=found, sampling_rate=0.1, steps=100)
     assert 3.99 < accountant.epsilon([steps, beside], 1e-5) <= 4.0
     with pytest.raises(PrivacyUnreachable, match=r"take 1\.\d+ of it; give them more"):
         calibration.noise_multiplier(1.0, 1e-5, 0.1, 100, beside=[beside])

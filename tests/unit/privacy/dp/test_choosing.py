@@ -9,7 +9,7 @@ from privacy.dp import accountant
 from privacy.dp.budget import default_delta
 from privacy.dp.calibration import noise_multiplier
 from privacy.dp.errors import PrivacyUnreachable
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 
 PAGE = Path(__file__).resolve().parents[4] / "docs/howto/choose-epsilon.md"
 FALSE_ALARMS = (0.001, 0.01, 0.1)
@@ -69,7 +69,9 @@ def test_what_it_can_reach_for_a_run():
     for target, noise, *cells in _table("epsilon at delta 1e-6"):
         multiplier = noise_multiplier(float(target), 1e-6, 0.02, 2000)
         assert float(noise) == pytest.approx(multiplier, rel=CALIBRATED, abs=8e-3)
-        event = Event(noise_multiplier=multiplier, sampling_rate=0.02, steps=2000)
+        event = PrivacyEvent(
+            noise_multiplier=multiplier, sampling_rate=0.02, steps=2000
+        )
         curve = [(accountant.epsilon([event], delta), delta) for delta in deltas]
         assert cells == [
             _percent(min(_caught(epsilon, delta, each) for epsilon, delta in curve))

@@ -19,20 +19,22 @@ from privacy.dp.curve_tests import (
     p_value_of_guesses,
     scores_without_noise,
 )
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.trade_off import TradeOff
 
 # One of jobs/private.toml's sites; what one release of the same epsilon would be; and
 # steps that seldom draw a record.
-PRIVATE = Event(noise_multiplier=2.4957, sampling_rate=0.392, steps=120)
-RELEASE = Event(noise_multiplier=0.62, sampling_rate=1.0, steps=1)
-SELDOM = Event(noise_multiplier=0.9, sampling_rate=0.02, steps=2000)
+PRIVATE = PrivacyEvent(noise_multiplier=2.4957, sampling_rate=0.392, steps=120)
+RELEASE = PrivacyEvent(noise_multiplier=0.62, sampling_rate=1.0, steps=1)
+SELDOM = PrivacyEvent(noise_multiplier=0.9, sampling_rate=0.02, steps=2000)
 EVENTS = {"private": PRIVATE, "release": RELEASE, "seldom": SELDOM}
 
 Draw = tuple[np.ndarray, np.ndarray]
 
 
-def drawn(event: Event, canaries: int, seed: int, *, noise_times: float = 1.0) -> Draw:
+def drawn(
+    event: PrivacyEvent, canaries: int, seed: int, *, noise_times: float = 1.0
+) -> Draw:
     """Scores of canaries with coordinates of their own, and their coins."""
     rng = np.random.default_rng(seed)
     is_in = rng.random(canaries) < 0.5
@@ -59,8 +61,10 @@ def test_correct_mechanisms_are_contradicted_no_more_often_than_the_level_says(
 @pytest.mark.parametrize("level", [0.01, 0.05, 0.2])
 def test_level_is_kept_where_the_attack_reaches_the_curve(level: float):
     """One release: the score is the likelihood ratio, and no attack is better."""
-    curve = accountant.trade_off([Event(noise_multiplier=1, sampling_rate=1, steps=1)])
-    event = Event(noise_multiplier=1.0, sampling_rate=1.0, steps=1)
+    curve = accountant.trade_off(
+        [PrivacyEvent(noise_multiplier=1, sampling_rate=1, steps=1)]
+    )
+    event = PrivacyEvent(noise_multiplier=1.0, sampling_rate=1.0, steps=1)
     below = sum(
         independent(curve, *drawn(event, 400, seed)) < level for seed in range(100)
     )
@@ -176,7 +180,9 @@ def test_p_value_of_guesses_covers_mechanisms_that_join_canaries(
 
 def test_one_accident_contradicts_independence_and_not_the_other_test():
     """A mechanism that shows all coins at once, seldom enough for its curve."""
-    curve = accountant.trade_off([Event(noise_multiplier=1, sampling_rate=1, steps=1)])
+    curve = accountant.trade_off(
+        [PrivacyEvent(noise_multiplier=1, sampling_rate=1, steps=1)]
+    )
     rng = np.random.default_rng(3)
     is_in = rng.random(1000) < 0.5
     all_shown = np.where(is_in, 1.0, 0.0)
@@ -185,15 +191,15 @@ def test_one_accident_contradicts_independence_and_not_the_other_test():
 
 
 # Events whose records are drawn often, seldom, and hardly ever; small noise.
-OFTEN = Event(noise_multiplier=0.4, sampling_rate=0.3, steps=20)
-SOME = Event(noise_multiplier=0.5, sampling_rate=0.01, steps=60)
-HARDLY = Event(noise_multiplier=0.3, sampling_rate=0.001, steps=100)
+OFTEN = PrivacyEvent(noise_multiplier=0.4, sampling_rate=0.3, steps=20)
+SOME = PrivacyEvent(noise_multiplier=0.5, sampling_rate=0.01, steps=60)
+HARDLY = PrivacyEvent(noise_multiplier=0.3, sampling_rate=0.001, steps=100)
 
 
 @pytest.mark.parametrize("event", [PRIVATE, RELEASE, SELDOM, OFTEN, SOME, HARDLY])
 @pytest.mark.parametrize("canaries", [100, 1000, 5000])
 def test_what_training_without_noise_would_show_is_not_overstated(
-    event: Event, canaries: int
+    event: PrivacyEvent, canaries: int
 ):
     """A canary that is in and was never drawn cannot be told from one that is out.
 
@@ -213,7 +219,7 @@ def test_canary_of_every_step_is_seen_without_noise():
     """And of canaries that are never drawn, none."""
     is_in = np.random.default_rng(2).random(1000) < 0.5
     assert (scores_without_noise(is_in, [RELEASE]) == is_in).all()
-    never = Event(noise_multiplier=1.0, sampling_rate=1e-6, steps=1)
+    never = PrivacyEvent(noise_multiplier=1.0, sampling_rate=1e-6, steps=1)
     assert not scores_without_noise(is_in, [never]).any()
     some = scores_without_noise(is_in, [SOME]).sum() / is_in.sum()
     assert 0.2 < some < 1 - 0.99**60
@@ -250,6 +256,8 @@ def test_numbers_of_guesses_that_cannot_be_are_refused(numbers: tuple[int, int, 
 
 def test_rate_at_the_threshold_is_compared_with_the_curve():
     """One release of noise 1, by hand: 50 % against 16 % is what the curve allows."""
-    curve = accountant.trade_off([Event(noise_multiplier=1, sampling_rate=1, steps=1)])
+    curve = accountant.trade_off(
+        [PrivacyEvent(noise_multiplier=1, sampling_rate=1, steps=1)]
+    )
     hit, error = 0.5, float(norm.cdf(-1.0))
     assert curve.least_false_positives(hit) == pytest.approx(error, rel=1e-3)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from privacy.dp.events import MAX_STEPS, Event, total_slack
+from privacy.dp.events import MAX_STEPS, PrivacyEvent, total_slack
 
-EVENT = Event(noise_multiplier=1.1, sampling_rate=0.02, steps=20, slack=1e-18)
+EVENT = PrivacyEvent(noise_multiplier=1.1, sampling_rate=0.02, steps=20, slack=1e-18)
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ EVENT = Event(noise_multiplier=1.1, sampling_rate=0.02, steps=20, slack=1e-18)
 def test_out_of_range_is_refused(name: str, value: float):
     """The message names the value."""
     with pytest.raises(ValueError, match=name):
-        Event.parse(EVENT.document() | {name: value})
+        PrivacyEvent.parse(EVENT.document() | {name: value})
 
 
 def test_documents_come_back():
     """What was written is what is read, whole numbers or not."""
-    whole = Event(noise_multiplier=1, sampling_rate=1, steps=3, slack=0)
+    whole = PrivacyEvent(noise_multiplier=1, sampling_rate=1, steps=3, slack=0)
     for event in (EVENT, whole):
-        assert Event.parse(event.document()) == event
+        assert PrivacyEvent.parse(event.document()) == event
     assert type(whole.document()["sampling_rate"]) is float
 
 
@@ -55,7 +55,7 @@ def test_documents_come_back():
 def test_other_documents_are_refused(document: object):
     """Neither more nor less, and of the right kinds."""
     with pytest.raises(ValueError, match="event"):
-        Event.parse(document)
+        PrivacyEvent.parse(document)
 
 
 def test_slack_adds_up_over_steps():

@@ -18,7 +18,7 @@ from privacy.dp.errors import (
     LedgerMismatch,
     LedgerShortened,
 )
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger import ledger_files, ledger_format
 from privacy.dp.ledger.ledger import (
     CLOCK_TOLERANCE_SECONDS,
@@ -29,7 +29,7 @@ from privacy.dp.ledger.ledger import (
 )
 
 START = 1_800_000_000.0
-EVENT = Event(noise_multiplier=10, sampling_rate=1, steps=2, slack=1e-15)
+EVENT = PrivacyEvent(noise_multiplier=10, sampling_rate=1, steps=2, slack=1e-15)
 TERMS = Terms(
     run_id="run-1", site="one", job_digest="ab" * 32, delta=1e-5, epsilon_cap=2
 )

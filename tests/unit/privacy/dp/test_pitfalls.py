@@ -18,7 +18,7 @@ from scipy import stats
 
 from privacy.dp import accountant
 from privacy.dp.calibration import noise_multiplier
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import SLACK
 from privacy.secagg.agreement.thresholds import smallest_threshold
 
@@ -31,7 +31,9 @@ NOISE = 0.8925  # of the run that serves for all
 def _epsilon(
     noise: float, rate: float = RATE, steps: int = STEPS, delta: float = DELTA
 ) -> float:
-    event = Event(noise_multiplier=noise, sampling_rate=rate, steps=steps, slack=SLACK)
+    event = PrivacyEvent(
+        noise_multiplier=noise, sampling_rate=rate, steps=steps, slack=SLACK
+    )
     return accountant.epsilon([event], delta)
 
 

@@ -7,15 +7,15 @@ import pytest
 from scipy.stats import norm
 
 from privacy.dp import accountant
-from privacy.dp.events import Event
+from privacy.dp.events import PrivacyEvent
 from privacy.dp.trade_off import EPSILONS, TradeOff
 
 RATES = np.array([0.0, 1e-6, 1e-4, 0.001, 0.01, 0.1, 0.3, 0.5, 0.9, 0.999, 1.0])
-SAMPLED = Event(noise_multiplier=2.5, sampling_rate=0.39, steps=120)
+SAMPLED = PrivacyEvent(noise_multiplier=2.5, sampling_rate=0.39, steps=120)
 
 
-def released(noise: float, steps: int = 1) -> Event:
-    return Event(noise_multiplier=noise, sampling_rate=1.0, steps=steps)
+def released(noise: float, steps: int = 1) -> PrivacyEvent:
+    return PrivacyEvent(noise_multiplier=noise, sampling_rate=1.0, steps=steps)
 
 
 @pytest.mark.parametrize("noise", [0.4, 1.0, 3.0])
@@ -43,7 +43,7 @@ def test_no_attack_on_a_sampled_mechanism_exceeds_its_curve():
     """The likelihood ratio of all steps is the best attack there is."""
     rng = np.random.default_rng(1)
     noise, rate, steps, runs = 1.5, 0.3, 20, 40_000
-    event = Event(noise_multiplier=noise, sampling_rate=rate, steps=steps)
+    event = PrivacyEvent(noise_multiplier=noise, sampling_rate=rate, steps=steps)
 
     def ratios(*, is_in: bool) -> np.ndarray:
         seen = noise * rng.normal(size=(runs, steps))
@@ -76,10 +76,10 @@ def test_more_is_allowed_with_less_noise_more_steps_and_more_slack():
     """From end to end."""
     usual = accountant.trade_off([SAMPLED]).most_true_positives(RATES)
     for event in (
-        Event(noise_multiplier=1.25, sampling_rate=0.39, steps=120),
-        Event(noise_multiplier=2.5, sampling_rate=0.39, steps=240),
-        Event(noise_multiplier=2.5, sampling_rate=0.6, steps=120),
-        Event(noise_multiplier=2.5, sampling_rate=0.39, steps=120, slack=1e-5),
+        PrivacyEvent(noise_multiplier=1.25, sampling_rate=0.39, steps=120),
+        PrivacyEvent(noise_multiplier=2.5, sampling_rate=0.39, steps=240),
+        PrivacyEvent(noise_multiplier=2.5, sampling_rate=0.6, steps=120),
+        PrivacyEvent(noise_multiplier=2.5, sampling_rate=0.39, steps=120, slack=1e-5),
     ):
         more = accountant.trade_off([event]).most_true_positives(RATES)
         assert (more >= usual).all()
