@@ -20,7 +20,7 @@ from deploy import exit_codes
 from deploy.aggregator_host import config as aggregator_file
 from deploy.cli import commands as cli
 from deploy.site_host import config as site_file
-from federation import errors, event_log, events, messages
+from federation import disclosure, errors, event_log, events, messages
 from federation.job import spec as job
 from federation.rounds import cost
 from federation.wire import frame as wire, wire_fields, wire_values
@@ -59,6 +59,13 @@ _SITE_FILE = (
     "`site.toml` is what a site's operator decides, and no job can change. "
     "`crossfed enroll` writes a first one; `crossfed doctor --site FILE` checks it."
 )
+_DISCLOSURE = """\
+The columns say in which form a number may exist under differential privacy, under \
+secure aggregation, and where sites are machines of their own; `-` stands for the form \
+in which the field holds it. Where several apply, the strictest counts. A field in a \
+stricter form than it holds is empty in `events.jsonl`, on the terminal and in the \
+report."""
+
 _SPEEDS_FILE = """\
 What you state of sites, lines and prices for `crossfed check-job JOB --speeds FILE`. \
 The result is as good as these numbers: measure them, or take them from a bill. A \
@@ -98,6 +105,7 @@ def pages() -> dict[Path, str]:
         "cli.md": _cli,
         "errors.md": _errors,
         "events.md": _events,
+        "disclosure.md": _disclosure,
         "wire.md": _wire,
     }
     found = {}
@@ -146,6 +154,22 @@ def _aggregator_file() -> Iterator[str]:
 def _speeds_file() -> Iterator[str]:
     yield from ("# Speeds file", "", _SPEEDS_FILE, "")
     yield from _job_table(cost.Speeds, "")
+
+
+def _disclosure() -> Iterator[str]:
+    yield from ("# What events may reveal", "", _DISCLOSURE, "")
+    yield "| Event | Fields | What they are | Private | Secure | Deployed |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for kind, by_rule in disclosure.TABLE.items():
+        for (rule, holds), names in by_rule.items():
+            listed = ", ".join(f"`{name}`" for name in names.split())
+            forms = (
+                "-"
+                if disclosure.strictness(form) <= disclosure.strictness(holds)
+                else form
+                for form in (rule.private, rule.secure, rule.deployed)
+            )
+            yield f"| {kind} | {listed} | {rule.why} | {' | '.join(forms)} |"
 
 
 def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]:

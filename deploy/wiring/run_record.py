@@ -10,6 +10,7 @@ from cloud_adapters.local.process_end import ProcessEnded
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import run_store
 from deploy.wiring.store_meters import StoreMeters
+from federation.disclosure import Setting, conceal
 from federation.durable_files import replace_file
 from federation.errors import FederationError
 from federation.event_log import EventWriter
@@ -62,6 +63,7 @@ class RunRecord:
             goes_on: Whether another coordinator goes on with the run after an error.
         """
         self._job = job
+        self._setting = Setting.of(job, deployed=True)
         self._run = run
         self._pool = pool
         self._clock = clock
@@ -111,7 +113,10 @@ class RunRecord:
             yield
 
     def emit(self, event: Event) -> None:
-        """Note an event."""
+        """Note an event, without what may not be revealed of it."""
+        if isinstance(event, RunStarted):
+            self._setting = Setting.of(self._job, deployed=event.engine == "deployed")
+        event = conceal(event, self._setting)
         if isinstance(event, RunFinished):  # It is the last one.
             self._tell_use()
         for listener in (*self._records, *self._listeners):

@@ -1,0 +1,103 @@
+"""What a private, secure run leaves holds nothing that the table forbids."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import event_samples
+from support.small_jobs import small_job
+
+from deploy.wiring import parts as wiring
+from deploy.wiring.run_record import RunRecord
+from deploy.wiring.simulation import simulate
+from deploy.wiring.store_meters import StoreMeters
+from federation.clock import SystemClock
+from federation.disclosure import Setting, hidden
+from federation.event_log import read_events
+from federation.events import Event, RunStarted, SiteAnswered
+from federation.ids import RunId
+from federation.job.spec import JobSpec
+from federation.messages import MetricSums
+from monitoring.runs.run_folder import RunFolder, leave_report
+from monitoring.terminal.progress import PlainProgress
+
+pytestmark = pytest.mark.slow
+
+PRIVATE = {"unit": "record", "target_epsilon": 50.0, "clip_norm": 1.0}
+LOSS, EXAMPLES = 7717.25, 98_431_207
+SECURE = {"enabled": True, "threshold": 4}
+
+
+def job_of(**privacy: Any) -> JobSpec:
+    """Five sites and two rounds."""
+    return small_job(
+        num_sites=5,
+        rounds=2,
+        privacy=privacy,
+        training={"local_steps": 1, "batch_size": 4, "optimizer": {"lr": 0.5}},
+        aggregation={"weights": "uniform"},
+    )
+
+
+JOBS = [
+    job_of(differential_privacy=PRIVATE),
+    job_of(secure_aggregation=SECURE),
+    job_of(differential_privacy=PRIVATE, secure_aggregation=SECURE),
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=["private", "secure", "both"])
+def test_a_run_leaves_nothing_forbidden(job: JobSpec, tmp_path: Path) -> None:
+    """Neither in its log of events, nor in what is made of it."""
+    heard: list[Event] = []
+    simulate(job, folder=tmp_path / "run", listeners=[heard.append])
+    setting = Setting.of(job, deployed=False)
+    for event in (*heard, *read_events(tmp_path / "run" / "events.jsonl")):
+        for name in hidden(type(event).__name__, setting):
+            assert getattr(event, name) in {None, ()}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=["private", "secure", "both"])
+def test_an_event_that_says_too_much_is_concealed(job: JobSpec, tmp_path: Path) -> None:
+    """Whoever emits it: file, terminal and report see what the table allows."""
+    federation, clock = wiring.build_federation(job), SystemClock()
+    heard: list[Event] = []
+    terminal = io.StringIO()
+    started, *_ = samples = event_samples.two_sites(2)
+    record = RunRecord(
+        job,
+        RunFolder(tmp_path / "run"),
+        RunId("20260101-000000-000000"),
+        pool=federation.pool,
+        clock=clock,
+        meters=StoreMeters(clock),
+        introduce=lambda: (),
+        listeners=[heard.append, PlainProgress(terminal)],
+    )
+    with record._open():
+        record.emit(started)
+        for event in samples:
+            if isinstance(event, SiteAnswered):
+                # Larger than any other: nothing that shows it goes unseen.
+                own = MetricSums(count=8, loss_sum=8 * LOSS, correct=1)
+                record.emit(replace(event, training=own, num_examples=EXAMPLES))
+            elif not isinstance(event, RunStarted):
+                record.emit(event)
+    written = read_events(tmp_path / "run" / "events.jsonl")
+    report = leave_report(RunFolder(tmp_path / "run"))
+    shown = (tmp_path / "run" / "events.jsonl").read_text() + report.read_text()
+    for text in (shown, terminal.getvalue()):
+        assert str(EXAMPLES) not in text
+        assert f"{EXAMPLES:,}" not in text
+        assert f"{LOSS:.2f}" not in text
+    assert "round" in terminal.getvalue()
+    answers = [e for e in (*written, *heard) if isinstance(e, SiteAnswered)]
+    assert len(answers) >= 4
+    for answer in answers:
+        assert answer.training is None
+        assert answer.num_examples is None
+        if job.privacy.secure_aggregation.enabled:
+            assert answer.phases == ()
+            assert answer.evaluation is None
