@@ -7,19 +7,23 @@ content in pieces, which it keeps until it is told that they have arrived.
 from dataclasses import dataclass
 
 from flwr.app import Message
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
-    make_pull_object_fn_protobuf,
-    make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import pull_objects, push_objects
-from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from cloud_adapters.flower import envelope as flower_envelope
 from cloud_adapters.flower.envelope import Envelope
 from cloud_adapters.flower.fleet import FleetCalls
+from cloud_adapters.flower.private.messages import (
+    Node,
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+    pull_objects,
+    push_objects,
+)
+from cloud_adapters.flower.private.node import (
+    FleetHttpClient,
+    PullMessagesRequest,
+    PushMessagesRequest,
+)
 
 # Between looks for a piece that the aggregator is about to push.
 FETCH_SECONDS, MAX_FETCH_SECONDS = 0.05, 1.0

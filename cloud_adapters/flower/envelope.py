@@ -14,25 +14,27 @@ is asked, and a node answers in the form in which it was asked.
 from dataclasses import dataclass
 
 from flwr.app import Error, Message, RecordDict
-from flwr.app.message import make_message, remove_content_from_message
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as MessageProto, ObjectTree
-from flwr.supercore.inflatable.inflatable_object import (
+
+from cloud_adapters.flower.private.messages import (
+    ErrorCode,
     InflatableObject,
+    Message as MessageProto,
+    ObjectTree,
     get_all_nested_objects,
     get_object_tree,
+    inflate_object_from_contents,
     iterate_object_tree,
+    make_message,
+    message_from_proto,
+    message_to_proto,
     no_object_id_recompute,
+    remove_content_from_message,
 )
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-
 from federation.errors import ProtocolError
 
 # A SuperLink reads the contents of all tasks that are out whenever it is asked for
 # answers.
 WHOLE_BYTES = 1 << 16
-
-_UNKNOWN = 0  # ErrorCode.UNKNOWN, which is not public.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ def _stub(message: Message) -> Message:
     It is not pushed: whoever reads the message, and confirms that, might be faster. So
     the SuperLink keeps three short rows about it until the run ends.
     """
-    error = Error(code=_UNKNOWN, reason="the content is in the envelope")
+    error = Error(code=ErrorCode.UNKNOWN, reason="the content is in the envelope")
     return make_message(metadata=message.metadata, error=error)
 
 

@@ -13,9 +13,9 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import httpx
-from flwr.supercore.error import FlowerError
 
 from cloud_adapters.flower.facts import MOST_SKEW_SECONDS
+from cloud_adapters.flower.private.node import ApiErrorCode, FlowerError
 from federation.errors import SiteError
 from federation.protocols import Clock
 from federation.wire import frame as wire
@@ -36,7 +36,7 @@ TURN_SECONDS = 3 * ACTIVE_SECONDS
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
-_NOT_ACTIVATED = 2004  # ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+_NOT_ACTIVATED = ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
 
 Uniform = Callable[[float, float], float]
 Answer = TypeVar("Answer")

@@ -26,16 +26,6 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.interceptors.http.utils import add_headers
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
-from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from cloud_adapters.flower import site as flower_site
 from cloud_adapters.flower.connection import Connection
@@ -48,6 +38,18 @@ from cloud_adapters.flower.fleet import (
     Lost,
     Taken,
     Uniform,
+)
+from cloud_adapters.flower.private.http import ProtobufCall, ProtobufRequestContext
+from cloud_adapters.flower.private.messages import ErrorCode, Node, TaskIdentity
+from cloud_adapters.flower.private.node import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    FleetHttpClient,
+    NodeAuthHttpInterceptor,
+    RuntimeVersionMetadata,
+    SendNodeHeartbeatRequest,
+    add_headers,
+    public_key_to_bytes,
 )
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.transport.redelivery import Inbox
@@ -77,7 +79,6 @@ _LOG = logging.getLogger(__name__)
 
 # Of messages that an app answers; Flower raises what is no error of ours for others.
 _KINDS = frozenset(kind.value for kind in TaskKind) | {"query"}
-_RAISED = 2  # ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 
 @dataclass(kw_only=True)
@@ -371,7 +372,8 @@ class FlowerNode:
                 "a message was refused: %s", error, exc_info=None if known else error
             )
             text = type(error).__name__ + (f": {error}" if known else "")
-            return Message(Error(code=_RAISED, reason=text[:500]), reply_to=message)
+            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+            return Message(Error(code=code, reason=text[:500]), reply_to=message)
 
 
 class _Version:

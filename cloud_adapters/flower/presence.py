@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable
 
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid as FlowerApi
 
+from cloud_adapters.flower.private.messages import NodeInfo
 from federation.protocols import Clock
 
 # Nodes of ours send heartbeats every three seconds: see flower_node.

@@ -10,27 +10,27 @@ ones, and messages are confirmed, which deletes them, when nobody waits.
 from collections.abc import Iterable
 
 from flwr.app import Error, Message
-from flwr.app.message import make_message
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import InflatableObject
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    ObjectPullError,
-    pull_objects,
-    push_objects,
-)
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.superlink.grid.http_grid import HttpGrid
 
 from cloud_adapters.flower import envelope as flower_envelope, site as flower_site
 from cloud_adapters.flower.envelope import Envelope
-
-# flwr.common.constant.ErrorCode, which is not public.
-_RAISED, _UNAVAILABLE = 2, 3
+from cloud_adapters.flower.private.messages import (
+    ErrorCode,
+    InflatableObject,
+    ObjectPullError,
+    make_message,
+    make_push_object_fn_protobuf,
+    pull_objects,
+    push_objects,
+)
+from cloud_adapters.flower.private.runtime import (
+    ConfirmMessageReceivedRequest,
+    HttpGrid,
+    PullAppMessagesRequest,
+    PullObjectRequest,
+    PushAppMessagesRequest,
+    RuntimeHttpClient,
+)
 
 
 class _NotYet(Exception):
@@ -124,12 +124,12 @@ class RuntimeGrid(HttpGrid):
         except _NotYet:
             return None
         except ObjectPullError as error:
-            return _failed(envelope, _UNAVAILABLE, error)
+            return _failed(envelope, ErrorCode.MESSAGE_UNAVAILABLE, error)
         self._unconfirmed.append(envelope.tree.object_id)
         try:
             return envelope.message()
         except Exception as error:  # noqa: BLE001 -- a site may have pushed anything
-            return _failed(envelope, _RAISED, error)
+            return _failed(envelope, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, error)
 
     def _confirm(self) -> None:
         while self._unconfirmed:

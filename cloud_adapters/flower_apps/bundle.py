@@ -8,12 +8,15 @@ import functools
 import hashlib
 from pathlib import Path
 
-from flwr.cli.build import build_fab_from_files
-from flwr.common.serde import fab_to_proto
-from flwr.proto.fab_pb2 import GetFabRequest, GetFabResponse
-from flwr.supercore.fab import Fab
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from cloud_adapters.flower.private.bundle import (
+    Fab,
+    GetFabRequest,
+    GetFabResponse,
+    build_fab_from_files,
+    fab_to_proto,
+)
 from cloud_adapters.flower_apps import app_shim as flower_app_shim
 from federation.errors import ProtocolError
 

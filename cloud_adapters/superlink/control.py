@@ -9,22 +9,23 @@ from contextlib import contextmanager
 from typing import Self
 
 import httpx
-from flwr.common.serde import fab_to_proto, user_config_to_proto
-from flwr.proto.control_pb2 import (
-    ListNodesRequest,
-    ListRunsRequest,
-    RegisterNodeRequest,
-    StartRunRequest,
-    StopRunRequest,
-    UnregisterNodeRequest,
-)
-from flwr.proto.run_pb2 import RunStatus
-from flwr.supercore.control.control_http_client import ControlHttpClient
 
 from cloud_adapters.flower.facts import (
     FlowerNodeInfo,
     FlowerRun,
     SuperLinkUnavailable,
+)
+from cloud_adapters.flower.private.bundle import fab_to_proto
+from cloud_adapters.flower.private.control import (
+    ControlHttpClient,
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    RunStatus,
+    StartRunRequest,
+    StopRunRequest,
+    UnregisterNodeRequest,
+    user_config_to_proto,
 )
 from cloud_adapters.flower_apps.bundle import bundle
 from cloud_adapters.superlink.guard import SecretSender, control_word

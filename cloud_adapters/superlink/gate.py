@@ -20,22 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException
-from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
-from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest, PushObjectResponse
-from flwr.server.superlink.linkstate import LinkState
-from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState
-from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.utils import uint64_to_int64
-from flwr.superlink.cli import flower_superlink
-from flwr.superlink.servicer.fleet import fleet_handlers
 from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
 
+from cloud_adapters.flower.private.superlink import (
+    SUPERLINK_NODE_ID,
+    LinkState,
+    PushMessagesRequest,
+    PushMessagesResponse,
+    PushObjectRequest,
+    PushObjectResponse,
+    SqlLinkState,
+    fleet_handlers,
+    flower_superlink,
+    iterate_object_tree,
+    now,
+    uint64_to_int64,
+)
 from cloud_adapters.superlink.answer_limits import Limits, free_bytes
 
-# What the SuperLink calls itself in its messages.
-SUPERLINK_NODE_ID = 1
 # Rows about one announced object take about so much.
 OBJECT_BYTES = 512
 # Times that a site may begin to push one answer: each leaves a row.
@@ -117,7 +120,8 @@ class Gate:
             with _session(state) as session:
                 _tidy(session, state, request.node.node_id)
                 _check_name(session, request)
-                size += OBJECT_BYTES * _count(request.message_object_trees[0])
+                tree = request.message_object_trees[0]
+                size += OBJECT_BYTES * sum(1 for _ in iterate_object_tree(tree))
                 self._check_sessions(session, request)
                 self._check_room(session, request, size)
                 answer = handler(request, state)
@@ -239,10 +243,6 @@ def _session(state: LinkState) -> Iterator[Session]:
         session.execute(text(_TABLE))
         session.execute(text("DELETE FROM crossfed_answers WHERE session_id = ''"))
         yield session
-
-
-def _count(tree: ObjectTree) -> int:
-    return sum(1 for _ in iterate_object_tree(tree))
 
 
 def _check_name(session: Session, request: PushMessagesRequest) -> None:

@@ -19,9 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
-from flwr.superlink import extensions
 from starlette.middleware import Middleware
+
+from cloud_adapters.flower.private.http import (
+    ProtobufCall,
+    ProtobufRequestContext,
+    extensions,
+)
 
 HEADER = "x-crossfed-secret"
 

@@ -8,7 +8,6 @@ compares the bundle that it gets once more.
 """
 
 import hashlib
-import importlib
 import json
 import os
 import subprocess
@@ -18,14 +17,21 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from flwr.common.serde import fab_from_proto
-from flwr.supercore.constant import TaskType
-from flwr.supercore.fab import Fab
-from flwr.supercore.logger import mirror_output_to_queue, restore_output
-from flwr.supercore.protobuf.client import ProtobufClientInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
-
+from cloud_adapters.flower.private.bundle import Fab, fab_from_proto
+from cloud_adapters.flower.private.http import ProtobufClientInterceptor
+from cloud_adapters.flower.private.runtime import (
+    RuntimeHttpClient,
+    http_grid,
+    mirror_output_to_queue,
+    restore_output,
+    serverapp_module,
+)
+from cloud_adapters.flower.private.superexec import (
+    ExecutionSpec,
+    LaunchResult,
+    TaskType,
+    superexec_module,
+)
 from cloud_adapters.local import process_end
 from cloud_adapters.superlink.guard import SecretSender, runtime_word
 
@@ -96,7 +102,7 @@ def run_superexec(
     """
     word = runtime_word(secret)
     executor = CoordinatorExecutor(confines, word=word, command=command)
-    module: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
+    module = superexec_module()
     module.get_executor = lambda *_, **__: executor
     module.RuntimeHttpClient = _client_with(word)
     module.run_superexec(
@@ -201,11 +207,9 @@ def only(bundle: str) -> Callable[[Any], Fab]:
 
 def run_serverapp(launch: Launch) -> None:
     """Become the ServerApp that a launch describes."""
-    grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")
+    grid: Any = http_grid
     grid.RuntimeHttpClient = _client_with(launch.word)
-    # A function of the same name hides the module from an import statement.
-    module: Any = importlib.import_module("flwr.superlink.runtime.run_serverapp")
-
+    module = serverapp_module()
     module.fab_from_proto = only(launch.bundle)
     register = module.register_signal_handlers
 

@@ -1,0 +1,20 @@
+"""Inside the SuperLink's own process: handlers, state and stored objects."""
+
+from flwr.common.constant import SUPERLINK_NODE_ID as SUPERLINK_NODE_ID
+from flwr.proto.fleet_pb2 import (
+    PushMessagesRequest as PushMessagesRequest,
+    PushMessagesResponse as PushMessagesResponse,
+)
+from flwr.proto.message_pb2 import (
+    PushObjectRequest as PushObjectRequest,
+    PushObjectResponse as PushObjectResponse,
+)
+from flwr.server.superlink.linkstate import LinkState as LinkState
+from flwr.server.superlink.linkstate.sql_linkstate import SqlLinkState as SqlLinkState
+from flwr.supercore.date import now as now
+from flwr.supercore.inflatable.inflatable_object import (
+    iterate_object_tree as iterate_object_tree,
+)
+from flwr.supercore.utils import uint64_to_int64 as uint64_to_int64
+from flwr.superlink.cli import flower_superlink as flower_superlink
+from flwr.superlink.servicer.fleet import fleet_handlers as fleet_handlers
