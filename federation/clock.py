@@ -34,6 +34,10 @@ class VirtualClock:
         """Return the same as ``now``: a virtual clock never goes backwards."""
         return self._seconds
 
+    def wait_until(self, seconds: float) -> None:
+        """Move the clock forward to a time; nothing happens if that has passed."""
+        self._seconds = max(self._seconds, seconds)
+
     def sleep(self, seconds: float) -> None:
         """Move the clock forward.
 

@@ -45,8 +45,8 @@ class RunStarted:
         first_round: The round that this coordinator begins with.
         sites: Every site of the job.
         parameters: Length of the model's float vector: what travels of it.
-        engine: What brings tasks to the sites: ``inproc`` or ``flower`` in a
-            simulation, ``deployed`` where they are machines of their own.
+        engine: What brings tasks to the sites: ``inproc``, ``flower`` or ``virtual``
+            in a simulation, ``deployed`` where they are machines of their own.
         task: What is learnt: ``classification`` or ``causal_lm``.
         secure_aggregation: Whether the aggregator sees sums only.
         frozen: Values of the model that are not trained and never travel.

@@ -47,7 +47,7 @@ MAX_AHEAD_BYTES = 64 << 20
 CLOSING_SECONDS = 1.0
 
 Fault = Callable[[Task, Callable[[], SiteMessage]], Sequence[SiteMessage]]
-_Answer = tuple[SiteMessage, int]  # What a site said, and its bytes on the wire.
+Answer = tuple[SiteMessage, int]  # What a site said, and its bytes on the wire.
 
 
 def no_fault(
@@ -343,24 +343,12 @@ class InProcessGrid:
 
     def _replies(self, slot: _Slot) -> deque[Reply]:
         """Call the site."""
-        answers = self._call(slot.task)
+        answers = answers_of(slot.task, self._handlers[slot.task.site], self._fault)
         now = self._clock.monotonic()
         replies = deque(_reply(slot, *answer, now) for answer in answers)
         for index in range(1, len(replies)):  # The task travelled once.
             replies[index] = replace(replies[index], bytes_down=0)
         return replies
-
-    def _call(self, task: Task) -> Sequence[_Answer]:
-        try:
-            messages = self._fault(task, lambda: self._handlers[task.site].handle(task))
-            answers = [_checked(task, message) for message in messages]
-        except WireError as error:
-            answers = [_refusal(task, FailureKind.INVALID, str(error))]
-        except BaseException as error:  # noqa: BLE001 -- the thread's own end: whatever
-            # ends a site (SystemExit too) must neither hang the round nor end it.
-            text = f"{type(error).__name__}: {error}"
-            answers = [_refusal(task, FailureKind.CRASHED, text)]
-        return answers or [_refusal(task, FailureKind.UNREACHABLE, "never answered")]
 
     def _settle(self, slot: _Slot, replies: deque[Reply]) -> bool:
         """Hand replies in; False if the thread was given up meanwhile."""
@@ -374,12 +362,35 @@ class InProcessGrid:
             if not in_time or slot.given_up or slot.left:
                 # After the word that the deadline has passed, if that was not taken.
                 told = self._late if slot.replies is None else slot.replies
-                told.extend(_late(replies))
+                told.extend(late_word(replies))
             self._condition.notify_all()
             return not slot.given_up
 
 
-def _checked(task: Task, message: SiteMessage) -> _Answer:
+def answers_of(
+    task: Task,
+    handler: SiteHandler,
+    fault: Fault,
+    *,
+    crash: type[BaseException] = BaseException,
+) -> Sequence[Answer]:
+    """Call a site: what it says, or that it says nothing; always at least one.
+
+    What it raises, if it is a ``crash``, is its failure.
+    """
+    try:
+        messages = fault(task, lambda: handler.handle(task))
+        answers = [_checked(task, message) for message in messages]
+    except WireError as error:
+        answers = [_refusal(task, FailureKind.INVALID, str(error))]
+    except crash as error:  # The thread's own end: whatever
+        # ends a site (SystemExit too) must neither hang the round nor end it.
+        text = f"{type(error).__name__}: {error}"
+        answers = [_refusal(task, FailureKind.CRASHED, text)]
+    return answers or [_refusal(task, FailureKind.UNREACHABLE, "never answered")]
+
+
+def _checked(task: Task, message: SiteMessage) -> Answer:
     """Weigh a message, and see to it that a site speaks for itself alone.
 
     Raises:
@@ -392,7 +403,7 @@ def _checked(task: Task, message: SiteMessage) -> _Answer:
     return message, num_bytes
 
 
-def _refusal(task: Task, kind: FailureKind, text: str) -> _Answer:
+def _refusal(task: Task, kind: FailureKind, text: str) -> Answer:
     return failure(task, kind, text), 0
 
 
@@ -407,7 +418,7 @@ def _reply(slot: _Slot, message: SiteMessage, bytes_up: int, now: float) -> Repl
     )
 
 
-def _late(replies: Iterable[Reply]) -> Iterator[Reply]:
+def late_word(replies: Iterable[Reply]) -> Iterator[Reply]:
     """Keep the word that answers came, not the updates: nobody may use them.
 
     The task's bytes were counted when its deadline passed. What was a failure

@@ -45,9 +45,10 @@ def add_verb(
     )
     simulate.add_argument(
         "--engine",
-        choices=("inproc", "flower"),
+        choices=("inproc", "flower", "virtual"),
         default="inproc",
-        help="call the sites in this process (default), or on Flower's engine",
+        help="call the sites in this process (default), on Flower's engine, or in "
+        "virtual time",
     )
     simulate.add_argument(
         "--transcript",

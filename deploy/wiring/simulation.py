@@ -1,7 +1,7 @@
 """Run a whole federation here: the function behind ``crossfed simulate``."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,12 @@ from clients.privacy.site_memory import FileMemory, InMemory
 from clients.privacy.site_plans import Keeping, PrivateSites
 from clients.training.local_federation import Federation
 from cloud_adapters.local.transcript import check_fresh
-from deploy.wiring import parts as wiring, run_store
+from deploy.wiring import parts as wiring, run_store, virtual_engine
 from deploy.wiring.rehearsal import Rehearsal, dropout_notice, rehearse
 from deploy.wiring.run import InProcess, Run, SiteSource
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
-from federation.clock import SystemClock
+from federation.clock import SystemClock, VirtualClock
 from federation.errors import CorruptObject, RunConflict, RunNotFound
 from federation.events import Emit, Event, Warned
 from federation.ids import RunId, SiteId, new_run_id
@@ -35,7 +35,7 @@ from monitoring.runs.find import runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
 
-ENGINES = ("inproc", "flower")
+ENGINES = ("inproc", "flower", "virtual")
 
 
 def simulate(
@@ -58,7 +58,9 @@ def simulate(
             that is completed is left as it is.
         engine: ``inproc`` calls the sites in threads of this process; ``flower``
             runs them on Flower's simulation engine (extra ``crossfed[flower]``).
-            Both give the same weights, bit for bit.
+            Both give the same weights, bit for bit. ``virtual`` calls them one by one
+            in virtual time, with the speeds of ``simulation.machines``: updates are
+            added up in the order in which they would have come.
         listeners: Called with every event, in order, in this thread.
         stop_requested: Asked after every round; a true answer ends the run after
             its checkpoint.
@@ -90,7 +92,7 @@ def simulate(
         return done
     with ExitStack() as stack:
         stack.enter_context(wiring.torch_threads(job))
-        clock = SystemClock()
+        clock = SystemClock() if engine != "virtual" else virtual_engine.clock(job, run)
         meters = StoreMeters(clock)
         federation = wiring.build_federation(job, meters)
         if engine == "inproc":
@@ -198,6 +200,7 @@ class _Simulation:
         self._engine = engine
         self._stop_requested = stop_requested
         self._clock = clock
+        self._clocks: Mapping[SiteId, VirtualClock] = {}  # In virtual time alone.
         self._federation = federation
         now = self._clock.now()
         if run is None:
@@ -274,6 +277,17 @@ class _Simulation:
                 layout=self._federation.pool.layout,
                 folder=None if self._run is None else self._run.path,
             )
+        if isinstance(self._clock, VirtualClock):
+            self._clocks = {
+                SiteId(site.name): VirtualClock(self._clock.now())
+                for site in self._job.sites
+            }
+            return virtual_engine.VirtualMachines(
+                job=self._job,
+                make=self._site,
+                clock=self._clock,
+                clocks=self._clocks,
+            )
         return InProcess(
             job=self._job,
             sites=[SiteId(site.name) for site in self._job.sites],
@@ -286,16 +300,25 @@ class _Simulation:
         trainer, store = self._trainer(name), self._record.store_of(name)
         if self._rehearsal is None:
             return self._federation.site(
-                name, make_trainer=trainer, store=store, clock=self._clock
+                name, make_trainer=trainer, store=store, clock=self._clock_of(name)
             )
         folder = None if self._run is None else self._run.path
         return self._rehearsal.site(
             name, make_trainer=trainer, store=store, folder=folder
         )
 
+    def _clock_of(self, name: SiteId) -> Clock:
+        return self._clocks.get(name, self._clock)
+
     def _trainer(self, name: SiteId) -> Callable[[], Trainer]:
         if self._private is None:
-            return lambda: self._federation.trainer(name)
+            return lambda: self._timed(name, self._federation.trainer(name))
         # At once: what is wrong with a ledger must show before the run begins.
-        trainer = self._private.trainer(name)
+        trainer = self._timed(name, self._private.trainer(name))
         return lambda: trainer
+
+    def _timed(self, name: SiteId, trainer: Trainer) -> Trainer:
+        clock = self._clocks.get(name)
+        if clock is None:
+            return trainer
+        return virtual_engine.timed(self._federation, name, trainer, clock)

@@ -34,7 +34,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_robust_rule,
         _check_dynamic_weights,
         _check_buffers,
-        _check_faults,
+        _check_simulation,
     ):
         rule(job)
     return job
@@ -208,15 +208,25 @@ def _check_buffers(job: JobSpec) -> None:
             )
 
 
-def _check_faults(job: JobSpec) -> None:
+def _check_simulation(job: JobSpec) -> None:
     names = {site.name for site in job.sites}
-    for index, fault in enumerate(job.simulation.faults):
-        if fault.site not in names:
+    simulation = job.simulation
+    places = [("faults", i, fault.site) for i, fault in enumerate(simulation.faults)]
+    places += [("machines", i, m.site) for i, m in enumerate(simulation.machines)]
+    for key, index, name in places:
+        if name not in names:
             raise JobError(
-                f"there is no site {fault.site!r}; the sites are "
-                f"{', '.join(sorted(names))}",
-                key=f"simulation.faults[{index}].site",
+                f"there is no site {name!r}; the sites are {', '.join(sorted(names))}",
+                key=f"simulation.{key}[{index}].site",
             )
+    named = [machine.site for machine in simulation.machines]
+    for index, name in enumerate(named):
+        if name in named[:index]:
+            raise JobError(
+                f"the machine of {name!r} is described twice",
+                key=f"simulation.machines[{index}].site",
+            )
+    for index, fault in enumerate(simulation.faults):
         if any(round_index < 1 for round_index in fault.rounds):
             raise JobError(
                 f"rounds count from 1, not {min(fault.rounds)}",

@@ -378,6 +378,25 @@ class FaultSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpec:
+    """How fast a site and its line are (`simulate --engine virtual` only)."""
+
+    site: str = key("Name of the site.")
+    examples_per_second: float = key(
+        "Examples that it trains on, or evaluates, in a second.", above=0.0
+    )
+    down_mbit: float = key(
+        "Megabits a second from the aggregator to it.", default=100.0, above=0.0
+    )
+    up_mbit: float = key(
+        "Megabits a second from it to the aggregator.", default=100.0, above=0.0
+    )
+    latency_seconds: float = key(
+        "Time that a message takes beside its bytes.", default=0.0, low=0.0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSpec:
     """What only a simulation has."""
 
@@ -388,6 +407,9 @@ class SimulationSpec:
         low=0,
     )
     faults: tuple[FaultSpec, ...] = key("Misfortunes to rehearse.", default=())
+    machines: tuple[MachineSpec, ...] = key(
+        "Speed of each site, for `simulate --engine virtual`.", default=()
+    )
     vouch_for_sources: bool = key(
         "Accept, under a unit of privacy, sources that do not declare their "
         "preprocessing. Deployed sites look at `data.preprocessing` of their own "

@@ -21,7 +21,7 @@ from monitoring import privacy_words, units
 from monitoring.pages import panels, plots, report_privacy
 from monitoring.views import storage_use
 from monitoring.views.round_view import RUNNING, accuracy_of, loss_of, perplexity
-from monitoring.views.run_view import COMPLETED, RunView
+from monitoring.views.run_view import COMPLETED, VIRTUAL, RunView
 from monitoring.views.site_view import SiteView
 
 MAX_SITE_ROWS = 100
@@ -224,7 +224,8 @@ def _tiles(view: RunView) -> Sequence[Tile]:
         Tile(
             label="Time",
             value=units.format_duration(view.seconds),
-            note=resumes if view.coordinators > 1 else "without interruption",
+            note=("virtual, " if view.started.engine == VIRTUAL else "")
+            + (resumes if view.coordinators > 1 else "without interruption"),
         ),
     )
 

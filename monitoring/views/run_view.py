@@ -42,6 +42,7 @@ COMPLETED = "completed"
 EXHAUSTED = "exhausted"
 INTERRUPTED = "interrupted"
 DEPLOYED = "deployed"
+VIRTUAL = "virtual"
 LANGUAGE = "causal_lm"
 
 

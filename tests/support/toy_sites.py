@@ -5,6 +5,7 @@ They live in a module of their own because Flower's processes import them.
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -36,8 +37,15 @@ HANGING_SECONDS = 4.0
 class EchoSite:
     """Answers at once, with numbers that tell what it was asked."""
 
-    def __init__(self, site: SiteId, job_text: str) -> None:
-        """Make a site; it says its job's text back."""
+    def __init__(
+        self,
+        site: SiteId,
+        job_text: str,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Make a site; it says its job's text back, and hangs by ``sleep``."""
+        self._sleep = sleep
         self._site = site
         self._job_text = job_text
 
@@ -53,7 +61,7 @@ class EchoSite:
                 text = f"no disk for {self._job_text}"
                 return SiteFailure(**about, kind=FailureKind.CRASHED, message=text)
             if task.round_index == HANGING_ROUND:
-                time.sleep(HANGING_SECONDS)
+                self._sleep(HANGING_SECONDS)
         if isinstance(task, SecureTask):
             return SecureAnswer(**about, step=task.step, body=task.body[::-1])
         about |= {"based_on": task.based_on, "fragment": task.fragment}

@@ -516,7 +516,7 @@ def test_secure_steps_are_small():
 
 def test_late_masked_update_is_not_kept():
     """Of what comes too late only the word is kept, masked or not."""
-    late = inproc_grid._late([reply_to(toy.masked(), bytes_down=5, bytes_up=7)])
+    late = inproc_grid.late_word([reply_to(toy.masked(), bytes_down=5, bytes_up=7)])
     (reply,) = late
     assert isinstance(reply.message, SiteFailure)
     assert reply.message.kind is FailureKind.LATE

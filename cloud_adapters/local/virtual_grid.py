@@ -1,0 +1,158 @@
+"""The grid in virtual time: messages and work take as long as a job says.
+
+A site is called when the events before its task have happened, in the thread of the
+caller; its answer is handed on when its line has carried it. Nothing waits and nothing
+looks at a wall clock, so a run has the same events every time. Byte counts are those of
+the wire format. Answers that are under way at the same time are in memory together.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from cloud_adapters.local.inproc_grid import Fault, answers_of, late_word, no_fault
+from federation.clock import VirtualClock
+from federation.ids import SiteId, TaskId
+from federation.messages import FailureKind, Reply, Task
+from federation.protocols import SiteHandler
+from federation.rounds.failures import failure
+from federation.wire import frame as wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A site and its line.
+
+    Attributes:
+        handler: Answers for the site.
+        clock: The site's own: it says when the site has finished its work.
+        down: Bytes a second to it.
+        up: Bytes a second from it.
+        latency_seconds: What a message takes beside its bytes.
+    """
+
+    handler: SiteHandler
+    clock: VirtualClock
+    down: float
+    up: float
+    latency_seconds: float
+
+
+class VirtualGrid:
+    """Sites that work in turn, each in its own time."""
+
+    def __init__(
+        self,
+        machines: Mapping[SiteId, Machine],
+        *,
+        clock: VirtualClock,
+        fault: Fault = no_fault,
+    ) -> None:
+        """Make a grid of machines, in the order of the job.
+
+        Args:
+            machines: The sites.
+            clock: The aggregator's; ``receive`` moves it on.
+            fault: May spoil answers, to rehearse misfortune.
+        """
+        self._machines = dict(machines)
+        self._clock = clock
+        self._fault = fault
+        self._open: dict[TaskId, tuple[Task, Reply]] = {}
+        self._events: list[tuple[float, int, Callable[[], deque[Reply]]]] = []
+        self._order = count()  # Of events at the same time: that of their making.
+        self._num_sent = 0
+
+    def sites(self) -> Sequence[SiteId]:
+        """Every site, in the order of the job."""
+        return tuple(self._machines)
+
+    def send(
+        self, tasks: Sequence[Task], *, deadline_seconds: float
+    ) -> Sequence[TaskId]:
+        """Put tasks on their lines; see ``Grid``.
+
+        Raises:
+            ValueError: A task is for a site that the grid does not have.
+        """
+        unknown = [task.site for task in tasks if task.site not in self._machines]
+        if unknown:
+            raise ValueError(f"the grid has no sites {unknown}")
+        return [self._post(task, deadline_seconds) for task in tasks]
+
+    def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
+        """Let time pass until there is a reply."""
+        end = None
+        if timeout_seconds is not None:
+            end = self._clock.monotonic() + timeout_seconds
+        while self._open and (end is None or self._events[0][0] <= end):
+            seconds, _, happen = heapq.heappop(self._events)
+            self._clock.wait_until(seconds)
+            replies = happen()
+            if replies:
+                return replies
+        if self._open and end is not None:
+            self._clock.wait_until(end)
+        return deque()
+
+    def withdraw(self, task_ids: Collection[TaskId]) -> None:
+        """Close tasks; a site that has begun goes on, and its answer is late."""
+        for task_id in task_ids:
+            self._open.pop(task_id, None)
+
+    def _at(self, seconds: float, happen: Callable[[], deque[Reply]]) -> None:
+        heapq.heappush(self._events, (seconds, next(self._order), happen))
+
+    def _post(self, task: Task, deadline_seconds: float) -> TaskId:
+        machine, now = self._machines[task.site], self._clock.monotonic()
+        task_id = TaskId(self._num_sent)
+        self._num_sent += 1
+        num_bytes = wire.encoded_size(task)
+        text = f"gave no answer within {deadline_seconds:g} s"
+        missed = Reply(
+            task_id=task_id,
+            message=failure(task, FailureKind.DEADLINE, text),
+            asked_seconds=now,
+            answered_seconds=now + deadline_seconds,
+            bytes_down=num_bytes,
+            bytes_up=0,
+        )
+        self._open[task_id] = task, missed
+        arrival = now + machine.latency_seconds + num_bytes / machine.down
+        self._at(arrival, lambda: self._work(task_id))
+        self._at(now + deadline_seconds, lambda: self._settle(task_id, [missed]))
+        return task_id
+
+    def _work(self, task_id: TaskId) -> deque[Reply]:
+        """Have a site work on a task that has arrived, and send its answers back."""
+        if task_id not in self._open:
+            return deque()  # Withdrawn, or overdue before it came there.
+        task, missed = self._open[task_id]
+        machine = self._machines[task.site]
+        machine.clock.wait_until(self._clock.monotonic())
+        # This is the caller's thread: what interrupts it is no crash of a site.
+        answers = answers_of(task, machine.handler, self._fault, crash=Exception)
+        sent = machine.clock.monotonic()
+        replies = []
+        for index, (message, num_bytes) in enumerate(answers):
+            sent += num_bytes / machine.up
+            replies.append(
+                replace(
+                    missed,
+                    message=message,
+                    answered_seconds=sent + machine.latency_seconds,
+                    bytes_down=0 if index else missed.bytes_down,
+                    bytes_up=num_bytes,
+                )
+            )
+        last = replies[-1].answered_seconds
+        self._at(last, lambda: self._settle(task_id, replies))
+        return deque()
+
+    def _settle(self, task_id: TaskId, replies: list[Reply]) -> deque[Reply]:
+        """Hand on what has come for a task, and of what is late the word alone."""
+        if self._open.pop(task_id, None) is not None:
+            return deque(replies)
+        return deque(late_word(replies))

@@ -1,0 +1,121 @@
+"""``--engine virtual``: the same job and code in virtual time.
+
+The clocks of the aggregator and of every site are virtual: they move on by what the
+job says that work and messages take, and by nothing else.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from clients.training.local_federation import Federation
+from clients.training.timed_trainer import TimedTrainer
+from cloud_adapters.local.faults import FaultInjector, Restartable
+from cloud_adapters.local.virtual_grid import Machine, VirtualGrid
+from deploy.wiring.run import Rounds
+from federation.clock import VirtualClock
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job.spec import JobSpec, MachineSpec
+from federation.protocols import RunState, SiteHandler, Trainer
+from monitoring.runs.run_folder import RunFolder
+from monitoring.views.run_view import VIRTUAL
+
+_BYTES_PER_MBIT = 125_000
+
+
+def clock(job: JobSpec, run: RunFolder | None) -> VirtualClock:
+    """Make the aggregator's clock: at 0, or where the run to resume has got to.
+
+    Raises:
+        JobError: The job does not say how fast every site is.
+    """
+    for site in job.sites:
+        _machine(job, SiteId(site.name))
+    told = run.read_events() if run is not None and run.exists() else []
+    return VirtualClock(max((event.at for event in told), default=0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualMachines:
+    """Sites on the machines and lines of the job; a ``SiteSource``.
+
+    Attributes:
+        job: The job.
+        make: Makes a site, at first and after a restart.
+        clock: The aggregator's.
+        clocks: The sites' own, in the order of the job.
+    """
+
+    job: JobSpec
+    make: Callable[[SiteId], SiteHandler]
+    clock: VirtualClock
+    clocks: Mapping[SiteId, VirtualClock]
+
+    @property
+    def engine(self) -> str:
+        """Its name in the record of the run."""
+        return VIRTUAL
+
+    def reach(self, rounds: Rounds) -> RunState:
+        """Make the sites, run the rounds and close the sites."""
+        with ExitStack() as stack:
+            sites = {
+                name: Restartable(partial(self.make, name)) for name in self.clocks
+            }
+            faults = {
+                name: FaultInjector(
+                    self.job.simulation.faults,
+                    clock=self.clocks[name],
+                    seed=self.job.seed,
+                    restart=lambda name: sites[name].restart(),
+                )
+                for name in sites
+            }
+            for site in sites.values():
+                stack.callback(site.close)
+            machines = {name: self._machine(name, site) for name, site in sites.items()}
+            return rounds(
+                VirtualGrid(
+                    machines,
+                    clock=self.clock,
+                    fault=lambda task, answer: faults[task.site](task, answer),
+                )
+            )
+
+    def _machine(self, name: SiteId, handler: SiteHandler) -> Machine:
+        spec = _machine(self.job, name)
+        return Machine(
+            handler=handler,
+            clock=self.clocks[name],
+            down=spec.down_mbit * _BYTES_PER_MBIT,
+            up=spec.up_mbit * _BYTES_PER_MBIT,
+            latency_seconds=spec.latency_seconds,
+        )
+
+
+def timed(
+    federation: Federation, name: SiteId, trainer: Trainer, clock: VirtualClock
+) -> Trainer:
+    """Have a site's work take its time."""
+    train, held_out = federation.site_data[name]
+    speed = _machine(federation.job, name).examples_per_second
+    batch = min(federation.job.training.batch_size, len(train))
+    return TimedTrainer(
+        trainer=trainer,
+        clock=clock,
+        seconds_per_step=batch / speed,
+        seconds_per_evaluation=len(held_out) / speed,
+    )
+
+
+def _machine(job: JobSpec, name: SiteId) -> MachineSpec:
+    for machine in job.simulation.machines:
+        if machine.site == name:
+            return machine
+    raise JobError(
+        f"virtual time needs the speed of every site, and {name!r} has none: add an "
+        "entry with its name and examples_per_second, or use --engine inproc",
+        key="simulation.machines",
+    )

@@ -1,0 +1,179 @@
+"""``simulate --engine virtual``: whole runs in which nothing waits."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from deploy.wiring.simulation import simulate
+from federation.clock import SystemClock
+from federation.errors import JobError
+from federation.events import (
+    Event,
+    RoundFinished,
+    RunFinished,
+    RunStarted,
+    SiteAnswered,
+    SiteFailed,
+)
+from federation.job.spec import JobSpec
+
+MBIT = 125_000
+
+
+def machines_of(job: JobSpec) -> list[dict[str, Any]]:
+    """The first site is slow, the second has a thin line."""
+    speeds = {0: (10.0, 100.0), 1: (1000.0, 0.08)}
+    return [
+        {
+            "site": site.name,
+            "examples_per_second": speeds.get(index, (1000.0, 100.0))[0],
+            "up_mbit": speeds.get(index, (1000.0, 100.0))[1],
+            "latency_seconds": 0.5,
+        }
+        for index, site in enumerate(job.sites)
+    ]
+
+
+def plain_job(**changes: Any) -> JobSpec:
+    """Three rounds of four sites."""
+    return small_job(num_sites=4, **{"rounds": 3, **changes})
+
+
+def virtual_job(**changes: Any) -> JobSpec:
+    """A small job with a speed for every site."""
+    tables = {"simulation": {"machines": machines_of(plain_job())}}
+    tables["simulation"] |= changes.pop("simulation", {})
+    return plain_job(**tables, **changes)
+
+
+def events_of(job: JobSpec, **arguments: Any) -> list[Event]:
+    """Everything that happened."""
+    seen: list[Event] = []
+    simulate(job, engine="virtual", listeners=[seen.append], **arguments)
+    return seen
+
+
+def only(events: list[Event], kind: type[Any]) -> list[Any]:
+    """Events of one kind."""
+    return [event for event in events if isinstance(event, kind)]
+
+
+def told(events: list[Event]) -> list[str]:
+    """Events as text, without the run's random name."""
+    (started,) = only(events, RunStarted)
+    return [repr(event).replace(started.run_id, "RUN") for event in events]
+
+
+def test_two_runs_have_the_same_events():
+    """To the last digit of their times."""
+    assert told(events_of(virtual_job())) == told(events_of(virtual_job()))
+
+
+def test_no_wall_clock_is_read(monkeypatch: pytest.MonkeyPatch):
+    """Not even where the time would be thrown away."""
+
+    def read(*_: object) -> float:
+        raise AssertionError("somebody has read the wall clock")
+
+    for name in ("now", "monotonic", "sleep"):
+        monkeypatch.setattr(SystemClock, name, read)
+    (finished,) = only(events_of(virtual_job()), RunFinished)
+    assert finished.status == "completed"
+
+
+def test_times_are_those_of_the_job():
+    """Bytes over the line, twice the latency, and examples over the speed."""
+    job = virtual_job(evaluation={"every": 0})
+    events = events_of(job)
+    speeds = {machine.site: machine for machine in job.simulation.machines}
+    answers = only(events, SiteAnswered)
+    assert answers
+    for answer in answers:
+        machine = speeds[answer.site]
+        assert answer.training is not None
+        work = sum(phase.seconds for phase in answer.phases)
+        expected = (
+            2 * 0.5
+            + answer.bytes_down / (machine.down_mbit * MBIT)
+            + answer.bytes_up / (machine.up_mbit * MBIT)
+            + work
+        )
+        assert answer.answered_seconds - answer.asked_seconds == pytest.approx(expected)
+        assert work >= answer.training.count / machine.examples_per_second - 1e-9
+    slowest = max(a.answered_seconds for a in answers if a.round_index == 1)
+    assert only(events, RoundFinished)[0].seconds == pytest.approx(slowest)
+
+
+def test_model_is_that_of_the_other_engine():
+    """But for the order in which updates are added up."""
+    job = virtual_job()
+    ours, theirs = simulate(job, engine="virtual"), simulate(job)
+    for name, values in theirs.weights.items():
+        np.testing.assert_allclose(ours.weights[name], values, rtol=1e-5, atol=1e-6)
+
+
+def test_site_that_is_too_slow_misses_the_deadline():
+    """The round ends when the deadline passes, and takes no time on the wall."""
+    job = virtual_job(
+        schedule={"round_deadline_seconds": 30.0, "minimum_sites": 1},
+        simulation={
+            "faults": [
+                {
+                    "site": plain_job().sites[0].name,
+                    "kind": "hang",
+                    "seconds": 3600.0,
+                    "rounds": [1],
+                }
+            ]
+        },
+    )
+    events = events_of(job)
+    first = only(events, RoundFinished)[0]
+    assert first.seconds == pytest.approx(30.0)
+    assert only(events, SiteFailed)[0].kind == "deadline"
+
+
+def test_run_is_resumed_where_its_time_stood(tmp_path: Path):
+    """Time goes on, and the model is that of a run in one go."""
+    once = iter([False, True])
+    job = virtual_job()
+    simulate(job, engine="virtual", folder=tmp_path, stop_requested=lambda: next(once))
+    events: list[Event] = []
+    resumed = simulate(
+        job, engine="virtual", folder=tmp_path, resume=True, listeners=[events.append]
+    )
+    whole = simulate(job, engine="virtual")
+    assert events[0].at > 0
+    for name, values in whole.weights.items():
+        np.testing.assert_array_equal(resumed.weights[name], values)
+    assert "virtual" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_secure_aggregation_runs_in_virtual_time():
+    """Its steps take the time of their messages."""
+    job = virtual_job(privacy={"secure_aggregation": {"enabled": True}})
+    events = events_of(job)
+    assert only(events, RunFinished)[0].status == "completed"
+    assert only(events, RoundFinished)[0].seconds > 4 * 0.5
+    gc.collect()
+
+
+def test_site_without_a_speed_is_refused():
+    """No speed is made up."""
+    job = plain_job(simulation={"machines": machines_of(plain_job())[1:]})
+    with pytest.raises(JobError, match="needs the speed of every site"):
+        simulate(job, engine="virtual")
+
+
+@pytest.mark.parametrize("site", ["nobody", None])
+def test_machine_of_nobody_and_of_one_site_twice(site: str | None):
+    """A slip of the pen is named with its place."""
+    machines = machines_of(plain_job())
+    first = {**machines[0], "site": site or machines[0]["site"]}
+    with pytest.raises(JobError, match=r"no site|described twice") as caught:
+        plain_job(simulation={"machines": [*machines, first]})
+    assert caught.value.key == f"simulation.machines[{len(machines)}].site"
