@@ -12,16 +12,16 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from federation.errors import WireError
-from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
+    MetricSums,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -66,26 +66,90 @@ _KINDS: Mapping[type[WireMessage], Kind] = {
     SecureAnswer: Kind.SECURE_ANSWER,
     MaskedUpdate: Kind.MASKED_UPDATE,
 }
-
-# Fields of the dataclasses that stand in the header under their own names.
-_ABOUT = ("run_id", "round_index", "site")
-_MODEL = ("based_on", "fragment")
-_PLAIN: Mapping[Kind, tuple[str, ...]] = {
-    Kind.TASK: (
-        *("kind", "layout_digest", "evaluate", "evaluate_after", "anchor"),
-        *_MODEL,
-    ),
-    Kind.UPDATE: (
-        *("layout_digest", "num_examples", "num_steps"),
-        *("training", "evaluation", "evaluation_after", "phases", "spent"),
-        *_MODEL,
-    ),
-    Kind.EVALUATION: ("evaluation", "phases", "spent", *_MODEL),
-    Kind.FAILURE: ("kind", "message"),
-    Kind.SECURE_TASK: ("step",),
-    Kind.SECURE_ANSWER: ("step",),
-    Kind.MASKED_UPDATE: ("layout_digest", "spent", *_MODEL),
+_TYPES: Mapping[Kind, Callable[..., WireMessage]] = {
+    kind: message for message, kind in _KINDS.items()
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """How a field of the header is read under its name, and how it is spelt.
+
+    Attributes:
+        read: Takes it from a header.
+        write: Spells it; None for what is spelt as it is.
+    """
+
+    read: Callable[[Fields, str], Any]
+    write: Callable[[Any], Any] | None = None
+
+
+def _word(words: Any) -> _Value:
+    return _Value(lambda fields, name: wire_values.read_word(fields, name, words), str)
+
+
+def _sums(read: Callable[[object], MetricSums | None]) -> _Value:
+    return _Value(lambda fields, name: read(fields[name]), wire_values.write_sums)
+
+
+_COUNT = _Value(wire_values.read_count)
+_FLAG = _Value(wire_values.read_flag)
+_NAME = _Value(wire_values.read_name)
+_DIGEST = _Value(lambda fields, _: wire_values.read_digest(fields))
+_PHASES = _Value(
+    lambda fields, _: wire_values.read_phases(fields), wire_values.write_phases
+)
+_SPENT = _Value(
+    lambda fields, name: wire_values.read_spent(fields[name]), wire_values.write_spent
+)
+_ANCHOR = _Value(
+    lambda fields, name: wire_values.read_anchor(fields[name]), wire_values.write_anchor
+)
+_SUMS_OR_NONE = _sums(wire_values.read_sums_or_none)
+# A failure must not get lost for its text, which often is a library's.
+_TEXT = _Value(
+    lambda fields, name: wire_values.read_text(
+        fields, name, wire_values.MAX_TEXT_CHARS
+    ),
+    wire_values.one_line,
+)
+
+# Fields of the dataclasses that stand in the header under their own names, in order.
+_ABOUT = {"run_id": _NAME, "round_index": _COUNT, "site": _NAME}
+_MODEL = {"based_on": _COUNT, "fragment": _COUNT}
+_STEP = {"step": _word(SecureStep)}
+_PLAIN: Mapping[Kind, Mapping[str, _Value]] = {
+    Kind.TASK: {
+        "kind": _word(TaskKind),
+        "layout_digest": _DIGEST,
+        "evaluate": _FLAG,
+        "evaluate_after": _FLAG,
+        "anchor": _ANCHOR,
+        **_MODEL,
+    },
+    Kind.UPDATE: {
+        "layout_digest": _DIGEST,
+        "num_examples": _COUNT,
+        "num_steps": _COUNT,
+        "training": _SUMS_OR_NONE,
+        "evaluation": _SUMS_OR_NONE,
+        "evaluation_after": _SUMS_OR_NONE,
+        "phases": _PHASES,
+        "spent": _SPENT,
+        **_MODEL,
+    },
+    Kind.EVALUATION: {
+        "evaluation": _sums(wire_values.read_sums),
+        "phases": _PHASES,
+        "spent": _SPENT,
+        **_MODEL,
+    },
+    Kind.FAILURE: {"kind": _word(FailureKind), "message": _TEXT},
+    Kind.SECURE_TASK: _STEP,
+    Kind.SECURE_ANSWER: _STEP,
+    Kind.MASKED_UPDATE: {"layout_digest": _DIGEST, "spent": _SPENT, **_MODEL},
+}
+_FIELDS = {kind: {**_ABOUT, **plain} for kind, plain in _PLAIN.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +236,9 @@ def write(message: WireMessage) -> tuple[Kind, Fields]:
     """
     kind = _KINDS[type(message)]
     fields: Fields = {}
-    for name, spell in _SPELLED[kind]:
+    for name, form in _FIELDS[kind].items():
         value = getattr(message, name)
-        fields[name] = value if spell is None else spell(value)
+        fields[name] = value if form.write is None else form.write(value)
     for section in _SECTIONS[kind]:
         fields[section.size] = len(getattr(message, section.field))
     read(kind, fields, None)
@@ -187,29 +251,11 @@ def _raw(value: object, name: str) -> NDArray[np.uint8]:
     return np.frombuffer(value, np.uint8)
 
 
-_SPELLINGS: Mapping[str, Callable[[Any], Any]] = {
-    "kind": str,
-    "step": str,
-    "training": wire_values.write_sums,
-    "evaluation": wire_values.write_sums,
-    "evaluation_after": wire_values.write_sums,
-    "phases": wire_values.write_phases,
-    "spent": wire_values.write_spent,
-    "anchor": wire_values.write_anchor,
-    # A failure must not get lost for its text, which often is a library's.
-    "message": wire_values.one_line,
-}
-_SPELLED = {
-    kind: tuple((name, _SPELLINGS.get(name)) for name in (*_ABOUT, *plain))
-    for kind, plain in _PLAIN.items()
-}
-
-
 # Reading.
 
 _MEMBERS = {
-    kind: frozenset((*_ABOUT, *plain, *(s.size for s in _SECTIONS[kind])))
-    for kind, plain in _PLAIN.items()
+    kind: frozenset((*named, *(s.size for s in _SECTIONS[kind])))
+    for kind, named in _FIELDS.items()
 }
 
 
@@ -226,7 +272,10 @@ def read(kind: Kind, fields: object, payload: memoryview | None) -> WireMessage:
         WireError: They are not exactly those of one message.
     """
     members = wire_values.check_members(fields, _MEMBERS[kind])
-    return _READERS[kind](members, _read_sections(kind, members, payload))
+    parts = _read_sections(kind, members, payload)
+    named = {name: form.read(members, name) for name, form in _FIELDS[kind].items()}
+    message: WireMessage = _TYPES[kind](**named, **parts)
+    return message
 
 
 def _read_sections(kind: Kind, fields: Fields, payload: memoryview | None) -> Fields:
@@ -257,109 +306,3 @@ def _value(data: memoryview, section: _Section) -> NDArray[Any] | bytes:
         vector = vector.copy()
         vector.flags.writeable = False
     return vector
-
-
-class _About(TypedDict):
-    run_id: RunId
-    round_index: int
-    site: SiteId
-
-
-def _about(fields: Fields) -> _About:
-    return {
-        "run_id": RunId(wire_values.read_name(fields, "run_id")),
-        "round_index": wire_values.read_count(fields, "round_index"),
-        "site": SiteId(wire_values.read_name(fields, "site")),
-    }
-
-
-class _Model(TypedDict):
-    based_on: int
-    fragment: int
-
-
-def _model(fields: Fields) -> _Model:
-    return {
-        "based_on": wire_values.read_count(fields, "based_on"),
-        "fragment": wire_values.read_count(fields, "fragment"),
-    }
-
-
-def _read_task(fields: Fields, parts: Fields) -> RoundTask:
-    return RoundTask(
-        **_about(fields),
-        **_model(fields),
-        kind=wire_values.read_word(fields, "kind", TaskKind),
-        layout_digest=wire_values.read_digest(fields),
-        evaluate=wire_values.read_flag(fields, "evaluate"),
-        evaluate_after=wire_values.read_flag(fields, "evaluate_after"),
-        anchor=wire_values.read_anchor(fields["anchor"]),
-        **parts,
-    )
-
-
-def _read_update(fields: Fields, parts: Fields) -> SiteUpdate:
-    return SiteUpdate(
-        **_about(fields),
-        **_model(fields),
-        layout_digest=wire_values.read_digest(fields),
-        num_examples=wire_values.read_count(fields, "num_examples"),
-        num_steps=wire_values.read_count(fields, "num_steps"),
-        training=wire_values.read_sums_or_none(fields["training"]),
-        evaluation=wire_values.read_sums_or_none(fields["evaluation"]),
-        evaluation_after=wire_values.read_sums_or_none(fields["evaluation_after"]),
-        phases=wire_values.read_phases(fields),
-        spent=wire_values.read_spent(fields["spent"]),
-        **parts,
-    )
-
-
-def _read_evaluation(fields: Fields, parts: Fields) -> SiteEvaluation:
-    return SiteEvaluation(
-        **_about(fields),
-        **_model(fields),
-        evaluation=wire_values.read_sums(fields["evaluation"]),
-        phases=wire_values.read_phases(fields),
-        spent=wire_values.read_spent(fields["spent"]),
-        **parts,
-    )
-
-
-def _read_failure(fields: Fields, parts: Fields) -> SiteFailure:
-    return SiteFailure(
-        **_about(fields),
-        kind=wire_values.read_word(fields, "kind", FailureKind),
-        message=wire_values.read_text(fields, "message", wire_values.MAX_TEXT_CHARS),
-        **parts,
-    )
-
-
-def _read_secure_task(fields: Fields, parts: Fields) -> SecureTask:
-    step = wire_values.read_word(fields, "step", SecureStep)
-    return SecureTask(**_about(fields), step=step, **parts)
-
-
-def _read_secure_answer(fields: Fields, parts: Fields) -> SecureAnswer:
-    step = wire_values.read_word(fields, "step", SecureStep)
-    return SecureAnswer(**_about(fields), step=step, **parts)
-
-
-def _read_masked_update(fields: Fields, parts: Fields) -> MaskedUpdate:
-    return MaskedUpdate(
-        **_about(fields),
-        **_model(fields),
-        layout_digest=wire_values.read_digest(fields),
-        spent=wire_values.read_spent(fields["spent"]),
-        **parts,
-    )
-
-
-_READERS: Mapping[Kind, Callable[[Fields, Fields], WireMessage]] = {
-    Kind.TASK: _read_task,
-    Kind.UPDATE: _read_update,
-    Kind.EVALUATION: _read_evaluation,
-    Kind.FAILURE: _read_failure,
-    Kind.SECURE_TASK: _read_secure_task,
-    Kind.SECURE_ANSWER: _read_secure_answer,
-    Kind.MASKED_UPDATE: _read_masked_update,
-}
