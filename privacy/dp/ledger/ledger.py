@@ -220,18 +220,20 @@ class _Account:
 _WHAT = {"train": "training records", "evaluate": "held-out records"}
 
 
-class InMemoryLedger:
-    """For runs that keep nothing: forgets when the process ends.
+class _LockedLedger:
+    """What ledgers share: an account that one thread at a time charges.
 
     Args:
         terms: What holds for every charge.
         clock: For the times of charges.
+        name: What errors call the ledger.
     """
 
-    def __init__(self, terms: Terms, *, clock: Clock) -> None:
+    def __init__(self, terms: Terms, clock: Clock, name: str) -> None:
         """Begin with nothing spent."""
         self._account = _Account(terms, clock)
         self._lock = threading.Lock()
+        self._name = name
 
     @property
     def terms(self) -> Terms:
@@ -250,10 +252,7 @@ class InMemoryLedger:
     ) -> tuple[float, ...]:
         """See ``Ledger.charge_all``."""
         with self._lock:
-            charges = self._account.prepare(releases, round_index)
-            for charge in charges:
-                self._account.add(charge)
-            return tuple(charge.epsilon_after for charge in charges)
+            return self._charge(releases, round_index)
 
     def epsilon(self, purpose: Purpose = "train", *more: PrivacyEvent) -> float:
         """See ``Ledger.epsilon``."""
@@ -273,13 +272,38 @@ class InMemoryLedger:
     def check_anchor(self, anchor: LedgerAnchor) -> None:
         """See ``Ledger.check_anchor``."""
         with self._lock:
-            self._account.check_anchor(anchor, "the ledger in memory")
+            self._account.check_anchor(anchor, self._name)
+
+    def _charge(
+        self, releases: Sequence[Release], round_index: int, *, capped: bool = True
+    ) -> tuple[float, ...]:
+        charges = self._account.prepare(releases, round_index, capped=capped)
+        self._keep(charges)
+        for charge in charges:
+            self._account.add(charge)
+        return tuple(charge.epsilon_after for charge in charges)
+
+    def _keep(self, charges: Sequence[Charge]) -> None:
+        """Make charges durable, before any of them counts."""
+
+
+class InMemoryLedger(_LockedLedger):
+    """For runs that keep nothing: forgets when the process ends.
+
+    Args:
+        terms: What holds for every charge.
+        clock: For the times of charges.
+    """
+
+    def __init__(self, terms: Terms, *, clock: Clock) -> None:
+        """Begin with nothing spent."""
+        super().__init__(terms, clock, "the ledger in memory")
 
     def close(self) -> None:
         """Nothing to do: there is nothing that outlives the process."""
 
 
-class FileLedger:
+class FileLedger(_LockedLedger):
     """A ledger in a folder of the site's own, with one writer at a time.
 
     It is locked while it is open; ``close`` lets go.
@@ -315,8 +339,7 @@ class FileLedger:
         self._folder = folder
         self._key = key
         self._path = folder / ledger_files.LEDGER_NAME
-        self._account = _Account(terms, clock)
-        self._lock = threading.Lock()
+        super().__init__(terms, clock, str(self._path))
         self._hash = ledger_format.START
         self._recovered = ""
         self._handle: int | None = None
@@ -331,48 +354,9 @@ class FileLedger:
             raise
 
     @property
-    def terms(self) -> Terms:
-        """See ``Ledger.terms``."""
-        return self._account.terms
-
-    @property
     def recovered(self) -> str:
         """What was mended when the ledger was opened; empty if nothing was."""
         return self._recovered
-
-    def charge(
-        self, event: PrivacyEvent, *, round_index: int, purpose: Purpose = "train"
-    ) -> float:
-        """See ``Ledger.charge``."""
-        (spent,) = self.charge_all([(event, purpose)], round_index=round_index)
-        return spent
-
-    def charge_all(
-        self, releases: Sequence[Release], *, round_index: int
-    ) -> tuple[float, ...]:
-        """See ``Ledger.charge_all``."""
-        with self._lock:
-            return self._charge(releases, round_index, capped=True)
-
-    def epsilon(self, purpose: Purpose = "train", *more: PrivacyEvent) -> float:
-        """See ``Ledger.epsilon``."""
-        with self._lock:
-            return self._account.epsilon(purpose, *more)
-
-    def charges(self) -> tuple[Charge, ...]:
-        """See ``Ledger.charges``."""
-        with self._lock:
-            return tuple(self._account.charges)
-
-    def anchor(self) -> LedgerAnchor:
-        """See ``Ledger.anchor``."""
-        with self._lock:
-            return self._account.anchor()
-
-    def check_anchor(self, anchor: LedgerAnchor) -> None:
-        """See ``Ledger.check_anchor``."""
-        with self._lock:
-            self._account.check_anchor(anchor, str(self._path))
 
     def restore(self, event: PrivacyEvent, *, purpose: Purpose, count: int) -> None:
         """Write down charges that were lost, whatever the cap.
@@ -396,33 +380,27 @@ class FileLedger:
         if handle is not None:
             os.close(handle)
 
-    def _charge(
-        self, releases: Sequence[Release], round_index: int, *, capped: bool
-    ) -> tuple[float, ...]:
-        charges = self._account.prepare(releases, round_index, capped=capped)
+    def _keep(self, charges: Sequence[Charge]) -> None:
         if not charges:
-            return ()
+            return
         lines, digest = [], self._hash
         for charge in charges:
             line, digest = ledger_format.charge_line(charge, digest)
             lines.append(line)
         self._write(b"".join(lines), digest, charges[-1].seq)
-        for charge in charges:
-            self._account.add(charge)
-        return tuple(charge.epsilon_after for charge in charges)
 
     def _begin_or_go_on(self, anchor: LedgerAnchor) -> None:
         assert self._handle is not None  # noqa: S101 -- opened by the caller
         head = ledger_files.read_head(self._folder)
         data = ledger_files.read_all(self._path)
         if b"\n" in data or head is not None:
-            contents = ledger_files.verify(data, head, str(self._path), self._key)
-            _check_terms(contents.terms, self.terms, str(self._path))
+            contents = ledger_files.verify(data, head, self._name, self._key)
+            _check_terms(contents.terms, self.terms, self._name)
             self._go_on(contents, len(data))
-            self._account.check_anchor(anchor, str(self._path))
+            self._account.check_anchor(anchor, self._name)
             return
         # Before anything is written: what is there stays as it was found.
-        self._account.check_anchor(anchor, str(self._path))
+        self._account.check_anchor(anchor, self._name)
         # New, or killed while its first line was written: nothing was charged.
         os.ftruncate(self._handle, 0)
         self._account.time = self._account.now()
