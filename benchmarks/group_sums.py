@@ -41,8 +41,8 @@ import machine
 import numpy as np
 
 from clients.privacy.masking import Masking
-from clients.privacy.secure_site import SecureSite
 from clients.training.local_federation import Federation
+from clients.training.site import Site, Work
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import parts as wiring
@@ -54,13 +54,12 @@ from federation.errors import FederationError
 from federation.ids import RunId, SiteId
 from federation.job import job_file
 from federation.job.spec import AggregationSpec, JobSpec
-from federation.messages import RoundTask
 from federation.protocols import LocalWeights, Trainer
 from federation.vectors import ByteVector, HeaderVector, Vector, norm
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.measure import subtract_
 
-Work = Callable[[RoundTask, Trainer, Masking], tuple[ByteVector, HeaderVector]]
+WorkOfSite = Callable[[Work, Masking], tuple[ByteVector, HeaderVector]]
 
 ATTACKS = ("none", "garbage", "noise", "flip", "push")
 
@@ -80,7 +79,7 @@ class Liar:
     """Adds to a site's masked words what makes of its update another vector."""
 
     def __init__(
-        self, site: SecureSite, attack: str, seed: int, liars: Collection[SiteId]
+        self, site: Site, attack: str, seed: int, liars: Collection[SiteId]
     ) -> None:
         self._attack, self._liars = attack, liars
         self._random = np.random.default_rng([seed, 1])  # Liars push the same way.
@@ -88,11 +87,9 @@ class Liar:
         self._update_d: Vector = np.empty(0, np.float32)
         self._honest_work = replace_work(site, self._work)
 
-    def _work(
-        self, task: RoundTask, trainer: Trainer, masking: Masking
-    ) -> tuple[ByteVector, HeaderVector]:
-        watched: Any = _Watched(trainer, task.weights_d, self._keep)
-        words, header_h = self._honest_work(task, watched, masking)
+    def _work(self, work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
+        _watch_work(work, self._keep)
+        words, header_h = self._honest_work(work, masking)
         if not words.size:
             return words, header_h
         if self._attack == "garbage":
@@ -194,27 +191,36 @@ def _site(
     rehearsal: Rehearsal,
     name: SiteId,
     store: MemoryStore,
-) -> SecureSite:
-    make = partial(federation.trainer, name)
-    return rehearsal.site(name, make_trainer=make, store=store, folder=None)
+) -> Site:
+    return federation.site(
+        name,
+        make_trainer=partial(federation.trainer, name),
+        store=store,
+        clock=SystemClock(),
+        seal=rehearsal.seal(name, None),
+        tells_all=False,
+    )
 
 
-def replace_work(site: SecureSite, work: Work) -> Work:
+def replace_work(site: Site, work: WorkOfSite) -> WorkOfSite:
     """Have a site do other work than its own, which is returned."""
-    patched: Any = site
-    honest: Work = patched._work  # noqa: SLF001  # A liar changes what it runs.
+    patched: Any = site._seal  # noqa: SLF001
+    honest: WorkOfSite = patched._work  # noqa: SLF001  # A liar changes what it runs.
     patched._work = work  # noqa: SLF001
     return honest
 
 
-def _watch(site: SecureSite, keep: Callable[[Vector], None]) -> None:
-    def work(
-        task: RoundTask, trainer: Trainer, masking: Masking
-    ) -> tuple[ByteVector, HeaderVector]:
-        watched: Any = _Watched(trainer, task.weights_d, keep)
-        return honest(task, watched, masking)
+def _watch(site: Site, keep: Callable[[Vector], None]) -> None:
+    def work(work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
+        _watch_work(work, keep)
+        return honest(work, masking)
 
     honest = replace_work(site, work)
+
+
+def _watch_work(work: Work, keep: Callable[[Vector], None]) -> None:
+    watched: Any = _Watched(work.find_trainer(), work.task.weights_d, keep)
+    work.find_trainer = lambda: watched
 
 
 def jobs(

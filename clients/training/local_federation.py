@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from clients.data import Dataset
 from clients.models.model_pool import ModelPool
 from clients.training.kept_integers import KeptIntegers
-from clients.training.site import Site
+from clients.training.site import Seal, Site
 from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -51,6 +51,7 @@ class Federation:
         make_trainer: Callable[[], Trainer],
         store: ObjectStore,
         clock: Clock,
+        seal: Seal | None = None,
         tells_all: bool = True,
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
@@ -59,5 +60,6 @@ class Federation:
             make_trainer=make_trainer,
             kept=KeptIntegers(name, self.pool.layout, store),
             clock=clock,
+            seal=seal,
             tells_all=tells_all,
         )

@@ -1,28 +1,111 @@
-"""A site: it answers one task at a time."""
+"""A site: it answers one task at a time.
+
+What it does for a round is the same however the answer leaves: restore what it keeps,
+pay, evaluate, train, seal the update, keep what the next round needs. A *seal* decides
+how it leaves: in the clear here, as masked words in ``clients.privacy.ring_seal``.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from clients.training import update
 from clients.training.kept_integers import KeptIntegers
-from federation.errors import BudgetExceeded, FederationError
+from federation.errors import BudgetExceeded, FederationError, ProtocolError
 from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
+    MetricSums,
     Phase,
+    PrivacySpent,
     RoundTask,
+    SecureAnswer,
+    SecureTask,
     SiteEvaluation,
     SiteMessage,
     SiteUpdate,
     Task,
     TaskKind,
 )
-from federation.protocols import Clock, Trainer
+from federation.protocols import Clock, LocalUpdate, LocalWeights, Trainer
 from federation.rounds.failures import failure
-from federation.vectors import layout_differs
+from federation.vectors import IntegerVector, Layout, Vector, layout_differs
+from privacy.secagg.errors import NotSetUp
 
 _LOG = logging.getLogger(__name__)
+_IN_THE_CLEAR = (
+    "was asked for secure aggregation and answers in the clear only: give the site the "
+    "run's own job"
+)
+
+SealedT = TypeVar("SealedT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult(Generic[SealedT]):
+    """What training gave, its update sealed.
+
+    Attributes:
+        sealed: The update, as the seal made it.
+        integers_m: The model's integer values, without those that the site keeps.
+        num_examples: As in ``LocalResult``.
+        num_steps: As there.
+        training: As there.
+        evaluation_after: Of the site's own model, if asked.
+    """
+
+    sealed: SealedT
+    integers_m: IntegerVector
+    num_examples: int
+    num_steps: int
+    training: MetricSums | None
+    evaluation_after: MetricSums | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkResult(Generic[SealedT]):
+    """What a site has done for a task.
+
+    Attributes:
+        trained: None if the task was to evaluate only.
+        evaluation: Of the global model, if asked.
+        phases: Where the time went.
+    """
+
+    trained: TrainResult[SealedT] | None
+    evaluation: MetricSums | None
+    phases: tuple[Phase, ...]
+
+
+class Seal(Protocol):
+    """How a site's answers leave it."""
+
+    def step(self, task: SecureTask, layout: Callable[[], Layout]) -> SecureAnswer:
+        """Take a step of the secure-aggregation protocol.
+
+        Args:
+            task: The step.
+            layout: Loads the site's model, if need be, and tells its layout.
+
+        Raises:
+            ProtocolError: The step is not due.
+        """
+        ...
+
+    def answer(self, task: RoundTask, work: "Work") -> SiteMessage:
+        """Check a task, have the work done, and seal what comes of it.
+
+        Raises:
+            ProtocolError: The task is not one to answer; nothing was done.
+        """
+        ...
+
+    def close(self) -> None:
+        """Erase every key of the run."""
+        ...
 
 
 class Site:
@@ -35,6 +118,7 @@ class Site:
         make_trainer: Callable[[], Trainer],
         kept: KeptIntegers,
         clock: Clock,
+        seal: Seal | None = None,
         tells_all: bool = True,
     ) -> None:
         """Make a site.
@@ -44,6 +128,7 @@ class Site:
             make_trainer: Called before the first task; loads data and model.
             kept: Integer values that never leave the site.
             clock: Measures how long work takes.
+            seal: How answers leave the site; in the clear by default.
             tells_all: Whether the text of any error leaves the site, as is good in a
                 simulation. If not, of errors that are not ours only their kind does,
                 since they may quote a record; the rest is in the site's own log.
@@ -53,116 +138,184 @@ class Site:
         self._make_trainer = make_trainer
         self._kept = kept
         self._clock = clock
+        self._seal: Seal = PlainSeal() if seal is None else seal
         self._trainer: Trainer | None = None
 
     def handle(self, task: Task) -> SiteMessage:
         """Answer a task; whatever goes wrong becomes a ``SiteFailure``."""
         try:
-            return self._answer(task)
+            if isinstance(task, SecureTask):
+                return self._seal.step(task, lambda: self._current_trainer().layout())
+            work = Work(task, self._current_trainer, self._kept, self._clock)
+            return self._seal.answer(task, work)
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
-            if self._tells_all or isinstance(error, FederationError):
+            kind = _kind_of(error)
+            if self._tells_all:
                 _LOG.debug("site_task_failed", exc_info=True)
-                return failure(task, _kind_of(error), _text(error))
-            _LOG.warning("round %s failed", task.round_index, exc_info=error)
-            return failure(task, FailureKind.CRASHED, type(error).__name__)
+            elif kind is FailureKind.CRASHED:
+                _LOG.warning("round %s failed", task.round_index, exc_info=error)
+            else:
+                _LOG.warning("round %s refused: %s", task.round_index, error)
+            return failure(task, kind, self._text(error))
 
     def close(self) -> None:
-        """Let go of model and data; the site holds no keys."""
+        """Let go of model and data, and erase the keys of the run."""
         self._trainer = None
+        self._seal.close()
 
-    def _answer(self, task: Task) -> SiteMessage:
-        if not isinstance(task, RoundTask) or task.secure:
-            return failure(
-                task,
-                FailureKind.INVALID,
-                "was asked for secure aggregation and answers in the clear only: give "
-                "the site the run's own job",
-            )
+    def _text(self, error: Exception) -> str:
+        if isinstance(error, FederationError):
+            return str(error)
+        name = type(error).__name__
+        return f"{name}: {error}" if self._tells_all else name
+
+    def _current_trainer(self) -> Trainer:
         if self._trainer is None:
             self._trainer = self._make_trainer()
-        trainer = self._trainer
-        if task.layout_digest != trainer.layout().digest:
-            return failure(
-                task,
-                FailureKind.INVALID,
-                f"{layout_differs(trainer.layout())}: give the site the job's model "
-                "factory and options",
-            )
-        if task.kind is TaskKind.EVALUATE:
-            return self._evaluate(task, trainer)
-        return self._train(task, trainer)
+        return self._trainer
 
-    def _evaluate(self, task: RoundTask, trainer: Trainer) -> SiteEvaluation:
+
+class Work:
+    """What a site does for one task, whatever seals it."""
+
+    def __init__(
+        self,
+        task: RoundTask,
+        find_trainer: Callable[[], Trainer],
+        kept: KeptIntegers,
+        clock: Clock,
+    ) -> None:
+        """Prepare the work; nothing is loaded yet."""
+        self.task = task
+        self.find_trainer = find_trainer
+        self._kept = kept
+        self._clock = clock
+
+    def check_layout(self) -> None:
+        """Check that the task is about the site's model, which is loaded for it.
+
+        Raises:
+            ProtocolError: It is about another one.
+        """
+        layout = self.find_trainer().layout()
+        if self.task.layout_digest != layout.digest:
+            raise ProtocolError(
+                f"{layout_differs(layout)}: give the site the job's model factory and "
+                "options"
+            )
+
+    def do(
+        self, seal: Callable[[Vector, LocalWeights | LocalUpdate], SealedT]
+    ) -> WorkResult[SealedT]:
+        """Evaluate and train as asked.
+
+        Args:
+            seal: Turns the global weights and what training gave, whose memory it may
+                use, into what leaves.
+        """
+        task, trainer = self.task, self.find_trainer()
         watch = _Stopwatch(self._clock)
+        evaluate = partial(trainer.evaluate, round_index=task.round_index)
         integers_m = self._kept.restore(task.integers_m, task.round_index)
+        trains = task.kind is TaskKind.TRAIN
+        after = trains and task.evaluate_after
+        before = task.evaluate or after or not trains
         trainer.pay(
             round_index=task.round_index,
-            trains=False,
-            evaluations=1,
+            trains=trains,
+            evaluations=before + after,
             anchor=task.anchor,
         )
-        with watch.phase("evaluate"):
-            sums = trainer.evaluate(
-                task.weights_d, integers_m, round_index=task.round_index
-            )
-        return SiteEvaluation(
-            run_id=task.run_id,
-            round_index=task.round_index,
-            site=self._name,
-            evaluation=sums,
-            phases=watch.phases(),
-            spent=trainer.spent(),
-            based_on=task.based_on,
-            fragment=task.fragment,
-        )
-
-    def _train(self, task: RoundTask, trainer: Trainer) -> SiteUpdate:
-        watch = _Stopwatch(self._clock)
-        evaluation = evaluation_after = None
-        integers_m = self._kept.restore(task.integers_m, task.round_index)
-        before = task.evaluate or task.evaluate_after
-        trainer.pay(
-            round_index=task.round_index,
-            trains=True,
-            evaluations=before + task.evaluate_after,
-            anchor=task.anchor,
-        )
+        evaluation = evaluation_after = trained = None
         if before:
             with watch.phase("evaluate"):
-                evaluation = trainer.evaluate(
+                evaluation = evaluate(task.weights_d, integers_m)
+        if trains:
+            with watch.phase("train"):
+                result = trainer.fit(
                     task.weights_d, integers_m, round_index=task.round_index
                 )
-        with watch.phase("train"):
-            result = trainer.fit(
-                task.weights_d, integers_m, round_index=task.round_index
+            if after:
+                with watch.phase("evaluate"):
+                    local_d = update.local_weights(task.weights_d, result)
+                    evaluation_after = evaluate(local_d, result.integers_m)
+            with watch.phase("prepare"):
+                sealed = seal(task.weights_d, result)
+                self._kept.keep(result.integers_m, task.round_index)
+            trained = TrainResult(
+                sealed=sealed,
+                integers_m=self._kept.conceal(result.integers_m),
+                num_examples=result.num_examples,
+                num_steps=result.num_steps,
+                training=result.training,
+                evaluation_after=evaluation_after,
             )
-        if task.evaluate_after:
-            with watch.phase("evaluate"):
-                evaluation_after = trainer.evaluate(
-                    update.local_weights(task.weights_d, result),
-                    result.integers_m,
-                    round_index=task.round_index,
-                )
-        with watch.phase("prepare"):
-            delta_d = update.prepare(task.weights_d, result)
-            self._kept.keep(result.integers_m, task.round_index)
+        return WorkResult(
+            trained=trained,
+            evaluation=evaluation,
+            phases=watch.phases(),
+        )
+
+    def spent(self) -> PrivacySpent | None:
+        """What the site's privacy ledger says by now."""
+        return self.find_trainer().spent()
+
+
+class PlainSeal:
+    """Updates and sums leave as they are."""
+
+    def step(
+        self,
+        task: SecureTask,  # noqa: ARG002 -- of the seam
+        layout: Callable[[], Layout],  # noqa: ARG002 -- of the seam
+    ) -> SecureAnswer:
+        """Refuse; see ``Seal``."""
+        raise ProtocolError(_IN_THE_CLEAR)
+
+    def answer(self, task: RoundTask, work: Work) -> SiteMessage:
+        """Send what was done; see ``Seal``.
+
+        Raises:
+            NotFinite: Training left the finite numbers.
+        """
+        if task.secure:
+            raise ProtocolError(_IN_THE_CLEAR)
+        work.check_layout()
+        done = work.do(update.prepare)
+        trained = done.trained
+        if trained is None:
+            if done.evaluation is None:
+                raise ProtocolError("an evaluation gave no sums")
+            return SiteEvaluation(
+                run_id=task.run_id,
+                round_index=task.round_index,
+                site=task.site,
+                evaluation=done.evaluation,
+                phases=done.phases,
+                spent=work.spent(),
+                based_on=task.based_on,
+                fragment=task.fragment,
+            )
         return SiteUpdate(
             run_id=task.run_id,
             round_index=task.round_index,
-            site=self._name,
+            site=task.site,
             layout_digest=task.layout_digest,
-            delta_d=delta_d,
-            integers_m=self._kept.conceal(result.integers_m),
-            num_examples=result.num_examples,
-            num_steps=result.num_steps,
-            training=result.training,
-            evaluation=evaluation,
-            evaluation_after=evaluation_after,
-            phases=watch.phases(),
-            spent=trainer.spent(),
+            delta_d=trained.sealed,
+            integers_m=trained.integers_m,
+            num_examples=trained.num_examples,
+            num_steps=trained.num_steps,
+            training=trained.training,
+            evaluation=done.evaluation,
+            evaluation_after=trained.evaluation_after,
+            phases=done.phases,
+            spent=work.spent(),
             based_on=task.based_on,
             fragment=task.fragment,
         )
+
+    def close(self) -> None:
+        """Hold no keys."""
 
 
 class _Stopwatch:
@@ -192,14 +345,11 @@ class _Stopwatch:
 
 
 def _kind_of(error: Exception) -> FailureKind:
-    if isinstance(error, BudgetExceeded):
-        return FailureKind.BUDGET
-    if isinstance(error, update.NotFinite):
-        return FailureKind.NOT_FINITE
-    return FailureKind.CRASHED
-
-
-def _text(error: Exception) -> str:
-    if isinstance(error, FederationError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    kinds = {
+        NotSetUp: FailureKind.NOT_SET_UP,
+        ProtocolError: FailureKind.INVALID,
+        BudgetExceeded: FailureKind.BUDGET,
+        update.NotFinite: FailureKind.NOT_FINITE,
+    }
+    found = (kind for of, kind in kinds.items() if isinstance(error, of))
+    return next(found, FailureKind.CRASHED)

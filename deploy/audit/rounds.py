@@ -122,15 +122,19 @@ class SecretStage:
         self, name: SiteId, trainer: Trainer, *, store: ObjectStore, clock: Clock
     ) -> SiteHandler:
         """Make a site of a trainer; its masks come from where its noise does."""
-        del clock  # What a masked answer says has no times.
         rehearsal, plan = self._rehearsal, self._plans[name]
         if plan.training is not None:
             rehearsal = replace(rehearsal, random_bytes=plan.training.random_bytes)
         if name in self._silent and rehearsal.in_sum is not None:
             in_sum = replace(rehearsal.in_sum, noise=_NO_NOISE)
             rehearsal = replace(rehearsal, in_sum=in_sum)
-        return rehearsal.site(
-            name, make_trainer=lambda: trainer, store=store, folder=None
+        return self.federation.site(
+            name,
+            make_trainer=lambda: trainer,
+            store=store,
+            clock=clock,
+            seal=rehearsal.seal(name, None),
+            tells_all=False,
         )
 
     def seen(self, gather: Gather) -> Gather:

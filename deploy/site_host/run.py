@@ -12,12 +12,11 @@ from clients.privacy.cohorts import Cohort, CohortRule
 from clients.privacy.floor_spec import FloorSpec
 from clients.privacy.groups import group_rule
 from clients.privacy.ledger_memory import LifetimeBudget, adopt, known_anchor
-from clients.privacy.secure_site import Protection, SecureSite
+from clients.privacy.ring_seal import Protection, RingSeal
 from clients.privacy.site_floor import contract_floor, weakness_of
 from clients.privacy.site_memory import FileMemory, SiteMemory, fresh_secret
 from clients.privacy.site_plans import ROUNDS, Keeping, PrivateSites
 from clients.privacy.sum_plan import SumPrivacy
-from clients.training.kept_integers import KeptIntegers
 from clients.training.local_federation import Federation
 from cloud_adapters.storage.disk.store import LocalStore
 from deploy.site_host import data as site_data, ranks as site_ranks
@@ -136,26 +135,25 @@ def open_run(
     if private is not None:  # And its ledger is open.
         data = met.federation.site_data[name]
         site_data.note_changes(config.file, data, site_memory(config))
-    handler: SiteHandler
+    seal = None
     if job.privacy.secure_aggregation.enabled:
         in_sum = None if private is None else private.in_sum
-        handler = _secure_site(
+        seal = _ring_seal(
             met,
-            make_trainer,
             config=config,
             keys=keys,
             folder=folder,
             promise=promise,
             in_sum=in_sum,
         )
-    else:
-        handler = met.federation.site(
-            name,
-            make_trainer=make_trainer,
-            store=LocalStore(folder),
-            clock=clock,
-            tells_all=False,
-        )
+    handler = met.federation.site(
+        name,
+        make_trainer=make_trainer,
+        store=LocalStore(folder),
+        clock=clock,
+        seal=seal,
+        tells_all=False,
+    )
     stack.callback(handler.close)
     return OpenRun(met=met, handler=handler, promise=promise, stack=stack)
 
@@ -185,18 +183,17 @@ def _trainer_maker(
     return lambda: trainer
 
 
-def _secure_site(
+def _ring_seal(
     met: ProposedRun,
-    make_trainer: Callable[[], Trainer],
     *,
     config: SiteConfig,
     keys: SiteKeys,
     folder: Path,
     promise: SitePrivacy | None,
     in_sum: SumPrivacy | None,
-) -> SecureSite:
-    layout, name = met.federation.pool.layout, SiteId(config.file.name)
-    check_layout(layout)
+) -> RingSeal:
+    name = SiteId(config.file.name)
+    check_layout(met.federation.pool.layout)
     cohorts = _cohort_rule(met, config, promise)
     groups = group_rule(
         met.job,
@@ -217,11 +214,9 @@ def _secure_site(
             noise_share=None if in_sum is None else in_sum.share,
         )
 
-    return SecureSite(
+    return RingSeal(
         name,
-        make_trainer=make_trainer,
-        kept=KeptIntegers(name, layout, LocalStore(folder)),
-        protection=Protection(
+        Protection(
             identity=keys.identity,
             floor_of=floor_of,
             memory=FileRounds(folder / "sites" / name / ROUNDS),

@@ -7,23 +7,21 @@ live in one process.
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule, group_rule
-from clients.privacy.secure_site import Protection, SecureSite
+from clients.privacy.ring_seal import Protection, RingSeal
 from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from clients.privacy.site_plans import PrivateSites
 from clients.privacy.sum_plan import SumPrivacy
-from clients.training.kept_integers import KeptIntegers
 from clients.training.local_federation import Federation
 from deploy.wiring.run import Secret
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
 from federation.job.spec import JobSpec
-from federation.protocols import ObjectStore, Trainer
 from federation.vectors import Layout
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.code_hash import code_hash
@@ -73,25 +71,15 @@ class Rehearsal:
         """The aggregator's half."""
         return Secret(identity=self.aggregator, contract=self.contract)
 
-    def site(
-        self,
-        name: SiteId,
-        *,
-        make_trainer: Callable[[], Trainer],
-        store: ObjectStore,
-        folder: Path | None,
-    ) -> SecureSite:
-        """Make one site; ``folder`` is where it remembers rounds beyond a restart."""
-        federation = self.federation
+    def seal(self, name: SiteId, folder: Path | None) -> RingSeal:
+        """Make a site's seal; in ``folder`` it remembers rounds beyond a restart."""
         if folder is None:
             memory = self.memories.setdefault(name, InMemoryRounds())
         else:
             memory = FileRounds(folder / "sites" / name / "rounds")
-        return SecureSite(
+        return RingSeal(
             name,
-            make_trainer=make_trainer,
-            kept=KeptIntegers(name, federation.pool.layout, store),
-            protection=Protection(
+            Protection(
                 identity=self.identities[name],
                 floor_of=self._floor,
                 memory=memory,
@@ -99,8 +87,8 @@ class Rehearsal:
                 noise=None if self.in_sum is None else self.in_sum.noise,
                 cohorts=self._cohorts(name),
                 groups=self._groups(name, folder),
-                threads=federation.job.training.threads,
-                most_evaluated=most_evaluated(federation.job),
+                threads=self.federation.job.training.threads,
+                most_evaluated=most_evaluated(self.federation.job),
             ),
         )
 

@@ -298,13 +298,15 @@ class _Simulation:
 
     def _site(self, name: SiteId) -> SiteHandler:
         trainer, store = self._trainer(name), self._record.store_of(name)
-        if self._rehearsal is None:
-            return self._federation.site(
-                name, make_trainer=trainer, store=store, clock=self._clock_of(name)
-            )
         folder = None if self._run is None else self._run.path
-        return self._rehearsal.site(
-            name, make_trainer=trainer, store=store, folder=folder
+        seal = None if self._rehearsal is None else self._rehearsal.seal(name, folder)
+        return self._federation.site(
+            name,
+            make_trainer=trainer,
+            store=store,
+            clock=self._clock_of(name),
+            seal=seal,
+            tells_all=seal is None,
         )
 
     def _clock_of(self, name: SiteId) -> Clock:

@@ -38,14 +38,14 @@ class Lying:
         return message
 
     def _signed(self, message: Any) -> Any:
-        return message.signed_by(self.site._protection.identity)
+        return message.signed_by(self.site._seal._protection.identity)
 
     def _dealt(self, body: bytes) -> bytes:
         masked = self.deal(Masked.from_bytes(body))
         dealt = dealt_digests(masked.sealed, masked.rows)
         head = replace(Head.from_bytes(masked.head), dealt=dealt)
         signed = self._signed(head).to_bytes()
-        self.site._session._round.head = signed
+        self.site._seal._session._round.head = signed
         return replace(masked, head=signed).to_bytes()
 
 
@@ -114,7 +114,7 @@ def test_dealer_of_a_wrong_share_is_left_out(caplog: pytest.LogCaptureFixture):
     assert [left_out(found, r) for r in (1, 2, 3)] == [[], [LIAR], [LIAR]]
     assert set(found.answered(3)) == set(NUMBER) - {LIAR}
     assert len(found.failures(3)) == 1  # It is not asked, so it does not answer.
-    (line,) = [r for r in caplog.records if r.name == "clients.privacy.secure_site"]
+    (line,) = [r for r in caplog.records if r.name == "clients.privacy.ring_seal"]
     assert f"round 1: the sealed shares of site '{LIAR}' were changed" in line.message
 
 
@@ -214,7 +214,7 @@ def test_setup_goes_on_without_the_site_that_is_left_out():
     assert found.statuses() == ["completed"] * 5
     assert announced(found) == [(1, (LIAR,))]
     assert [len(found.answered(r)) for r in (1, 2, 3, 4, 5)] == [7, 6, 5, 6, 6]
-    session = found.sites[PEER]._session
+    session = found.sites[PEER]._seal._session
     assert session.cohort == (1, 3, 4, 5, 6, 7)
 
 

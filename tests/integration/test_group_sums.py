@@ -10,8 +10,8 @@ import pytest
 from support.lying_sites import Lies, beside, weight_of
 from support.secure_runs import Run, retrained, run, secure_job, silence
 
-from clients.privacy.secure_site import SecureSite
 from clients.privacy.site_memory import FileMemory
+from clients.training.site import Site
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring.simulation import simulate
 from federation import events
@@ -56,7 +56,7 @@ def scaled(factor: float) -> Any:
 def groups_of(run: Run) -> list[list[str]]:
     """The groups that the sites of a run have drawn, by the contracts they hold."""
     held = {
-        tuple(sorted(m.site for m in site._session.contract.members))
+        tuple(sorted(m.site for m in site._seal._session.contract.members))
         for site in run.sites.values()
     }
     return sorted(map(list, held))
@@ -67,7 +67,7 @@ def test_all_sites_are_in_three_sums():
     ran = run(grouped())
     assert ran.statuses() == ["completed"] * 3
     assert [len(group) for group in groups_of(ran)] == [3, 3, 3]
-    sessions = [site._session for site in ran.sites.values()]
+    sessions = [site._seal._session for site in ran.sites.values()]
     assert len({session.contract.partition for session in sessions}) == 1
     assert len({session.contract.digest for session in sessions}) == 3
 
@@ -98,7 +98,7 @@ def test_groups_are_a_cohort_at_each_site():
     """What a site remembers of sums is the group and not all sites."""
     ran = run(grouped())
     for name, site in ran.sites.items():
-        rule = site._protection.cohorts
+        rule = site._seal._protection.cohorts
         (known,) = rule.memory.read("cohorts")[rule.lineage]["cohorts"]
         assert name in known
         assert len(known) == 3
@@ -163,7 +163,7 @@ def test_rounds_of_a_liar_in_every_round_have_results():
         Lies(vector=beside(1 << 30), round_index=index).told_by for index in (1, 2, 3)
     ]
 
-    def wrap(site: SecureSite) -> Any:
+    def wrap(site: Site) -> Any:
         for told_by in every:
             site = told_by(site)  # type: ignore[assignment]
         return site
@@ -176,7 +176,7 @@ def test_restarted_site_is_set_up_again_with_its_group():
     """The round in which it has no keys is lost to its group; then it has new ones."""
 
     class Forgets:
-        def __init__(self, site: SecureSite) -> None:
+        def __init__(self, site: Site) -> None:
             self._inner = site
             self._done = False
 

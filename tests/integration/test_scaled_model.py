@@ -2,12 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.lying_sites import Lies, weight_of
 
-from clients.privacy.secure_site import SecureSite
+from clients.privacy.ring_seal import Protection, RingSeal
 from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
@@ -37,11 +36,11 @@ def five_sites(rounds: int) -> JobSpec:
 def among_them(monkeypatch: pytest.MonkeyPatch, lies: Lies) -> None:
     """Make one site of every simulation a liar."""
 
-    def make(name: SiteId, **parts: Any) -> Any:
-        site = SecureSite(name, **parts)
-        return lies.told_by(site) if name == LIAR else site
+    def make(name: SiteId, protection: Protection) -> RingSeal:
+        seal = RingSeal(name, protection)
+        return lies.told_with(seal) if name == LIAR else seal
 
-    monkeypatch.setattr("deploy.wiring.rehearsal.SecureSite", make)
+    monkeypatch.setattr("deploy.wiring.rehearsal.RingSeal", make)
 
 
 def test_weight_of_one_site_does_not_scale_the_model(

@@ -30,7 +30,8 @@ from support.secure_runs import (
 )
 
 from clients.privacy import masking
-from clients.privacy.secure_site import SecureSite
+from clients.privacy.ring_seal import RingSeal
+from clients.training.site import Site
 from cloud_adapters.local.faults import FaultInjector
 from deploy.wiring.simulation import simulate
 from federation import events
@@ -277,7 +278,7 @@ def test_update_that_does_not_fit_is_declined(change: Callable[[Any], Any]):
     """Signed, without a word on the reason, and counted as a dropout."""
     ears: list[Overheard] = []
 
-    def wrap(site: SecureSite) -> Overheard:
+    def wrap(site: Site) -> Overheard:
         ears.append(Overheard(retrained(change)(site)))
         return ears[0]
 
@@ -425,9 +426,9 @@ def test_signed_garbage_loses_the_round_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The sum is out of what sites can make: an alarm, no model, and the next round."""
-    work = SecureSite._work
+    work = RingSeal._work
 
-    def garbage(self: SecureSite, *args: Any) -> Any:
+    def garbage(self: RingSeal, *args: Any) -> Any:
         words, header_h = work(self, *args)
         if self._name == SITE and not spoilt:
             spoilt.append(True)
@@ -435,7 +436,7 @@ def test_signed_garbage_loses_the_round_and_not_the_run(
         return words, header_h
 
     spoilt: list[bool] = []
-    monkeypatch.setattr(SecureSite, "_work", garbage)
+    monkeypatch.setattr(RingSeal, "_work", garbage)
     secure = run(secure_job())
     assert secure.statuses() == ["lost", "completed", "completed"]
     assert any("a site lied" in text for text in secure.warnings())
@@ -551,7 +552,7 @@ def test_nothing_leaves_a_site_but_masked_words_and_signed_digests(threshold: in
     """Every field of every message is one of a list; none may be added unseen."""
     ears: list[Overheard] = []
 
-    def wrap(site: SecureSite) -> Overheard:
+    def wrap(site: Site) -> Overheard:
         if site._name == SITE:
             retrained(with_examples)(site)
         ears.append(Overheard(site))
@@ -573,7 +574,7 @@ def test_masked_words_of_equal_sites_share_nothing():
     """What leaves is uniform: words and headers repeat in no round and at no site."""
     ear: list[Overheard] = []
 
-    def wrap(site: SecureSite) -> Overheard:
+    def wrap(site: Site) -> Overheard:
         ear.append(Overheard(site))
         return ear[-1]
 
@@ -606,13 +607,13 @@ def secrets_within(thing: Any) -> list[Secret]:
 class Grasping:
     """Keeps hold of what a round's keys lie in."""
 
-    def __init__(self, site: SecureSite) -> None:
+    def __init__(self, site: Site) -> None:
         self.site = site
         self.buffers: list[bytearray] = []
 
     def handle(self, task: Task) -> SiteMessage:
         message = self.site.handle(task)
-        current = self.site._session and self.site._session._round
+        current = self.site._seal._session and self.site._seal._session._round
         if current is not None:
             shared = current.shared
             streams = (*current.masks.vector, *current.masks.header)
@@ -627,7 +628,7 @@ def test_no_key_of_a_round_outlives_it(threshold: int):
     """What a site keeps are roots of rounds to come: two for each other site."""
     graspers: list[Grasping] = []
 
-    def wrap(site: SecureSite) -> Grasping:
+    def wrap(site: Site) -> Grasping:
         graspers.append(Grasping(site))
         return graspers[-1]
 
@@ -636,18 +637,18 @@ def test_no_key_of_a_round_outlives_it(threshold: int):
     for grasper in graspers:
         assert (len(grasper.buffers) > 0) == (threshold == 4)
         assert not any(any(buffer) for buffer in grasper.buffers)
-        assert grasper.site._session._round is None
-        assert len(secrets_within(grasper.site._session)) == 2 * 4
-        assert secrets_within(grasper.site._setup) == []
+        assert grasper.site._seal._session._round is None
+        assert len(secrets_within(grasper.site._seal._session)) == 2 * 4
+        assert secrets_within(grasper.site._seal._setup) == []
 
 
 def test_training_that_fails_leaves_no_key():
     """A site that crashes in its round says its error's kind, and erases."""
     held: list[bytearray] = []
 
-    def wrap(site: SecureSite) -> SecureSite:
+    def wrap(site: Site) -> Site:
         def crash(_: Any) -> Any:
-            masks = site._session._round.masks
+            masks = site._seal._session._round.masks
             held.extend(stream.key for stream in (*masks.vector, *masks.header))
             raise ZeroDivisionError("of 41 examples")
 
@@ -657,7 +658,7 @@ def test_training_that_fails_leaves_no_key():
     assert secure.failures(1) == [(SITE, "ZeroDivisionError")]
     assert held
     assert not any(any(buffer) for buffer in held)
-    assert secure.sites[SITE]._session._round is None
+    assert secure.sites[SITE]._seal._session._round is None
 
 
 def test_events_tell_nothing_of_a_single_site():

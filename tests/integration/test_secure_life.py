@@ -16,7 +16,7 @@ from support.secure_runs import (
     step_of,
 )
 
-from clients.privacy.secure_site import SecureSite
+from clients.training.site import Site
 from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
@@ -46,7 +46,7 @@ def with_restarts(job: JobSpec, *rounds: int, site: str = SITE) -> JobSpec:
 class Site:
     """A site that restarts before the training tasks of some rounds."""
 
-    def __init__(self, site: SecureSite, rounds: Sequence[int]) -> None:
+    def __init__(self, site: Site, rounds: Sequence[int]) -> None:
         self.site, self.rounds = site, rounds
 
     def handle(self, task: Task) -> SiteMessage:
@@ -58,7 +58,7 @@ class Site:
 class Spender:
     """A site that has no privacy budget left for training from some round on."""
 
-    def __init__(self, site: SecureSite, first_round: int) -> None:
+    def __init__(self, site: Site, first_round: int) -> None:
         self.site, self.first_round = site, first_round
 
     def handle(self, task: Task) -> SiteMessage:
@@ -173,7 +173,7 @@ def test_restart_between_the_steps_of_a_round():
             sites[SITE].close()
         return (answer(),)
 
-    sites: dict[str, SecureSite] = {}
+    sites: dict[str, Site] = {}
     wraps = {SITE: lambda site: sites.setdefault(SITE, site)}
     ear = Ear(fault)
     secure = run(secure_job(rounds=4), wraps=wraps, fault=ear)

@@ -16,7 +16,8 @@ from support.secure_runs import (
     step_of,
 )
 
-from clients.privacy.secure_site import SecureSite
+from clients.privacy.ring_seal import RingSeal
+from clients.training.site import Site
 from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
@@ -41,20 +42,20 @@ def no_number(result: Any) -> Any:
 def with_floor(change: Callable[[LocalFloor], LocalFloor]) -> Callable[[Any], Any]:
     """A site whose operator demands something else."""
 
-    def wrap(site: SecureSite) -> SecureSite:
-        floor_of = site._protection.floor_of
-        site._protection = replace(
-            site._protection, floor_of=lambda layout: change(floor_of(layout))
+    def wrap(site: Site) -> Site:
+        floor_of = site._seal._protection.floor_of
+        site._seal._protection = replace(
+            site._seal._protection, floor_of=lambda layout: change(floor_of(layout))
         )
         return site
 
     return wrap
 
 
-def with_key(site: SecureSite) -> SecureSite:
+def with_key(site: Site) -> Site:
     """A site that holds another key than the roster pins."""
     other = generate(lambda count: bytes([7]) * count)
-    site._protection = replace(site._protection, identity=other)
+    site._seal._protection = replace(site._seal._protection, identity=other)
     return site
 
 
@@ -178,7 +179,7 @@ def test_steps_in_another_order_are_refused():
             failures.append(sites[SITE].handle(early))
         return (answer(),)
 
-    sites: dict[str, SecureSite] = {}
+    sites: dict[str, Site] = {}
     failures: list[Any] = []
     wraps = {SITE: lambda site: sites.setdefault(SITE, site)}
     found = run(secure_job(), wraps=wraps, fault=fault)
@@ -186,9 +187,9 @@ def test_steps_in_another_order_are_refused():
     assert found.statuses() == ["completed"] * 3
 
 
-def buffers_of(site: SecureSite) -> list[bytearray]:
+def buffers_of(site: Site) -> list[bytearray]:
     """What a site's round has its secrets in: the memory itself, not copies."""
-    current = site._session and site._session._round
+    current = site._seal._session and site._seal._session._round
     if current is None:
         return []
     shared = current.shared
@@ -216,18 +217,19 @@ class Watched:
     """A site in its only round, with the secrets that it was seen to hold."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.site: SecureSite | None = None
+        self.site: Site | None = None
         self.buffers: list[bytearray] = []
         self.contents: set[bytes] = set()
-        original = SecureSite._work
+        original = RingSeal._work
 
-        def work(site: SecureSite, *args: Any) -> Any:
-            self.look(site)
-            return original(site, *args)
+        def work(seal: RingSeal, *args: Any) -> Any:
+            if self.site is not None and self.site._seal is seal:
+                self.look(self.site)
+            return original(seal, *args)
 
-        monkeypatch.setattr(SecureSite, "_work", work)
+        monkeypatch.setattr(RingSeal, "_work", work)
 
-    def look(self, site: SecureSite | None) -> None:
+    def look(self, site: Site | None) -> None:
         """Take note of what the watched site holds now."""
         if site is None or site is not self.site:
             return
@@ -238,7 +240,7 @@ class Watched:
             pieces = range(0, len(buffer), 33)  # Shares, of an own bundle.
             self.contents |= {bytes(buffer[at : at + 33]) for at in pieces}
 
-    def wrap(self, site: SecureSite) -> SecureSite:
+    def wrap(self, site: Site) -> Site:
         self.site = site
         return site
 
@@ -309,10 +311,10 @@ def test_site_that_was_declared_missing_erases_at_the_next_sign_of_life(
 
 def test_closed_site_has_no_root_of_a_later_round():
     """What keys of rounds to come would be derived from."""
-    sites: dict[str, SecureSite] = {}
+    sites: dict[str, Site] = {}
     wraps = {SITE: lambda site: sites.setdefault(SITE, site)}
     run(secure_job(rounds=1), wraps=wraps)
-    roots = sites[SITE]._session._secrets.roots.values()
+    roots = sites[SITE]._seal._session._secrets.roots.values()
     secrets = [getattr(pair, name) for pair in roots for name in ("_mask", "_channel")]
     contents = {bytes(secret.buffer) for secret in secrets}
     assert len(contents) == 2 * 4
@@ -324,9 +326,9 @@ def test_closed_site_has_no_root_of_a_later_round():
 def test_simulation_closes_its_sites(monkeypatch: pytest.MonkeyPatch):
     """Also when the run is stopped half-way."""
     closed: list[str] = []
-    close = SecureSite.close
+    close = Site.close
 
-    def noted(site: SecureSite) -> None:
+    def noted(site: Site) -> None:
         closed.append(site._name)
         close(site)
 
@@ -334,7 +336,7 @@ def test_simulation_closes_its_sites(monkeypatch: pytest.MonkeyPatch):
         if isinstance(event, events.RoundFinished):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(SecureSite, "close", noted)
+    monkeypatch.setattr(Site, "close", noted)
     with pytest.raises(KeyboardInterrupt):
         simulate(secure_job(3, threshold=3), listeners=[stop])
     assert sorted(closed) == ["site-0", "site-1", "site-2"]

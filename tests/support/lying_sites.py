@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from clients.privacy.masking import Masking
-from clients.privacy.secure_site import SecureSite
-from federation.messages import RoundTask
-from federation.protocols import SiteHandler, Trainer
+from clients.privacy.ring_seal import RingSeal
+from clients.training.site import Site, Work
 from federation.vectors import ByteVector, HeaderVector
 
 FRACTION = 1 << 32  # Steps of a fraction in the header.
@@ -38,15 +37,19 @@ class Lies:
     vector: Lie = the_truth
     round_index: int = 2
 
-    def told_by(self, site: SecureSite) -> SiteHandler:
+    def told_by(self, site: Site) -> Site:
         """Have a site tell them."""
-        honest = site._work
+        seal: Any = site._seal
+        self.told_with(seal)
+        return site
 
-        def work(
-            task: RoundTask, trainer: Trainer, masking: Masking
-        ) -> tuple[ByteVector, HeaderVector]:
-            words, header_h = honest(task, trainer, masking)
-            if task.round_index != self.round_index:
+    def told_with(self, seal: RingSeal) -> RingSeal:
+        """Have a site of this seal tell them."""
+        honest = seal._work
+
+        def lie(work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
+            words, header_h = honest(work, masking)
+            if work.task.round_index != self.round_index:
                 return words, header_h
             slots = masking.contract.header_slots
             for name, steps in self.header.items():
@@ -56,9 +59,9 @@ class Lies:
             self.vector(words.view(f"u{bits // 8}"))
             return words, header_h
 
-        patched: Any = site
-        patched._work = work
-        return site
+        patched: Any = seal
+        patched._work = lie
+        return seal
 
 
 def beside(values_d: np.ndarray | float) -> Lie:

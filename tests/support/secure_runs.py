@@ -125,10 +125,14 @@ def run(
     sites: dict[SiteId, Any] = {}
     for name in names:
         train = partial((private or federation).trainer, name)
-        sites[name] = (
-            federation.site(name, make_trainer=train, store=store, clock=clock)
-            if rehearsal is None
-            else rehearsal.site(name, make_trainer=train, store=store, folder=None)
+        seal = None if rehearsal is None else rehearsal.seal(name, None)
+        sites[name] = federation.site(
+            name,
+            make_trainer=train,
+            store=store,
+            clock=clock,
+            seal=seal,
+            tells_all=seal is None,
         )
     handlers = {
         name: (wraps or {}).get(name, lambda s: s)(site) for name, site in sites.items()

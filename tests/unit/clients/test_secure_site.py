@@ -8,7 +8,8 @@ import pytest
 from support.noisy_jobs import noisy_job
 from support.secure_runs import Run, Spoilt, run, secure_job
 
-from clients.privacy.secure_site import SecureSite
+from clients.privacy.ring_seal import RingSeal
+from clients.training.site import Site
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.messages import (
@@ -32,7 +33,7 @@ SITE = SiteId("site-1")
 class Recording:
     """A site and the tasks that it was given."""
 
-    def __init__(self, site: SecureSite) -> None:
+    def __init__(self, site: Site) -> None:
         self.site, self.tasks = site, []
 
     def handle(self, task: Task) -> SiteMessage:
@@ -48,7 +49,7 @@ def after_a_run() -> Recording:
     """A site that took part in a run of two rounds."""
     kept: list[Recording] = []
 
-    def wrap(site: SecureSite) -> Recording:
+    def wrap(site: Site) -> Recording:
         kept.append(Recording(site))
         return kept[0]
 
@@ -56,12 +57,19 @@ def after_a_run() -> Recording:
     return kept[0]
 
 
-def refused(site: SecureSite, task: Task) -> str:
+def refused(site: Site, task: Task) -> str:
     """What a site says of a task that it refuses."""
     answer = site.handle(task)
     assert isinstance(answer, SiteFailure)
     assert answer.kind is FailureKind.INVALID
     return answer.message
+
+
+def test_own_model_is_not_evaluated_in_secret(after_a_run: Recording):
+    """Its result would leave nowhere, and would be charged."""
+    rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
+    asked = replace(rounds[0], evaluate_after=True)
+    assert "own model is not evaluated" in refused(after_a_run.site, asked)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -101,13 +109,15 @@ def test_step_that_is_not_one_is_refused(after_a_run: Recording):
     assert text == "decline is not a step to ask for"
 
 
-def restarted(site: SecureSite) -> SecureSite:
+def restarted(site: Site) -> Site:
     """The same site in a new process."""
-    return SecureSite(
+    return Site(
         SITE,
         make_trainer=site._make_trainer,
         kept=site._kept,
-        protection=site._protection,
+        clock=site._clock,
+        seal=RingSeal(SITE, site._seal._protection),
+        tells_all=False,
     )
 
 
@@ -124,9 +134,9 @@ def test_restarted_site_says_so(after_a_run: Recording):
             assert "before it was made an offer" in refused(site, task)
 
 
-def roots_of(site: SecureSite) -> list[Secret]:
+def roots_of(site: Site) -> list[Secret]:
     """What a site's session derives keys from."""
-    roots = site._session._secrets.roots.values()
+    roots = site._seal._session._secrets.roots.values()
     held = [root for pair in roots for root in gc.get_referents(pair)]
     return [root for root in held if isinstance(root, Secret)]
 
@@ -145,17 +155,17 @@ def test_closed_site_has_no_key(after_a_run: Recording):
     site, offer = after_a_run.site, after_a_run.tasks[0]
     secrets = roots_of(site)
     site.handle(offer)
-    setup = site._setup
+    setup = site._seal._setup
     site.close()
     assert all(secret.erased for secret in secrets)
-    assert (site._session, site._setup, setup._keys) == (None, None, None)
+    assert (site._seal._session, site._seal._setup, setup._keys) == (None, None, None)
     site.close()
 
 
 def test_restarted_site_remembers_its_rounds(after_a_run: Recording):
     """A new setup with the same contract does not make an answered round open."""
     site = restarted(after_a_run.site)
-    memory = site._protection.memory
+    memory = site._seal._protection.memory
     with pytest.raises(ReplayedRound, match="round 2"):
         memory.advance(RunId("run-1"), 2)
 
@@ -219,7 +229,7 @@ def test_one_site_that_clips_otherwise_opens_no_sum():
 class Poor:
     """A site that has spent its training records' budget when round 2 begins."""
 
-    def __init__(self, site: SecureSite) -> None:
+    def __init__(self, site: Site) -> None:
         self.site, self.is_poor = site, False
 
     def handle(self, task: Task) -> SiteMessage:
@@ -240,7 +250,7 @@ def test_a_round_that_is_refused_charges_no_evaluation():
     job = noisy_job("record", rounds=2, evaluation={"every": 1})
     kept: list[Poor] = []
 
-    def wrap(site: SecureSite) -> Poor:
+    def wrap(site: Site) -> Poor:
         kept.append(Poor(site))
         return kept[0]
 

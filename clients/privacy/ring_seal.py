@@ -1,7 +1,6 @@
-"""A site under secure aggregation: its updates leave masked or not at all.
+"""The seal of a site under secure aggregation: updates leave masked or not at all.
 
-Wraps the work of a plain site in the site's half of ``privacy.secagg``. What leaves
-beside the masked words is public: the round, the site, signed digests.
+What leaves beside the masked words is public: the round, the site, signed digests.
 
 Shape suffixes: d float values of the model.
 """
@@ -16,11 +15,10 @@ import numpy as np
 from clients.privacy.cohorts import CohortRule
 from clients.privacy.groups import GroupRule
 from clients.privacy.masking import Masking, SumNoise, check_clip
-from clients.training.kept_integers import KeptIntegers
-from federation.errors import BudgetExceeded, FederationError, ProtocolError, SiteError
+from clients.training.site import Work
+from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.messages import (
-    FailureKind,
     MaskedUpdate,
     RoundTask,
     SecureAnswer,
@@ -28,11 +26,8 @@ from federation.messages import (
     SecureTask,
     SiteMessage,
     Task,
-    TaskKind,
 )
-from federation.protocols import Trainer
-from federation.rounds.failures import failure
-from federation.vectors import ByteVector, HeaderVector, Layout, layout_differs
+from federation.vectors import ByteVector, HeaderVector, Layout
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.floor import Group, LocalFloor
 from privacy.secagg.agreement.identity import Identity
@@ -79,51 +74,15 @@ class Protection:
     most_evaluated: int = train.MAX_PREDICTIONS
 
 
-class SecureSite:
-    """What one site does when the aggregator may see sums only."""
+class RingSeal:
+    """Answers leave masked; the aggregator sees sums only."""
 
-    def __init__(
-        self,
-        name: SiteId,
-        *,
-        make_trainer: Callable[[], Trainer],
-        kept: KeptIntegers,
-        protection: Protection,
-    ) -> None:
-        """Make a site; arguments as in ``clients.training.site.Site``."""
+    def __init__(self, name: SiteId, protection: Protection) -> None:
+        """Seal the answers of the site of this name."""
         self._name = name
-        self._make_trainer = make_trainer
-        self._kept = kept
         self._protection = protection
-        self._trainer: Trainer | None = None
         self._setup: SiteSetup | None = None
         self._session: SiteSession | None = None
-
-    def handle(self, task: Task) -> SiteMessage:
-        """Answer a task; whatever goes wrong becomes a ``SiteFailure``.
-
-        The failure says what a protocol step found wrong. Of an error in training
-        only its kind leaves the site; the rest is in the site's own log.
-        """
-        if self._session is not None:
-            self._session.expire(task.round_index)
-        try:
-            if isinstance(task, SecureTask):
-                return self._answer_step(task)
-            return self._answer_round(task)
-        except ProtocolError as error:
-            _LOG.warning("round %s refused: %s", task.round_index, error)
-            lacking = isinstance(error, NotSetUp)
-            kind = FailureKind.NOT_SET_UP if lacking else FailureKind.INVALID
-            return failure(task, kind, str(error))
-        except BudgetExceeded as error:
-            _LOG.warning("round %s refused: %s", task.round_index, error)
-            return failure(task, FailureKind.BUDGET, str(error))
-        except Exception as error:  # noqa: BLE001 -- a site never takes the run down
-            _LOG.warning("round %s failed", task.round_index, exc_info=error)
-            known = isinstance(error, FederationError)
-            text = str(error) if known else type(error).__name__
-            return failure(task, FailureKind.CRASHED, text)
 
     def close(self) -> None:
         """Erase every key of the run: the site takes no further part in it."""
@@ -132,13 +91,15 @@ class SecureSite:
                 part.close()
         self._session = self._setup = None
 
-    def _answer_step(self, task: SecureTask) -> SecureAnswer:
+    def step(self, task: SecureTask, layout: Callable[[], Layout]) -> SecureAnswer:
+        """Take a step of the protocol; see ``clients.training.site.Seal``."""
+        self._expire(task.round_index)
         if task.step is SecureStep.COMMIT:
             body = self._group_rule().commit(task.body, self._protection.identity)
         elif task.step is SecureStep.DRAW:
             body = self._group_rule().reveal(task.body)
         elif task.step is SecureStep.ADVERTISE:
-            body = self._advertise(task.body)
+            body = self._advertise(task.body, layout)
         elif task.step is SecureStep.CONFIRM:
             body = self._current_setup().on_book(task.body)
         elif task.step is SecureStep.SURVIVORS:
@@ -149,17 +110,21 @@ class SecureSite:
             raise ProtocolError(f"{task.step.value} is not a step to ask for")
         return _step(task, task.step, body)
 
+    def _expire(self, round_index: int) -> None:
+        if self._session is not None:
+            self._session.expire(round_index)
+
     def _group_rule(self) -> GroupRule:
         rule = self._protection.groups
         if rule is None:
             raise ProtocolError("was asked to draw groups, and the job has none")
         return rule
 
-    def _advertise(self, body: bytes) -> bytes:
+    def _advertise(self, body: bytes, layout: Callable[[], Layout]) -> bytes:
         group, offer = None, body
         if self._protection.groups is not None:
             group, offer = self._protection.groups.take_offer(body)
-        setup = self._begin_setup(group)
+        setup = self._begin_setup(group, layout())
         advert = setup.on_offer(offer)
         try:
             self._protection.cohorts.check_contract(setup.contract)
@@ -191,7 +156,7 @@ class SecureSite:
             _LOG.warning("round %s: %s", task.round_index, dispute)
         return shares
 
-    def _begin_setup(self, group: Group | None) -> SiteSetup:
+    def _begin_setup(self, group: Group | None, layout: Layout) -> SiteSetup:
         """Begin a new setup, of a group's sites or of all.
 
         The session of the one before lives until this one is complete: if somebody
@@ -201,7 +166,7 @@ class SecureSite:
         if self._setup is not None:
             self._setup.close()
         protection = self._protection
-        floor = protection.floor_of(self._current_trainer().layout())
+        floor = protection.floor_of(layout)
         self._setup = SiteSetup(
             identity=protection.identity,
             site=self._name,
@@ -219,11 +184,6 @@ class SecureSite:
         if self._session is None:
             raise NotSetUp(_RESTARTED)
         return self._session
-
-    def _current_trainer(self) -> Trainer:
-        if self._trainer is None:
-            self._trainer = self._make_trainer()
-        return self._trainer
 
     def _session_of(self, body: train.TrainBody) -> SiteSession:
         """Find the session of a round's setup; its first task opens it.
@@ -266,16 +226,18 @@ class SecureSite:
         )
         return self._session
 
-    def _answer_round(self, task: RoundTask) -> SiteMessage:
+    def answer(self, task: RoundTask, work: Work) -> SiteMessage:
+        """Mask what was done; see ``clients.training.site.Seal``."""
+        self._expire(task.round_index)
         if not task.secure:
             raise ProtocolError("answers under secure aggregation only")
+        if task.evaluate_after:
+            raise ProtocolError("a site's own model is not evaluated in secret")
         body = train.read_train(task.secure)
         session = self._session_of(body)
         contract = session.contract
         check_clip(contract, body.update_clip)
-        trainer = self._current_trainer()
-        if task.layout_digest != trainer.layout().digest:
-            raise ProtocolError(layout_differs(trainer.layout()))
+        work.check_layout()
         model = train.model_digest(task.weights_d, task.integers_m)
         session.check_model(
             body.certificate, round_index=task.round_index, model_digest=model
@@ -299,7 +261,7 @@ class SecureSite:
             threads=protection.threads,
         )
         try:
-            words, header_h = self._work(task, trainer, masking)
+            words, header_h = self._work(work, masking)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
             _LOG.warning("round %s declined", task.round_index, exc_info=error)
             return _step(task, SecureStep.DECLINE, session.decline())
@@ -318,41 +280,24 @@ class SecureSite:
             words=words,
             header_h=header_h,
             body=signed,
-            spent=trainer.spent(),
+            spent=work.spent(),
             based_on=task.based_on,
             fragment=task.fragment,
         )
 
-    def _work(
-        self, task: RoundTask, trainer: Trainer, masking: Masking
-    ) -> tuple[ByteVector, HeaderVector]:
-        """Evaluate and train as asked; mask the update and what is reported of it."""
-        integers_m = self._kept.restore(task.integers_m, task.round_index)
-        evaluation = training = sealed = None
-        trains = task.kind is TaskKind.TRAIN
-        evaluates = task.evaluate or not trains
-        trainer.pay(
-            round_index=task.round_index,
-            trains=trains,
-            evaluations=int(evaluates),
-            anchor=task.anchor,
+    def _work(self, work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
+        """Have the work done; mask the update and what is reported of it."""
+        done = work.do(masking.update)
+        evaluation, trained = done.evaluation, done.trained
+        if evaluation is not None:
+            evaluation = train.bounded(evaluation, self._protection.most_evaluated)
+        header_h = masking.header(
+            None if trained is None else trained.sealed,
+            training=None if trained is None else trained.training,
+            evaluation=evaluation,
         )
-        if evaluates:
-            evaluation = train.bounded(
-                trainer.evaluate(
-                    task.weights_d, integers_m, round_index=task.round_index
-                ),
-                self._protection.most_evaluated,
-            )
-        if trains:
-            result = trainer.fit(
-                task.weights_d, integers_m, round_index=task.round_index
-            )
-            training = result.training
-            sealed = masking.update(task.weights_d, result)
-            self._kept.keep(result.integers_m, task.round_index)
-        header_h = masking.header(sealed, training=training, evaluation=evaluation)
-        return np.empty(0, np.uint8) if sealed is None else sealed.words, header_h
+        words = np.empty(0, np.uint8) if trained is None else trained.sealed.words
+        return words, header_h
 
 
 def _step(task: Task, step: SecureStep, body: bytes) -> SecureAnswer:
