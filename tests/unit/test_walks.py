@@ -1,0 +1,83 @@
+"""The script that counts walks, on a product of three modules."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "walks.py"
+MODULES = {
+    "deploy/run.py": """
+from clients import site
+from federation.spec import check
+
+def simulate(job: JobSpec) -> None:
+    check(job)
+    _go_on(job)
+    check(job)
+    site.Site(1).train(job)
+    note("no job")
+
+def _go_on(job: JobSpec) -> None:
+    site.Site(job)
+
+def note(text: str) -> None:
+    site.unseen(text)
+""",
+    "clients/site.py": """
+from federation.spec import check
+
+class Site:
+    one: RoundTask
+
+    def __init__(self, job: JobSpec) -> None:
+        self._set_up(max_epsilon=1.0)
+
+    def _set_up(self, max_epsilon: float) -> None:
+        check(self)
+
+    def handle(self, task: Task | SecureTask, update: SiteUpdate) -> list[Task]:
+        ...
+
+def unseen(job: JobSpec) -> None:
+    check(job)
+""",
+    "federation/spec.py": """
+def check(job: JobSpec) -> None:
+    bounds(job, epsilon_cap=1)
+
+def bounds(job: JobSpec, epsilon_cap: float) -> None:
+    ...
+""",
+}
+# simulate (3) check (0) bounds (0) back to check and simulate (3): the first climb.
+# _go_on (3), Site (2) and _set_up (2), back to simulate (3): the second.
+EXPECTED = """\
+the job climbs 2 times, through 3 modules
+a task has 2 names: one, task
+  and is held by 1 classes: Site
+an update has 1 names: update
+  and is held by 0 classes:
+epsilon's cap has 2 names: epsilon_cap, max_epsilon
+"""
+
+
+def test_walks_are_counted_from_imports_and_calls(tmp_path: Path) -> None:
+    """Each function once; calls without the job and names in lists do not count."""
+    for name, text in MODULES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-I", SCRIPT, tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line.rstrip() for line in done.stdout.splitlines()] == EXPECTED.splitlines()
+
+
+def test_script_reads_the_product() -> None:
+    """It finds `simulate` and the rooms that the job passes."""
+    done = subprocess.run(
+        [sys.executable, "-I", SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("the job climbs ")
