@@ -105,7 +105,7 @@ def test_bundle_holds_the_shim_and_an_import():
     with zipfile.ZipFile(BytesIO(made.content)) as files:
         client = files.read("crossfed_run/client.py")
         assert client == Path(flower_app_shim.__file__).read_bytes()
-        assert files.read("crossfed_run/server.py").startswith(b"from deploy.flower")
+        assert files.read("crossfed_run/server.py").startswith(b"from deploy.")
         python = [name for name in files.namelist() if name.endswith(".py")]
         kinds = {info.compress_type for info in files.infolist()}
     assert len(python) == 3
