@@ -3,6 +3,7 @@
 Its private modules carry the messages: another minor version may not understand ours.
 """
 
+import contextlib
 import re
 from importlib import metadata
 
@@ -10,7 +11,7 @@ from deploy.doctor.checks import Check, ok, problem
 
 INSTALL = "python -m pip install 'crossfed[flower]'"
 
-_PINNED = re.compile(r"flwr(?:\[\w+\])?==([0-9.]+)\.\*")
+Version = tuple[int, ...]
 
 
 def check_flower() -> Check:
@@ -19,17 +20,28 @@ def check_flower() -> Check:
         version = metadata.version("flwr")
     except metadata.PackageNotFoundError:
         return problem("flower", "it is not installed", INSTALL)
-    pinned = pinned_version()
-    if pinned is not None and not f"{version}.".startswith(f"{pinned}."):
-        return problem("flower", f"{version} is none of {pinned}", INSTALL)
+    limits = None
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        limits = range_of(metadata.requires("crossfed") or [])
+    if limits is not None and not limits[0] <= _numbers(version) < limits[1]:
+        low, high = (".".join(map(str, limit)) for limit in limits)
+        return problem("flower", f"{version} is not in {low} to below {high}", INSTALL)
     return ok("flower", version)
 
 
-def pinned_version() -> str | None:
-    """Flower's minor version that the installed crossfed needs; None if unknown."""
-    try:
-        found = metadata.requires("crossfed") or []
-    except metadata.PackageNotFoundError:
-        return None
-    matches = (_PINNED.match(text.replace(" ", "")) for text in found)
-    return next((match[1] for match in matches if match), None)
+def range_of(needs: list[str]) -> tuple[Version, Version] | None:
+    """The lowest version of Flower that works, and the first that may not.
+
+    Args:
+        needs: Requirements of a package; None is returned if they do not say.
+    """
+    for text in needs:
+        limits = dict(re.findall(r"(>=|<)\s*([\d.]+)", text.partition(";")[0]))
+        if re.match(r"flwr\b", text) and len(limits) == 2:  # noqa: PLR2004
+            return _numbers(limits[">="]), _numbers(limits["<"])
+    return None
+
+
+def _numbers(version: str) -> Version:
+    """Major and minor; the rest never decides."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -1,10 +1,14 @@
 """Flower's package, as the doctor sees it."""
 
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from deploy.doctor.flower import check_flower, pinned_version
+from deploy.doctor.flower import check_flower, range_of
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -12,15 +16,19 @@ from deploy.doctor.flower import check_flower, pinned_version
     [
         ("1.41.0", "ok", "1.41.0"),
         ("1.41", "ok", "1.41"),
-        ("1.410.0", "problem", "1.410.0 is none of 1.41"),
-        ("1.40.2", "problem", "1.40.2 is none of 1.41"),
+        ("1.42.3", "ok", "1.42.3"),
+        ("1.43.0", "problem", "1.43.0 is not in 1.41 to below 1.43"),
+        ("1.410.0", "problem", "1.410.0 is not in 1.41 to below 1.43"),
+        ("1.40.2", "problem", "1.40.2 is not in 1.41 to below 1.43"),
+        ("2.41.0", "problem", "2.41.0 is not in 1.41 to below 1.43"),
     ],
 )
-def test_minor_version_is_the_pinned_one(
-    monkeypatch: pytest.MonkeyPatch, version: str, status: str, text: str
+@pytest.mark.parametrize("limits", [">=1.41,<1.43", "<1.43,>=1.41", ">= 1.41, < 1.43"])
+def test_minor_version_is_in_the_range(
+    monkeypatch: pytest.MonkeyPatch, version: str, status: str, text: str, limits: str
 ):
-    """A number that begins alike is another one."""
-    needs = ["numpy>=2", 'flwr[simulation]==1.41.*; extra == "flower"']
+    """A number that begins alike is another one; packaging tools sort the limits."""
+    needs = ["numpy>=2", f'flwr[simulation]{limits}; extra == "flower"']
     monkeypatch.setattr(metadata, "requires", lambda _: needs)
     monkeypatch.setattr(metadata, "version", lambda _: version)
     found = check_flower()
@@ -40,8 +48,22 @@ def test_flower_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
     assert "pip install 'crossfed[flower]'" in found.advice
 
 
-def test_version_is_pinned_to_a_minor_one():
-    """Of what is installed here: the pattern must fit what is written there."""
-    pinned = pinned_version()
-    assert pinned is not None
-    assert pinned.count(".") == 1
+def test_crossfed_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    """In a checkout without an environment nothing says which versions work."""
+
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", lambda _: "1.30.0")
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert check_flower().status == "ok"
+
+
+def test_range_is_read_from_the_project_file():
+    """The pattern must fit what is written there, or any version would do."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    needs = project["project"]["optional-dependencies"]["flower"]
+    found = range_of(needs)
+    assert found is not None
+    low, high = found
+    assert low < high
