@@ -10,12 +10,12 @@ from cloud_adapters.local.process_end import ProcessEnded
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import run_store
 from deploy.wiring.store_meters import StoreMeters
-from federation.disclosure import Setting, conceal
 from federation.durable_files import replace_file
 from federation.errors import FederationError
 from federation.event_log import EventWriter
 from federation.events import CheckpointSaved, Emit, Event, RunFinished, RunStarted
 from federation.ids import RunId, SiteId
+from federation.job.disclosure import Setting, conceal
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, RunState
 from monitoring.runs.run_folder import RunFolder, leave_report

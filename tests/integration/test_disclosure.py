@@ -14,10 +14,10 @@ from deploy.wiring.run_record import RunRecord
 from deploy.wiring.simulation import simulate
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock
-from federation.disclosure import Setting, hidden
 from federation.event_log import read_events
 from federation.events import Event, RunStarted, SiteAnswered
 from federation.ids import RunId
+from federation.job.disclosure import Setting, hidden
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from monitoring.runs.run_folder import RunFolder, leave_report

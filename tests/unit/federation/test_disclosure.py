@@ -7,10 +7,10 @@ from typing import get_args, get_type_hints
 import pytest
 from support import event_samples
 
-from federation import disclosure
-from federation.disclosure import Form, Setting, conceal, hidden
 from federation.event_log import from_line, to_line
 from federation.events import Event, RoundFinished, SiteAnswered
+from federation.job import disclosure
+from federation.job.disclosure import Form, Setting, conceal, hidden
 
 SETTINGS = [
     Setting(private=private, secure=secure, deployed=deployed)
