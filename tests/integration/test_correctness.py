@@ -263,7 +263,10 @@ def test_frozen_parameters_are_never_sent(tmp_path: Path, *, secure: bool):
     simulate(job, folder=tmp_path / "cut", stop_requested=lambda: next(once))
     resumed = simulate(job, folder=tmp_path / "cut", resume=True)
     assert resumed.rounds_now == 1
-    assert digest(resumed) == digest(result)
+    # Rounding to the ring's grid is random.
+    np.testing.assert_allclose(
+        flat(resumed), flat(result), rtol=0, atol=1e-4 if secure else 0
+    )
 
 
 MODELS = {
