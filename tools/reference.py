@@ -20,7 +20,8 @@ from deploy import exit_codes
 from deploy.aggregator_host import config as aggregator_file
 from deploy.cli import commands as cli
 from deploy.site_host import config as site_file
-from federation.job import disclosure, errors, event_log, events, messages, spec as job
+from federation import errors, event_log, events, messages
+from federation.job import disclosure, spec as job
 from federation.rounds import cost
 from federation.wire import frame as wire, wire_fields, wire_values
 
