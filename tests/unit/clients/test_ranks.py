@@ -63,7 +63,7 @@ def start() -> Start:
         start(),
         Ready(),
         Fit(round_index=3),
-        Evaluate(),
+        Evaluate(round_index=1),
         Trained(num_examples=1, num_steps=2, count=3, loss_sum=0.1 + 0.2, correct=0),
         Measured(count=3, loss_sum=float("inf"), correct=0),
         Failed(message="no"),
