@@ -29,7 +29,8 @@ pytestmark = pytest.mark.slow
 ROLE = "arn:aws:iam::123456789012:role/site"
 SECRETS = ("secret-of", "session-of", "token-of", "access-")
 PATIENT_DOCTOR = """
-from deploy.cli import commands as cli, identities
+from deploy.doctor import identities
+from deploy.cli import commands as cli
 identities.QUESTION_SECONDS = identities.LIMIT_SECONDS = 60.0
 cli.main(["doctor", "--store", "gs://bucket/x", "--identity-only", "--json"])
 """

@@ -66,11 +66,13 @@ def test_site_that_is_asked_for_other_work_is_not_opened():
         parties, store = rehearse(federation, RunId("run-1"), None), MemoryStore()
         names = [SiteId(site.name) for site in job.sites]
         sites = {
-            n: parties.site(
+            n: federation.site(
                 n,
                 make_trainer=partial(federation.trainer, n),
                 store=store,
-                folder=None,
+                clock=SystemClock(),
+                seal=parties.seal(n, None),
+                tells_all=False,
             )
             for n in names
         }
