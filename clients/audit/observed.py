@@ -5,20 +5,15 @@ For audits: the adversary of record-level privacy sees every update of a site.
 
 from collections.abc import Callable
 
+from clients.training.forwarding import ForwardingTrainer
 from federation.errors import SiteError
-from federation.messages import (
-    NO_ANCHOR,
-    LedgerAnchor,
-    MetricSums,
-    PrivacySpent,
-)
 from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import IntegerVector, Vector
 
 Witness = Callable[[Vector, LocalWeights], None]
 
 
-class ObservedTrainer:
+class ObservedTrainer(ForwardingTrainer):
     """A ``federation.protocols.Trainer`` around another one."""
 
     def __init__(self, trainer: Trainer, witness: Witness) -> None:
@@ -26,45 +21,15 @@ class ObservedTrainer:
 
         The arrays are the trainer's own and change after the call.
         """
-        self._trainer = trainer
+        super().__init__(trainer)
         self._witness = witness
-
-    def layout(self) -> Layout:
-        """Layout of the model."""
-        return self._trainer.layout()
-
-    def pay(
-        self,
-        *,
-        round_index: int,
-        trains: bool,
-        evaluations: int,
-        anchor: LedgerAnchor = NO_ANCHOR,
-    ) -> None:
-        """Have the trainer pay."""
-        self._trainer.pay(
-            round_index=round_index,
-            trains=trains,
-            evaluations=evaluations,
-            anchor=anchor,
-        )
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalWeights | LocalUpdate:
         """Train and tell."""
-        result = self._trainer.fit(weights_d, integers_m, round_index=round_index)
+        result = super().fit(weights_d, integers_m, round_index=round_index)
         if not isinstance(result, LocalWeights):
             raise SiteError("a single update with noise for the sum is not observed")
         self._witness(weights_d, result)
         return result
-
-    def evaluate(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
-    ) -> MetricSums:
-        """Evaluate; the witness does not hear of it."""
-        return self._trainer.evaluate(weights_d, integers_m, round_index=round_index)
-
-    def spent(self) -> PrivacySpent | None:
-        """What the trainer says."""
-        return self._trainer.spent()

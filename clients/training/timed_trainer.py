@@ -1,65 +1,48 @@
 """A trainer whose work takes time on a virtual clock."""
 
-from dataclasses import dataclass
-
+from clients.training.forwarding import ForwardingTrainer
 from federation.clock import VirtualClock
-from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums, PrivacySpent
+from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import IntegerVector, Vector
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedTrainer:
-    """Trains as another trainer does, at a constant speed.
+class TimedTrainer(ForwardingTrainer):
+    """Trains as another trainer does, at a constant speed."""
 
-    Attributes:
-        trainer: Does the work.
-        clock: The site's; moves on by what the work takes.
-        seconds_per_step: Time of an optimiser step.
-        seconds_per_evaluation: Time of an evaluation.
-    """
-
-    trainer: Trainer
-    clock: VirtualClock
-    seconds_per_step: float
-    seconds_per_evaluation: float
-
-    def layout(self) -> Layout:
-        """Layout of the model."""
-        return self.trainer.layout()
-
-    def pay(
+    def __init__(
         self,
         *,
-        round_index: int,
-        trains: bool,
-        evaluations: int,
-        anchor: LedgerAnchor = NO_ANCHOR,
+        trainer: Trainer,
+        clock: VirtualClock,
+        seconds_per_step: float,
+        seconds_per_evaluation: float,
     ) -> None:
-        """Charge the site's privacy budget, in no time."""
-        self.trainer.pay(
-            round_index=round_index,
-            trains=trains,
-            evaluations=evaluations,
-            anchor=anchor,
-        )
+        """Give work its time; paying takes none.
+
+        Args:
+            trainer: Does the work.
+            clock: The site's; moves on by what the work takes.
+            seconds_per_step: Time of an optimiser step.
+            seconds_per_evaluation: Time of an evaluation.
+        """
+        super().__init__(trainer)
+        self._clock = clock
+        self._seconds_per_step = seconds_per_step
+        self._seconds_per_evaluation = seconds_per_evaluation
 
     def fit(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> LocalWeights | LocalUpdate:
         """Train; every step takes its time."""
-        result = self.trainer.fit(weights_d, integers_m, round_index=round_index)
-        self.clock.sleep(result.num_steps * self.seconds_per_step)
+        result = super().fit(weights_d, integers_m, round_index=round_index)
+        self._clock.sleep(result.num_steps * self._seconds_per_step)
         return result
 
     def evaluate(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
     ) -> MetricSums:
         """Evaluate; that takes its time, too."""
-        sums = self.trainer.evaluate(weights_d, integers_m, round_index=round_index)
-        self.clock.sleep(self.seconds_per_evaluation)
+        sums = super().evaluate(weights_d, integers_m, round_index=round_index)
+        self._clock.sleep(self._seconds_per_evaluation)
         return sums
-
-    def spent(self) -> PrivacySpent | None:
-        """What the site's privacy ledger says."""
-        return self.trainer.spent()
