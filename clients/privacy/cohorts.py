@@ -126,7 +126,7 @@ class CohortRule:
             return ""
         return (
             f"it lets rounds go on without up to {absent} of {num_sites} sites, and "
-            "this site's operator does not accept that (floor.accept_dropouts): the "
+            "this site's operator does not accept that (policy.accept_dropouts): the "
             "round before, with them, would tell of their updates. Set the threshold "
             "to the number of sites"
         )
@@ -193,7 +193,7 @@ class CohortRule:
             f"that this site has joined before, would single out {few}, and this "
             f"site's operator wants groups of {self.smallest} or more. Run with the "
             "same sites as before, or add or leave out that many at a time; "
-            f"{way_out}or have the operator of this site accept it (floor.min_group)"
+            f"{way_out}or have the operator of this site accept it (policy.min_group)"
         )
 
 

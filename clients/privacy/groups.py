@@ -17,7 +17,6 @@ from clients.privacy.site_memory import Document, SiteMemory
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from privacy.keystream import RandomBytes
-from privacy.secagg.agreement.floor import Group
 from privacy.secagg.agreement.groups import (
     MAX_DRAWS,
     SECRET_BYTES,
@@ -32,6 +31,7 @@ from privacy.secagg.agreement.groups import (
     write_reveal,
 )
 from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.policy import Group
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import DrawRefused, OutOfOrder
 

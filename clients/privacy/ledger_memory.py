@@ -62,7 +62,7 @@ class LifetimeBudget:
     dataset: str
     epsilon: float | None = None
     delta: float | None = None
-    key: str = "floor.total_epsilon"
+    key: str = "policy.total_epsilon"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ from federation.messages import (
 )
 from federation.vectors import ByteVector, HeaderVector, Layout
 from privacy.keystream import RandomBytes
-from privacy.secagg.agreement.floor import Group, LocalFloor
 from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.policy import Group, LocalPolicy
 from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite, UpdateOutOfRange
 from privacy.secagg.errors import NotSetUp
 from privacy.secagg.protocol import train
@@ -51,7 +51,7 @@ class Protection:
 
     Attributes:
         identity: The site's long-lived key.
-        floor_of: What the operator demands of a contract, given the layout of the
+        policy_of: What the operator demands of a contract, given the layout of the
             site's own model.
         memory: Remembers the rounds that were answered, beyond a restart.
         random_bytes: The system's source of randomness.
@@ -64,7 +64,7 @@ class Protection:
     """
 
     identity: Identity
-    floor_of: Callable[[Layout], LocalFloor]
+    policy_of: Callable[[Layout], LocalPolicy]
     memory: RoundMemory
     random_bytes: RandomBytes
     cohorts: CohortRule
@@ -166,11 +166,11 @@ class RingSeal:
         if self._setup is not None:
             self._setup.close()
         protection = self._protection
-        floor = protection.floor_of(layout)
+        policy = protection.policy_of(layout)
         self._setup = SiteSetup(
             identity=protection.identity,
             site=self._name,
-            floor=replace(floor, group=group),
+            policy=replace(policy, group=group),
             random_bytes=protection.random_bytes,
         )
         return self._setup

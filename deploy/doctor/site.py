@@ -123,13 +123,13 @@ def _data(config: SiteConfig) -> Iterator[Check]:
 
 def _budget(config: SiteConfig) -> Iterator[Check]:
     """Whether private jobs are possible at all; files of older releases say nothing."""
-    limit = config.file.floor.total_epsilon
+    limit = config.file.policy.total_epsilon
     if limit is None:
         yield warning(
             "budget",
             "site.toml states no limit for all runs together, so every job with "
             "differential privacy is refused",
-            "set floor.total_epsilon",
+            "set policy.total_epsilon",
         )
     else:
         name = config.file.data.name

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from clients.models.model_pool import ModelPool
 from clients.privacy import sum_plan as sum_privacy
-from clients.privacy.site_floor import check_job
+from clients.privacy.site_policy import check_job
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
 from cloud_adapters.storage.disk.part_file import file_errors
@@ -311,7 +311,7 @@ class SiteAgent:
         folder = self._folder(run_id)
         self._check_code(proposal)
         job = job_file.loads(proposal.job)
-        check_job(job, self.config.file.floor, self.name)
+        check_job(job, self.config.file.policy, self.name)
         _check_same_job(job, folder, roster)
         self._check_total(job)
         notice = dropout_notice(job)
@@ -380,10 +380,10 @@ class SiteAgent:
         Whether this one is within the limit is looked at when its ledger is opened.
         """
         private = job.privacy.differential_privacy.enabled
-        if private and self.config.file.floor.total_epsilon is None:
+        if private and self.config.file.policy.total_epsilon is None:
             raise JobError(
                 f"site {self.name!r} states no limit for all runs on its records "
-                "together: its operator must set floor.total_epsilon in site.toml",
+                "together: its operator must set policy.total_epsilon in site.toml",
                 key="privacy.differential_privacy.unit",
             )
 

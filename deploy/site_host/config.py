@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.preprocessing import PREPROCESSINGS
-from clients.privacy.floor_spec import FloorSpec
+from clients.privacy.policy_spec import PolicySpec
 from deploy.wiring import exchange
 from deploy.wiring.exchange import ExchangeSpec
 from federation.addresses import parse_address
@@ -52,7 +52,7 @@ class SiteDataSpec:
     )
     name: str = key(
         "What the records are called: by this name the site remembers what they have "
-        "spent of `floor.total_epsilon`, in which sums they were and in which groups. "
+        "spent of `policy.total_epsilon`, in which sums they were and in which groups. "
         "With another name they would begin anew, so give one to other people's "
         "records only: not to a new version of the same data, nor to another place "
         "of them.",
@@ -128,7 +128,7 @@ class SiteFile:
     aggregator: AggregatorSpec = key("The aggregator.")
     data: SiteDataSpec = key("The site's data.", default=SiteDataSpec())
     compute: ComputeSpec = key("What it trains with.", default=ComputeSpec())
-    floor: FloorSpec = key("What every job must promise.", default=FloorSpec())
+    policy: PolicySpec = key("What every job must promise.", default=PolicySpec())
     exchange: ExchangeSpec = key(
         "Where large models travel: what the aggregator's operator names.",
         default=ExchangeSpec(),
@@ -165,7 +165,7 @@ def load(path: Path) -> SiteConfig:
         JobError: It cannot be read, or a key is unknown, missing or wrong; the
             message names file and key.
     """
-    file = job_file.load_table(path, SiteFile, _check)
+    file = job_file.load_table(path, SiteFile, _check, {"floor": "policy"})
     folder = path.parent / file.folder
     return SiteConfig(
         file=file,
@@ -185,8 +185,8 @@ def _check(file: SiteFile) -> None:
         raise JobError(str(error), key="name") from None
     parse_address(file.aggregator.address, key="aggregator.address")
     exchange.check(file.exchange)
-    _check_choices("floor.ring_bits", file.floor.ring_bits, RING_BITS)
-    _check_choices("floor.weight_rules", file.floor.weight_rules, WEIGHT_RULES)
+    _check_choices("policy.ring_bits", file.policy.ring_bits, RING_BITS)
+    _check_choices("policy.weight_rules", file.policy.weight_rules, WEIGHT_RULES)
     if file.compute.sharding == "full" and file.compute.ranks == 1:
         raise JobError(
             "one rank holds the whole model: set compute.ranks to 2 or more",

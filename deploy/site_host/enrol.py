@@ -67,7 +67,7 @@ source = ""
 # preprocessing = "none"
 # name = "records"              # keep it for good; after a rehearsal choose another
 
-[floor]
+[policy]
 # What every job must promise, or this site does not take part.
 privacy = "record"              # "none" for jobs without differential privacy
 max_epsilon = 8.0               # of one run

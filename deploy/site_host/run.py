@@ -9,13 +9,13 @@ from pathlib import Path
 
 from clients.privacy import dataset_name
 from clients.privacy.cohorts import Cohort, CohortRule
-from clients.privacy.floor_spec import FloorSpec
 from clients.privacy.groups import group_rule
 from clients.privacy.ledger_memory import LifetimeBudget, adopt, known_anchor
+from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.ring_seal import Protection, RingSeal
-from clients.privacy.site_floor import contract_floor, weakness_of
 from clients.privacy.site_memory import FileMemory, SiteMemory, fresh_secret
 from clients.privacy.site_plans import ROUNDS, Keeping, PrivateSites
+from clients.privacy.site_policy import contract_policy, weakness_of
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from cloud_adapters.storage.disk.store import LocalStore
@@ -31,8 +31,8 @@ from federation.protocols import Clock, SiteHandler, Trainer
 from federation.vectors import Layout
 from privacy.dp.errors import LedgerDamaged
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
-from privacy.secagg.agreement.floor import LocalFloor
 from privacy.secagg.agreement.identity import Identity, Label
+from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import CohortRefused
 from privacy.secagg.protocol.of_job import check_layout
@@ -130,7 +130,7 @@ def open_run(
             stated=stated,
         )
         stack.enter_context(private)
-    promise = None if private is None else _promise(private, config.file.floor)
+    promise = None if private is None else _promise(private, config.file.policy)
     make_trainer = _trainer_maker(met.federation, private, config.file, stack)
     if private is not None:  # And its ledger is open.
         data = met.federation.site_data[name]
@@ -158,13 +158,13 @@ def open_run(
     return OpenRun(met=met, handler=handler, promise=promise, stack=stack)
 
 
-def _promise(private: PrivateSites, floor: FloorSpec) -> SitePrivacy:
-    """What the site promises, held against the floor: some of it only a plan tells."""
+def _promise(private: PrivateSites, policy: PolicySpec) -> SitePrivacy:
+    """Check the promise of the site's plan against the policy."""
     (promise,) = private.promises()
-    if floor.demands_privacy and promise.delta > floor.max_delta:
+    if policy.demands_privacy and promise.delta > policy.max_delta:
         raise JobError(
             f"comes to {promise.delta:.1e} at site {promise.site!r}, "
-            f"which allows {floor.max_delta:g} (floor.max_delta)",
+            f"which allows {policy.max_delta:g} (policy.max_delta)",
             key="privacy.differential_privacy.delta",
         )
     return promise
@@ -204,12 +204,12 @@ def _ring_seal(
         random_bytes=os.urandom,
     )
 
-    def floor_of(layout: Layout) -> LocalFloor:
-        return contract_floor(
+    def policy_of(layout: Layout) -> LocalPolicy:
+        return contract_policy(
             met.job,
             layout,
             run_id=met.run_id,
-            floor=config.file.floor,
+            policy=config.file.policy,
             roster=keys.roster,
             noise_share=None if in_sum is None else in_sum.share,
         )
@@ -218,7 +218,7 @@ def _ring_seal(
         name,
         Protection(
             identity=keys.identity,
-            floor_of=floor_of,
+            policy_of=policy_of,
             memory=FileRounds(folder / "sites" / name / ROUNDS),
             random_bytes=os.urandom,
             cohorts=cohorts,
@@ -282,8 +282,8 @@ def lifetime_budget(config: SiteConfig) -> LifetimeBudget:
     """What an operator allows all runs on the site's data together."""
     return LifetimeBudget(
         dataset=name_data(config),
-        epsilon=config.file.floor.total_epsilon,
-        delta=config.file.floor.total_delta,
+        epsilon=config.file.policy.total_epsilon,
+        delta=config.file.policy.total_delta,
     )
 
 
@@ -382,14 +382,14 @@ def _cohort_rule(
         JobError: Together they would single out too few sites.
         StoreError: The site's memory cannot be read.
     """
-    floor, by_group = config.file.floor, met.job.privacy.secure_aggregation.groups
+    policy, by_group = config.file.policy, met.job.privacy.secure_aggregation.groups
     num_sites = len(met.job.sites) if by_group is None else met.job.sites_in_sum
-    weakness = "" if promise is None else weakness_of(met.job, floor, promise.delta)
+    weakness = "" if promise is None else weakness_of(met.job, policy, promise.delta)
     rule = CohortRule(
         memory=site_memory(config),
         lineage=name_data(config),
-        smallest=floor.smallest_group(num_sites),
-        accept_dropouts=floor.accept_dropouts,
+        smallest=policy.smallest_group(num_sites),
+        accept_dropouts=policy.accept_dropouts,
         is_private=promise is not None and not weakness,
     )
     if by_group is not None:

@@ -26,8 +26,8 @@ from federation.vectors import Layout
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.code_hash import code_hash
 from privacy.secagg.agreement.contract import Contract
-from privacy.secagg.agreement.floor import LocalFloor
 from privacy.secagg.agreement.identity import Identity, generate
+from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster, RosterEntry
 from privacy.secagg.agreement.thresholds import colluding_tolerated
 from privacy.secagg.protocol.of_job import check_layout, contract_of, header_slots
@@ -81,7 +81,7 @@ class Rehearsal:
             name,
             Protection(
                 identity=self.identities[name],
-                floor_of=self._floor,
+                policy_of=self._policy,
                 memory=memory,
                 random_bytes=self.random_bytes,
                 noise=None if self.in_sum is None else self.in_sum.noise,
@@ -118,12 +118,12 @@ class Rehearsal:
             random_bytes=lambda size: hashlib.shake_256(seed).digest(size),
         )
 
-    def _floor(self, layout: Layout) -> LocalFloor:
+    def _policy(self, layout: Layout) -> LocalPolicy:
         """Demand just what the job says: whoever runs the job is every operator."""
         contract, job = self.contract, self.federation.job
         groups = job.privacy.secure_aggregation.groups
         num_sites = contract.num_sites if groups is None else job.sites_in_sum
-        return LocalFloor(
+        return LocalPolicy(
             roster=self.roster,
             run_id=contract.run_id,
             job_digest=job_digest.digest(job),
@@ -212,8 +212,8 @@ def dropout_notice(job: JobSpec) -> str:
         f"rounds may go on without up to {absent} of {len(job.sites)} sites "
         "(privacy.secure_aggregation.threshold). Sums before and after an absence "
         "tell of the absent sites' updates and results: each site's operator must "
-        "accept that (floor.accept_dropouts) unless as many are absent as "
-        "floor.min_group says"
+        "accept that (policy.accept_dropouts) unless as many are absent as "
+        "policy.min_group says"
     )
 
 

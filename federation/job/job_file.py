@@ -6,6 +6,7 @@ Writing TOML is left to ``deploy``: the standard library can only read it.
 
 import dataclasses
 import difflib
+import logging
 import math
 import operator
 import tomllib
@@ -21,6 +22,8 @@ from federation.job.job_checks import check
 from federation.job.spec import PLANNED_KEYS, JobSpec
 
 MAX_JOB_FILE_BYTES = 1 << 20
+
+_LOG = logging.getLogger(__name__)
 
 Table = typing.TypeVar("Table")
 
@@ -78,7 +81,10 @@ def build(cls: type[Table], table: Any) -> Table:
 
 
 def load_table(
-    path: Path, cls: type[Table], check_table: Callable[[Table], None]
+    path: Path,
+    cls: type[Table],
+    check_table: Callable[[Table], None],
+    renamed: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Table:
     """Read another configuration than a job's; see ``build``.
 
@@ -86,19 +92,30 @@ def load_table(
         path: A TOML file.
         cls: What it holds.
         check_table: Refuses what contradicts itself.
+        renamed: New names of tables by the old ones, which are read with a warning.
 
     Raises:
         JobError: It cannot be read, or a key is unknown, missing or wrong; the
             message names file and key.
     """
     try:
-        table = build(cls, read_toml(path))
+        document = read_toml(path)
+        for old in document.keys() & renamed.keys():
+            _rename(document, old, renamed[old], path)
+        table = build(cls, document)
         check_table(table)
     except JobError as error:
         if str(path) in error.reason:
             raise
         raise JobError(f"{path}: {error}") from error
     return table
+
+
+def _rename(document: dict[str, Any], old: str, new: str, path: Path) -> None:
+    if new in document:
+        raise JobError(f"is the old name of [{new}]: keep one of both", key=old)
+    document[new] = document.pop(old)
+    _LOG.warning("%s: [%s] is now [%s]: rename the table", path, old, new)
 
 
 def loads(text: str) -> JobSpec:

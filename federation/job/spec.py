@@ -418,7 +418,7 @@ class SimulationSpec:
     )
     total_epsilon: float | None = key(
         "Largest epsilon of all private runs beside this one on the same data, as a "
-        "deployed site demands it with `floor.total_epsilon`; by default it is "
+        "deployed site demands it with `policy.total_epsilon`; by default it is "
         "counted, and not limited.",
         default=None,
         above=0.0,

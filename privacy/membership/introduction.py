@@ -2,7 +2,7 @@
 
 Before the first round the coordinator proposes the run to every node: its job, the
 release and the hash of the code that it runs, signed by the aggregator's identity. A
-site checks it against the roster and its own floor, builds model and data, and answers
+site checks it against the roster and its own policy, builds model and data, and answers
 who it is and what it promises, signed by its identity and bound to the proposal by its
 digest. Nothing is sent of records but what differential privacy makes public anyway.
 

@@ -58,7 +58,7 @@ class StaleRoster(ProtocolError):
 
 
 class ContractRefused(ProtocolError):
-    """A contract is contradictory, or asks for less than the site's floor.
+    """A contract is contradictory, or asks for less than the site's policy.
 
     Args:
         message: What is wrong.

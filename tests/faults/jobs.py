@@ -79,7 +79,7 @@ _MODES = {
 }
 
 # What a job of any kind promises is enough.
-FLOOR = """
+POLICY = """
 privacy = "none"
 secure_aggregation = false
 accept_two_sites = true

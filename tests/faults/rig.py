@@ -122,7 +122,7 @@ def rig(folder: Path) -> Iterator[Rig]:
         deployment = stack.enter_context(
             deployed(
                 folder,
-                jobs.FLOOR + exchange,
+                jobs.POLICY + exchange,
                 host=net.address,
                 namespaces=net.namespaces,
                 environment=store_process.CREDENTIALS,

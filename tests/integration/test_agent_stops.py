@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 JOB = Path(__file__).parents[2] / "jobs" / "quickstart.toml"
-FLOOR = """
+POLICY = """
 privacy = "none"
 secure_aggregation = false
 accept_two_sites = true
@@ -33,7 +33,7 @@ WORK_SECONDS = 2.0
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(tmp_path_factory.mktemp("federation"), FLOOR) as made:
+    with deployed(tmp_path_factory.mktemp("federation"), POLICY) as made:
         yield made
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import agents
-from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
+from support.agents import OPEN_POLICY, AgentGrid, Consortium, consortium
 from support.secure_runs import Run, in_the_clear, run, secure_job, silence
 from support.small_jobs import small_job
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 SITES = tuple(f"site-{i}" for i in range(7))
 TEN = tuple(f"site-{i}" for i in range(10))
-FLOOR = {**OPEN_FLOOR, "min_sites": 3, "accept_dropouts": False}
+POLICY = {**OPEN_POLICY, "min_sites": 3, "accept_dropouts": False}
 
 
 @dataclass
@@ -43,7 +43,7 @@ class World:
     """An aggregator and agents, over several runs."""
 
     folder: Path
-    floor: Mapping[str, Any] = field(default_factory=dict)
+    policy: Mapping[str, Any] = field(default_factory=dict)
     seen: list[events.Event] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
     silent: Collection[str] = ()
@@ -61,7 +61,7 @@ class World:
             self.folder,
             name,
             self.members,
-            floor={**FLOOR, **self.floor},
+            policy={**POLICY, **self.policy},
             **self.tables,
         )
         found.listener = self.heard.append
@@ -112,7 +112,7 @@ def test_run_without_a_site_of_the_run_before_is_refused(tmp_path: Path):
     """Of five sums and then four the difference is the fifth site's update."""
     world = World(tmp_path)
     world.run(job_of(SITES[:5]))
-    with pytest.raises(SiteError, match=r"would single out site-4.*floor\.min_group"):
+    with pytest.raises(SiteError, match=r"would single out site-4.*policy\.min_group"):
         world.run(job_of(SITES[:4]))
 
 
@@ -272,8 +272,8 @@ def test_open_run_with_one_site_more_than_a_private_run_is_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("weak", "reason"),
     [
-        ({"target_epsilon": 20.0}, "its epsilon is above 8 .floor.max_epsilon"),
-        ({"delta": 1e-3}, "its delta is above 0.0001 .floor.max_delta"),
+        ({"target_epsilon": 20.0}, "its epsilon is above 8 .policy.max_epsilon"),
+        ({"delta": 1e-3}, "its delta is above 0.0001 .policy.max_delta"),
         ({"held_out": "public", "every": 1}, "calls held-out data public"),
     ],
 )
@@ -377,10 +377,10 @@ def test_one_sum_over_all_goes_with_groups_of_enough(tmp_path: Path):
         world.run(job_of(TEN[:8]))
 
 
-def test_groups_below_an_operators_floor_are_refused(tmp_path: Path):
+def test_groups_against_an_operators_policy_are_refused(tmp_path: Path):
     """By the keys of the job, before anything is drawn."""
     world = World(tmp_path, {"min_sites": 4}, names=TEN[:9])
-    with pytest.raises(SiteError, match=r"demands 4 in a sum \(floor\.min_sites\)"):
+    with pytest.raises(SiteError, match=r"demands 4 in a sum \(policy\.min_sites\)"):
         world.run(by_groups(TEN[:9]))
     assert not list(tmp_path.glob("*/memory/groups.json"))
 
@@ -395,7 +395,7 @@ def tolerant(num_sites: int = 5, *, threshold: int = 4, **changes: Any) -> JobSp
 def test_threshold_below_all_needs_each_operators_consent(tmp_path: Path):
     """One absence would give away what the absent site adds: refused before a round."""
     world = World(tmp_path)
-    expected = r"threshold: .*up to 1 of 5 sites.*floor\.accept_dropouts"
+    expected = r"threshold: .*up to 1 of 5 sites.*policy\.accept_dropouts"
     with pytest.raises(SiteError, match=expected):
         world.run(tolerant())
 

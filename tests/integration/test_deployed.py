@@ -20,7 +20,7 @@ from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
 from privacy.membership.introduction import release
 
 JOBS = Path(__file__).parents[2] / "jobs"
-FLOOR = """
+POLICY = """
 privacy = "none"
 secure_aggregation = false
 accept_two_sites = true
@@ -43,7 +43,7 @@ pytestmark = [
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     # One more is enrolled than takes part in these runs, and its name is the first.
     sites = ["aws-eu-west-1", *SITES]
-    with deployed(tmp_path_factory.mktemp("federation"), FLOOR, sites=sites) as made:
+    with deployed(tmp_path_factory.mktemp("federation"), POLICY, sites=sites) as made:
         yield made
 
 
@@ -242,7 +242,7 @@ def test_doctor_finds_a_site_ready(federation: Deployment):
         (
             'privacy = "none"',
             'privacy = "record"',
-            "site {0!r} demands 'record' (floor.privacy), and the job says 'none'",
+            "site {0!r} demands 'record' (policy.privacy), and the job says 'none'",
             "",
         ),
         pytest.param(

@@ -20,7 +20,7 @@ from federation.job import job_file
 from federation.vectors import Vector
 
 JOBS = Path(__file__).parents[2] / "jobs"
-FLOOR = """
+POLICY = """
 privacy = "none"
 accept_two_sites = true
 max_clip_norm = 100.0
@@ -99,7 +99,7 @@ def test_encrypted_run_through_a_store(tmp_path: Path):
     add_key(key)
     add_key(other)
     table = exchange_table(place, key)
-    with deployed(tmp_path, FLOOR + table) as federation:
+    with deployed(tmp_path, POLICY + table) as federation:
         with Path(federation.config).open("a") as config:
             config.write(table)
         job = large_job(tmp_path / "job.toml")

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from support import agents
-from support.agents import OPEN_FLOOR, AgentGrid, consortium
+from support.agents import OPEN_POLICY, AgentGrid, consortium
 
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.site_host.agent import SiteAgent
@@ -107,8 +107,8 @@ def test_whole_sites_are_planned_likewise(tmp_path: Path):
     """From the number of sites alone; the bits that the clip norm follows, too."""
     adaptive = "privacy.differential_privacy.adaptive_clip=true"
     job = job_file.load(JOBS / "sites.toml", ["rounds=2", adaptive])
-    floor = {
-        **OPEN_FLOOR,
+    policy = {
+        **OPEN_POLICY,
         "privacy": "site",
         "public_held_out": True,
         "max_delta": 0.01,
@@ -117,7 +117,7 @@ def test_whole_sites_are_planned_likewise(tmp_path: Path):
     simulate(job, listeners=[simulated.append])
     assert job.data is not None
     functions = [job.model.factory, job.data.source]
-    place = Place(tmp_path, job, floor={**floor, "functions": functions})
+    place = Place(tmp_path, job, policy={**policy, "functions": functions})
     with place.grid.connected():
         assert place.run().status == "completed"
     deployed, expected = planned(place.seen), planned(simulated)

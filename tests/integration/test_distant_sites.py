@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 AGGREGATOR, STORE = "aggregator", "store"
-FLOOR = """
+POLICY = """
 privacy = "none"
 secure_aggregation = false
 accept_two_sites = true
@@ -129,7 +129,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         try:
             with deployed(
                 folder,
-                FLOOR + table,
+                POLICY + table,
                 host=net.addresses[AGGREGATOR],
                 namespaces=net.namespaces,
                 environment=store_process.CREDENTIALS,

@@ -16,7 +16,7 @@ from support import proxy_server
 from support.deployment import SITES, Deployment, crossfed, deployed, wait_for
 
 APP = Path(__file__).parents[1] / "support" / "flower_lab"
-FLOOR = """
+POLICY = """
 privacy = "none"
 secure_aggregation = false
 """
@@ -57,7 +57,7 @@ pytestmark = [
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A site of our own, and a laboratory that follows the how-to."""
     where = tmp_path_factory.mktemp("federation")
-    with deployed(where, FLOOR, sites=SITES[:1]) as made:
+    with deployed(where, POLICY, sites=SITES[:1]) as made:
         folder = made.folder / "lab"
         invited = crossfed("aggregator", "invite", "lab", "--config", made.config)
         crossfed("enroll", invited.stdout.split()[-1], "--folder", str(folder))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import agents
-from support.agents import OPEN_FLOOR, Consortium, consortium
+from support.agents import OPEN_POLICY, Consortium, consortium
 from support.small_jobs import small_job
 
 from clients.models.model_pool import ModelPool
@@ -52,15 +52,15 @@ def private_job(unit: str = "record", epsilon: float = 4.0, **tables: Any) -> Jo
 class Operator:
     """A site with a limit, and the aggregator that proposes runs to it."""
 
-    def __init__(self, folder: Path, members: Consortium, **floor: Any) -> None:
+    def __init__(self, folder: Path, members: Consortium, **policy: Any) -> None:
         self._where, self._members = folder, members
-        self.floor = {**OPEN_FLOOR, **floor}
+        self.policy = {**OPEN_POLICY, **policy}
         self.tables: dict[str, Any] = {}
         self.agent = self._start()
 
     def _start(self) -> SiteAgent:
-        floor = {k: v for k, v in self.floor.items() if v is not None}
-        tables = {"floor": floor, **self.tables}
+        policy = {k: v for k, v in self.policy.items() if v is not None}
+        tables = {"policy": policy, **self.tables}
         return agents.agent(self._where, NAME, self._members, **tables)
 
     @property
@@ -131,7 +131,7 @@ def test_site_must_state_a_limit(tmp_path: Path, members: Consortium):
     """For jobs with a unit of privacy; others have no budget."""
     site = Operator(tmp_path, members, total_epsilon=None)
     refused = site.propose(RUNS[0], private_job())
-    assert "its operator must set floor.total_epsilon in site.toml" in refused
+    assert "its operator must set policy.total_epsilon in site.toml" in refused
     assert refused.startswith("privacy.differential_privacy.unit")
     assert site.propose(RUNS[1], small_job(num_sites=2)) == ""
     site.agent.close()
@@ -158,19 +158,19 @@ def test_runs_are_composed_and_not_added(site: Operator):
     for run in RUNS[2:]:
         if refused := site.propose(run, private_job(epsilon=7.0)):
             break
-    assert "11 is allowed (floor.total_epsilon)" in refused
+    assert "11 is allowed (policy.total_epsilon)" in refused
 
 
 def test_deleted_runs_refill_nothing(site: Operator):
     """Neither do a new process or a new version of the data."""
     job = private_job(epsilon=7.0)
     before = site.spent()
-    assert "is allowed (floor.total_epsilon)" in site.propose(RUNS[1], job)
+    assert "is allowed (policy.total_epsilon)" in site.propose(RUNS[1], job)
     site.agent.close()
     shutil.rmtree(site.folder / "runs")
     data = {"source": "support.small_jobs:blobs", "options": {"num_train": 61}}
     site.restart(data=data)
-    assert "is allowed (floor.total_epsilon)" in site.propose(RUNS[2], job)
+    assert "is allowed (policy.total_epsilon)" in site.propose(RUNS[2], job)
     assert site.spent() == before
 
 
@@ -193,8 +193,8 @@ def test_run_without_evaluations_does_none(
     tmp_path: Path, members: Consortium, held_out: str
 ):
     """An aggregator that asks all the same would get results without noise."""
-    floor = {"privacy": "record", "public_held_out": True, "max_delta": 1e-3}
-    site = Operator(tmp_path, members, **floor)
+    policy = {"privacy": "record", "public_held_out": True, "max_delta": 1e-3}
+    site = Operator(tmp_path, members, **policy)
     made = private_job(evaluation={"every": 0})
     private = replace(made.privacy.differential_privacy, held_out=held_out)
     job = replace(made, privacy=replace(made.privacy, differential_privacy=private))
@@ -222,7 +222,7 @@ def test_budget_ends_in_the_middle_of_a_run(site: Operator):
     (answer,) = site.train(RUNS[1], job, rounds=1, first=3)
     assert isinstance(answer, SiteFailure)
     assert answer.kind is FailureKind.BUDGET
-    assert "beyond 11 (floor.total_epsilon); nothing was released" in answer.message
+    assert "beyond 11 (policy.total_epsilon); nothing was released" in answer.message
     ledger = site.folder / "runs" / RUNS[1] / "sites" / NAME / LEDGER_NAME
     assert len(read_file(ledger).charges) == 4
 

@@ -10,7 +10,7 @@ from support.deployment import CLOCK, SITES, Deployment, deployed, wait_for
 from support.network import Network
 
 JOBS = Path(__file__).parents[2] / "jobs"
-FLOOR = """
+POLICY = """
 privacy = "record"
 total_epsilon = 1000.0
 max_delta = 1e-3
@@ -41,7 +41,7 @@ def federation(
     tmp_path_factory: pytest.TempPathFactory, net: Network
 ) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("federation")
-    with deployed(folder, FLOOR, host=net.address, namespaces=net.namespaces) as made:
+    with deployed(folder, POLICY, host=net.address, namespaces=net.namespaces) as made:
         yield made
 
 

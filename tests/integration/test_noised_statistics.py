@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support import agents, ranked_sites
-from support.agents import OPEN_FLOOR, Consortium, consortium
+from support.agents import OPEN_POLICY, Consortium, consortium
 from support.killed_runs import kill_in_round_2
 from support.small_jobs import small_job
 
@@ -196,7 +196,7 @@ def members() -> Consortium:
 
 @pytest.fixture
 def agent(tmp_path: Path, members: Consortium) -> Iterator[Any]:
-    tables = {"floor": {**OPEN_FLOOR, "total_epsilon": 20.0}}
+    tables = {"policy": {**OPEN_POLICY, "total_epsilon": 20.0}}
     yield lambda: agents.agent(tmp_path, SITES[0], members, **tables)
     shutil.rmtree(tmp_path, ignore_errors=True)
 

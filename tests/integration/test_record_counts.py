@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import agents
-from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
+from support.agents import OPEN_POLICY, AgentGrid, Consortium, consortium
 from support.small_jobs import small_job
 
 from deploy.aggregator_host.deployed_run import DeployedRun
@@ -122,7 +122,7 @@ def overheard(
             folder,
             name,
             members,
-            floor={**OPEN_FLOOR, "accept_dropouts": True},
+            policy={**OPEN_POLICY, "accept_dropouts": True},
             data={"source": "support.small_jobs:blobs", "options": dict(each)},
         )
         for name, each in zip(NAMES, deals, strict=True)

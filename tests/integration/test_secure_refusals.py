@@ -22,8 +22,8 @@ from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import QuorumNotMet
 from federation.messages import RoundTask, SecureStep, SiteMessage, Task
-from privacy.secagg.agreement.floor import LocalFloor
 from privacy.secagg.agreement.identity import generate
+from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.protocol.train import read_train, write_train
 
 pytestmark = pytest.mark.slow
@@ -39,13 +39,13 @@ def no_number(result: Any) -> Any:
     return result
 
 
-def with_floor(change: Callable[[LocalFloor], LocalFloor]) -> Callable[[Any], Any]:
+def with_policy(change: Callable[[LocalPolicy], LocalPolicy]) -> Callable[[Any], Any]:
     """A site whose operator demands something else."""
 
     def wrap(site: Site) -> Site:
-        floor_of = site._seal._protection.floor_of
+        policy_of = site._seal._protection.policy_of
         site._seal._protection = replace(
-            site._seal._protection, floor_of=lambda layout: change(floor_of(layout))
+            site._seal._protection, policy_of=lambda layout: change(policy_of(layout))
         )
         return site
 
@@ -59,22 +59,22 @@ def with_key(site: Site) -> Site:
     return site
 
 
-def newer_roster(floor: LocalFloor) -> LocalFloor:
-    roster = floor.roster
-    return replace(floor, roster=replace(roster, serial=roster.serial + 1))
+def newer_roster(policy: LocalPolicy) -> LocalPolicy:
+    roster = policy.roster
+    return replace(policy, roster=replace(roster, serial=roster.serial + 1))
 
 
-def without_site(floor: LocalFloor) -> LocalFloor:
-    sites = tuple(entry for entry in floor.roster.sites if entry.site != "site-4")
-    return replace(floor, roster=replace(floor.roster, sites=sites))
+def without_site(policy: LocalPolicy) -> LocalPolicy:
+    sites = tuple(entry for entry in policy.roster.sites if entry.site != "site-4")
+    return replace(policy, roster=replace(policy.roster, sites=sites))
 
 
 SETUPS = {
     "wrong key": (with_key, "pins another key"),
-    "stale roster": (with_floor(newer_roster), "roster"),
-    "unknown site": (with_floor(without_site), "roster"),
-    "below the floor": (
-        with_floor(lambda floor: replace(floor, max_clip_norm=0.5)),
+    "stale roster": (with_policy(newer_roster), "roster"),
+    "unknown site": (with_policy(without_site), "roster"),
+    "against the policy": (
+        with_policy(lambda policy: replace(policy, max_clip_norm=0.5)),
         "clip_norm",
     ),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import agents
-from support.agents import OPEN_FLOOR, AgentGrid, Consortium, consortium
+from support.agents import OPEN_POLICY, AgentGrid, Consortium, consortium
 
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.site_host.agent import SiteAgent
@@ -320,13 +320,15 @@ def test_site_counts_with_no_more_than_it_introduced_itself_with(place: Place):
 
 
 def test_site_that_refuses_ends_the_run_before_it_begins(place: Place):
-    """With the site, the key of the job and that of the floor."""
-    floor = {**OPEN_FLOOR, "privacy": "record"}
+    """With the site, the key of the job and that of the policy."""
+    policy = {**OPEN_POLICY, "privacy": "record"}
     place.grid.agents[SITES[1]] = agents.agent(
-        place.folder, SITES[1], place.members, floor=floor
+        place.folder, SITES[1], place.members, policy=policy
     )
     place.submit(job("quickstart", "rounds=3"))
-    expected = r"does not take part: privacy\.differential_privacy\.unit: .*floor\.priv"
+    expected = (
+        r"does not take part: privacy\.differential_privacy\.unit: .*policy\.priv"
+    )
     with pytest.raises(SiteError, match=expected):
         place.run()
     assert not place.run_folder.exists()
@@ -340,9 +342,9 @@ def test_run_that_has_begun_goes_on_without_a_site_that_refuses(
     """With what that site promised before, and a word about it."""
     place.submit(job(name, IN_THE_CLEAR, "rounds=3", "schedule.minimum_sites=1"))
     assert place.run(stop_requested=stop_after(1, place)).status == "stopped"
-    floor = {**OPEN_FLOOR, "functions": []}
+    policy = {**OPEN_POLICY, "functions": []}
     place.grid.agents[SITES[1]] = agents.agent(
-        place.folder, SITES[1], place.members, floor=floor
+        place.folder, SITES[1], place.members, policy=policy
     )
     assert place.run().status == "completed"
     assert [status for _, status in place.rounds()] == ["completed"] * 3

@@ -20,8 +20,8 @@ from support.secure_runs import secure_job
 
 from aggregator.secure_sum import SecureGather
 from clients.models.model_pool import ModelPool
-from clients.privacy.floor_spec import FloorSpec
-from clients.privacy.site_floor import contract_floor
+from clients.privacy.policy_spec import PolicySpec
+from clients.privacy.site_policy import contract_policy
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from federation import events
 from federation.clock import SystemClock
@@ -33,7 +33,7 @@ from federation.job.spec import JobSpec
 from federation.messages import RoundTask, TaskKind
 from federation.protocols import RunState
 from federation.rounds.round_record import RoundRecord
-from privacy.secagg.agreement.floor import check_against_floor
+from privacy.secagg.agreement.policy import check_against_policy
 from privacy.secagg.errors import ContractRefused
 from privacy.secagg.protocol.of_job import contract_of
 from privacy.secagg.protocol.train import TrainBody, model_digest, task_digest
@@ -78,9 +78,9 @@ class Splitter:
 
     def __init__(self, folder: Path, jobs: Mapping[str, JobSpec]) -> None:
         self.members: Consortium = consortium(*NAMES)
-        floor = {**agents.OPEN_FLOOR, "max_epsilon": 100.0, "max_delta": 0.1}
+        policy = {**agents.OPEN_POLICY, "max_epsilon": 100.0, "max_delta": 0.1}
         self.grid = AgentGrid(
-            {n: agents.agent(folder, n, self.members, floor=floor) for n in NAMES}
+            {n: agents.agent(folder, n, self.members, policy=policy) for n in NAMES}
         )
         self.jobs = jobs
         self.promises: list[SitePrivacy] = []
@@ -226,20 +226,20 @@ def test_no_key_of_the_job_may_differ():
     contract = contract_of(
         job, layout, run_id=agents.RUN_ID, roster=roster, promises=()
     )
-    floor = contract_floor(
+    policy = contract_policy(
         job,
         layout,
         run_id=agents.RUN_ID,
-        floor=FloorSpec(**{**agents.OPEN_FLOOR, "functions": ()}),
+        policy=PolicySpec(**{**agents.OPEN_POLICY, "functions": ()}),
         roster=roster,
         noise_share=None,
     )
-    check_against_floor(contract, floor)
+    check_against_policy(contract, policy)
     tried = set()
     for key, changed in changes(job):
         other = replace(contract, job_digest=job_digest.digest(changed))
         with pytest.raises(ContractRefused, match="compute different things") as caught:
-            check_against_floor(other, floor)
+            check_against_policy(other, policy)
         assert caught.value.key == "job_digest", key
         tried.add(key)
     # Of those that matter most, in case the walk above finds too little.
@@ -267,22 +267,22 @@ def test_contract_of_another_run_is_refused():
     contract = contract_of(
         job, layout, run_id=agents.RUN_ID, roster=roster, promises=()
     )
-    floor = contract_floor(
+    policy = contract_policy(
         job,
         layout,
         run_id=RunId("20260102-030405-000000"),
-        floor=FloorSpec(**{**agents.OPEN_FLOOR, "functions": ()}),
+        policy=PolicySpec(**{**agents.OPEN_POLICY, "functions": ()}),
         roster=roster,
         noise_share=None,
     )
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(contract, floor)
+        check_against_policy(contract, policy)
     assert caught.value.key == "run_id"
 
 
 # What a task says, and why nobody gains by telling sites different things.
 TASK = {
-    "run_id": "the contract of the session says it, and the floor compares it",
+    "run_id": "the contract of the session says it, and the policy compares it",
     "round_index": "context",
     "site": "an agent answers for itself alone",
     "kind": "task digest",

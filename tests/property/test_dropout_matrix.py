@@ -81,17 +81,17 @@ class Setup:
             max_rounds=MAX_ROUNDS,
             hybrid=kind.hybrid,
         )
-        floor = parties.floor(
+        policy = parties.policy(
             max_rounds=MAX_ROUNDS,
             require_hybrid=False,
             min_sites=min(3, kind.min_sites),
-            header_slots=type(parties.floor().header_slots)(contract.header_slots),
+            header_slots=type(parties.policy().header_slots)(contract.header_slots),
         )
         self.parties, self.contract = parties, contract
         self.aggregator = AggregatorSetup(
             identity=parties.aggregator, contract=contract
         )
-        self.sites = {i: parties.site_setup(i, floor=floor) for i in parties.sites}
+        self.sites = {i: parties.site_setup(i, policy=policy) for i in parties.sites}
         self._adverts = {
             i: site.on_offer(self.aggregator.offer()) for i, site in self.sites.items()
         }

@@ -41,7 +41,7 @@ from privacy.secagg.agreement.roster import Roster, RosterEntry
 RUN_ID = RunId("20260102-030405-abcdef")
 
 # What a rehearsal of small jobs on public data needs.
-OPEN_FLOOR: Mapping[str, Any] = {
+OPEN_POLICY: Mapping[str, Any] = {
     "privacy": "none",
     "secure_aggregation": False,
     "accept_two_sites": True,
@@ -104,7 +104,7 @@ def site_config(folder: Path, name: str, **tables: Any) -> SiteConfig:
     document = {
         "name": name,
         "aggregator": {"address": "127.0.0.1:1", "authority": "ca.crt"},
-        "floor": OPEN_FLOOR,
+        "policy": OPEN_POLICY,
     }
     path = folder / "site.toml"
     path.write_text(tomli_w.dumps(document | tables))

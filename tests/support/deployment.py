@@ -198,7 +198,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def deployed(
     folder: Path,
-    floor: str,
+    policy: str,
     *,
     host: str = "127.0.0.1",
     namespaces: Mapping[str, str] | None = None,
@@ -227,7 +227,7 @@ def deployed(
             crossfed("enroll", token, "--folder", str(folder / site))
         for site in sites:
             _accept_roster(folder / site)
-            _lower_floor(folder / site / "site.toml", floor)
+            _set_policy(folder / site / "site.toml", policy)
             made.start_site(site)
         yield made
     finally:
@@ -255,6 +255,6 @@ def _accept_roster(folder: Path) -> None:
         crossfed("enroll", "--roster", "--accept", digest, "--folder", str(folder))
 
 
-def _lower_floor(path: Path, floor: str) -> None:
-    before, _, _ = path.read_text().partition("[floor]")
-    path.write_text(f"{before}[floor]\n{floor}")
+def _set_policy(path: Path, policy: str) -> None:
+    before, _, _ = path.read_text().partition("[policy]")
+    path.write_text(f"{before}[policy]\n{policy}")

@@ -11,8 +11,8 @@ from federation.ids import RunId, SiteId
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement import identity as identities
 from privacy.secagg.agreement.contract import Contract, members_of
-from privacy.secagg.agreement.floor import LocalFloor
 from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster, RosterEntry
 from privacy.secagg.agreement.terms import PrivacyTerms
 from privacy.secagg.agreement.thresholds import smallest_threshold
@@ -131,8 +131,8 @@ class Parties:
         values |= changes
         return Contract(**(arithmetic(values) | values))
 
-    def floor(self, **changes: Any) -> LocalFloor:
-        """A floor that the contract passes."""
+    def policy(self, **changes: Any) -> LocalPolicy:
+        """A policy that the contract passes."""
         values: dict[str, Any] = {
             "roster": self.roster,
             "run_id": RUN,
@@ -146,14 +146,14 @@ class Parties:
             "header_slots": ("weight", "loss"),
             "accept_two_sites": True,
         }
-        return LocalFloor(**(values | changes))
+        return LocalPolicy(**(values | changes))
 
     def site_setup(self, number: int, **changes: Any) -> SiteSetup:
         """One site's half of the setup."""
         values: dict[str, Any] = {
             "identity": self.sites[number],
             "site": site_name(number),
-            "floor": self.floor(),
+            "policy": self.policy(),
             "random_bytes": entropy(f"run keys {number}"),
         }
         return SiteSetup(**(values | changes))
@@ -212,7 +212,7 @@ def start(num_sites: int, **changes: Any) -> Run:
     setups = {
         i: parties.site_setup(
             i,
-            floor=parties.floor(
+            policy=parties.policy(
                 require_hybrid=contract.hybrid,
                 run_id=contract.run_id,
                 job_digest=contract.job_digest,

@@ -15,8 +15,8 @@ from privacy.keystream import Mask
 from privacy.secagg.agreement import identity
 from privacy.secagg.agreement.certificate import certify
 from privacy.secagg.agreement.contract import Contract, members_of
-from privacy.secagg.agreement.floor import LocalFloor
 from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster, RosterEntry
 from privacy.secagg.agreement.terms import PrivacyTerms
 from privacy.secagg.arithmetic.accumulator import MaskedSum
@@ -110,7 +110,7 @@ class _Product:
     def _site_setup(self, number: int) -> SiteSetup:
         given = self.inputs["sites"][number - 1]
         draws = ["mask", "channel", *["kem_seed"] * self.contract.hybrid, "nonce"]
-        floor = LocalFloor(
+        policy = LocalPolicy(
             roster=self.roster,
             run_id=self.contract.run_id,
             job_digest=self.contract.job_digest,
@@ -127,7 +127,7 @@ class _Product:
         return SiteSetup(
             identity=self.identities[number],
             site=self.names[number],
-            floor=floor,
+            policy=policy,
             random_bytes=_Draws(bytes.fromhex(given[name]) for name in draws),
         )
 

@@ -1,1 +1,1 @@
-"""What all parties of a secure sum agree to, and each one's floor."""
+"""What all parties of a secure sum agree to, and each one's policy."""

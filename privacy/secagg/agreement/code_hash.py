@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # What a site computes from its data and what it lets out. `deploy.site_host` puts its
-# parts together: which noise, which floor, which memory of earlier sums.
+# parts together: which noise, which policy, which memory of earlier sums.
 _CODE = ("federation", "privacy", "clients", "deploy.site_host")
 
 

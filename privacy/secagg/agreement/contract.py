@@ -4,7 +4,7 @@ Q in SECURE_AGGREGATION.md, section 2.1. Its hash h_Q enters every signature and
 every mask key, so the aggregator can lower nothing afterwards: two sites that hold
 different contracts have masks that do not cancel. What a site
 asks before it joins, whether this is at least what its operator demands, is in
-``floor``.
+``policy``.
 
 Two settings, chosen by the threshold t of N sites:
 

@@ -102,7 +102,7 @@ class NoiseShare:
     def effective_multiplier(self, spec: RingSpec) -> float:
         """What the noise in a ring is worth; in that of ``ring_spec`` ``multiplier``.
 
-        Accountants are told ``multiplier``, below which no site's floor lets a ring.
+        Accountants are told ``multiplier``, below which no site's policy lets a ring.
         """
         honest = spec.noise_std * math.sqrt(self.honest)
         return honest / (self.ring_sensitivity(spec) * _ROUND_DOWN)

@@ -25,8 +25,8 @@ from enum import Enum
 from federation.ids import SiteId
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.contract import Contract, Member
-from privacy.secagg.agreement.floor import LocalFloor, check_against_floor
 from privacy.secagg.agreement.identity import Identity, Label, PublicIdentity
+from privacy.secagg.agreement.policy import LocalPolicy, check_against_policy
 from privacy.secagg.errors import (
     BookRefused,
     ContractRefused,
@@ -72,7 +72,7 @@ class SiteSetup:
     Args:
         identity: The site's long-lived key.
         site: The site's own name.
-        floor: What its operator demands.
+        policy: What its operator demands.
         random_bytes: Source of its run keys.
         audit: See ``keys.Audit``; tests only.
     """
@@ -82,14 +82,14 @@ class SiteSetup:
         *,
         identity: Identity,
         site: SiteId,
-        floor: LocalFloor,
+        policy: LocalPolicy,
         random_bytes: RandomBytes,
         audit: Audit | None = None,
     ) -> None:
         """Wait for an offer."""
         self._identity = identity
         self._site = site
-        self._floor = floor
+        self._policy = policy
         self._random_bytes = random_bytes
         self._audit = audit
         self._steps = Steps(_Step.OFFER, aborted=_Step.ABORTED, erase=self._erase)
@@ -130,18 +130,18 @@ class SiteSetup:
         Raises:
             BadSignature: The pinned aggregator did not sign the offer.
             StaleRoster: The contract rests on an old roster.
-            ContractRefused: It is below the floor, or pins another key for us.
+            ContractRefused: It is against the policy, or pins another key for us.
             MalformedMessage: The bytes are not an offer.
             OutOfOrder: An offer was taken already.
         """
         with self._steps.take(_Step.OFFER, then=_Step.BOOK):
             offer = Offer.from_bytes(data)
-            aggregator = PublicIdentity(self._floor.roster.aggregator_key)
+            aggregator = PublicIdentity(self._policy.roster.aggregator_key)
             aggregator.verify(
                 Label.OFFER, offer.contract, offer.signature, who="the aggregator"
             )
             contract = Contract.from_bytes(offer.contract)
-            check_against_floor(contract, self._floor)
+            check_against_policy(contract, self._policy)
             own = self._own_member(contract)
             self._contract = contract
             self._keys = RunKeys(self._random_bytes, hybrid=contract.hybrid)
@@ -215,7 +215,7 @@ class SiteSetup:
                 number=self._number,
                 contract_hash=self.contract.digest,
                 setup_hash=self._setup_hash,
-                job_digest=self._floor.job_digest,
+                job_digest=self._policy.job_digest,
                 roots=roots,
             )
         self._erase()

@@ -11,7 +11,6 @@ from clients.privacy.groups import DOCUMENT, GroupRule
 from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from federation.errors import CorruptObject
 from privacy.secagg.agreement.canonical import lp, numbers
-from privacy.secagg.agreement.floor import Group, check_against_floor
 from privacy.secagg.agreement.groups import (
     AggregatorDraw,
     commit,
@@ -23,6 +22,7 @@ from privacy.secagg.agreement.groups import (
     write_group_offer,
     write_start,
 )
+from privacy.secagg.agreement.policy import Group, check_against_policy
 from privacy.secagg.errors import ContractRefused, DrawRefused, OutOfOrder
 
 PARTIES = Parties(10)
@@ -300,7 +300,7 @@ def test_site_refuses_the_contract_of_a_group_that_it_did_not_draw():
         PARTIES.contract(), [FIRST, *others[:2]], half.outcome().digest
     )
     with pytest.raises(ContractRefused, match="has drawn a sum with site-01"):
-        check_against_floor(chosen, PARTIES.floor(group=group))
+        check_against_policy(chosen, PARTIES.policy(group=group))
 
 
 def test_damaged_memory_ends_the_draw(tmp_path: Path):

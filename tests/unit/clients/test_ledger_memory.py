@@ -107,7 +107,7 @@ def test_plan_that_does_not_fit_is_refused():
     elsewhere(memory, 3)
     limit = of_steps(5)
     opened(memory, limit=limit, planned=2)
-    with pytest.raises(JobError, match=r"is allowed \(floor\.total_epsilon\)"):
+    with pytest.raises(JobError, match=r"is allowed \(policy\.total_epsilon\)"):
         opened(memory, limit=limit, planned=3)
 
 
@@ -117,7 +117,7 @@ def test_charges_beyond_the_plan_are_held_to_the_limit():
     ledger = opened(memory, limit=of_steps(4), planned=2)
     for index in range(1, 5):
         ledger.charge(STEP, round_index=index)
-    with pytest.raises(BudgetExceeded, match=r"floor\.total_epsilon"):
+    with pytest.raises(BudgetExceeded, match=r"policy\.total_epsilon"):
         ledger.charge(STEP, round_index=5)
     assert len(ledger.charges()) == 4
     assert spent(memory) == pytest.approx(of_steps(4), rel=1e-12)

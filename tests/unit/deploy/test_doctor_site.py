@@ -145,4 +145,4 @@ def test_limit_for_all_runs_is_demanded(federation: Federation):
     path.write_text(path.read_text().replace("total_epsilon = 16.0\n", ""))
     found = examined(federation)["budget"]
     assert found.status == "warning"
-    assert "floor.total_epsilon" in found.advice
+    assert "policy.total_epsilon" in found.advice

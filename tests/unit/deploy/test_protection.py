@@ -9,7 +9,7 @@ from deploy.wiring import parts as wiring
 from deploy.wiring.rehearsal import Rehearsal, rehearse
 from federation.errors import JobError
 from federation.ids import RunId
-from privacy.secagg.agreement.floor import check_against_floor
+from privacy.secagg.agreement.policy import check_against_policy
 from privacy.secagg.agreement.terms import NO_PRIVACY
 
 
@@ -35,11 +35,11 @@ def test_contract_says_what_the_job_says():
     assert contract.differential_privacy == NO_PRIVACY
 
 
-def test_contract_is_at_the_floor_of_its_sites():
+def test_contract_is_at_the_limit_of_its_sites():
     """Whoever runs a simulation is every operator."""
     rehearsal = _rehearsal(element_bound=0.5)
     layout = rehearsal.federation.pool.layout
-    check_against_floor(rehearsal.contract, rehearsal._floor(layout))
+    check_against_policy(rehearsal.contract, rehearsal._policy(layout))
 
 
 def test_bound_without_room_is_the_jobs_mistake():

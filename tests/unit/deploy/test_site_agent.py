@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import agents
-from support.agents import OPEN_FLOOR, RUN_ID, Consortium, consortium
+from support.agents import OPEN_POLICY, RUN_ID, Consortium, consortium
 from support.small_jobs import blobs, small_job
 
 from clients.data.datasets import Examples
@@ -133,7 +133,7 @@ def test_refusal_travels_with_its_reason(agent: SiteAgent, members: Consortium):
     """The key of the job, the site and its own key; and nothing is kept of the run."""
     job = small_job(num_sites=2, rounds=10_001)
     found = agents.propose(agent, members, agents.proposal(job))
-    expected = "rounds: site 'site-0' allows 10000 (floor.max_rounds)"
+    expected = "rounds: site 'site-0' allows 10000 (policy.max_rounds)"
     assert found.refused == expected
     assert found.privacy is None
     assert left(agent) == []
@@ -170,7 +170,7 @@ def test_other_code_says_what_to_upgrade(
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({"floor": {**OPEN_FLOOR, "functions": [LEAVES, BLOBS]}}, "SystemExit(0)"),
+        ({"policy": {**OPEN_POLICY, "functions": [LEAVES, BLOBS]}}, "SystemExit(0)"),
         # What code that reads data says may quote a record: it does not leave.
         ({"data": {"source": LEAVES}}, "cannot load its data; its log says why"),
     ],
@@ -179,7 +179,7 @@ def test_code_of_a_user_cannot_end_the_agent(
     tmp_path: Path, members: Consortium, tables: dict[str, Any], expected: str
 ):
     """With code 0 it would look as if its operator had stopped it."""
-    model = {"factory": LEAVES} if "floor" in tables else None
+    model = {"factory": LEAVES} if "policy" in tables else None
     agent = agents.agent(tmp_path, NAME, members, **tables)
     made = agents.proposal(small_job(num_sites=2, model=model))
     assert expected in agents.propose(agent, members, made).refused
@@ -262,16 +262,16 @@ def test_restarted_agent_takes_up_its_run(
     assert first.delta_d.tobytes() == second.delta_d.tobytes()
 
 
-def test_floor_that_was_raised_holds_for_a_run_that_goes_on(
+def test_policy_that_was_tightened_holds_for_a_run_that_goes_on(
     agent: SiteAgent, tmp_path: Path, members: Consortium
 ):
     """An operator restarts the agent to be heard at once."""
     job = small_job(num_sites=2)
     accepted(agent, members, job)
     agent.close()
-    floor = {**OPEN_FLOOR, "privacy": "record"}
-    again = agents.agent(tmp_path, NAME, members, floor=floor)
-    with pytest.raises(FederationError, match=r"demands 'record' \(floor\.privacy\)"):
+    policy = {**OPEN_POLICY, "privacy": "record"}
+    again = agents.agent(tmp_path, NAME, members, policy=policy)
+    with pytest.raises(FederationError, match=r"demands 'record' \(policy\.privacy\)"):
         again.answer(train_task(job))
 
 
@@ -326,7 +326,7 @@ def test_run_that_is_refused_brings_no_roster(agent: SiteAgent, members: Consort
     other = agents.proposal(
         small_job(num_sites=2, rounds=10_001), run_id="20260102-030405-000002"
     )
-    assert "floor.max_rounds" in agents.propose(agent, newer, other).refused
+    assert "policy.max_rounds" in agents.propose(agent, newer, other).refused
     assert agent.roster == members.roster
     assert isinstance(agent.answer(train_task(job)), SiteUpdate)
     agent.close()
@@ -385,22 +385,27 @@ def test_promise_is_that_of_a_simulation(
     assert found.num_examples == 0
 
 
-def test_delta_that_only_the_plan_tells_is_held_against_the_floor(
+def test_delta_that_only_the_plan_tells_is_checked_against_the_policy(
     tmp_path: Path, members: Consortium
 ):
     """A job that names none has one for each site's number of records."""
-    floor = {**OPEN_FLOOR, "privacy": "record", "max_delta": 1e-4}
-    agent = agents.agent(tmp_path, NAME, members, floor=floor)
+    policy = {**OPEN_POLICY, "privacy": "record", "max_delta": 1e-4}
+    agent = agents.agent(tmp_path, NAME, members, policy=policy)
     found = agents.propose(agent, members, agents.proposal(private_job()))
     assert found.refused.startswith("privacy.differential_privacy.delta: comes to ")
-    assert "which allows 0.0001 (floor.max_delta)" in found.refused
+    assert "which allows 0.0001 (policy.max_delta)" in found.refused
     assert left(agent) == []
 
 
 def test_all_runs_share_a_total(tmp_path: Path, members: Consortium):
     """A new run is a new ledger of the same records; the same run is not."""
-    floor = {**OPEN_FLOOR, "privacy": "record", "max_delta": 0.1, "total_epsilon": 15.0}
-    agent = agents.agent(tmp_path, NAME, members, floor=floor)
+    policy = {
+        **OPEN_POLICY,
+        "privacy": "record",
+        "max_delta": 0.1,
+        "total_epsilon": 15.0,
+    }
+    agent = agents.agent(tmp_path, NAME, members, policy=policy)
     first, second, third = (RunId(f"20260102-030405-00000{n}") for n in range(3))
     job = private_job()
     for run_id in (first, first):
@@ -411,7 +416,7 @@ def test_all_runs_share_a_total(tmp_path: Path, members: Consortium):
         task = train_task(job, round_index=index, run_id=first, evaluate=True)
         assert isinstance(agent.answer(task), SiteUpdate)
     found = agents.propose(agent, members, agents.proposal(job, run_id=second))
-    assert "and 15 is allowed (floor.total_epsilon)" in found.refused
+    assert "and 15 is allowed (policy.total_epsilon)" in found.refused
     cheap = private_job(
         privacy={
             "differential_privacy": {
@@ -421,7 +426,7 @@ def test_all_runs_share_a_total(tmp_path: Path, members: Consortium):
             }
         }
     )
-    again = agents.agent(tmp_path, NAME, members, floor=floor)
+    again = agents.agent(tmp_path, NAME, members, policy=policy)
     assert not agents.propose(
         again, members, agents.proposal(cheap, run_id=third)
     ).refused
@@ -584,7 +589,7 @@ def test_secure_site_refuses_to_work_in_the_clear(
     assert "answers under secure aggregation only" in answer.message
 
 
-def test_contract_below_the_floor_is_refused(agent: SiteAgent, members: Consortium):
+def test_contract_against_the_policy_is_refused(agent: SiteAgent, members: Consortium):
     """And one that is none at all, in the first step of the protocol."""
     job = small_job(
         num_sites=2,

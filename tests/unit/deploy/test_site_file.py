@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.privacy.floor_spec import FloorSpec
+from clients.privacy.policy_spec import PolicySpec
 from deploy.site_host import config as site_file
 from federation.errors import JobError
 
@@ -26,12 +26,12 @@ def write(folder: Path, text: str) -> Path:
 def test_smallest_file_is_a_strict_site(tmp_path: Path):
     """Record-level privacy, secure aggregation, and no function of an operator's."""
     config = site_file.load(write(tmp_path, SMALLEST))
-    floor = config.file.floor
-    assert floor == FloorSpec()
-    assert (floor.privacy, floor.secure_aggregation) == ("record", True)
-    assert not floor.accept_two_sites
-    assert not floor.public_held_out
-    assert all(name.startswith("clients.") for name in floor.functions)
+    policy = config.file.policy
+    assert policy == PolicySpec()
+    assert (policy.privacy, policy.secure_aggregation) == ("record", True)
+    assert not policy.accept_two_sites
+    assert not policy.public_held_out
+    assert all(name.startswith("clients.") for name in policy.functions)
     assert config.file.data.source == ""
 
 
@@ -71,28 +71,55 @@ def test_paths_follow_the_folder(tmp_path: Path):
         ('"fed.example.org:8443"', '"https://fed.example.org"', "aggregator.address"),
         ('"fed.example.org:8443"', "8443", "aggregator.address"),
         ('authority = "ca.crt"', "", "aggregator.authority"),
-        ("[aggregator]", "[floor]\nmax_epsilon = 0.0\n[aggregator]", "floor.max_epsi"),
-        ("[aggregator]", "[floor]\nmax_epsilon = nan\n[aggregator]", "floor.max_epsi"),
-        ("[aggregator]", '[floor]\nprivacy = "some"\n[aggregator]', "floor.privacy"),
-        ("[aggregator]", "[floor]\nmin_sites = 1\n[aggregator]", "floor.min_sites"),
-        ("[aggregator]", "[floor]\nmax_delta = 1.0\n[aggregator]", "floor.max_delta"),
+        (
+            "[aggregator]",
+            "[policy]\nmax_epsilon = 0.0\n[aggregator]",
+            "policy.max_epsi",
+        ),
+        (
+            "[aggregator]",
+            "[policy]\nmax_epsilon = nan\n[aggregator]",
+            "policy.max_epsi",
+        ),
+        ("[aggregator]", '[policy]\nprivacy = "some"\n[aggregator]', "policy.privacy"),
+        ("[aggregator]", "[policy]\nmin_sites = 1\n[aggregator]", "policy.min_sites"),
+        ("[aggregator]", "[policy]\nmax_delta = 1.0\n[aggregator]", "policy.max_delta"),
         (
             "[aggregator]",
             '[compute]\nsharding = "full"\n[aggregator]',
             "compute.sharding",
         ),
         ("[aggregator]", "[flor]\n[aggregator]", "flor"),
-        ("[aggregator]", '[floor]\nmax_epsilom = "1"\n[aggregator]', "max_epsilom"),
+        ("[aggregator]", '[policy]\nmax_epsilom = "1"\n[aggregator]', "max_epsilom"),
     ],
 )
 def test_wrong_key_is_named_with_its_file(tmp_path: Path, old: str, new: str, key: str):
-    """A floor that is misspelt must not be a floor that is missing."""
+    """A policy that is misspelt must not be a policy that is missing."""
     assert old in SMALLEST
     path = write(tmp_path, SMALLEST.replace(old, new))
     with pytest.raises(JobError) as caught:
         site_file.load(path)
     assert key in str(caught.value)
     assert str(caught.value).count(str(path)) == 1
+
+
+def test_old_name_of_the_policy_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Files from before the table was called [policy] keep their demands."""
+    path = write(tmp_path, f"{SMALLEST}[floor]\nmax_rounds = 7\n")
+    assert site_file.load(path).file.policy == PolicySpec(max_rounds=7)
+    assert caplog.messages == [f"{path}: [floor] is now [policy]: rename the table"]
+    write(tmp_path, f"{SMALLEST}[policy]\nmax_rounds = 7\n")
+    assert site_file.load(path).file.policy == PolicySpec(max_rounds=7)
+    assert len(caplog.messages) == 1
+
+
+def test_policy_under_both_names_is_refused(tmp_path: Path):
+    """Whichever is the stricter one."""
+    path = write(tmp_path, f"{SMALLEST}[floor]\n[policy]\n")
+    with pytest.raises(JobError, match=r"site\.toml: floor: is the old name of \[pol"):
+        site_file.load(path)
 
 
 def test_missing_file_and_no_toml_are_told(tmp_path: Path):

@@ -263,11 +263,11 @@ def test_limit_of_all_runs_is_held_against_the_plan(
     beginning: Beginning, tmp_path: Path
 ):
     """What a run will release is known when all sites have stated what they need."""
-    floor = {**agents.OPEN_FLOOR, "total_epsilon": 0.1}
-    site = agents.agent(tmp_path, SITE, beginning.members, floor=floor)
+    policy = {**agents.OPEN_POLICY, "total_epsilon": 0.1}
+    site = agents.agent(tmp_path, SITE, beginning.members, policy=policy)
     signed = {**beginning.signed, SITE: site.introduce(beginning.proposal)}
     meeting = Meeting(beginning.members, site, beginning.proposal, signed, tmp_path)
-    assert "and 0.1 is allowed (floor.total_epsilon)" in meeting.tell(signed)
+    assert "and 0.1 is allowed (policy.total_epsilon)" in meeting.tell(signed)
     site.close()
 
 

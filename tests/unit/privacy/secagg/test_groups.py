@@ -17,7 +17,6 @@ from privacy.secagg.agreement.certificate import (
     without_sum,
 )
 from privacy.secagg.agreement.contract import Contract, Setting
-from privacy.secagg.agreement.floor import Group, check_against_floor
 from privacy.secagg.agreement.groups import (
     AggregatorDraw,
     Commitment,
@@ -35,6 +34,7 @@ from privacy.secagg.agreement.groups import (
     write_group_offer,
     write_reveal,
 )
+from privacy.secagg.agreement.policy import Group, check_against_policy
 from privacy.secagg.errors import (
     BadSignature,
     CertificateRefused,
@@ -219,29 +219,29 @@ def test_contract_of_a_group_is_of_its_sites_alone():
     }
     assert replace(contract, **same) == WHOLE
     assert Contract.from_bytes(contract.to_bytes()) == contract
-    check_against_floor(contract, PARTIES.floor(group=group))
+    check_against_policy(contract, PARTIES.policy(group=group))
 
 
 def test_contract_of_other_groups_is_refused():
     """By its digest, by its members, and where no groups are drawn or none are told."""
     contract, group = of_group()
     outcome = outcome_of(DRAW, VALUES, SECRETS)
-    for other, floor, key in [
+    for other, policy, key in [
         (replace(contract, partition=bytes(32)), group, "partition"),
         (contract, None, "partition"),
         (WHOLE, group, "partition"),
         (group_contract(WHOLE, outcome.groups[2], outcome.digest), group, "members"),
     ]:
         with pytest.raises(ContractRefused) as caught:
-            check_against_floor(other, PARTIES.floor(group=floor))
+            check_against_policy(other, PARTIES.policy(group=policy))
         assert caught.value.key == key
 
 
-def test_group_below_a_sites_floor_is_refused():
+def test_group_against_a_sites_policy_is_refused():
     """What an operator demands of a sum holds for the sum of a group."""
     contract, group = of_group()
     with pytest.raises(ContractRefused, match="a sum may hold 3 updates"):
-        check_against_floor(contract, PARTIES.floor(group=group, min_sites=4))
+        check_against_policy(contract, PARTIES.policy(group=group, min_sites=4))
 
 
 def test_model_made_without_a_group_has_a_certificate():

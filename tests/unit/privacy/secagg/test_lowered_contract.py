@@ -38,7 +38,7 @@ class _Drawn:
         return self._source(count)
 
 
-def _site(drawn: _Drawn, **floor: Any) -> SiteSetup:
+def _site(drawn: _Drawn, **policy: Any) -> SiteSetup:
     """A site whose operator demands what was agreed, and no less."""
     demands: dict[str, Any] = {
         "colluding": 3,
@@ -51,7 +51,7 @@ def _site(drawn: _Drawn, **floor: Any) -> SiteSetup:
         "max_delta": 1e-6,
     }
     return PARTIES.site_setup(
-        1, floor=PARTIES.floor(**(demands | floor)), random_bytes=drawn
+        1, policy=PARTIES.policy(**(demands | policy)), random_bytes=drawn
     )
 
 
@@ -60,10 +60,10 @@ def _offer(contract: bytes) -> bytes:
     return Offer(contract=contract, signature=signature).to_bytes()
 
 
-def _assert_refused(key: str | None, contract: bytes, **floor: Any) -> None:
+def _assert_refused(key: str | None, contract: bytes, **policy: Any) -> None:
     """With a typed error, no key drawn, and the setup over."""
     drawn = _Drawn()
-    site = _site(drawn, **floor)
+    site = _site(drawn, **policy)
     with pytest.raises(ProtocolError) as caught:
         site.on_offer(_offer(contract))
     if key is None:
@@ -77,7 +77,7 @@ def _assert_refused(key: str | None, contract: bytes, **floor: Any) -> None:
 
 
 def test_what_was_agreed_is_accepted():
-    """The same site, the same floor."""
+    """The same site, the same policy."""
     drawn = _Drawn()
     assert _site(drawn).on_offer(_offer(AGREED.to_bytes()))
     assert drawn.count > 0

@@ -29,7 +29,7 @@ from support.secagg_parties import (
 
 from federation.errors import ProtocolError
 from privacy.keystream import Mask, apply_masks_
-from privacy.secagg.agreement.floor import Group
+from privacy.secagg.agreement.policy import Group
 from privacy.secagg.arithmetic.ring_errors import UpdateNotFinite
 from privacy.secagg.arithmetic.seal import encode_
 from privacy.secagg.errors import (
@@ -140,7 +140,7 @@ def other_task(liar: Liar) -> None:
 
 
 def other_job(liar: Liar) -> None:
-    """Site 1 works on another job, and its floor has let the contract pass."""
+    """Site 1 works on another job, and its policy has let the contract pass."""
     in_another_job(liar.run, 1)
     liar.ask(ALL)
     for number in ALL:
@@ -323,7 +323,9 @@ def test_two_jobs_of_one_contract_are_found_in_the_book():
     setups, adverts = {}, {}
     for number in parties.sites:
         job = OTHER_JOB if number == 1 else JOB
-        setups[number] = parties.site_setup(number, floor=parties.floor(job_digest=job))
+        setups[number] = parties.site_setup(
+            number, policy=parties.policy(job_digest=job)
+        )
         contract = parties.contract(job_digest=job)
         server = AggregatorSetup(identity=parties.aggregator, contract=contract)
         adverts[number] = setups[number].on_offer(server.offer())
@@ -384,7 +386,7 @@ def test_two_partitions_of_one_run_end_the_setup():
     for number in parties.sites:
         partition = bytes([number == 1]) * 32
         group = Group(sites=everyone, partition=partition)
-        setups[number] = parties.site_setup(number, floor=parties.floor(group=group))
+        setups[number] = parties.site_setup(number, policy=parties.policy(group=group))
         contract = parties.contract(partition=partition)
         server = AggregatorSetup(identity=parties.aggregator, contract=contract)
         adverts[number] = setups[number].on_offer(server.offer())

@@ -113,7 +113,7 @@ def test_setup_keys_are_gone_after_it():
         ({"code_hash": bytes(32)}, ContractRefused),
     ],
 )
-def test_contract_below_the_floor_ends_the_setup(
+def test_contract_against_the_policy_ends_the_setup(
     changes: dict[str, Any], error: type[ProtocolError]
 ):
     """A lowered n_min, no hybrid, an old roster, other code."""

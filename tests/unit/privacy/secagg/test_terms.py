@@ -76,6 +76,6 @@ def test_contradiction_is_named(key: str, terms: PrivacyTerms, changes: dict[str
 
 
 def test_no_privacy_is_infinite_epsilon():
-    """So that a floor with any number refuses it."""
+    """So that a policy with any number refuses it."""
     assert (math.inf, 1.0) == (NO_PRIVACY.largest_epsilon, NO_PRIVACY.largest_delta)
     assert (RECORD.largest_epsilon, RECORD.largest_delta) == (4.0, 1e-6)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from clients.factories import import_factory
-from clients.privacy.floor_spec import UNITS, FloorSpec
+from clients.privacy.policy_spec import UNITS, PolicySpec
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
 from federation.job.spec import JobSpec
 from federation.vectors import Layout
 from privacy.secagg.agreement.code_hash import code_hash
-from privacy.secagg.agreement.floor import LocalFloor
+from privacy.secagg.agreement.policy import LocalPolicy
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.agreement.thresholds import colluding_tolerated
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
@@ -37,11 +37,11 @@ _PAIR = 2
 _Faults = Iterator[tuple[str, str]]
 
 
-def check_job(job: JobSpec, floor: FloorSpec, site: SiteId) -> None:
+def check_job(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
     """Hold a job against what a site's operator demands.
 
-    What its contract says is checked again, by ``privacy.secagg.agreement.floor``; here
-    an operator is told before the first round, and by the keys of the job.
+    ``privacy.secagg.agreement.policy`` checks the contract again; this reports faults
+    before the first round, by the keys of the job.
 
     Raises:
         JobError: The site does not take part; ``key`` is the key of the job.
@@ -49,26 +49,26 @@ def check_job(job: JobSpec, floor: FloorSpec, site: SiteId) -> None:
     if site not in {spec.name for spec in job.sites}:
         raise JobError(f"site {site!r} is not named by this job", key="sites")
     for rule in (_privacy_faults, _other_faults, _sum_faults, _function_faults):
-        for key, fault in rule(job, floor):
+        for key, fault in rule(job, policy):
             raise JobError(f"site {site!r} {fault}", key=key)
 
 
-def contract_floor(
+def contract_policy(
     job: JobSpec,
     layout: Layout,
     *,
     run_id: RunId,
-    floor: FloorSpec,
+    policy: PolicySpec,
     roster: Roster,
     noise_share: NoiseShare | None,
-) -> LocalFloor:
+) -> LocalPolicy:
     """What the operator demands of the contract of a job that was accepted.
 
     Args:
         job: The job as it was proposed.
         layout: Of the site's own model.
         run_id: The run that was proposed.
-        floor: What the operator demands.
+        policy: What the operator demands.
         roster: Whom the site trusts.
         noise_share: What the site counts on of the noise inside the sum; None if
             there is none.
@@ -76,7 +76,7 @@ def contract_floor(
     Raises:
         JobError: The job does not say how many examples a site has at most.
     """
-    return LocalFloor(
+    return LocalPolicy(
         roster=roster,
         run_id=run_id,
         job_digest=job_digest.digest(job),
@@ -85,22 +85,22 @@ def contract_floor(
         num_values=layout.size,
         sites=frozenset(SiteId(site.name) for site in job.sites),
         terms=_terms(job),
-        min_sites=floor.fewest_in_sum(_sum_size(job)),
-        colluding=floor.colluding_sites,
-        ring_bits=frozenset(floor.ring_bits),
-        max_clip_norm=floor.max_clip_norm,
-        max_element_bound=floor.max_element_bound,
-        weight_rules=frozenset(floor.weight_rules),
+        min_sites=policy.fewest_in_sum(_sum_size(job)),
+        colluding=policy.colluding_sites,
+        ring_bits=frozenset(policy.ring_bits),
+        max_clip_norm=policy.max_clip_norm,
+        max_element_bound=policy.max_element_bound,
+        weight_rules=frozenset(policy.weight_rules),
         # That of the job, which was accepted: where a contract claims more than its
         # job does, the claim would lift the rule for two sites.
         privacy_profiles=frozenset({job.privacy.differential_privacy.unit}),
-        max_epsilon=floor.max_epsilon if floor.demands_privacy else math.inf,
-        max_delta=floor.max_delta if floor.demands_privacy else 1.0,
-        max_rounds=floor.max_rounds + 1,
+        max_epsilon=policy.max_epsilon if policy.demands_privacy else math.inf,
+        max_delta=policy.max_delta if policy.demands_privacy else 1.0,
+        max_rounds=policy.max_rounds + 1,
         header_slots=header_slots(job),
         noise_share=noise_share,
-        accept_two_sites=floor.accept_two_sites,
-        require_hybrid=floor.require_hybrid,
+        accept_two_sites=policy.accept_two_sites,
+        require_hybrid=policy.require_hybrid,
     )
 
 
@@ -112,7 +112,7 @@ def _terms(job: JobSpec) -> dict[str, Any]:
     return found
 
 
-def weakness_of(job: JobSpec, floor: FloorSpec, delta: float | None) -> str:
+def weakness_of(job: JobSpec, policy: PolicySpec, delta: float | None) -> str:
     """Say why what a private job promises is too weak to count; empty if it counts.
 
     Whatever unit the operator demands: with epsilon large enough, or delta close to 1,
@@ -120,59 +120,59 @@ def weakness_of(job: JobSpec, floor: FloorSpec, delta: float | None) -> str:
 
     Args:
         job: With differential privacy.
-        floor: What the operator demands.
+        policy: What the operator demands.
         delta: What the site promises with the job's epsilon; None for less than any.
     """
     private = job.privacy.differential_privacy
     target = private.target_epsilon
-    if target is None or target > floor.max_epsilon:
-        return f"its epsilon is above {floor.max_epsilon:g} (floor.max_epsilon)"
-    if delta is not None and delta > floor.max_delta:
-        return f"its delta is above {floor.max_delta:g} (floor.max_delta)"
+    if target is None or target > policy.max_epsilon:
+        return f"its epsilon is above {policy.max_epsilon:g} (policy.max_epsilon)"
+    if delta is not None and delta > policy.max_delta:
+        return f"its delta is above {policy.max_delta:g} (policy.max_delta)"
     is_public = private.held_out == "public" and job.evaluation.every > 0
-    if is_public and not floor.public_held_out:
-        return "it calls held-out data public (floor.public_held_out)"
+    if is_public and not policy.public_held_out:
+        return "it calls held-out data public (policy.public_held_out)"
     return ""
 
 
-def accepted_units(floor: FloorSpec) -> tuple[str, ...]:
-    """Units of privacy that are as strong as the floor's, or stronger."""
-    return UNITS[UNITS.index(floor.privacy) :]
+def accepted_units(policy: PolicySpec) -> tuple[str, ...]:
+    """Units of privacy that are as strong as the policy's, or stronger."""
+    return UNITS[UNITS.index(policy.privacy) :]
 
 
-def _privacy_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+def _privacy_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     private = job.privacy.differential_privacy
-    if private.unit not in accepted_units(floor):
-        demand = f"demands {floor.privacy!r} (floor.privacy)"
+    if private.unit not in accepted_units(policy):
+        demand = f"demands {policy.privacy!r} (policy.privacy)"
         yield _UNIT, f"{demand}, and the job says {private.unit!r}"
-    if not floor.demands_privacy:
+    if not policy.demands_privacy:
         return
-    if private.held_out == "public" and not floor.public_held_out:
-        demand = "does not call its held-out data public (floor.public_held_out)"
+    if private.held_out == "public" and not policy.public_held_out:
+        demand = "does not call its held-out data public (policy.public_held_out)"
         yield _HELD_OUT, f"{demand}: choose 'noise'"
     target, delta = private.target_epsilon, private.delta
-    if target is not None and target > floor.max_epsilon:
-        yield _TARGET, f"allows {floor.max_epsilon:g} (floor.max_epsilon)"
-    if delta is not None and delta > floor.max_delta:
-        yield _DELTA, f"allows {floor.max_delta:g} (floor.max_delta)"
+    if target is not None and target > policy.max_epsilon:
+        yield _TARGET, f"allows {policy.max_epsilon:g} (policy.max_epsilon)"
+    if delta is not None and delta > policy.max_delta:
+        yield _DELTA, f"allows {policy.max_delta:g} (policy.max_delta)"
 
 
-def _other_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
-    if floor.secure_aggregation and not job.privacy.secure_aggregation.enabled:
-        yield _SECURE, "demands secure aggregation (floor.secure_aggregation)"
-    if job.rounds > floor.max_rounds:
-        yield "rounds", f"allows {floor.max_rounds} (floor.max_rounds)"
+def _other_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
+    if policy.secure_aggregation and not job.privacy.secure_aggregation.enabled:
+        yield _SECURE, "demands secure aggregation (policy.secure_aggregation)"
+    if job.rounds > policy.max_rounds:
+        yield "rounds", f"allows {policy.max_rounds} (policy.max_rounds)"
 
 
-def _sum_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+def _sum_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """How well the secure sum hides an update, and how much is in it."""
     if not job.privacy.secure_aggregation.enabled:
         return
-    yield from _arithmetic_faults(job, floor)
-    yield from _number_faults(job, floor)
-    yield from _noise_faults(job, floor)
-    if floor.require_hybrid and not job.privacy.secure_aggregation.hybrid:
-        yield _HYBRID, "demands the post-quantum hybrid (floor.require_hybrid)"
+    yield from _arithmetic_faults(job, policy)
+    yield from _number_faults(job, policy)
+    yield from _noise_faults(job, policy)
+    if policy.require_hybrid and not job.privacy.secure_aggregation.hybrid:
+        yield _HYBRID, "demands the post-quantum hybrid (policy.require_hybrid)"
 
 
 def _sum_size(job: JobSpec) -> int:
@@ -181,59 +181,59 @@ def _sum_size(job: JobSpec) -> int:
     return job.sites_in_sum if by_group else len(job.sites)
 
 
-def _number_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+def _number_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """With how many others an update is summed up."""
     num_sites, fewest = _sum_size(job), job.sites_in_sum
     if num_sites == _PAIR:
         private = job.privacy.differential_privacy
-        hides = private.unit == "record" and not weakness_of(job, floor, private.delta)
-        if not hides and not floor.accept_two_sites:
+        hides = private.unit == "record" and not weakness_of(job, policy, private.delta)
+        if not hides and not policy.accept_two_sites:
             demand = "demands record-level privacy in a run of two"
-            yield _UNIT, f"{demand} (floor.accept_two_sites)"
-    demanded = floor.fewest_in_sum(num_sites)
+            yield _UNIT, f"{demand} (policy.accept_two_sites)"
+    demanded = policy.fewest_in_sum(num_sites)
     if fewest < demanded:
         given = f"and {fewest} of {num_sites} may make one"
         key = "sites" if fewest == num_sites else _THRESHOLD
-        yield key, f"demands {demanded} in a sum (floor.min_sites), {given}"
+        yield key, f"demands {demanded} in a sum (policy.min_sites), {given}"
     tolerated = colluding_tolerated(num_sites, fewest)
-    if tolerated < floor.colluding_sites:
-        demand = f"demands protection against {floor.colluding_sites} colluding sites"
+    if tolerated < policy.colluding_sites:
+        demand = f"demands protection against {policy.colluding_sites} colluding sites"
         given = f"{fewest} of {num_sites} give it against {tolerated}"
-        yield _THRESHOLD, f"{demand} (floor.colluding_sites), and {given}"
+        yield _THRESHOLD, f"{demand} (policy.colluding_sites), and {given}"
 
 
-def _arithmetic_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+def _arithmetic_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """How updates are weighed and rounded."""
     secure, weights = job.privacy.secure_aggregation, job.aggregation.weights
-    if job.update_clip_norm > floor.max_clip_norm:
-        yield _CLIP, f"allows {floor.max_clip_norm:g} (floor.max_clip_norm)"
+    if job.update_clip_norm > policy.max_clip_norm:
+        yield _CLIP, f"allows {policy.max_clip_norm:g} (policy.max_clip_norm)"
     bound = secure.element_bound or job.update_clip_norm
-    if floor.max_element_bound is not None and bound > floor.max_element_bound:
+    if policy.max_element_bound is not None and bound > policy.max_element_bound:
         yield (
             _ELEMENT,
             (
-                f"allows {floor.max_element_bound:g} (floor.max_element_bound), and "
+                f"allows {policy.max_element_bound:g} (policy.max_element_bound), and "
                 f"the job says {bound:g}"
             ),
         )
-    if secure.ring_bits not in floor.ring_bits:
-        accepted = ", ".join(map(str, floor.ring_bits))
-        yield _RING, f"accepts rings of {accepted} bits (floor.ring_bits)"
-    if weights not in floor.weight_rules:
-        accepted = ", ".join(map(repr, floor.weight_rules))
-        yield _WEIGHTS, f"accepts the weights {accepted} (floor.weight_rules)"
+    if secure.ring_bits not in policy.ring_bits:
+        accepted = ", ".join(map(str, policy.ring_bits))
+        yield _RING, f"accepts rings of {accepted} bits (policy.ring_bits)"
+    if weights not in policy.weight_rules:
+        accepted = ", ".join(map(repr, policy.weight_rules))
+        yield _WEIGHTS, f"accepts the weights {accepted} (policy.weight_rules)"
 
 
-def _noise_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+def _noise_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     """Against how many sites the noise holds that adds up inside the sum."""
     private = job.privacy.differential_privacy
-    if private.in_sum and private.colluding_sites < floor.colluding_sites:
-        demand = f"demands noise that {floor.colluding_sites} colluding sites cannot "
-        counted = f"take off (floor.colluding_sites), not {private.colluding_sites}"
+    if private.in_sum and private.colluding_sites < policy.colluding_sites:
+        demand = f"demands noise that {policy.colluding_sites} colluding sites cannot "
+        counted = f"take off (policy.colluding_sites), not {private.colluding_sites}"
         yield _COLLUDING, demand + counted
 
 
-def _function_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
+def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
     named = [("model.factory", job.model.factory)]
     sources = [("data.source", "" if job.data is None else job.data.source)]
     sources += [
@@ -244,12 +244,12 @@ def _function_faults(job: JobSpec, floor: FloorSpec) -> _Faults:
     named += [(key, text) for key, text in sources if text and "://" not in text]
     for key, function in named:
         try:
-            accepted = is_accepted(function, floor.functions)
+            accepted = is_accepted(function, policy.functions)
         except JobError as error:
             yield key, f"has no such function: {error.reason}"
             return
         if not accepted:
-            yield key, f"does not accept {function!r} (floor.functions)"
+            yield key, f"does not accept {function!r} (policy.functions)"
 
 
 def is_accepted(function: str, accepted: tuple[str, ...]) -> bool:

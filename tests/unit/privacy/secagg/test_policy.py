@@ -1,4 +1,4 @@
-"""A site's floor: which contracts it signs, and the first reason why not."""
+"""A site's policy: which contracts it signs, and the first reason why not."""
 
 import dataclasses
 import hashlib
@@ -9,7 +9,7 @@ from support.secagg_parties import RECORD, Parties
 
 from federation.ids import SiteId
 from privacy.secagg.agreement.contract import Contract, members_of
-from privacy.secagg.agreement.floor import check_against_floor
+from privacy.secagg.agreement.policy import check_against_policy
 from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.errors import ContractRefused, StaleRoster
@@ -20,10 +20,10 @@ OTHER = hashlib.sha256(b"other").digest()
 
 
 def test_good_contract_passes():
-    """At the floor exactly, and when its hash has been approved."""
-    check_against_floor(CONTRACT, PARTIES.floor())
-    approved = PARTIES.floor(approved=frozenset({CONTRACT.digest}))
-    check_against_floor(CONTRACT, approved)
+    """At the policy exactly, and when its hash has been approved."""
+    check_against_policy(CONTRACT, PARTIES.policy())
+    approved = PARTIES.policy(approved=frozenset({CONTRACT.digest}))
+    check_against_policy(CONTRACT, approved)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_good_contract_passes():
         ("header_slots", {"header_slots": ("loss", "weight")}, {}),
     ],
 )
-def test_contract_below_the_floor_is_refused(
+def test_contract_against_the_policy_is_refused(
     key: str, terms: dict[str, Any], demands: dict[str, Any]
 ):
     """Whatever the aggregator lowers is named."""
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(PARTIES.contract(**terms), PARTIES.floor(**demands))
+        check_against_policy(PARTIES.contract(**terms), PARTIES.policy(**demands))
     assert key == caught.value.key
 
 
@@ -78,28 +78,28 @@ def test_weaker_differential_privacy_is_refused(
     terms = NO_PRIVACY if changes is None else dataclasses.replace(RECORD, **changes)
     contract = PARTIES.contract(differential_privacy=terms)
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(contract, PARTIES.floor(**demands))
+        check_against_policy(contract, PARTIES.policy(**demands))
     assert caught.value.key == f"differential_privacy.{key}"
 
 
-def test_differential_privacy_at_the_floor_passes():
+def test_differential_privacy_at_the_limit_passes():
     """At the largest epsilon and delta exactly."""
-    floor = PARTIES.floor(
+    policy = PARTIES.policy(
         privacy_profiles=frozenset({"record"}), max_epsilon=4.0, max_delta=1e-6
     )
-    check_against_floor(PARTIES.contract(differential_privacy=RECORD), floor)
+    check_against_policy(PARTIES.contract(differential_privacy=RECORD), policy)
 
 
-def test_element_bound_at_the_floor_passes():
+def test_element_bound_at_the_limit_passes():
     """As large as it may be."""
-    floor = PARTIES.floor(max_element_bound=0.1)
-    check_against_floor(PARTIES.contract(element_bound=0.1), floor)
+    policy = PARTIES.policy(max_element_bound=0.1)
+    check_against_policy(PARTIES.contract(element_bound=0.1), policy)
 
 
 def test_older_roster_is_refused_as_stale():
     """A key that was withdrawn cannot come back."""
     with pytest.raises(StaleRoster):
-        check_against_floor(PARTIES.contract(roster_serial=2), PARTIES.floor())
+        check_against_policy(PARTIES.contract(roster_serial=2), PARTIES.policy())
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_members_are_in_the_roster(number: int, changes: dict[str, Any]):
         members=(*CONTRACT.members[: number - 1], stranger), threshold=number
     )
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(contract, PARTIES.floor())
+        check_against_policy(contract, PARTIES.policy())
     assert caught.value.key == "members"
 
 
@@ -133,19 +133,19 @@ def test_members_stand_in_the_order_of_the_roster():
         *others,
     )
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(PARTIES.contract(members=swapped), PARTIES.floor())
+        check_against_policy(PARTIES.contract(members=swapped), PARTIES.policy())
     assert caught.value.key == "members"
 
 
 def test_a_run_may_be_of_some_sites_of_the_roster():
-    """As long as a sum of them hides what the floor wants hidden."""
+    """As long as a sum of them hides what the policy wants hidden."""
     sites = {member.site for member in CONTRACT.members[1:4]}
     members = members_of(PARTIES.roster, sites)
     assert [(m.number, m.site) for m in members] == list(enumerate(sorted(sites), 1))
     contract = PARTIES.contract(members=members, threshold=3, min_sites=3)
-    check_against_floor(contract, PARTIES.floor())
+    check_against_policy(contract, PARTIES.policy())
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(contract, PARTIES.floor(min_sites=4))
+        check_against_policy(contract, PARTIES.policy(min_sites=4))
     assert caught.value.key == "min_sites"
 
 
@@ -154,9 +154,9 @@ def test_two_sites_need_both_waivers():
     two = Parties(2)
     contract = two.contract()
     assert contract.members == members_of(two.roster)
-    check_against_floor(contract, two.floor())
+    check_against_policy(contract, two.policy())
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(contract, two.floor(accept_two_sites=False))
+        check_against_policy(contract, two.policy(accept_two_sites=False))
     assert caught.value.key == "two_site_waiver"
 
 
@@ -164,15 +164,15 @@ def test_two_sites_with_private_records_need_no_waiver():
     """At the site as in the contract."""
     two = Parties(2)
     contract = two.contract(two_site_waiver=False, differential_privacy=RECORD)
-    check_against_floor(contract, two.floor(accept_two_sites=False))
+    check_against_policy(contract, two.policy(accept_two_sites=False))
 
 
 def test_colluders_are_counted_with_the_threshold():
-    """A higher threshold passes a stricter floor."""
-    check_against_floor(PARTIES.contract(threshold=4), PARTIES.floor(colluding=2))
+    """A higher threshold passes a stricter policy."""
+    check_against_policy(PARTIES.contract(threshold=4), PARTIES.policy(colluding=2))
     with pytest.raises(ContractRefused, match="withstands 2"):
-        check_against_floor(PARTIES.contract(threshold=4), PARTIES.floor(colluding=3))
-    check_against_floor(PARTIES.contract(threshold=5), PARTIES.floor(colluding=3))
+        check_against_policy(PARTIES.contract(threshold=4), PARTIES.policy(colluding=3))
+    check_against_policy(PARTIES.contract(threshold=5), PARTIES.policy(colluding=3))
 
 
 JOINT = dataclasses.replace(RECORD, profile="joint", steps_per_round=1)
@@ -192,12 +192,12 @@ def _with_noise(profile: str, std: float = RING.noise_std, **changes: Any) -> Co
 
 
 @pytest.mark.parametrize("profile", ["joint", "site"])
-def test_noise_at_the_floor_passes(profile: str):
+def test_noise_at_the_limit_passes(profile: str):
     """The planned share exactly, more of it, and more updates in a sum."""
-    floor = PARTIES.floor(noise_share=SHARE)
-    check_against_floor(_with_noise(profile), floor)
-    check_against_floor(_with_noise(profile, RING.noise_std * 1.01), floor)
-    check_against_floor(_with_noise(profile, threshold=5), floor)
+    policy = PARTIES.policy(noise_share=SHARE)
+    check_against_policy(_with_noise(profile), policy)
+    check_against_policy(_with_noise(profile, RING.noise_std * 1.01), policy)
+    check_against_policy(_with_noise(profile, threshold=5), policy)
 
 
 @pytest.mark.parametrize("profile", ["joint", "site"])
@@ -257,19 +257,19 @@ def test_contract_with_less_than_the_planned_noise_is_refused(
     demands: dict[str, Any],
 ):
     """Whatever the aggregator takes away from what the site accounts for."""
-    floor = PARTIES.floor(**({"noise_share": SHARE} | demands))
+    policy = PARTIES.policy(**({"noise_share": SHARE} | demands))
     with pytest.raises(ContractRefused, match=text) as caught:
-        check_against_floor(_with_noise(profile, **changes), floor)
+        check_against_policy(_with_noise(profile, **changes), policy)
     assert key == caught.value.key
 
 
 def test_larger_clip_norm_than_planned_is_refused_where_sites_are_the_unit():
     """A whole update changes by it; a step over records by its sensitivity alone."""
     share = dataclasses.replace(SHARE, sensitivity=0.5)
-    floor = PARTIES.floor(noise_share=share)
-    check_against_floor(_with_noise("joint"), floor)
+    policy = PARTIES.policy(noise_share=share)
+    check_against_policy(_with_noise("joint"), policy)
     with pytest.raises(ContractRefused, match="noise is made for"):
-        check_against_floor(_with_noise("site"), floor)
+        check_against_policy(_with_noise("site"), policy)
 
 
 @pytest.mark.parametrize("terms", [NO_PRIVACY, RECORD], ids=["waived", "private"])
@@ -284,16 +284,16 @@ def test_two_sites_are_no_exception_to_the_fewest_in_a_sum(terms: PrivacyTerms):
         differential_privacy=terms,
     )
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(contract, PARTIES.floor(min_sites=3))
+        check_against_policy(contract, PARTIES.policy(min_sites=3))
     assert caught.value.key == "min_sites"
 
 
 def test_members_are_the_sites_of_the_job():
     """A sum of fewer would be another run than the operator has accepted."""
     sites = frozenset(member.site for member in CONTRACT.members)
-    check_against_floor(CONTRACT, PARTIES.floor(sites=sites))
+    check_against_policy(CONTRACT, PARTIES.policy(sites=sites))
     fewer = members_of(PARTIES.roster, {m.site for m in CONTRACT.members[:4]})
     contract = PARTIES.contract(members=fewer, threshold=4)
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(contract, PARTIES.floor(sites=sites))
+        check_against_policy(contract, PARTIES.policy(sites=sites))
     assert caught.value.key == "members"

@@ -1,6 +1,6 @@
-"""A site's floor: what its operator demands of every contract, and the check.
+"""A site's policy: what its operator demands of every contract, and the check.
 
-The aggregator writes contracts; this is where a site says no. The floor lives in
+The aggregator writes contracts; this is where a site says no. The policy lives in
 the site's own configuration and no message can change it.
 """
 
@@ -32,7 +32,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalFloor:
+class LocalPolicy:
     """What a site's operator demands of every contract.
 
     Attributes:
@@ -44,7 +44,7 @@ class LocalFloor:
         layout_digest: Digest of the layout of the site's own model.
         num_values: Length d of that model.
         approved: Hashes h_Q that the operator has approved, or None to accept any
-            contract above this floor.
+            contract within this policy.
         sites: Sites of the job that was proposed: without groups all of them must
             be members. None for any of the roster.
         terms: Fields of the contract, by name, that follow from the job that was
@@ -99,18 +99,18 @@ class LocalFloor:
     group: Group | None = None
 
 
-def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
+def check_against_policy(contract: Contract, policy: LocalPolicy) -> None:
     """Check that a contract is at least what a site's operator demands.
 
     Guarantee:
         A site that joins only contracts that pass takes part in no sum that its
-        floor forbids, whatever the aggregator says later.
+        policy forbids, whatever the aggregator says later.
 
     Raises:
         StaleRoster: The contract rests on an older roster than the site's.
-        ContractRefused: A field is below the floor; ``key`` names the first.
+        ContractRefused: A field is against the policy; ``key`` names the first.
     """
-    floor.roster.check_current(contract.roster_serial)
+    policy.roster.check_current(contract.roster_serial)
     for rules in (
         _pin_faults,
         _proposal_faults,
@@ -120,7 +120,7 @@ def check_against_floor(contract: Contract, floor: LocalFloor) -> None:
         _exposure_faults,
         _term_faults,
     ):
-        for key, fault in rules(contract, floor):
+        for key, fault in rules(contract, policy):
             raise ContractRefused(fault, key=key)
 
 
@@ -128,33 +128,33 @@ _Faults = Iterator[tuple[str, str]]
 _PAIR = 2
 
 
-def _proposal_faults(q: Contract, floor: LocalFloor) -> _Faults:
+def _proposal_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """What was proposed to this site, and what it is to agree to."""
-    if q.run_id != floor.run_id:
+    if q.run_id != policy.run_id:
         yield (
             "run_id",
-            f"it is {q.run_id!r}, and this site takes part in {floor.run_id!r}",
+            f"it is {q.run_id!r}, and this site takes part in {policy.run_id!r}",
         )
-    if q.job_digest != floor.job_digest:
+    if q.job_digest != policy.job_digest:
         yield (
             "job_digest",
             (
                 f"it is of another job ({q.job_digest.hex()[:16]}...) than the one "
-                f"proposed to this site ({floor.job_digest.hex()[:16]}...): the "
+                f"proposed to this site ({policy.job_digest.hex()[:16]}...): the "
                 "aggregator has told sites to compute different things, or has changed "
                 "the job since it proposed it"
             ),
         )
 
 
-def _term_faults(q: Contract, floor: LocalFloor) -> _Faults:
+def _term_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """What the job settles; its digest alone does not say that the contract keeps it.
 
     A site that has more examples than the contract allows declines, and so does one
     with a larger element: if the aggregator could set these bounds as it liked, it
     could ask until it knows the numbers.
     """
-    for name, value in floor.terms.items():
+    for name, value in policy.terms.items():
         given = getattr(q, name)
         if given != value:
             yield (
@@ -166,9 +166,9 @@ def _term_faults(q: Contract, floor: LocalFloor) -> _Faults:
             )
 
 
-def _group_faults(q: Contract, floor: LocalFloor) -> _Faults:
+def _group_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """With whom this site is summed, where nobody may choose that."""
-    group = floor.group
+    group = policy.group
     if q.partition != (b"" if group is None else group.partition):
         yield (
             "partition",
@@ -180,13 +180,13 @@ def _group_faults(q: Contract, floor: LocalFloor) -> _Faults:
             "members",
             f"this site has drawn a sum with {', '.join(sorted(group.sites))}",
         )
-    if group is None and floor.sites is not None and members != floor.sites:
+    if group is None and policy.sites is not None and members != policy.sites:
         yield "members", "they are not the sites of the job that was proposed"
 
 
-def _pin_faults(q: Contract, floor: LocalFloor) -> _Faults:
+def _pin_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """What must be equal."""
-    if floor.approved is not None and q.digest not in floor.approved:
+    if policy.approved is not None and q.digest not in policy.approved:
         yield (
             "approval",
             (
@@ -194,40 +194,40 @@ def _pin_faults(q: Contract, floor: LocalFloor) -> _Faults:
                 "approved at this site"
             ),
         )
-    if q.code_hash not in floor.code_hashes:
+    if q.code_hash not in policy.code_hashes:
         yield "code_hash", "this site does not run that code"
-    if (q.layout_digest, q.num_values) != (floor.layout_digest, floor.num_values):
+    if (q.layout_digest, q.num_values) != (policy.layout_digest, policy.num_values):
         yield "layout_digest", "this site holds another model"
-    if q.roster_serial != floor.roster.serial:
+    if q.roster_serial != policy.roster.serial:
         yield (
             "roster_serial",
             (
                 f"it is {q.roster_serial} and this site holds roster "
-                f"{floor.roster.serial}: fetch the new one from its owners"
+                f"{policy.roster.serial}: fetch the new one from its owners"
             ),
         )
-    if q.roster_digest != floor.roster.digest:
+    if q.roster_digest != policy.roster.digest:
         yield "roster_digest", "this site holds another roster with the same serial"
     # Which sites of the roster take part is the job's: what a sum of few reveals is
     # bounded by `colluding`, `min_sites` and the rule for two.
-    if q.members != members_of(floor.roster, {member.site for member in q.members}):
+    if q.members != members_of(policy.roster, {member.site for member in q.members}):
         yield "members", "they are not sites of the roster with its keys, in its order"
-    if q.aggregator_key != floor.roster.aggregator_key:
+    if q.aggregator_key != policy.roster.aggregator_key:
         yield "aggregator_key", "it is not the aggregator of the roster"
 
 
-def _strength_faults(q: Contract, floor: LocalFloor) -> _Faults:
+def _strength_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """How well the sum hides an update."""
     tolerated = colluding_tolerated(q.num_sites, q.threshold)
-    if tolerated < floor.colluding:
+    if tolerated < policy.colluding:
         yield (
             "threshold",
             (
                 f"{q.threshold} of {q.num_sites} withstands {tolerated} colluding "
-                f"sites, this site demands {floor.colluding}"
+                f"sites, this site demands {policy.colluding}"
             ),
         )
-    hidden = floor.accept_two_sites or q.differential_privacy.hides_records_alone
+    hidden = policy.accept_two_sites or q.differential_privacy.hides_records_alone
     if q.num_sites == _PAIR and not hidden:
         yield (
             "two_site_waiver",
@@ -236,40 +236,40 @@ def _strength_faults(q: Contract, floor: LocalFloor) -> _Faults:
                 "differential privacy"
             ),
         )
-    if q.min_sites < floor.min_sites:
+    if q.min_sites < policy.min_sites:
         yield (
             "min_sites",
             (
                 f"a sum may hold {q.min_sites} updates, this site demands "
-                f"{floor.min_sites}"
+                f"{policy.min_sites}"
             ),
         )
-    if floor.require_hybrid and not q.hybrid:
+    if policy.require_hybrid and not q.hybrid:
         yield "hybrid", "this site demands the post-quantum hybrid"
 
 
-def _privacy_faults(q: Contract, floor: LocalFloor) -> _Faults:
+def _privacy_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """What is claimed of single records or sites."""
     terms, table = q.differential_privacy, "differential_privacy"
-    if terms.profile not in floor.privacy_profiles:
+    if terms.profile not in policy.privacy_profiles:
         yield f"{table}.profile", f"this site does not accept {terms.profile!r}"
-    if terms.largest_epsilon > floor.max_epsilon:
+    if terms.largest_epsilon > policy.max_epsilon:
         yield (
             f"{table}.epsilon_cap",
-            f"{terms.largest_epsilon} is above this site's {floor.max_epsilon}",
+            f"{terms.largest_epsilon} is above this site's {policy.max_epsilon}",
         )
-    if terms.largest_delta > floor.max_delta:
+    if terms.largest_delta > policy.max_delta:
         yield (
             f"{table}.delta",
-            f"{terms.largest_delta} is above this site's {floor.max_delta}",
+            f"{terms.largest_delta} is above this site's {policy.max_delta}",
         )
-    yield from _noise_faults(q, floor)
+    yield from _noise_faults(q, policy)
 
 
-def _noise_faults(q: Contract, floor: LocalFloor) -> _Faults:
+def _noise_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """Whether the noise inside the sum is what this site's accountant is told."""
     key = "differential_privacy.ring_noise_std"
-    profile, share = q.differential_privacy.profile, floor.noise_share
+    profile, share = q.differential_privacy.profile, policy.noise_share
     if profile not in {"joint", "site"}:
         return
     if share is None:
@@ -297,24 +297,30 @@ def _noise_faults(q: Contract, floor: LocalFloor) -> _Faults:
         yield "element_bound", "the noise is made for a grid that clip_norm sets"
 
 
-def _exposure_faults(q: Contract, floor: LocalFloor) -> _Faults:
+def _exposure_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """How much is summed, and how often."""
-    if q.ring_bits not in floor.ring_bits:
+    if q.ring_bits not in policy.ring_bits:
         yield "ring_bits", f"this site does not accept {q.ring_bits}"
-    if q.clip_norm > floor.max_clip_norm:
-        yield "clip_norm", (f"{q.clip_norm} is above this site's {floor.max_clip_norm}")
+    if q.clip_norm > policy.max_clip_norm:
+        yield (
+            "clip_norm",
+            (f"{q.clip_norm} is above this site's {policy.max_clip_norm}"),
+        )
     bound = q.ring().bound
-    if floor.max_element_bound is not None and bound > floor.max_element_bound:
-        yield "element_bound", f"{bound} is above this site's {floor.max_element_bound}"
-    if q.weight_rule not in floor.weight_rules:
+    if policy.max_element_bound is not None and bound > policy.max_element_bound:
+        yield (
+            "element_bound",
+            f"{bound} is above this site's {policy.max_element_bound}",
+        )
+    if q.weight_rule not in policy.weight_rules:
         yield "weight_rule", f"this site does not accept {q.weight_rule!r}"
-    if q.max_rounds > floor.max_rounds:
-        yield "max_rounds", f"{q.max_rounds} is above this site's {floor.max_rounds}"
-    if q.header_slots != floor.header_slots:
+    if q.max_rounds > policy.max_rounds:
+        yield "max_rounds", f"{q.max_rounds} is above this site's {policy.max_rounds}"
+    if q.header_slots != policy.header_slots:
         yield (
             "header_slots",
             (
                 f"it asks for {list(q.header_slots)}, and this site reports "
-                f"{list(floor.header_slots)}"
+                f"{list(policy.header_slots)}"
             ),
         )

@@ -1,4 +1,4 @@
-"""The keys of ``[floor]`` in ``site.toml``: what a site's operator demands of a job."""
+"""The keys of ``[policy]`` in ``site.toml``: what a site demands of a job."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ UNITS = ("none", "site", "joint", "record")  # from the weakest promise on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FloorSpec:
+class PolicySpec:
     """What the site demands of every job; a job below it is refused."""
 
     privacy: str = key(

@@ -13,14 +13,14 @@ from support.small_jobs import small_job
 
 from clients import models
 from clients.models.model_pool import ModelPool
-from clients.privacy import site_floor
-from clients.privacy.floor_spec import UNITS, FloorSpec
+from clients.privacy import site_policy
+from clients.privacy.policy_spec import UNITS, PolicySpec
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import job_digest
 from federation.job.spec import JobSpec
 from privacy.secagg.agreement.contract import Contract
-from privacy.secagg.agreement.floor import check_against_floor
+from privacy.secagg.agreement.policy import check_against_policy
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import ContractRefused
@@ -47,126 +47,126 @@ def private_job(**private: Any) -> JobSpec:
     )
 
 
-def refused(job: JobSpec, site: SiteId = SITE, **floor: Any) -> tuple[str, str]:
+def refused(job: JobSpec, site: SiteId = SITE, **policy: Any) -> tuple[str, str]:
     """The key that is wrong and what is said of it."""
     with pytest.raises(JobError) as caught:
-        site_floor.check_job(job, FloorSpec(**{"functions": MODELS} | floor), site)
+        site_policy.check_job(job, PolicySpec(**{"functions": MODELS} | policy), site)
     assert caught.value.key is not None
     return caught.value.key, caught.value.reason
 
 
-def test_job_above_the_floor_is_accepted():
-    """By the strictest floor and by the most open one."""
-    strict = FloorSpec(functions=MODELS, max_epsilon=3.0, max_delta=1e-5, max_rounds=1)
-    site_floor.check_job(private_job(), strict, SITE)
-    site_floor.check_job(small_job(), FloorSpec(**OPEN, functions=MODELS), SITE)
+def test_job_within_the_policy_is_accepted():
+    """By the strictest policy and by the most open one."""
+    strict = PolicySpec(functions=MODELS, max_epsilon=3.0, max_delta=1e-5, max_rounds=1)
+    site_policy.check_job(private_job(), strict, SITE)
+    site_policy.check_job(small_job(), PolicySpec(**OPEN, functions=MODELS), SITE)
 
 
-def test_default_floor_accepts_no_job_without_privacy():
+def test_default_policy_accepts_no_job_without_privacy():
     """Whoever writes nothing gets the strictest."""
     key, text = refused(small_job())
     assert key == "privacy.differential_privacy.unit"
-    assert "demands 'record' (floor.privacy), and the job says 'none'" in text
+    assert "demands 'record' (policy.privacy), and the job says 'none'" in text
 
 
 @pytest.mark.parametrize(
-    ("job", "floor", "key", "text"),
+    ("job", "policy", "key", "text"),
     [
         (
             private_job(),
             {"max_epsilon": 2.9},
             "privacy.differential_privacy.target_epsilon",
-            "allows 2.9 (floor.max_epsilon)",
+            "allows 2.9 (policy.max_epsilon)",
         ),
         (
             private_job(),
             {"max_delta": 1e-6},
             "privacy.differential_privacy.delta",
-            "allows 1e-06 (floor.max_delta)",
+            "allows 1e-06 (policy.max_delta)",
         ),
         (
             private_job(held_out="public"),
             {},
             "privacy.differential_privacy.held_out",
-            "does not call its held-out data public (floor.public_held_out)",
+            "does not call its held-out data public (policy.public_held_out)",
         ),
         (
             small_job(),
             {"privacy": "none"},
             "privacy.secure_aggregation.enabled",
-            "demands secure aggregation (floor.secure_aggregation)",
+            "demands secure aggregation (policy.secure_aggregation)",
         ),
         (
             small_job(rounds=6),
             {**OPEN, "max_rounds": 5},
             "rounds",
-            "allows 5 (floor.max_rounds)",
+            "allows 5 (policy.max_rounds)",
         ),
         (
             secure_job(2, threshold=2, clip_norm=20.0),
             OPEN,
             "privacy.secure_aggregation.clip_norm",
-            "allows 10 (floor.max_clip_norm)",
+            "allows 10 (policy.max_clip_norm)",
         ),
         (
             secure_job(2, threshold=2),
             {**OPEN, "max_clip_norm": 100.0},
             "privacy.differential_privacy.unit",
-            "record-level privacy in a run of two (floor.accept_two_sites)",
+            "record-level privacy in a run of two (policy.accept_two_sites)",
         ),
         (
             secure_job(5, threshold=5),
             {**OPEN, "min_sites": 6},
             "sites",
-            "demands 6 in a sum (floor.min_sites), and 5 of 5 may make one",
+            "demands 6 in a sum (policy.min_sites), and 5 of 5 may make one",
         ),
         (
             secure_job(5, threshold=4),
             {**OPEN, "min_sites": 5},
             "privacy.secure_aggregation.threshold",
-            "demands 5 in a sum (floor.min_sites), and 4 of 5 may make one",
+            "demands 5 in a sum (policy.min_sites), and 4 of 5 may make one",
         ),
         (
             private_job(),
             {"min_sites": 3},
             "sites",
-            "demands 3 in a sum (floor.min_sites), and 2 of 2 may make one",
+            "demands 3 in a sum (policy.min_sites), and 2 of 2 may make one",
         ),
         (
             secure_job(5, threshold=4),
             {**OPEN, "colluding_sites": 3},
             "privacy.secure_aggregation.threshold",
-            "(floor.colluding_sites), and 4 of 5 give it against 2",
+            "(policy.colluding_sites), and 4 of 5 give it against 2",
         ),
         (
             private_job(),
             {"privacy": "none"},
             "sites",
-            "demands 3 in a sum (floor.min_sites), and 2 of 2 may make one",
+            "demands 3 in a sum (policy.min_sites), and 2 of 2 may make one",
         ),
         (
             secure_job(5, threshold=5, hybrid=False),
             OPEN,
             "privacy.secure_aggregation.hybrid",
-            "demands the post-quantum hybrid (floor.require_hybrid)",
+            "demands the post-quantum hybrid (policy.require_hybrid)",
         ),
         (
             secure_job(5, threshold=5, ring_bits=16),
             {**OPEN, "ring_bits": (24, 32)},
             "privacy.secure_aggregation.ring_bits",
-            "accepts rings of 24, 32 bits (floor.ring_bits)",
+            "accepts rings of 24, 32 bits (policy.ring_bits)",
         ),
         (
             secure_job(5, threshold=5),
             {**OPEN, "weight_rules": ("uniform",)},
             "aggregation.weights",
-            "accepts the weights 'uniform' (floor.weight_rules)",
+            "accepts the weights 'uniform' (policy.weight_rules)",
         ),
         (
             secure_job(5, threshold=5, element_bound=0.5),
             {**OPEN, "max_element_bound": 0.4},
             "privacy.secure_aggregation.element_bound",
-            "allows 0.4 (floor.max_element_bound), and the job says 0.5",
+            "allows 0.4 (policy.max_element_bound), and the job says 0.5",
         ),
         (
             secure_job(5, threshold=5, clip_norm=3.0),
@@ -178,19 +178,19 @@ def test_default_floor_accepts_no_job_without_privacy():
             small_job(),
             {**OPEN, "functions": ("support.small_jobs:blobs",)},
             "model.factory",
-            "does not accept 'clients.models:logistic_regression' (floor.functions)",
+            "does not accept 'clients.models:logistic_regression' (policy.functions)",
         ),
         (
             small_job(),
             {**OPEN, "functions": ("clients.models:*",)},
             "data.source",
-            "does not accept 'support.small_jobs:blobs' (floor.functions)",
+            "does not accept 'support.small_jobs:blobs' (policy.functions)",
         ),
         (
             small_job(sites=[{"name": "site-0", "data": {"source": "os:system"}}]),
             OPEN,
             "sites[0].data.source",
-            "does not accept 'os:system' (floor.functions)",
+            "does not accept 'os:system' (policy.functions)",
         ),
         (
             small_job(model={"factory": "clients.models:logistic_regresion"}),
@@ -200,21 +200,21 @@ def test_default_floor_accepts_no_job_without_privacy():
         ),
     ],
 )
-def test_each_rule_names_its_key_and_that_of_the_floor(
-    job: JobSpec, floor: dict[str, Any], key: str, text: str
+def test_each_rule_names_its_key_and_that_of_the_policy(
+    job: JobSpec, policy: dict[str, Any], key: str, text: str
 ):
     """So that both operators know what to change."""
-    found, said = refused(job, **floor)
+    found, said = refused(job, **policy)
     assert found == key
     assert f"site {SITE!r}" in said
     assert text in said
 
 
-def test_pair_is_accepted_where_records_or_the_floor_allow_it():
+def test_pair_is_accepted_where_records_or_the_policy_allow_it():
     """One of both is enough."""
-    site_floor.check_job(private_job(), FloorSpec(functions=MODELS), SITE)
-    waived = FloorSpec(**OPEN, functions=MODELS, accept_two_sites=True)
-    site_floor.check_job(secure_job(2, threshold=2), waived, SITE)
+    site_policy.check_job(private_job(), PolicySpec(functions=MODELS), SITE)
+    waived = PolicySpec(**OPEN, functions=MODELS, accept_two_sites=True)
+    site_policy.check_job(secure_job(2, threshold=2), waived, SITE)
 
 
 @pytest.mark.parametrize(
@@ -224,30 +224,30 @@ def test_pair_is_accepted_where_records_or_the_floor_allow_it():
 def test_weak_promise_is_no_reason_to_accept_a_pair(weak: dict[str, Any], limit: str):
     """Epsilon 10^6 hides nothing from the other site."""
     job = private_job(**weak)
-    assert limit in site_floor.weakness_of(job, FloorSpec(), 1e-6)
-    floor = {**OPEN, "functions": MODELS, "min_sites": 2}
-    key, said = refused(job, **floor)
+    assert limit in site_policy.weakness_of(job, PolicySpec(), 1e-6)
+    policy = {**OPEN, "functions": MODELS, "min_sites": 2}
+    key, said = refused(job, **policy)
     assert key == "privacy.differential_privacy.unit"
     assert "record-level privacy in a run of two" in said
 
 
 def test_groups_are_no_smaller_where_records_are_demanded():
     """Open sums of before, when the operator demanded less, were promised three."""
-    assert FloorSpec().smallest_group(5) == 3
-    assert FloorSpec(colluding_sites=2).smallest_group(5) == 4
-    assert FloorSpec(min_sites=2).smallest_group(5) == 2
-    assert FloorSpec(min_group=1).smallest_group(5) == 1
+    assert PolicySpec().smallest_group(5) == 3
+    assert PolicySpec(colluding_sites=2).smallest_group(5) == 4
+    assert PolicySpec(min_sites=2).smallest_group(5) == 2
+    assert PolicySpec(min_group=1).smallest_group(5) == 1
 
 
 def test_held_out_data_are_public_where_the_operator_says_so():
     """A job cannot know; and where nothing is promised it does not matter."""
     job = private_job(held_out="public")
-    said = FloorSpec(functions=MODELS, public_held_out=True)
-    site_floor.check_job(job, said, SITE)
-    nothing = FloorSpec(
+    said = PolicySpec(functions=MODELS, public_held_out=True)
+    site_policy.check_job(job, said, SITE)
+    nothing = PolicySpec(
         functions=MODELS, privacy="none", min_sites=2, accept_two_sites=True
     )
-    site_floor.check_job(job, nothing, SITE)
+    site_policy.check_job(job, nothing, SITE)
 
 
 def test_job_that_names_other_sites_is_refused():
@@ -276,27 +276,29 @@ def shared_noise_job(unit: str, **private: Any) -> JobSpec:
 
 
 @pytest.mark.parametrize("unit", ["joint", "site"])
-def test_noise_must_withstand_as_many_sites_as_the_floor_says(unit: str):
+def test_noise_must_withstand_as_many_sites_as_the_policy_says(unit: str):
     """The secure sum's threshold alone does not decide it, where noise is shared."""
-    floor = {"privacy": unit, "public_held_out": True, "functions": MODELS}
-    two = FloorSpec(**floor, colluding_sites=2)
-    key, text = refused(shared_noise_job(unit), **floor, colluding_sites=2)
+    policy = {"privacy": unit, "public_held_out": True, "functions": MODELS}
+    two = PolicySpec(**policy, colluding_sites=2)
+    key, text = refused(shared_noise_job(unit), **policy, colluding_sites=2)
     assert key == "privacy.differential_privacy.colluding_sites"
-    assert "2 colluding sites cannot take off (floor.colluding_sites), not 1" in text
-    site_floor.check_job(shared_noise_job(unit, colluding_sites=2), two, SITE)
+    assert "2 colluding sites cannot take off (policy.colluding_sites), not 1" in text
+    site_policy.check_job(shared_noise_job(unit, colluding_sites=2), two, SITE)
 
 
 @pytest.mark.parametrize("unit", ["joint", "site"])
-def test_default_floor_refuses_noise_of_others(unit: str):
+def test_default_policy_refuses_noise_of_others(unit: str):
     """An operator who trusts nobody else says nothing."""
     key, text = refused(shared_noise_job(unit))
     assert key == "privacy.differential_privacy.unit"
-    assert f"demands 'record' (floor.privacy), and the job says {unit!r}" in text
+    assert f"demands 'record' (policy.privacy), and the job says {unit!r}" in text
 
 
-def test_units_are_accepted_from_the_floors_on():
+def test_units_are_accepted_from_the_policys_on():
     """The order is that of their strength."""
-    units = {unit: site_floor.accepted_units(FloorSpec(privacy=unit)) for unit in UNITS}
+    units = {
+        unit: site_policy.accepted_units(PolicySpec(privacy=unit)) for unit in UNITS
+    }
     assert units == {
         "none": ("none", "site", "joint", "record"),
         "site": ("site", "joint", "record"),
@@ -326,7 +328,7 @@ def test_units_are_accepted_from_the_floors_on():
 def test_function_that_nobody_named_is_refused_unseen(function: str):
     """Importing a module runs it; so nothing is imported to look."""
     before = set(sys.modules)
-    assert not site_floor.is_accepted(function, MODELS)
+    assert not site_policy.is_accepted(function, MODELS)
     assert "antigravity" not in set(sys.modules) - before
 
 
@@ -341,44 +343,44 @@ def test_star_is_for_what_the_module_defines(name: str):
 
 def test_star_is_for_that_very_module():
     """Not for those inside it or beside it."""
-    assert site_floor.is_accepted("clients.models:mlp", MODELS)
-    assert not site_floor.is_accepted("clients.data:digits", MODELS)
-    assert not site_floor.is_accepted("clients:models", MODELS)
+    assert site_policy.is_accepted("clients.models:mlp", MODELS)
+    assert not site_policy.is_accepted("clients.data:digits", MODELS)
+    assert not site_policy.is_accepted("clients:models", MODELS)
 
 
 def test_named_function_is_not_imported_either():
     """It is accepted by its name; what builds the run imports it."""
     accepted = ("antigravity:geohash",)
-    assert site_floor.is_accepted("antigravity:geohash", accepted)
+    assert site_policy.is_accepted("antigravity:geohash", accepted)
     assert "antigravity" not in sys.modules
 
 
 @pytest.mark.parametrize(("threshold", "fewest"), [(5, 5), (4, 4)])
-def test_floor_of_many_in_a_sum_can_be_met(threshold: int, fewest: int):
+def test_policy_of_many_in_a_sum_can_be_met(threshold: int, fewest: int):
     """By the job, and by the contract that follows from it."""
     job = secure_job(5, threshold=threshold, max_examples=9)
-    floor = FloorSpec(**OPEN, functions=MODELS, min_sites=fewest)
-    site_floor.check_job(job, floor, SITE)
+    policy = PolicySpec(**OPEN, functions=MODELS, min_sites=fewest)
+    site_policy.check_job(job, policy, SITE)
     names = [site.name for site in job.sites]
     roster, layout = consortium(*names).roster, ModelPool(job).layout
     contract = contract_of(job, layout, run_id=RUN_ID, roster=roster, promises=())
-    demands = site_floor.contract_floor(
-        job, layout, run_id=RUN_ID, floor=floor, roster=roster, noise_share=None
+    demands = site_policy.contract_policy(
+        job, layout, run_id=RUN_ID, policy=policy, roster=roster, noise_share=None
     )
-    check_against_floor(contract, demands)
+    check_against_policy(contract, demands)
     more = replace(demands, min_sites=fewest + 1)
     with pytest.raises(ContractRefused, match=f"a sum may hold {fewest} updates"):
-        check_against_floor(contract, more)
+        check_against_policy(contract, more)
 
 
 def test_sum_of_three_is_demanded_where_the_operator_says_nothing():
     """Of two only where noise hides records, or where a pair was accepted."""
-    record, none = FloorSpec(), FloorSpec(privacy="none")
-    pair = FloorSpec(privacy="none", accept_two_sites=True)
+    record, none = PolicySpec(), PolicySpec(privacy="none")
+    pair = PolicySpec(privacy="none", accept_two_sites=True)
     assert [f.fewest_in_sum(2) for f in (record, none, pair)] == [2, 3, 2]
     assert [f.fewest_in_sum(5) for f in (record, none, pair)] == [2, 3, 3]
-    assert FloorSpec(privacy="none", min_sites=2).fewest_in_sum(5) == 2
-    assert FloorSpec(min_sites=4, accept_two_sites=True).fewest_in_sum(2) == 4
+    assert PolicySpec(privacy="none", min_sites=2).fewest_in_sum(5) == 2
+    assert PolicySpec(min_sites=4, accept_two_sites=True).fewest_in_sum(2) == 4
 
 
 LIES = {
@@ -414,19 +416,19 @@ def with_ring(contract: Contract, **changes: Any) -> Contract:
 def test_contract_is_that_of_the_job(lie: str):
     """Or a site and an accomplice would be a sum that hides nothing.
 
-    The job is above the floor, and the contract says another thing: fewer sites,
+    The job is within the policy, and the contract says another thing: fewer sites,
     noise that nobody adds and that would lift the rule for two sites; or bounds that
     ask whether a site's numbers are above them, for the site that declines says so.
     """
     job = secure_job(5, threshold=5, max_examples=60, element_bound=1.0)
     # Wide open, so that nothing but the job refuses what is told.
-    floor = FloorSpec(
+    policy = PolicySpec(
         **OPEN, functions=MODELS, require_hybrid=False, max_clip_norm=100.0
     )
-    site_floor.check_job(job, floor, SITE)
+    site_policy.check_job(job, policy, SITE)
     roster, pool = consortium(*(site.name for site in job.sites)).roster, ModelPool(job)
-    demands = site_floor.contract_floor(
-        job, pool.layout, run_id=RUN_ID, floor=floor, roster=roster, noise_share=None
+    demands = site_policy.contract_policy(
+        job, pool.layout, run_id=RUN_ID, policy=policy, roster=roster, noise_share=None
     )
 
     def contract(told: JobSpec) -> Contract:
@@ -434,7 +436,7 @@ def test_contract_is_that_of_the_job(lie: str):
         found = contract_of(told, pool.layout, **terms)
         return replace(found, job_digest=job_digest.digest(job))
 
-    check_against_floor(contract(job), demands)
+    check_against_policy(contract(job), demands)
     assert set(demands.terms) == set(LIES)
     if lie == "members":
         fewer = secure_job(3, threshold=3, max_examples=60, element_bound=1.0)
@@ -445,11 +447,11 @@ def test_contract_is_that_of_the_job(lie: str):
     else:
         told = replace(contract(job), differential_privacy=NOISED)
     with pytest.raises(ContractRefused) as caught:
-        check_against_floor(told, demands)
+        check_against_policy(told, demands)
     assert caught.value.key == lie
 
 
-def test_every_demand_reaches_the_floor_of_contracts():
+def test_every_demand_reaches_the_policy_of_contracts():
     """Where a job was looked at before, it is the second line of defence."""
     demanded: dict[str, Any] = {
         "min_sites": 4,
@@ -465,11 +467,11 @@ def test_every_demand_reaches_the_floor_of_contracts():
         "max_rounds": 7,
     }
     job, share = private_job(), NOISE_SHARE
-    found = site_floor.contract_floor(
+    found = site_policy.contract_policy(
         job,
         ModelPool(job).layout,
         run_id=RUN_ID,
-        floor=FloorSpec(**demanded, functions=MODELS),
+        policy=PolicySpec(**demanded, functions=MODELS),
         roster=consortium(*(site.name for site in job.sites)).roster,
         noise_share=share,
     )
@@ -481,11 +483,11 @@ def test_every_demand_reaches_the_floor_of_contracts():
     assert found.noise_share is share
     assert found.run_id == RUN_ID
     assert found.job_digest == job_digest.digest(job)
-    nobody = site_floor.contract_floor(
+    nobody = site_policy.contract_policy(
         secure_job(5, max_examples=9),
         ModelPool(job).layout,
         run_id=RUN_ID,
-        floor=FloorSpec(**OPEN, functions=MODELS, max_epsilon=2.0, max_delta=1e-7),
+        policy=PolicySpec(**OPEN, functions=MODELS, max_epsilon=2.0, max_delta=1e-7),
         roster=found.roster,
         noise_share=None,
     )
