@@ -22,6 +22,7 @@ from deploy.cli import commands as cli
 from deploy.site_host import config as site_file
 from federation import errors, event_log, events, messages
 from federation.job import disclosure, spec as job
+from federation.job.job_keys import documented
 from federation.rounds import cost
 from federation.wire import frame as wire, wire_fields, wire_values
 
@@ -175,7 +176,8 @@ def _disclosure() -> Iterator[str]:
 def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]:
     """One table of the job file and, after it, those inside it."""
     title = "Top level" if not name else f"`[[{name}]]`" if is_list else f"`[{name}]`"
-    yield from (f"## {title}", "", inspect.cleandoc(spec.__doc__ or ""), "")
+    text, said = documented(spec)
+    yield from (f"## {title}", "", text, "")
     hints, inner = typing.get_type_hints(spec), []
     rows = []
     for field in dataclasses.fields(spec):
@@ -185,7 +187,7 @@ def _job_table(spec: type, name: str, *, is_list: bool = False) -> Iterator[str]
             listed = typing.get_origin(hints[field.name]) is tuple
             inner.append((table, full, listed, _default(field) == _REQUIRED))
         else:
-            rows.append(_job_row(field, hints[field.name]))
+            rows.append(_job_row(field, hints[field.name], said[field.name]))
     if rows:
         yield from _table(("Key", "Type", "Default", "Values", "Meaning"), rows)
     if inner:
@@ -206,14 +208,13 @@ def _table_in(hint: Any) -> type | None:
     return None
 
 
-def _job_row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
-    facts = field.metadata
+def _job_row(field: "dataclasses.Field[Any]", hint: Any, said: str) -> tuple[str, ...]:
     return (
         f"`{field.name}`",
         _type(hint),
         _default(field),
-        _values(facts),
-        facts["doc"],
+        _values(field.metadata),
+        said,
     )
 
 
@@ -234,7 +235,9 @@ def _toml(value: object) -> str:
 
 
 def _values(facts: Mapping[str, Any]) -> str:
-    parts = []
+    parts: list[str] = []
+    if not facts:
+        return ""
     if facts["choices"]:
         parts.append(", ".join(f"`{word}`" for word in facts["choices"]))
     if facts["planned"]:
@@ -246,7 +249,8 @@ def _values(facts: Mapping[str, Any]) -> str:
         ("below", "below"),
         ("high", "at most"),
     )
-    parts += [f"{word} {facts[k]:g}" for k, word in bounds if facts[k] is not None]
+    limits = facts["bounds"]
+    parts += [f"{word} {limits[k]:g}" for k, word in bounds if limits[k] is not None]
     return "; ".join(parts)
 
 
@@ -348,7 +352,7 @@ def _wire() -> Iterator[str]:
 
 def _described(kind: type, *, level: int) -> Iterator[str]:
     """A dataclass: heading, docstring, fields."""
-    text, attributes = _docstring(kind)
+    text, attributes = documented(kind)
     yield from (f"{'#' * level} `{kind.__name__}`", "", _markdown(text), "")
     hints = typing.get_type_hints(kind)
     rows = [
@@ -371,17 +375,6 @@ def _words(kind: type, *, level: int) -> Iterator[str]:
         for word, meaning in re.findall(r'= "(\w+)"  # (.+)', source)
     ]
     yield from _table(("Word", "Meaning"), rows)
-
-
-def _docstring(kind: type) -> tuple[str, dict[str, str]]:
-    """Text of a docstring, and what it says of each attribute."""
-    text, _, section = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")
-    attributes: dict[str, str] = {}
-    for name, meaning in re.findall(
-        r"^    (\w+): (.+(?:\n {8,}.+)*)", section, re.MULTILINE
-    ):
-        attributes[name] = " ".join(meaning.split())
-    return text.strip(), attributes
 
 
 def _prose(module: types.ModuleType) -> Iterator[str]:

@@ -22,31 +22,26 @@ ANSWER_ROOM_MIB = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsSpec:
-    """What sites may leave on the aggregator's disk before it is collected."""
+    """What sites may leave on the aggregator's disk before it is collected.
 
-    answer_mib: int = key(
-        "MiB that one answer of a site may have; at least `exchange.threshold_mb` and "
-        f"{ANSWER_ROOM_MIB}. Raise it for an app of Flower that answers with more.",
-        default=96,
-        low=1,
-    )
-    site_mib: int = key(
-        "MiB that all answers of one site may have which have not been collected.",
-        default=384,
-        low=1,
-    )
-    run_mib: int = key(
-        "MiB that all answers of a run may have which have not been collected.",
-        default=16384,
-        low=1,
-    )
+    Attributes:
+        answer_mib: MiB that one answer of a site may have; at least
+            `exchange.threshold_mb` and 16. Raise it for an app of Flower that answers
+            with more.
+        site_mib: MiB that all answers of one site may have which have not been
+            collected.
+        run_mib: MiB that all answers of a run may have which have not been collected.
+        reserve_mib: MiB of the disk that no answer of a site may take: with less room
+            the aggregator refuses answers, says so in its log and in `/health`, and can
+            still revoke a site.
+    """
+
+    answer_mib: int = key(default=96, low=1)
+    site_mib: int = key(default=384, low=1)
+    run_mib: int = key(default=16384, low=1)
     reserve_mib: int = key(
-        "MiB of the disk that no answer of a site may take: with less room the "
-        "aggregator refuses answers, says so in its log and in `/health`, and can "
-        "still revoke a site.",
-        default=256,
-        low=80,  # More than a revocation is given: see disk_reserve.
-    )
+        default=256, low=80
+    )  # A revocation's, and more: disk_reserve.
 
     def bytes(self) -> Limits:
         """The same in bytes."""
@@ -60,42 +55,32 @@ class LimitsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorFile:
-    """The aggregator's configuration."""
+    """The aggregator's configuration.
 
-    listen: str = key(
-        "`ADDRESS:PORT` where sites connect, through the proxy.", default="0.0.0.0:8443"
-    )
-    hosts: tuple[str, ...] = key(
-        "Names and addresses that sites know this host by; they go into its "
-        "certificate.",
-        default=("localhost", "127.0.0.1"),
-    )
-    superlink_port: int = key(
-        "Port of Flower's SuperLink on the loopback; 0 for any that is free.",
-        default=0,
-        low=0,
-        high=65535,
-    )
-    service_port: int = key(
-        "Port of health and enrolment on the loopback; 0 for any that is free.",
-        default=0,
-        low=0,
-        high=65535,
-    )
-    proxy: bool = key(
-        "Whether nginx stands before the SuperLink and lets in sites alone. Without "
-        "it the SuperLink listens on `listen` itself, which must be a loopback.",
-        default=True,
-    )
-    connect_seconds: float = key(
-        "How long a run waits for its sites.", default=600.0, above=0.0
-    )
-    limits: LimitsSpec = key(
-        "What sites may leave on this host's disk.", default=LimitsSpec()
-    )
-    exchange: ExchangeSpec = key(
-        "Where large models travel; the same at all sites.", default=ExchangeSpec()
-    )
+    Attributes:
+        listen: `ADDRESS:PORT` where sites connect, through the proxy.
+        hosts: Names and addresses that sites know this host by; they go into its
+            certificate.
+        superlink_port: Port of Flower's SuperLink on the loopback; 0 for any that is
+            free.
+        service_port: Port of health and enrolment on the loopback; 0 for any that is
+            free.
+        proxy: Whether nginx stands before the SuperLink and lets in sites alone.
+            Without it the SuperLink listens on `listen` itself, which must be a
+            loopback.
+        connect_seconds: How long a run waits for its sites.
+        limits: What sites may leave on this host's disk.
+        exchange: Where large models travel; the same at all sites.
+    """
+
+    listen: str = "0.0.0.0:8443"
+    hosts: tuple[str, ...] = ("localhost", "127.0.0.1")
+    superlink_port: int = key(default=0, low=0, high=65535)
+    service_port: int = key(default=0, low=0, high=65535)
+    proxy: bool = True
+    connect_seconds: float = key(default=600.0, above=0.0)
+    limits: LimitsSpec = LimitsSpec()
+    exchange: ExchangeSpec = ExchangeSpec()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,119 +20,105 @@ from privacy.secagg.arithmetic.ring import RING_BITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorSpec:
-    """The aggregator, and how it proves who it is."""
+    """The aggregator, and how it proves who it is.
 
-    address: str = key("`HOST:PORT` of the aggregator.")
-    authority: str = key("Certificate file (PEM) of the authority that it pins.")
+    Attributes:
+        address: `HOST:PORT` of the aggregator.
+        authority: Certificate file (PEM) of the authority that it pins.
+    """
+
+    address: str
+    authority: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteDataSpec:
-    """The site's own data."""
+    """The site's own data.
 
-    source: str = key(
-        "`module:function` that returns `(train, held_out)`, or the URL of shards. "
-        "Empty for the part of the job's own dataset that a simulation deals to "
-        "this site, to rehearse with public data.",
-        default="",
-    )
-    options: Mapping[str, Any] = key(
-        "Keyword arguments of the function, or options of the URL.", default={}
-    )
-    preprocessing: str = key(
-        "What the source takes from the data to prepare records, where it does not "
-        "declare that itself: `none`, each record is prepared by itself; `public`, "
-        "constants that come from elsewhere; `own`, exact statistics of this site's "
-        "data; `pooled`, statistics over the data of several sites. The units `record` "
-        "and `joint` permit the first two, `site` the first three. Empty if you do not "
-        "vouch for it: every unit of privacy then refuses a source that declares "
-        "nothing.",
-        default="",
-        choices=("", *PREPROCESSINGS),
-    )
-    name: str = key(
-        "What the records are called: by this name the site remembers what they have "
-        "spent of `policy.total_epsilon`, in which sums they were and in which groups. "
-        "With another name they would begin anew, so give one to other people's "
-        "records only: not to a new version of the same data, nor to another place "
-        "of them.",
-        default="records",
-    )
+    Attributes:
+        source: `module:function` that returns `(train, held_out)`, or the URL of
+            shards. Empty for the part of the job's own dataset that a simulation deals
+            to this site, to rehearse with public data.
+        options: Keyword arguments of the function, or options of the URL.
+        preprocessing: What the source takes from the data to prepare records, where it
+            does not declare that itself: `none`, each record is prepared by itself;
+            `public`, constants that come from elsewhere; `own`, exact statistics of
+            this site's data; `pooled`, statistics over the data of several sites. The
+            units `record` and `joint` permit the first two, `site` the first three.
+            Empty if you do not vouch for it: every unit of privacy then refuses a
+            source that declares nothing.
+        name: What the records are called: by this name the site remembers what they
+            have spent of `policy.total_epsilon`, in which sums they were and in which
+            groups. With another name they would begin anew, so give one to other
+            people's records only: not to a new version of the same data, nor to another
+            place of them.
+    """
+
+    source: str = ""
+    options: Mapping[str, Any] = key(default={})
+    preprocessing: str = key(default="", choices=("", *PREPROCESSINGS))
+    name: str = "records"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSpec:
-    """What the site trains with."""
+    """What the site trains with.
 
-    ranks: int = key(
-        "Processes that train together, each with a GPU of its own if there are GPUs. "
-        "1 trains in the agent's own process, unless `compile` is set.",
-        default=1,
-        low=1,
-        high=64,
-    )
-    sharding: str = key(
-        "`none`: every rank holds the whole model. `full`: each holds a part of its "
-        "weights, gradients and optimiser state (FSDP2).",
-        default="none",
-        choices=("none", "full"),
-    )
-    compile: bool = key(
-        "Train with `torch.compile` where it works; private steps are not compiled.",
-        default=False,
-    )
-    restarts: int = key(
-        "How often a round is begun again because a rank died.", default=2, low=0
-    )
-    timeout_seconds: float = key(
-        "How long a rank waits for the others in a step before it gives up.",
-        default=120.0,
-        above=0.0,
-    )
-    environment: tuple[str, ...] = key(
-        "Names of environment variables that ranks get besides those that Python, "
-        "torch and a remote data source need.",
-        default=(),
-    )
+    Attributes:
+        ranks: Processes that train together, each with a GPU of its own if there are
+            GPUs. 1 trains in the agent's own process, unless `compile` is set.
+        sharding: `none`: every rank holds the whole model. `full`: each holds a part of
+            its weights, gradients and optimiser state (FSDP2).
+        compile: Train with `torch.compile` where it works; private steps are not
+            compiled.
+        restarts: How often a round is begun again because a rank died.
+        timeout_seconds: How long a rank waits for the others in a step before it gives
+            up.
+        environment: Names of environment variables that ranks get besides those that
+            Python, torch and a remote data source need.
+    """
+
+    ranks: int = key(default=1, low=1, high=64)
+    sharding: str = key(default="none", choices=("none", "full"))
+    compile: bool = False
+    restarts: int = key(default=2, low=0)
+    timeout_seconds: float = key(default=120.0, above=0.0)
+    environment: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFile:
-    """A site's configuration."""
+    """A site's configuration.
 
-    name: str = key("Name of the site, as in the roster and in jobs.")
-    folder: str = key(
-        "Where keys, ledgers and what is kept between rounds lie, relative to this "
-        "file.",
-        default=".",
-    )
-    roster: str = key(
-        "Roster file, relative to `folder`; made by `crossfed keys trust` and "
-        "compared by people.",
-        default="roster.toml",
-    )
-    identity: str = key(
-        "Key file of the site's identity, relative to `folder`.",
-        default="identity.pem",
-    )
-    node_key: str = key(
-        "Key file that Flower knows the site by, relative to `folder`.",
-        default="node.pem",
-    )
-    certificate: str = key(
-        "File with the certificate that the aggregator's proxy asks for and its key, "
-        "relative to `folder`; made by `crossfed enroll`. Empty for none, where there "
-        "is no proxy.",
-        default="",
-    )
-    aggregator: AggregatorSpec = key("The aggregator.")
-    data: SiteDataSpec = key("The site's data.", default=SiteDataSpec())
-    compute: ComputeSpec = key("What it trains with.", default=ComputeSpec())
-    policy: PolicySpec = key("What every job must promise.", default=PolicySpec())
-    exchange: ExchangeSpec = key(
-        "Where large models travel: what the aggregator's operator names.",
-        default=ExchangeSpec(),
-    )
+    Attributes:
+        name: Name of the site, as in the roster and in jobs.
+        folder: Where keys, ledgers and what is kept between rounds lie, relative to
+            this file.
+        roster: Roster file, relative to `folder`; made by `crossfed keys trust` and
+            compared by people.
+        identity: Key file of the site's identity, relative to `folder`.
+        node_key: Key file that Flower knows the site by, relative to `folder`.
+        certificate: File with the certificate that the aggregator's proxy asks for and
+            its key, relative to `folder`; made by `crossfed enroll`. Empty for none,
+            where there is no proxy.
+        aggregator: The aggregator.
+        data: The site's data.
+        compute: What it trains with.
+        policy: What every job must promise.
+        exchange: Where large models travel: what the aggregator's operator names.
+    """
+
+    name: str
+    folder: str = "."
+    roster: str = "roster.toml"
+    identity: str = "identity.pem"
+    node_key: str = "node.pem"
+    certificate: str = ""
+    aggregator: AggregatorSpec
+    data: SiteDataSpec = SiteDataSpec()
+    compute: ComputeSpec = ComputeSpec()
+    policy: PolicySpec = PolicySpec()
+    exchange: ExchangeSpec = ExchangeSpec()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,45 +22,33 @@ _MB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSpec:
-    """Where messages go that are too large to travel in one piece."""
+    """Where messages go that are too large to travel in one piece.
 
-    url: str = key(
-        "Store that the aggregator and all sites reach: `s3://BUCKET/PREFIX`, "
-        "`gs://BUCKET/PREFIX`, or `file://` and an absolute path on a file system "
-        "that they share. Empty for none: then a model above the threshold is an "
-        "error.",
-        default="",
-    )
-    endpoint: str = key(
-        "URL of the service of a bucket, where that is not the cloud's own.", default=""
-    )
-    region: str = key(
-        "Region of an S3 bucket, if the environment does not say it.", default=""
-    )
-    bucket_owner: str = key(
-        "Account number that an S3 bucket must belong to; any by default.", default=""
-    )
-    kms_key: str = key(
-        "Key with which the cloud itself encrypts what it stores; as the bucket is "
-        "configured by default.",
-        default="",
-    )
-    encryption: EncryptionSpec | None = key(  # noqa: RUF009 -- a dataclass's field
-        "Encryption before anything leaves this machine; the same key at all parties. "
-        "None by default.",
-        default=None,
-    )
-    scratch: str = key(
-        "Folder for vectors that are in use, as files without a name. Empty for "
-        "`scratch` beside what else is kept; a tmpfs is faster, and takes memory.",
-        default="",
-    )
-    threshold_mb: int = key(
-        "Messages above so many MiB go through the store.",
-        default=THRESHOLD_BYTES // _MB,
-        low=1,
-        high=256,
-    )
+    Attributes:
+        url: Store that the aggregator and all sites reach: `s3://BUCKET/PREFIX`,
+            `gs://BUCKET/PREFIX`, or `file://` and an absolute path on a file system
+            that they share. Empty for none: then a model above the threshold is an
+            error.
+        endpoint: URL of the service of a bucket, where that is not the cloud's own.
+        region: Region of an S3 bucket, if the environment does not say it.
+        bucket_owner: Account number that an S3 bucket must belong to; any by default.
+        kms_key: Key with which the cloud itself encrypts what it stores; as the bucket
+            is configured by default.
+        encryption: Encryption before anything leaves this machine; the same key at all
+            parties. None by default.
+        scratch: Folder for vectors that are in use, as files without a name. Empty for
+            `scratch` beside what else is kept; a tmpfs is faster, and takes memory.
+        threshold_mb: Messages above so many MiB go through the store.
+    """
+
+    url: str = ""
+    endpoint: str = ""
+    region: str = ""
+    bucket_owner: str = ""
+    kms_key: str = ""
+    encryption: EncryptionSpec | None = None
+    scratch: str = ""
+    threshold_mb: int = key(default=THRESHOLD_BYTES // _MB, low=1, high=256)
 
 
 def check(spec: ExchangeSpec) -> None:

@@ -12,36 +12,32 @@ from federation.job.job_keys import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowerAppSpec:
-    """How an existing Flower `ClientApp` takes part, and what it calls things."""
+    """How an existing Flower `ClientApp` takes part, and what it calls things.
 
-    arrays: str = key(
-        "Record of the model's tensors, in messages and answers.", default="arrays"
-    )
-    config: str = key("Record of settings in messages.", default="config")
-    metrics: str = key("Record of numbers in answers.", default="metrics")
-    num_examples: str = key(
-        "Metric: examples that the numbers are of, and that a site counts with.",
-        default="num-examples",
-    )
-    train_loss: str = key(
-        "Metric of training: mean loss of an example. Empty if the app tells none.",
-        default="train_loss",
-    )
-    evaluate: bool = key(
-        "Whether the app is asked to evaluate; false for one without "
-        "`@app.evaluate()`.",
-        default=True,
-    )
-    eval_loss: str = key(
-        "Metric of evaluation: mean loss of an example.", default="eval_loss"
-    )
-    eval_accuracy: str = key(
-        "Metric of evaluation: fraction of examples that were right.",
-        default="eval_acc",
-    )
-    settings: Mapping[str, Any] = key(
-        "Numbers, texts and flags for the record of settings. Without them it has "
-        "`server-round`, and of `[training]` `lr`, `batch-size`, and `local-steps` or "
-        "`local-epochs`; what the app makes of them is its own affair.",
-        default={},
-    )
+    Attributes:
+        arrays: Record of the model's tensors, in messages and answers.
+        config: Record of settings in messages.
+        metrics: Record of numbers in answers.
+        num_examples: Metric: examples that the numbers are of, and that a site counts
+            with.
+        train_loss: Metric of training: mean loss of an example. Empty if the app tells
+            none.
+        evaluate: Whether the app is asked to evaluate; false for one without
+            `@app.evaluate()`.
+        eval_loss: Metric of evaluation: mean loss of an example.
+        eval_accuracy: Metric of evaluation: fraction of examples that were right.
+        settings: Numbers, texts and flags for the record of settings. Without them it
+            has `server-round`, and of `[training]` `lr`, `batch-size`, and
+            `local-steps` or `local-epochs`; what the app makes of them is its own
+            affair.
+    """
+
+    arrays: str = "arrays"
+    config: str = "config"
+    metrics: str = "metrics"
+    num_examples: str = "num-examples"
+    train_loss: str = "train_loss"
+    evaluate: bool = True
+    eval_loss: str = "eval_loss"
+    eval_accuracy: str = "eval_acc"
+    settings: Mapping[str, Any] = key(default={})

@@ -19,6 +19,7 @@ from typing import Any
 
 from federation.errors import JobError
 from federation.job.job_checks import check
+from federation.job.job_keys import documented
 from federation.job.spec import PLANNED_KEYS, JobSpec
 
 MAX_JOB_FILE_BYTES = 1 << 20
@@ -245,7 +246,8 @@ def _build(cls: type, table: Any, name: str) -> Any:
             _check_range(value, field.metadata, full)
             values[key] = value
         elif _is_required(field):
-            raise JobError(f"is missing: {field.metadata['doc']}", key=full)
+            _, said = documented(cls)
+            raise JobError(f"is missing: {said.get(key)}", key=full)
     return cls(**values)
 
 
@@ -346,7 +348,7 @@ def _describe(value: Any) -> str:
 
 def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
     """Check choices and bounds that the field declares."""
-    if value is None:
+    if value is None or not metadata:
         return
     if isinstance(value, str) and value in metadata["planned"]:
         raise JobError(
@@ -366,7 +368,7 @@ def _check_range(value: Any, metadata: Mapping[str, Any], name: str) -> None:
         ("high", "at most", operator.le),
         ("below", "below", operator.lt),
     ):
-        limit = metadata[bound]
+        limit = metadata["bounds"][bound]
         if limit is not None and not holds(value, limit):
             raise JobError(f"must be {word} {limit}, not {value}", key=name)
 

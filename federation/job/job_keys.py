@@ -1,14 +1,17 @@
-"""How a key of the job file is declared: its documentation, default and range.
+"""How a key of the job file is declared: its default and its range.
 
-What reads job files and what writes the reference page take them from the fields.
+What a key does is said under ``Attributes`` in its class's docstring: what reads job
+files and what writes the reference pages take it from there.
 """
 
 import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
 from typing import Any
 
 
 def key(
-    doc: str,
     *,
     default: Any = dataclasses.MISSING,
     choices: tuple[str, ...] = (),
@@ -18,10 +21,9 @@ def key(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Declare a key of the job file.
+    """Declare a key that has a range; a field without one needs no ``key``.
 
     Args:
-        doc: What it does, with its unit, in one or two sentences.
         default: Its value when it is left out; without one it is required.
         choices: The words that it may be.
         planned: Words that will be choices and are not built yet.
@@ -30,17 +32,16 @@ def key(
         above: Value that it must exceed.
         below: Value that it must not reach.
     """
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "planned": planned,
-        "low": low,
-        "high": high,
-        "above": above,
-        "below": below,
-    }
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
+    bounds = {"low": low, "high": high, "above": above, "below": below}
+    metadata = {"choices": choices, "planned": planned, "bounds": bounds}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def documented(cls: type) -> tuple[str, Mapping[str, str]]:
+    """What a class's docstring says of the class, and of each of its attributes."""
+    whole = inspect.cleandoc(cls.__doc__ or "")
+    text, _, section = whole.partition("\nAttributes:\n")
+    found = re.findall(r"^    (\w+): (.+(?:\n {8,}.+)*)", section, re.MULTILINE)
+    return text.strip(), {name: " ".join(said.split()) for name, said in found}

@@ -18,36 +18,44 @@ _HOUR = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteSpeed:
-    """One site: its speed, its line and its prices."""
+    """One site: its speed, its line and its prices.
 
-    name: str = key("Name of the site.")
-    train_examples_per_second: float = key("While it trains.", above=0.0)
-    evaluate_examples_per_second: float = key("While it evaluates.", above=0.0)
-    down_bytes_per_second: float = key("Of the line to the site.", above=0.0)
-    up_bytes_per_second: float = key("Of the line from the site.", above=0.0)
-    latency_seconds: float = key("Of a message, one way.", default=0.0, low=0.0)
-    dollars_per_hour: float = key(
-        "Of its machines, while rounds last.", default=0.0, low=0.0
-    )
-    dollars_per_gigabyte: float = key("Of what leaves the site.", default=0.0, low=0.0)
+    Attributes:
+        name: Name of the site.
+        train_examples_per_second: While it trains.
+        evaluate_examples_per_second: While it evaluates.
+        down_bytes_per_second: Of the line to the site.
+        up_bytes_per_second: Of the line from the site.
+        latency_seconds: Of a message, one way.
+        dollars_per_hour: Of its machines, while rounds last.
+        dollars_per_gigabyte: Of what leaves the site.
+    """
+
+    name: str
+    train_examples_per_second: float = key(above=0.0)
+    evaluate_examples_per_second: float = key(above=0.0)
+    down_bytes_per_second: float = key(above=0.0)
+    up_bytes_per_second: float = key(above=0.0)
+    latency_seconds: float = key(default=0.0, low=0.0)
+    dollars_per_hour: float = key(default=0.0, low=0.0)
+    dollars_per_gigabyte: float = key(default=0.0, low=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """A speeds file."""
+    """A speeds file.
 
-    combine_seconds: float = key(
-        "What the aggregator needs after the last answer of a round.",
-        default=0.0,
-        low=0.0,
-    )
-    dollars_per_hour: float = key(
-        "Of the aggregator, while rounds last.", default=0.0, low=0.0
-    )
-    dollars_per_gigabyte: float = key(
-        "Of what leaves the aggregator.", default=0.0, low=0.0
-    )
-    sites: tuple[SiteSpeed, ...] = key("One `[[sites]]` table for each site.")
+    Attributes:
+        combine_seconds: What the aggregator needs after the last answer of a round.
+        dollars_per_hour: Of the aggregator, while rounds last.
+        dollars_per_gigabyte: Of what leaves the aggregator.
+        sites: One `[[sites]]` table for each site.
+    """
+
+    combine_seconds: float = key(default=0.0, low=0.0)
+    dollars_per_hour: float = key(default=0.0, low=0.0)
+    dollars_per_gigabyte: float = key(default=0.0, low=0.0)
+    sites: tuple[SiteSpeed, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from federation.job import (
     spec as jobs,
     storage_job,
 )
+from federation.job.job_keys import documented
 from federation.job.spec import JobSpec
 
 
@@ -458,26 +459,32 @@ def specs(cls: type[Any] = JobSpec) -> Iterator[type[Any]]:
 
 
 FIELDS = [
-    pytest.param(field, id=f"{cls.__name__}.{field.name}")
+    pytest.param(cls, field, id=f"{cls.__name__}.{field.name}")
     for cls in dict.fromkeys(specs())
     for field in dataclasses.fields(cls)
 ]
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_every_key_is_documented(field: "dataclasses.Field[Any]"):
+@pytest.mark.parametrize(("cls", "field"), FIELDS)
+def test_every_key_is_documented(cls: type[Any], field: "dataclasses.Field[Any]"):
     """In whole sentences; the reference page is made of them."""
-    assert field.metadata["doc"].strip()
-    assert field.metadata["doc"].endswith(".")
+    _, said = documented(cls)
+    assert said[field.name].endswith(".")
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_every_default_is_a_choice(field: "dataclasses.Field[Any]"):
+@pytest.mark.parametrize("cls", list(dict.fromkeys(specs())))
+def test_nothing_is_documented_that_is_no_key(cls: type[Any]):
+    _, said = documented(cls)
+    assert list(said) == [field.name for field in dataclasses.fields(cls)]
+
+
+@pytest.mark.parametrize(("cls", "field"), FIELDS)
+def test_every_default_is_a_choice(cls: type[Any], field: "dataclasses.Field[Any]"):
     """Nobody can be refused for what he did not write."""
-    choices = field.metadata["choices"]
+    choices = field.metadata.get("choices", ())
     if choices and field.default is not dataclasses.MISSING:
         assert field.default in choices
-    assert not set(choices) & set(field.metadata["planned"])
+    assert not set(choices) & set(field.metadata.get("planned", ()))
 
 
 def test_all_specs_are_found():
@@ -491,7 +498,7 @@ def test_all_specs_are_found():
 
 def test_every_table_is_documented():
     """By the docstring of its class."""
-    assert all((cls.__doc__ or "").endswith(".") for cls in specs())
+    assert all(documented(cls)[0].endswith(".") for cls in specs())
 
 
 @pytest.mark.parametrize("name", jobs.PLANNED_KEYS)
