@@ -31,7 +31,7 @@ CHUNK_VALUES = 1 << 16
 # Up to so many values BLAS works on one thread. On more it waits for all its threads
 # at every call: on busy cores that costs a hundred times the arithmetic.
 _SERIAL_VALUES = 1 << 13
-# The check for finite values reads 4 MiB at a time, as rows of 16 KiB.
+# The check for finite values reads 4 MiB at a time, in products of rows of 16 KiB.
 _CHECK_VALUES, _ROW_VALUES = 1 << 20, 1 << 12
 
 
@@ -237,23 +237,23 @@ def norm(vector_d: Vector) -> float:
 
 def is_finite(vector_d: Vector) -> bool:
     """Whether every value is a finite number, looked at chunk by chunk."""
-    # A sum is finite unless a value is not, or finite values overflow; only then is
-    # the slower exact test needed.
+    # A product's sum is finite unless a value is not, or finite values overflow; only
+    # then is the slower exact test needed.
     with np.errstate(over="ignore", invalid="ignore"):
         for piece in chunks(vector_d.size, _CHECK_VALUES):
             part = vector_d[piece]
-            total = np.add.reduce(_column_sums(part))
-            if not math.isfinite(total) and not np.isfinite(part).all():
+            if not math.isfinite(_product(part)) and not np.isfinite(part).all():
                 return False
             give_back(part)
     return True
 
 
-def _column_sums(part_c: Vector) -> Vector:
-    """Fewer values with the same sum, as far as there are enough to gain by it."""
-    # Whole rows added to one that stays in the cache: NumPy reads memory nearly twice
-    # as fast as in a sum over one axis, whose order it has to keep for accuracy.
+def _product(part_c: Vector) -> float:
+    """Sum of products, or plain sum, in which every value takes part."""
+    if part_c.size <= _SERIAL_VALUES:
+        return float(np.vecdot(part_c, part_c))
     if part_c.size % _CHECK_VALUES:
-        return part_c
-    sums: Vector = np.add.reduce(part_c.reshape(-1, _ROW_VALUES))
-    return sums
+        return float(np.add.reduce(part_c))
+    # A core reads two places of memory at once much faster than one.
+    first, second = part_c.reshape(2, -1, _ROW_VALUES)
+    return float(np.add.reduce(np.vecdot(first, second)))

@@ -1,7 +1,7 @@
 """What the header and the payload of each kind of message hold, for ``wire``.
 
-Writing and reading are driven by the same tables, and both check: the encoder has
-what it wrote read again. The frame around it and the spelling of the header are in
+Writing and reading are driven by the same tables, and both check by the same rules.
+The frame around it and the spelling of the header are in
 ``wire``, which is the module to import.
 
 Shape suffixes: d float values of the model, m integer values of the model, h words
@@ -21,7 +21,6 @@ from federation.errors import WireError
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
-    MetricSums,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -71,48 +70,52 @@ _TYPES: Mapping[Kind, Callable[..., WireMessage]] = {
 }
 
 
+_Form = Callable[[Any, str], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """How a field of the header is read under its name, and how it is spelt.
+    """How a field of the header is read and spelt; both check it.
 
     Attributes:
-        read: Takes it from a header.
-        write: Spells it; None for what is spelt as it is.
+        read: Takes what the header says, and the name of the field.
+        write: Takes the field's value, and its name.
     """
 
-    read: Callable[[Fields, str], Any]
-    write: Callable[[Any], Any] | None = None
+    read: _Form
+    write: _Form
+
+
+def _as_is(check: _Form) -> _Value:
+    return _Value(check, check)
 
 
 def _word(words: Any) -> _Value:
-    return _Value(lambda fields, name: wire_values.read_word(fields, name, words), str)
+    return _Value(
+        lambda value, name: wire_values.read_word(value, name, words),
+        lambda value, name: wire_values.read_word(value, name, words).value,
+    )
 
 
-def _sums(read: Callable[[object], MetricSums | None]) -> _Value:
-    return _Value(lambda fields, name: read(fields[name]), wire_values.write_sums)
+def _or_none(value: _Value) -> _Value:
+    read, write = value.read, value.write
+    return _Value(
+        lambda value, name: None if value is None else read(value, name),
+        lambda value, name: None if value is None else write(value, name),
+    )
 
 
-_COUNT = _Value(wire_values.read_count)
-_FLAG = _Value(wire_values.read_flag)
-_NAME = _Value(wire_values.read_name)
-_DIGEST = _Value(lambda fields, _: wire_values.read_digest(fields))
-_PHASES = _Value(
-    lambda fields, _: wire_values.read_phases(fields), wire_values.write_phases
-)
-_SPENT = _Value(
-    lambda fields, name: wire_values.read_spent(fields[name]), wire_values.write_spent
-)
-_ANCHOR = _Value(
-    lambda fields, name: wire_values.read_anchor(fields[name]), wire_values.write_anchor
-)
-_SUMS_OR_NONE = _sums(wire_values.read_sums_or_none)
+_COUNT = _as_is(wire_values.count)
+_FLAG = _as_is(wire_values.flag)
+_NAME = _as_is(wire_values.name_of)
+_DIGEST = _as_is(wire_values.digest)
+_PHASES = _Value(wire_values.read_phases, wire_values.write_phases)
+_SPENT = _or_none(_Value(wire_values.read_spent, wire_values.write_spent))
+_ANCHOR = _Value(wire_values.read_anchor, wire_values.write_anchor)
+_SUMS = _Value(wire_values.read_sums, wire_values.write_sums)
+_SUMS_OR_NONE = _or_none(_SUMS)
 # A failure must not get lost for its text, which often is a library's.
-_TEXT = _Value(
-    lambda fields, name: wire_values.read_text(
-        fields, name, wire_values.MAX_TEXT_CHARS
-    ),
-    wire_values.one_line,
-)
+_TEXT = _Value(wire_values.text, lambda value, _: wire_values.one_line(value))
 
 # Fields of the dataclasses that stand in the header under their own names, in order.
 _ABOUT = {"run_id": _NAME, "round_index": _COUNT, "site": _NAME}
@@ -139,7 +142,7 @@ _PLAIN: Mapping[Kind, Mapping[str, _Value]] = {
         **_MODEL,
     },
     Kind.EVALUATION: {
-        "evaluation": _sums(wire_values.read_sums),
+        "evaluation": _SUMS,
         "phases": _PHASES,
         "spent": _SPENT,
         **_MODEL,
@@ -229,19 +232,19 @@ def sections(message: WireMessage) -> list[NDArray[Any]]:
 
 
 def write(message: WireMessage) -> tuple[Kind, Fields]:
-    """Kind and header of a message, checked by the very rules of ``read``.
+    """Kind and header of a message, checked by the rules of ``read``.
 
     Raises:
         WireError: A field is out of range.
     """
     kind = _KINDS[type(message)]
-    fields: Fields = {}
-    for name, form in _FIELDS[kind].items():
-        value = getattr(message, name)
-        fields[name] = value if form.write is None else form.write(value)
+    fields: Fields = {
+        name: form.write(getattr(message, name), name)
+        for name, form in _FIELDS[kind].items()
+    }
     for section in _SECTIONS[kind]:
-        fields[section.size] = len(getattr(message, section.field))
-    read(kind, fields, None)
+        size = len(getattr(message, section.field))
+        fields[section.size] = wire_values.count(size, section.size, section.maximum)
     return kind, fields
 
 
@@ -259,34 +262,33 @@ _MEMBERS = {
 }
 
 
-def read(kind: Kind, fields: object, payload: memoryview | None) -> WireMessage:
+def read(kind: Kind, fields: object, payload: memoryview) -> WireMessage:
     """Make a message of its header and payload.
 
     Args:
         kind: Its kind.
         fields: Its header; of any content.
-        payload: Its payload, of which vectors are views; None while the encoder
-            has its own fields checked.
+        payload: Its payload, of which vectors are views.
 
     Raises:
         WireError: They are not exactly those of one message.
     """
     members = wire_values.check_members(fields, _MEMBERS[kind])
     parts = _read_sections(kind, members, payload)
-    named = {name: form.read(members, name) for name, form in _FIELDS[kind].items()}
+    named = {
+        name: form.read(members[name], name) for name, form in _FIELDS[kind].items()
+    }
     message: WireMessage = _TYPES[kind](**named, **parts)
     return message
 
 
-def _read_sections(kind: Kind, fields: Fields, payload: memoryview | None) -> Fields:
+def _read_sections(kind: Kind, fields: Fields, payload: memoryview) -> Fields:
     """Values of the payload by the names of their fields."""
     parts = _SECTIONS[kind]
     sizes = [
-        wire_values.read_count(fields, s.size, s.maximum) * s.dtype.itemsize
+        wire_values.count(fields[s.size], s.size, s.maximum) * s.dtype.itemsize
         for s in parts
     ]
-    if payload is None:
-        return dict.fromkeys(s.field for s in parts)
     if len(payload) != sum(sizes):
         raise WireError(
             f"the payload has {len(payload)} bytes where the header says {sum(sizes)}"

@@ -48,7 +48,7 @@ def one_line(text: str) -> str:
     return flat[: MAX_TEXT_CHARS - 3] + "..."
 
 
-# Reading.
+# Both directions: a value that is spelt as it is, checked.
 
 _SUMS = frozenset({"count", "loss_sum", "correct"})
 _PHASE = frozenset({"name", "start_seconds", "seconds"})
@@ -63,26 +63,23 @@ def check_members(value: object, names: frozenset[str]) -> Fields:
     return value
 
 
-def read_count(fields: Fields, name: str, maximum: int = MAX_COUNT) -> int:
-    """Read a whole number from 0 to a maximum."""
-    value = fields[name]
+def count(value: object, name: str, maximum: int = MAX_COUNT) -> int:
+    """Check a whole number from 0 to a maximum."""
     # A bool is an int to isinstance, and no count.
     if type(value) is not int or not 0 <= value <= maximum:
         raise WireError(f"{name} is {value!r:.80}, not a count of 0 to {maximum}")
     return value
 
 
-def read_flag(fields: Fields, name: str) -> bool:
-    """Read true or false."""
-    value = fields[name]
+def flag(value: object, name: str) -> bool:
+    """Check true or false."""
     if type(value) is not bool:
         raise WireError(f"{name} is {value!r:.80}, not true or false")
     return value
 
 
-def read_text(fields: Fields, name: str, max_chars: int) -> str:
-    """Read one line of text without unprintable characters."""
-    value = fields[name]
+def text(value: object, name: str, max_chars: int = MAX_TEXT_CHARS) -> str:
+    """Check one line of text without unprintable characters."""
     if type(value) is not str or len(value) > max_chars or _UNSAFE.search(value):
         raise WireError(
             f"{name} is {value!r:.80}, not one line of at most {max_chars} characters"
@@ -90,9 +87,8 @@ def read_text(fields: Fields, name: str, max_chars: int) -> str:
     return value
 
 
-def read_name(fields: Fields, name: str) -> str:
-    """Read the name of a run or of a site."""
-    value = fields[name]
+def name_of(value: object, name: str) -> str:
+    """Check the name of a run or of a site."""
     if type(value) is not str:
         raise WireError(f"{name} is {value!r:.80}, not text")
     try:
@@ -101,27 +97,44 @@ def read_name(fields: Fields, name: str) -> str:
         raise WireError(f"{name}: {error}") from error
 
 
-def read_digest(fields: Fields) -> str:
-    """Read the digest of a layout."""
-    value = fields["layout_digest"]
+def digest(value: object, name: str) -> str:
+    """Check the digest of a layout."""
     if type(value) is not str or not _DIGEST.fullmatch(value):
-        raise WireError(f"layout_digest is {value!r:.80}, not 64 hexadecimal digits")
+        raise WireError(f"{name} is {value!r:.80}, not 64 hexadecimal digits")
     return value
 
 
-def read_word(fields: Fields, name: str, words: type[_Word]) -> _Word:
+def _duration(seconds: float, name: str) -> float:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise WireError(f"{name} is {seconds} s, not a finite time of at least 0 s")
+    return seconds
+
+
+def _epsilon(epsilon: float, name: str) -> float:
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise WireError(f"{name} is {epsilon}, not finite and at least 0")
+    return epsilon
+
+
+def _delta(delta: float, name: str) -> float:
+    if not 0 < delta < 1:
+        raise WireError(f"{name} is {delta}, not between 0 and 1")
+    return delta
+
+
+# Reading.
+
+
+def read_word(value: Any, name: str, words: type[_Word]) -> _Word:
     """Read one word of an enumeration."""
-    value = fields[name]
-    if type(value) is str:
-        for word in words:
-            if word == value:
-                return word
-    allowed = [str(word) for word in words]
-    raise WireError(f"{name} is {value!r:.80}, not one of {allowed}")
+    try:
+        return words(value)
+    except ValueError as error:
+        allowed = [str(word) for word in words]
+        raise WireError(f"{name} is {value!r:.80}, not one of {allowed}") from error
 
 
-def _float(fields: Fields, name: str) -> float:
-    value = fields[name]
+def _float(value: Any, name: str) -> float:
     try:
         number = float.fromhex(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -131,73 +144,53 @@ def _float(fields: Fields, name: str) -> float:
     return number
 
 
-def _duration(fields: Fields, name: str) -> float:
-    seconds = _float(fields, name)
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise WireError(f"{name} is {seconds} s, not a finite time of at least 0 s")
-    return seconds
-
-
-def read_sums(value: object) -> MetricSums:
+def read_sums(value: object, _name: str) -> MetricSums:
     """Read sums over examples."""
     fields = check_members(value, _SUMS)
     return MetricSums(
-        count=read_count(fields, "count"),
-        loss_sum=_float(fields, "loss_sum"),
-        correct=read_count(fields, "correct"),
+        count=count(fields["count"], "count"),
+        loss_sum=_float(fields["loss_sum"], "loss_sum"),
+        correct=count(fields["correct"], "correct"),
     )
 
 
-def read_sums_or_none(value: object) -> MetricSums | None:
-    """Read sums over examples, or null."""
-    return None if value is None else read_sums(value)
-
-
-def read_spent(value: object) -> PrivacySpent | None:
-    """Read what a privacy ledger says, or null."""
-    if value is None:
-        return None
+def read_spent(value: object, _name: str) -> PrivacySpent:
+    """Read what a privacy ledger says."""
     fields = check_members(value, _SPENT)
-    delta = _float(fields, "delta")
-    if not 0 < delta < 1:
-        raise WireError(f"delta is {delta}, not between 0 and 1")
     held_out = fields["held_out_epsilon"]
     return PrivacySpent(
-        epsilon=_epsilon(fields, "epsilon"),
-        delta=delta,
+        delta=_delta(_float(fields["delta"], "delta"), "delta"),
+        epsilon=_epsilon(_float(fields["epsilon"], "epsilon"), "epsilon"),
         held_out_epsilon=(
-            None if held_out is None else _epsilon(fields, "held_out_epsilon")
+            None
+            if held_out is None
+            else _epsilon(_float(held_out, "held_out_epsilon"), "held_out_epsilon")
         ),
-        anchor=read_anchor(fields["anchor"]),
+        anchor=read_anchor(fields["anchor"], "anchor"),
     )
 
 
-def read_anchor(value: object) -> LedgerAnchor:
+def read_anchor(value: object, _name: str) -> LedgerAnchor:
     """Read how many charges a privacy ledger holds."""
     fields = check_members(value, _ANCHOR)
     return LedgerAnchor(
-        train=read_count(fields, "train"), evaluate=read_count(fields, "evaluate")
+        train=count(fields["train"], "train"),
+        evaluate=count(fields["evaluate"], "evaluate"),
     )
 
 
-def _epsilon(fields: Fields, name: str) -> float:
-    epsilon = _float(fields, name)
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise WireError(f"{name} is {epsilon}, not finite and at least 0")
-    return epsilon
-
-
-def read_phases(fields: Fields) -> tuple[Phase, ...]:
+def read_phases(value: object, name: str) -> tuple[Phase, ...]:
     """Read the phases of a site's work."""
-    value = fields["phases"]
     if not isinstance(value, list) or len(value) > MAX_PHASES:
-        raise WireError(f"phases is not a list of at most {MAX_PHASES}")
+        raise WireError(f"{name} is not a list of at most {MAX_PHASES}")
     phases = [check_members(item, _PHASE) for item in value]
     return tuple(
         Phase(
-            name=read_text(phase, "name", MAX_PHASE_NAME_CHARS),
-            start_seconds=_duration(phase, "start_seconds"),
-            seconds=_duration(phase, "seconds"),
+            name=text(phase["name"], "name", MAX_PHASE_NAME_CHARS),
+            start_seconds=_duration(
+                _float(phase["start_seconds"], "start_seconds"), "start_seconds"
+            ),
+            seconds=_duration(_float(phase["seconds"], "seconds"), "seconds"),
         )
         for phase in phases
     )
@@ -206,39 +199,49 @@ def read_phases(fields: Fields) -> tuple[Phase, ...]:
 # Writing.
 
 
-def write_sums(sums: MetricSums | None) -> Fields | None:
-    """Spell sums over examples, or null."""
-    if sums is None:
-        return None
-    loss_sum = float(sums.loss_sum).hex()
-    return {"count": sums.count, "loss_sum": loss_sum, "correct": sums.correct}
-
-
-def write_spent(spent: PrivacySpent | None) -> Fields | None:
-    """Spell what a privacy ledger says, or null."""
-    if spent is None:
-        return None
-    held_out = spent.held_out_epsilon
+def write_sums(sums: MetricSums, _name: str) -> Fields:
+    """Spell sums over examples."""
     return {
-        "epsilon": float(spent.epsilon).hex(),
-        "delta": float(spent.delta).hex(),
-        "held_out_epsilon": None if held_out is None else float(held_out).hex(),
-        "anchor": write_anchor(spent.anchor),
+        "count": count(sums.count, "count"),
+        "loss_sum": float(sums.loss_sum).hex(),
+        "correct": count(sums.correct, "correct"),
     }
 
 
-def write_anchor(anchor: LedgerAnchor) -> Fields:
+def write_spent(spent: PrivacySpent, _name: str) -> Fields:
+    """Spell what a privacy ledger says."""
+    held_out = spent.held_out_epsilon
+    return {
+        "epsilon": _epsilon(float(spent.epsilon), "epsilon").hex(),
+        "delta": _delta(float(spent.delta), "delta").hex(),
+        "held_out_epsilon": (
+            None
+            if held_out is None
+            else _epsilon(float(held_out), "held_out_epsilon").hex()
+        ),
+        "anchor": write_anchor(spent.anchor, "anchor"),
+    }
+
+
+def write_anchor(anchor: LedgerAnchor, _name: str) -> Fields:
     """Spell how many charges a privacy ledger holds."""
-    return {"train": anchor.train, "evaluate": anchor.evaluate}
+    return {
+        "train": count(anchor.train, "train"),
+        "evaluate": count(anchor.evaluate, "evaluate"),
+    }
 
 
-def write_phases(phases: tuple[Phase, ...]) -> list[Fields]:
+def write_phases(phases: tuple[Phase, ...], name: str) -> list[Fields]:
     """Spell the phases of a site's work."""
+    if len(phases) > MAX_PHASES:
+        raise WireError(f"{name} is not a list of at most {MAX_PHASES}")
     return [
         {
-            "name": phase.name,
-            "start_seconds": float(phase.start_seconds).hex(),
-            "seconds": float(phase.seconds).hex(),
+            "name": text(phase.name, "name", MAX_PHASE_NAME_CHARS),
+            "start_seconds": _duration(
+                float(phase.start_seconds), "start_seconds"
+            ).hex(),
+            "seconds": _duration(float(phase.seconds), "seconds").hex(),
         }
         for phase in phases
     ]

@@ -13,6 +13,7 @@ import pytest
 from federation.errors import WireError
 from federation.messages import (
     FailureKind,
+    LedgerAnchor,
     MaskedUpdate,
     MetricSums,
     Phase,
@@ -275,6 +276,57 @@ def test_encoder_refuses_what_the_decoder_would(fields: dict[str, Any]):
     message = replace(FAILURE, **fields)
     for write in (wire.encode, wire.encode_bytes, wire.encoded_size):
         with pytest.raises(WireError):
+            write(message)
+
+
+def _phases(**fields: Any) -> dict[str, Any]:
+    phase = {"name": "train", "start_seconds": 0.0, "seconds": 1.0} | fields
+    return {"phases": (Phase(**phase),)}
+
+
+def _spent(**fields: Any) -> dict[str, Any]:
+    spent = {"epsilon": 1.0, "delta": 1e-5, "held_out_epsilon": None} | fields
+    return {"spent": PrivacySpent(**spent)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"layout_digest": "AB" * 32}, "layout_digest"),
+        ({"num_steps": 2**53}, "num_steps"),
+        ({"training": replace(SUMS, count=-1)}, "count is -1"),
+        ({"evaluation": replace(SUMS, correct=2.0)}, "correct is 2.0"),
+        ({"phases": (Phase(name="a", start_seconds=0, seconds=0),) * 65}, "at most 64"),
+        (_phases(name="two\nlines"), "name"),
+        (_phases(name="x" * 65), "name"),
+        (_phases(start_seconds=-1.0), "start_seconds is -1.0"),
+        (_phases(seconds=math.nan), "seconds is nan"),
+        (_spent(epsilon=math.inf), "epsilon is inf"),
+        (_spent(held_out_epsilon=-1.0), "held_out_epsilon is -1.0"),
+        (_spent(delta=0.0), "delta is 0.0"),
+        (_spent(anchor=LedgerAnchor(train=-1)), "train is -1"),
+        (_spent(anchor=LedgerAnchor(evaluate=2**53)), "evaluate is"),
+    ],
+)
+def test_encoder_checks_each_value_of_an_update(fields: dict[str, Any], match: str):
+    """What no decoder would take is refused where it is written."""
+    for write in (wire.encode, wire.encode_bytes, wire.encoded_size):
+        with pytest.raises(WireError, match=match):
+            write(replace(UPDATE, **fields))
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (replace(TASK, kind="teach"), "kind is 'teach'"),
+        (replace(TASK, evaluate=1), "evaluate is 1"),
+        (replace(SECURE_TASK, step="sum"), "step is 'sum'"),
+    ],
+)
+def test_encoder_checks_each_word(message: wire.WireMessage, match: str):
+    """Words and flags are those of the format."""
+    for write in (wire.encode, wire.encode_bytes, wire.encoded_size):
+        with pytest.raises(WireError, match=match):
             write(message)
 
 
