@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from clients.user_code import unable_to_exit
-from deploy.cli.arguments import Verbs, load_job
+from deploy.cli.arguments import load_job
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED, INCONCLUSIVE
 from federation.errors import RunConflict, StoreUnavailable
@@ -23,43 +23,6 @@ if TYPE_CHECKING:
 ROOT = Path("audits")
 
 _Number = TypeVar("_Number", int, float)
-
-
-def add_verb(
-    verbs: Verbs, job: argparse.ArgumentParser, common: argparse.ArgumentParser
-) -> None:
-    """Add the verb to those of the command line."""
-    audit = verbs.add_parser(
-        "audit",
-        parents=[job, common],
-        help="attack a job's training and hold the result against its epsilon",
-    )
-    audit.add_argument(
-        "--site",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="audit this site alone; several times for several (default: all)",
-    )
-    audit.add_argument(
-        "--canaries",
-        type=int,
-        metavar="M",
-        help="records made to be found, at each site (default: 5000)",
-    )
-    audit.add_argument(
-        "--confidence",
-        type=float,
-        metavar="P",
-        help="of the verdict and of the lower bound on epsilon (default: 0.95)",
-    )
-    audit.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="new folder for audit.json and audit.html (default: audits/NAME/TIME)",
-    )
-    audit.set_defaults(verb=_audit)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -179,3 +142,8 @@ def _progress() -> Iterator[Callable[["Event"], None]]:
 def _step(rounds: int) -> int:
     """About ten lines for a run."""
     return max(1, rounds // 10)
+
+
+VERBS = {
+    "audit": _audit,
+}

@@ -22,16 +22,9 @@ from deploy.cli import (
     storage_verb,
     tool_verbs,
 )
-from deploy.cli.arguments import (
-    Parser,
-    Verbs,
-    add_root,
-    common_arguments,
-    job_arguments,
-    load_job,
-    named_path,
-)
+from deploy.cli.arguments import load_job
 from deploy.cli.terminal import complain, console, say, say_json, say_table, tell
+from deploy.cli.verb_table import Parser, parser_of
 from deploy.exit_codes import DONE, FAILED, STOPPED
 from privacy import own_folder
 
@@ -67,62 +60,6 @@ def _forget_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="crossfed",
-        description="Train one model across clouds without moving data.",
-    )
-    common, job = common_arguments(), job_arguments()
-    verbs: Verbs = parser.add_subparsers(required=True, metavar="VERB")
-
-    simulate_verb.add_verb(verbs, job, common)
-    check = verbs.add_parser(
-        "check-job",
-        parents=[job, common],
-        help="check a job, show who gets what, and predict bytes, time and cost",
-    )
-    check.add_argument(
-        "--speeds",
-        type=named_path,
-        metavar="FILE",
-        help="stated speeds and prices of sites and lines, for time and cost",
-    )
-    check.set_defaults(verb=_check_job)
-
-    report = verbs.add_parser(
-        "report",
-        parents=[common],
-        help="write a run's report.html again, or hold runs against each other",
-    )
-    report.add_argument(
-        "run",
-        nargs="+",
-        metavar="RUN",
-        help="folder, run id or job name; several are held against each other",
-    )
-    report.add_argument(
-        "--out",
-        type=named_path,
-        metavar="FILE",
-        help="where to write it (in the run; comparison.html for several runs)",
-    )
-    report.set_defaults(verb=_report)
-
-    runs = verbs.add_parser("runs", parents=[common], help="list the runs")
-    runs.set_defaults(verb=_runs)
-    for verb in (report, runs):
-        add_root(verb)
-    audit_verb.add_verb(verbs, job, common)
-    data_verb.add_verb(verbs, common)
-    service_verbs.add_verbs(verbs, common)
-    enrolment_verbs.add_verbs(verbs, common)
-    run_verbs.add_verbs(verbs, job, common)
-    tool_verbs.add_verbs(verbs, common)
-    model_verbs.add_verbs(verbs, common)
-    storage_verb.add_verb(verbs, common)
-    return parser
 
 
 def _check_job(options: argparse.Namespace) -> int:
@@ -217,3 +154,23 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
         "" if accuracy is None else f"{accuracy:.1%}",
         row["folder"],
     )
+
+
+_MODULES = (
+    audit_verb,
+    data_verb,
+    enrolment_verbs,
+    model_verbs,
+    run_verbs,
+    service_verbs,
+    simulate_verb,
+    storage_verb,
+    tool_verbs,
+)
+
+
+def _parser() -> Parser:
+    does = {"check-job": _check_job, "report": _report, "runs": _runs}
+    for module in _MODULES:
+        does |= module.VERBS
+    return parser_of(does)

@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from deploy.cli.arguments import Verbs, add_root
-from deploy.cli.store_arguments import (
-    KEY_WORDS,
-    add_cloud_key,
-    add_key,
-    add_service,
-    key,
-    service,
-)
+from deploy.cli.store_arguments import key, service
 from deploy.cli.terminal import say, say_json
 from deploy.exit_codes import DONE
 from federation.errors import JobError
@@ -24,90 +16,6 @@ if TYPE_CHECKING:
 
 
 _MIB = 1024 * 1024
-
-
-def add_verb(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    """Add the verb to those of the command line."""
-    data = verbs.add_parser("data", help="put datasets into object storage")
-    inner = data.add_subparsers(required=True, metavar="VERB")
-    _add_shard(inner, common)
-    _add_info(inner, common)
-    _add_balance(inner, common)
-
-
-def _add_shard(inner: Verbs, common: argparse.ArgumentParser) -> None:
-    shard = inner.add_parser(
-        "shard",
-        parents=[common],
-        help="write a dataset as shards; again after a kill, it goes on",
-    )
-    shard.add_argument(
-        "source", metavar="SOURCE", help="module:function, as in a job, or a URL"
-    )
-    shard.add_argument("url", metavar="URL", help="where to: file://, s3:// or gs://")
-    shard.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the source, for example seed=1",
-    )
-    shard.add_argument("--name", help="name of the dataset (SOURCE)")
-    shard.add_argument(
-        "--format",
-        choices=("tar", "parquet"),
-        default="tar",
-        help="WebDataset's tar files (default), or Parquet for tables",
-    )
-    shard.add_argument(
-        "--shard-size",
-        type=float,
-        default=32.0,
-        metavar="MIB",
-        help="size of a shard (32), about",
-    )
-    shard.add_argument(
-        "--workers", type=int, default=4, help="shards made and sent at once (4)"
-    )
-    shard.add_argument(
-        "--replace",
-        action="store_true",
-        help="replace another version and delete its shards",
-    )
-    add_cloud_key(shard)
-    add_service(shard)
-    add_key(shard, f"encrypt it here with {KEY_WORDS}")
-    shard.set_defaults(verb=_shard)
-
-
-def _add_info(inner: Verbs, common: argparse.ArgumentParser) -> None:
-    info = inner.add_parser(
-        "info",
-        parents=[common],
-        help="show size, classes and shards of a dataset",
-    )
-    info.add_argument("url", metavar="URL", help="what data shard wrote to")
-    info.add_argument(
-        "--verify",
-        action="store_true",
-        help="read everything and hold it against the index",
-    )
-    add_service(info)
-    add_key(info, f"of an encrypted dataset: {KEY_WORDS}")
-    info.set_defaults(verb=_info)
-
-
-def _add_balance(inner: Verbs, common: argparse.ArgumentParser) -> None:
-    balance = inner.add_parser(
-        "balance",
-        parents=[common],
-        help="show how evenly a run's sites were loaded, and the shares that are even",
-    )
-    balance.add_argument(
-        "run", metavar="RUN", help="folder, run id or job name; it measured the speeds"
-    )
-    add_root(balance)
-    balance.set_defaults(verb=_balance)
 
 
 def _shard(options: argparse.Namespace) -> int:
@@ -243,3 +151,10 @@ def _print(found: Mapping[str, Any], options: argparse.Namespace) -> None:
                 f"           shares of classes differ from shard to shard by up to "
                 f"{part['class_imbalance']:.1%}"
             )
+
+
+VERBS = {
+    "data shard": _shard,
+    "data info": _info,
+    "data balance": _balance,
+}

@@ -6,14 +6,11 @@ Arguments in and text out; the work is in ``enrolment_site`` and ``enrolment_ope
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.cli.arguments import Verbs
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE
 from federation.clock import SystemClock
@@ -24,108 +21,12 @@ if TYPE_CHECKING:
     from deploy.site_host.enrol import SiteEnrolled
 
 _STANDARD_INPUT = "-"
-_MOST_MINUTES = 7 * 24 * 60
-_MINUTES_DIGITS = 5
-
 # What the time of a row of ``crossfed aggregator sites`` means.
 _WHEN = {
     "invited": "the token holds until",
     "enrolled": "the certificate holds until",
     "revoked": "since",
 }
-
-
-def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    """Add ``enroll`` to the verbs of the command line."""
-    enroll = verbs.add_parser(
-        "enroll",
-        parents=[common],
-        help="make this machine a site of a federation, or renew its certificate",
-    )
-    what = enroll.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "token",
-        nargs="?",
-        metavar="TOKEN",
-        help="what the aggregator's operator has handed over; - for standard input",
-    )
-    what.add_argument(
-        "--renew", action="store_true", help="replace the certificate by a new one"
-    )
-    what.add_argument(
-        "--roster",
-        action="store_true",
-        help="show what the aggregator's newest roster changes",
-    )
-    enroll.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="folder of the site (the current one)",
-    )
-    enroll.add_argument(
-        "--organisation",
-        metavar="ORG",
-        help="who answers for the site (its name)",
-    )
-    enroll.add_argument(
-        "--accept",
-        metavar="DIGEST",
-        help="with --roster: trust the roster with this digest, which you compared",
-    )
-    enroll.set_defaults(verb=_enroll)
-
-
-def add_aggregator_verbs(
-    inner: Verbs, parents: Sequence[argparse.ArgumentParser]
-) -> None:
-    """Add ``invite``, ``revoke`` and ``sites`` to those of ``crossfed aggregator``.
-
-    Args:
-        inner: The parser's subparsers.
-        parents: Options of every verb, and ``--config``.
-    """
-    invite = inner.add_parser(
-        "invite",
-        parents=parents,
-        help="make a token with which one site can enrol, once",
-    )
-    invite.add_argument("site", metavar="SITE", help="name of the site")
-    invite.add_argument(
-        "--address",
-        metavar="HOST:PORT",
-        help="where the site finds the aggregator (first of hosts, port of listen)",
-    )
-    invite.add_argument(
-        "--minutes",
-        type=_minutes,
-        default=60,
-        metavar="N",
-        help="how long the token holds (60)",
-    )
-    invite.set_defaults(verb=_invite)
-
-    revoke = inner.add_parser("revoke", parents=parents, help="shut a site out at once")
-    revoke.add_argument("site", metavar="SITE", help="name of the site")
-    revoke.set_defaults(verb=_revoke)
-
-    sites = inner.add_parser(
-        "sites",
-        parents=parents,
-        help="list sites that are invited, enrolled or revoked",
-    )
-    sites.set_defaults(verb=_sites)
-
-
-def _minutes(text: str) -> int:
-    # The length first: Python refuses to read a number of thousands of digits.
-    minutes = int(text) if text.isdecimal() and len(text) <= _MINUTES_DIGITS else 0
-    if not 1 <= minutes <= _MOST_MINUTES:
-        raise argparse.ArgumentTypeError(
-            f"a token holds 1 to {_MOST_MINUTES} minutes (7 days)"
-        )
-    return minutes
 
 
 def _enroll(options: argparse.Namespace) -> int:
@@ -294,3 +195,11 @@ def _day(seconds: float) -> str:
 
 def _minute(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+VERBS = {
+    "aggregator invite": _invite,
+    "aggregator revoke": _revoke,
+    "aggregator sites": _sites,
+    "enroll": _enroll,
+}

@@ -11,15 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from deploy.cli.arguments import Verbs, add_root
-from deploy.cli.store_arguments import (
-    KEY_WORDS,
-    add_cloud_key,
-    add_key,
-    add_service,
-    key,
-    service,
-)
+from deploy.cli.store_arguments import key, service
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
 from federation.errors import JobError
@@ -27,49 +19,6 @@ from federation.errors import JobError
 if TYPE_CHECKING:
     from cloud_adapters.urls import StoreOptions
     from federation.protocols import ObjectStore
-
-
-def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    """Add the verbs to those of the command line."""
-    export = verbs.add_parser(
-        "export",
-        parents=[common],
-        help="write a run's model, its card and its job into a store",
-    )
-    export.add_argument("run", metavar="RUN", help="folder, run id or job name")
-    export.add_argument(
-        "--to",
-        required=True,
-        metavar="URL",
-        help="where to: file://FOLDER, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX",
-    )
-    export.add_argument(
-        "--overwrite", action="store_true", help="replace another export there"
-    )
-    add_service(export)
-    add_cloud_key(export)
-    add_key(export, f"encrypt it with {KEY_WORDS} (in clear)")
-    add_root(export)
-    export.set_defaults(verb=_export)
-
-    checkpoints = verbs.add_parser(
-        "checkpoints",
-        parents=[common],
-        help="list the checkpoints of a run, verify them, or remove old ones",
-    )
-    checkpoints.add_argument(
-        "run", metavar="RUN", help="folder, run id, job name, or URL of a run's place"
-    )
-    checkpoints.add_argument(
-        "--verify", action="store_true", help="read every byte and compare digests"
-    )
-    checkpoints.add_argument(
-        "--prune", type=_count, metavar="N", help="keep the newest N, remove the others"
-    )
-    add_service(checkpoints)
-    add_key(checkpoints, "key of an encrypted run that a URL names")
-    add_root(checkpoints)
-    checkpoints.set_defaults(verb=_checkpoints)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -92,13 +41,6 @@ def _export(options: argparse.Namespace) -> int:
         for name, digest in done.sha256.items():
             say(f"{digest}  {name}")
     return DONE
-
-
-def _count(text: str) -> int:
-    """A number of checkpoints: none at all would leave a run that cannot go on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
-    return int(text)
 
 
 def _checkpoints(options: argparse.Namespace) -> int:
@@ -149,3 +91,9 @@ def _opened(
         yield store
     finally:
         store.close()
+
+
+VERBS = {
+    "export": _export,
+    "checkpoints": _checkpoints,
+}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy import exit_codes
-from deploy.cli.arguments import Verbs, load_job
+from deploy.cli.arguments import load_job
 from deploy.cli.run_progress import run_progress
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE
@@ -25,48 +25,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.2
 START_LOOK_SECONDS = 0.5  # Of all runs that were handed over.
 PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
-
-
-def add_verbs(
-    verbs: Verbs, job: argparse.ArgumentParser, common: argparse.ArgumentParser
-) -> None:
-    """Add the verbs to those of the command line."""
-    place = argparse.ArgumentParser(add_help=False)
-    place.add_argument(
-        "--aggregator",
-        type=Path,
-        default=Path("aggregator.toml"),
-        metavar="FILE",
-        help="the aggregator's configuration (aggregator.toml)",
-    )
-    run = verbs.add_parser(
-        "run",
-        parents=[job, common, place],
-        help="hand a job to the aggregator of this host, and watch it",
-    )
-    run.add_argument(
-        "--detach", action="store_true", help="do not wait for the run to end"
-    )
-    run.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the job's newest run, which ended before its last round",
-    )
-    run.set_defaults(verb=_run)
-    ps = verbs.add_parser(
-        "ps",
-        parents=[common, place],
-        help="list the runs that the aggregator was handed",
-    )
-    ps.set_defaults(verb=_ps)
-    for name, verb, text in (
-        ("watch", _watch, "watch a run"),
-        ("stop", _stop, "end a run after the round that it is in"),
-        ("logs", _logs, "print a run's events as they come"),
-    ):
-        parser = verbs.add_parser(name, parents=[common, place], help=text)
-        parser.add_argument("run", metavar="RUN", help="run id or job name")
-        parser.set_defaults(verb=verb)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -305,3 +263,12 @@ def _config(options: argparse.Namespace) -> "AggregatorConfig":
             "with --aggregator, on the aggregator's host"
         )
     return aggregator_file.load(options.aggregator)
+
+
+VERBS = {
+    "run": _run,
+    "ps": _ps,
+    "watch": _watch,
+    "stop": _stop,
+    "logs": _logs,
+}

@@ -4,10 +4,7 @@ import argparse
 import json
 import os
 import threading
-from pathlib import Path
 
-from deploy.cli import enrolment_verbs
-from deploy.cli.arguments import Verbs
 from deploy.cli.terminal import interrupts, say_json, tell
 from deploy.exit_codes import DONE
 from federation.clock import SystemClock
@@ -18,77 +15,6 @@ listen = "{listen}"
 hosts = {hosts}
 proxy = {proxy}
 """
-
-
-def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    """Add ``aggregator`` and ``site`` to the verbs of the command line."""
-    _add_aggregator(verbs, common)
-    _add_site(verbs, common)
-
-
-def _add_aggregator(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("aggregator", help="the service that sites connect to")
-    inner = parser.add_subparsers(required=True, metavar="ACTION")
-    init = inner.add_parser(
-        "init",
-        parents=[common],
-        help="make certificates, identity and configuration",
-    )
-    init.add_argument("folder", type=Path, metavar="DIR", help="a folder of its own")
-    init.add_argument(
-        "--host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name or address that sites know this host by",
-    )
-    init.add_argument(
-        "--listen", default="0.0.0.0:8443", metavar="ADDRESS:PORT", help="where"
-    )
-    init.add_argument(
-        "--no-proxy",
-        action="store_true",
-        help="only on a loopback: no nginx before the SuperLink",
-    )
-    init.add_argument("--organisation", default="", help="who runs it, in words")
-    init.set_defaults(verb=_init)
-    parents = [common, _config_option("aggregator")]
-    up = inner.add_parser("up", parents=parents, help="run the service")
-    up.set_defaults(verb=_aggregator_up)
-    enrolment_verbs.add_aggregator_verbs(inner, parents)
-
-
-def _add_site(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("site", help="the agent of one site")
-    inner = parser.add_subparsers(required=True, metavar="ACTION")
-    parents = [common, _config_option("site")]
-    up = inner.add_parser("up", parents=parents, help="run the agent")
-    up.set_defaults(verb=_site_up)
-    relay = inner.add_parser(
-        "relay",
-        parents=parents,
-        help="let a stock SuperNode take part with an existing app of Flower",
-    )
-    relay.add_argument(
-        "--port",
-        type=int,
-        default=8444,
-        metavar="PORT",
-        help="where it listens, on the loopback (8444)",
-    )
-    relay.set_defaults(verb=_site_relay)
-
-
-def _config_option(whose: str) -> argparse.ArgumentParser:
-    option = argparse.ArgumentParser(add_help=False)
-    option.add_argument(
-        "--config",
-        type=Path,
-        default=Path(f"{whose}.toml"),
-        metavar="FILE",
-        help=f"the {whose}'s configuration ({whose}.toml)",
-    )
-    return option
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -168,3 +94,11 @@ def _site_relay(options: argparse.Namespace) -> int:
     with interrupts(stopped.set):
         serve(options.config, port=options.port, stopped=stopped, listener=tell)
     return DONE
+
+
+VERBS = {
+    "aggregator init": _init,
+    "aggregator up": _aggregator_up,
+    "site up": _site_up,
+    "site relay": _site_relay,
+}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clients.user_code import unable_to_exit
-from deploy.cli.arguments import Verbs, load_job, named_path
+from deploy.cli.arguments import load_job
 from deploy.cli.run_progress import run_progress
 from deploy.cli.terminal import complain, interrupts, say, say_json, tell
 from deploy.exit_codes import DONE, OUT_OF_BUDGET, STOPPED
@@ -24,39 +24,6 @@ from federation.errors import FederationError, StoreUnavailable
 if TYPE_CHECKING:
     from federation.job.spec import JobSpec
     from monitoring.runs.run_result import RunResult
-
-
-def add_verb(
-    verbs: Verbs, job: argparse.ArgumentParser, common: argparse.ArgumentParser
-) -> None:
-    """Add the verb to those of the command line."""
-    simulate = verbs.add_parser(
-        "simulate",
-        parents=[job, common],
-        help="run a job with every site on this machine",
-    )
-    simulate.add_argument(
-        "--out", type=named_path, metavar="DIR", help="folder of the run"
-    )
-    simulate.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the run in --out, or with the job's newest run",
-    )
-    simulate.add_argument(
-        "--engine",
-        choices=("inproc", "flower", "virtual"),
-        default="inproc",
-        help="call the sites in this process (default), on Flower's engine, or in "
-        "virtual time",
-    )
-    simulate.add_argument(
-        "--transcript",
-        type=Path,
-        metavar="DIR",
-        help="write every message as the aggregator saw it into a new folder",
-    )
-    simulate.set_defaults(verb=_simulate)
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -174,3 +141,8 @@ def _say_how_to_resume(
         words += ["--engine", options.engine]
     words += ["--out", str(folder), "--resume"]
     tell(f"{why}; go on with\n  {shlex.join(words)}")
+
+
+VERBS = {
+    "simulate": _simulate,
+}

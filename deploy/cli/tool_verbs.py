@@ -9,160 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deploy.cli.arguments import Verbs, add_root
-from deploy.cli.store_arguments import add_service, service
+from deploy.cli.store_arguments import service
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED
-
-
-def add_verbs(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    """Add the verbs to those of the command line."""
-    _add_keys(verbs, common)
-    _add_doctor(verbs, common)
-    _add_transcript(verbs, common)
-    _add_ledger(verbs, common)
-
-
-def _add_doctor(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    doctor = verbs.add_parser(
-        "doctor",
-        parents=[common],
-        help="check this machine, a key file and a roster",
-    )
-    doctor.add_argument("--key", type=Path, metavar="FILE", help="a key file")
-    doctor.add_argument("--roster", type=Path, metavar="FILE", help="a roster file")
-    doctor.add_argument(
-        "--store",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="write to a store, read back, try its conditions and delete; and say who "
-        "this machine is for its cloud; may be repeated",
-    )
-    add_service(doctor)
-    doctor.add_argument(
-        "--identity-only",
-        action="store_true",
-        help="of --store: ask no store anything, as for one that is only read",
-    )
-    doctor.add_argument(
-        "--job", type=Path, metavar="JOB", help="likewise for all that a job uses"
-    )
-    doctor.add_argument(
-        "--site",
-        type=Path,
-        metavar="FILE",
-        help="check a site.toml, its keys and its way to the aggregator",
-    )
-    doctor.add_argument(
-        "--aggregator",
-        type=Path,
-        metavar="FILE",
-        help="check an aggregator.toml, its folder, its ports and its exchange",
-    )
-    doctor.set_defaults(verb=_doctor)
-
-
-def _add_transcript(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    transcript = verbs.add_parser(
-        "transcript",
-        parents=[common],
-        help="show what the messages of a transcript say in clear",
-    )
-    transcript.add_argument(
-        "folder", type=Path, metavar="DIR", help="what simulate --transcript wrote"
-    )
-    transcript.add_argument(
-        "--message",
-        type=int,
-        metavar="N",
-        help="show message N alone, with every field of its protocol bytes",
-    )
-    transcript.set_defaults(verb=_transcript)
-
-
-def _add_ledger(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    ledger = verbs.add_parser(
-        "ledger",
-        parents=[common],
-        help="check the privacy ledgers of a run and show what was spent",
-    )
-    ledger.add_argument(
-        "action",
-        nargs="?",
-        choices=("recover",),
-        help="charge again what the ledgers have lost, as far as it is known",
-    )
-    ledger.add_argument(
-        "run", metavar="RUN", help="folder, run id or job name; or a ledger.jsonl"
-    )
-    ledger.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="the site.toml of a site, whose own ledger of the run is meant",
-    )
-    add_root(ledger)
-    ledger.set_defaults(verb=_ledger)
-
-
-def _add_keys(verbs: Verbs, common: argparse.ArgumentParser) -> None:
-    keys = verbs.add_parser("keys", help="make, show and trust keys")
-    inner = keys.add_subparsers(required=True, metavar="VERB")
-    secret = argparse.ArgumentParser(add_help=False)
-    secret.add_argument(
-        "--passphrase-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the passphrase of the key in its first line",
-    )
-
-    new = inner.add_parser(
-        "new",
-        parents=[secret, common],
-        help="make a key file that only its owner can read",
-    )
-    new.add_argument("name", metavar="NAME", help="name of the site")
-    new.add_argument("--out", type=Path, metavar="FILE", help="the key file (NAME.pem)")
-    new.set_defaults(verb=_new_key)
-
-    show = inner.add_parser(
-        "show",
-        parents=[secret, common],
-        help="print the public half of a key file",
-    )
-    show.add_argument("file", type=Path, metavar="FILE", help="a key file")
-    show.set_defaults(verb=_show_key)
-
-    storage = inner.add_parser(
-        "storage",
-        parents=[common],
-        help="add a key that encrypts objects to a key file, or make one",
-    )
-    storage.add_argument("file", type=Path, metavar="FILE", help="a storage key file")
-    storage.set_defaults(verb=_storage_key)
-
-    trust = inner.add_parser(
-        "trust",
-        parents=[common],
-        help="pin a public key in a roster file",
-    )
-    trust.add_argument("roster", type=Path, metavar="ROSTER", help="a roster (TOML)")
-    whose = trust.add_mutually_exclusive_group(required=True)
-    whose.add_argument("--site", metavar="NAME", help="the site whose key it is")
-    whose.add_argument(
-        "--aggregator", action="store_true", help="the key is the aggregator's"
-    )
-    trust.add_argument(
-        "--organisation", required=True, metavar="ORG", help="who answers for it"
-    )
-    trust.add_argument(
-        "--key", required=True, metavar="PUBLICKEY", help="64 hexadecimal digits"
-    )
-    trust.add_argument(
-        "--replace", action="store_true", help="replace what is pinned already"
-    )
-    trust.set_defaults(verb=_trust_key)
 
 
 def _new_key(options: argparse.Namespace) -> int:
@@ -338,3 +187,14 @@ def _print_facts(facts: dict[str, Any], options: argparse.Namespace) -> None:
     for name, value in shown.items():
         text = str(value).lower() if isinstance(value, bool) else value
         say(f"{name.replace('_', ' '):<11}  {text}")
+
+
+VERBS = {
+    "keys new": _new_key,
+    "keys show": _show_key,
+    "keys storage": _storage_key,
+    "keys trust": _trust_key,
+    "doctor": _doctor,
+    "transcript": _transcript,
+    "ledger": _ledger,
+}

@@ -1,0 +1,98 @@
+"""The parser of the command line, made of the table in ``verbs.toml``."""
+
+import argparse
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Table = Mapping[str, Any]
+
+_TABLE = Path(__file__).with_name("verbs.toml")
+_MOST_MINUTES = 7 * 24 * 60
+_MINUTES_DIGITS = 5
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations of options, nor do its verbs: they are of its class."""
+
+    def __init__(self, **settings: Any) -> None:
+        """See argparse."""
+        super().__init__(allow_abbrev=False, **settings)
+
+
+def parser_of(does: Mapping[str, Callable[[argparse.Namespace], int]]) -> Parser:
+    """Make the parser.
+
+    Args:
+        does: What each verb does; of a verb inside a verb the name has both words.
+    """
+    table = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+    top = Parser(
+        prog="crossfed",
+        description="Train one model across clouds without moving data.",
+    )
+    inside = {"": top.add_subparsers(required=True, metavar="VERB")}
+    for name, about in table["verbs"].items():
+        outer, _, word = name.rpartition(" ")
+        verb = inside[outer].add_parser(word, help=about.pop("help"))
+        metavar = about.pop("metavar", None)
+        if metavar is not None:
+            inside[name] = verb.add_subparsers(required=True, metavar=metavar)
+            continue
+        _add(verb, about, table["shared"])
+        verb.set_defaults(verb=does[name])
+    return top
+
+
+def _add(verb: argparse.ArgumentParser, arguments: Table, shared: Table) -> None:
+    """Add arguments to a verb, and the shared ones where they are named."""
+    place: argparse._ActionsContainer
+    either: argparse._MutuallyExclusiveGroup | None = None
+    for names, settings in arguments.items():
+        if settings == "shared":
+            _add(verb, shared[names], shared)
+            continue
+        given, place = dict(settings), verb
+        if given.pop("either", False):
+            place = either = either or verb.add_mutually_exclusive_group(required=True)
+        if "type" in given:
+            given["type"] = _TYPES[given["type"]]
+        if given.get("action") == "append":
+            given["default"] = []
+        place.add_argument(*names.split(), **given)
+
+
+def _named_path(text: str) -> Path:
+    """A path that is named: an unset variable of a shell names the folder we are in."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return Path(text)
+
+
+def _minutes(text: str) -> int:
+    # The length first: Python refuses to read a number of thousands of digits.
+    minutes = int(text) if text.isdecimal() and len(text) <= _MINUTES_DIGITS else 0
+    if not 1 <= minutes <= _MOST_MINUTES:
+        raise argparse.ArgumentTypeError(
+            f"a token holds 1 to {_MOST_MINUTES} minutes (7 days)"
+        )
+    return minutes
+
+
+def _count(text: str) -> int:
+    """A number of checkpoints: none at all would leave a run that cannot go on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text!r}")
+    return int(text)
+
+
+# The names are those of the type that a message of argparse shows.
+_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "path": Path,
+    "named_path": _named_path,
+    "minutes": _minutes,
+    "count": _count,
+}
