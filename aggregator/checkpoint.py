@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator import manifest as manifests, tensor_file
-from aggregator.checkpoint_objects import CheckpointObjects, Damaged
+from aggregator.checkpoint_objects import BadCheckpoint, CheckpointObjects
 from aggregator.manifest import Blob, Manifest
 from federation.errors import (
     CheckpointMismatch,
@@ -162,7 +162,7 @@ class RunCheckpoints:
         """
         found: dict[SiteId, LedgerAnchor] = {}
         for key in self._objects.manifest_keys():
-            with contextlib.suppress(Damaged, CheckpointMismatch):
+            with contextlib.suppress(BadCheckpoint, CheckpointMismatch):
                 manifest = self._objects.read_manifest(key)
                 found = join_anchors(found, manifest.anchors)
         return found
@@ -181,13 +181,13 @@ class RunCheckpoints:
             CorruptObject: Checkpoints exist and not one of them is whole.
             StoreUnavailable: The store is out of reach.
         """
-        damages: list[tuple[str, Damaged]] = []
+        damages: list[tuple[str, BadCheckpoint]] = []
         for key in reversed(self._objects.manifest_keys()):
             try:  # 1.
                 manifest = self._objects.read_manifest(key)
                 self._check_ours(manifest)
                 state = self._read_state(manifest)
-            except Damaged as damage:
+            except BadCheckpoint as damage:
                 damages.append((key, damage))
                 continue
             for damaged in damages:  # 2.
@@ -275,7 +275,7 @@ class RunCheckpoints:
             suspicions=manifest.suspicions,
         )
 
-    def _skip(self, manifest_key: str, damage: Damaged) -> None:
+    def _skip(self, manifest_key: str, damage: BadCheckpoint) -> None:
         self._emit(
             CheckpointSkipped(
                 at=self._clock.now(), key=manifest_key, reason=str(damage)
@@ -301,12 +301,12 @@ class RunCheckpoints:
         old, kept = keys[: -self._keep], keys[-self._keep :]
         try:
             needed = {name for key in kept for name in self._objects_named_by(key)}
-        except (Damaged, CheckpointMismatch):
+        except (BadCheckpoint, CheckpointMismatch):
             return  # What it needs is unknown: nothing is removed this time.
         retired: set[str] = set()
         for key in old:
             # If it cannot be read, its blobs are found as unnamed ones.
-            with contextlib.suppress(Damaged, CheckpointMismatch):
+            with contextlib.suppress(BadCheckpoint, CheckpointMismatch):
                 retired |= self._objects_named_by(key)
             self._store.delete(key)
         unnamed = {

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-class Damaged(CorruptObject):
+class BadCheckpoint(CorruptObject):
     """A checkpoint that must not be used, and the object that is to blame."""
 
     def __init__(self, message: str, key: str | None = None) -> None:
@@ -61,7 +61,7 @@ class CheckpointObjects:
         """Read a manifest and verify its digest.
 
         Raises:
-            Damaged: It is torn, altered or gone.
+            BadCheckpoint: It is torn, altered or gone.
             CheckpointMismatch: It was written by another version of crossfed.
         """
         return _twice(lambda: self._manifest(key))
@@ -71,9 +71,9 @@ class CheckpointObjects:
             content = self._store.read(key, length=manifests.MAX_MANIFEST_BYTES + 1)
             return manifests.decode(key, content)
         except ObjectNotFound as error:
-            raise Damaged(f"{key} is gone") from error
+            raise BadCheckpoint(f"{key} is gone") from error
         except CorruptObject as error:
-            raise Damaged(str(error), key) from error
+            raise BadCheckpoint(str(error), key) from error
 
     def stored(self) -> Iterator[ObjectInfo]:
         """Every blob and chunk that is there."""
@@ -124,7 +124,7 @@ class CheckpointObjects:
             arrays: C-contiguous and writable, one after another.
 
         Raises:
-            Damaged: Part of it is missing, or not what was written.
+            BadCheckpoint: Part of it is missing, or not what was written.
         """
         header_bytes = blob.size - sum(array.nbytes for array in arrays)
         header = bytearray(max(0, header_bytes))
@@ -132,7 +132,7 @@ class CheckpointObjects:
         _each(blob.objects, lambda chunk: self._fill(chunk, targets))
         if int.from_bytes(header[:8], "little") != header_bytes - 8:
             first = self._prefix + blob.objects[0].key
-            raise Damaged(f"{first} does not hold what its manifest says", first)
+            raise BadCheckpoint(f"{first} does not hold what its manifest says", first)
 
     def damages(self, chunks: Sequence[Chunk]) -> list[str]:
         """Read objects and say what is wrong with each; an empty text if nothing is."""
@@ -140,7 +140,7 @@ class CheckpointObjects:
         def damage(chunk: Chunk) -> str:
             try:
                 self._fill(chunk, ())
-            except Damaged as error:
+            except BadCheckpoint as error:
                 return str(error)
             return ""
 
@@ -149,7 +149,7 @@ class CheckpointObjects:
     def move_aside(self, key: str) -> None:
         """Move a damaged object where nothing looks for it."""
         # What was encrypted and cannot be decrypted is of no use, and not kept.
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(BadCheckpoint):
             size = self.size(key)
             if size is None:  # Gone, or moved for another round that shared it.
                 return
@@ -184,22 +184,22 @@ class CheckpointObjects:
         key = self._prefix + chunk.key
         size = self.size(key)
         if size is None:
-            raise Damaged(f"{key} is missing")
+            raise BadCheckpoint(f"{key} is missing")
         if size != chunk.size:
-            raise Damaged(f"{key} has {size} bytes instead of {chunk.size}", key)
+            raise BadCheckpoint(f"{key} has {size} bytes instead of {chunk.size}", key)
         digest = hashlib.sha256()
         for start in range(0, chunk.size, READ_BYTES):
             length = min(READ_BYTES, chunk.size - start)
             part = self._read(key, start, length)
             if len(part) != length:
-                raise Damaged(f"{key} ends at byte {start + len(part)}", key)
+                raise BadCheckpoint(f"{key} ends at byte {start + len(part)}", key)
             digest.update(part)
             copied = 0
             for view in cut(targets, chunk.start + start, length):
                 view[:] = part[copied : copied + len(view)]
                 copied += len(view)
         if digest.hexdigest() != chunk.sha256:
-            raise Damaged(f"{key} does not have the SHA-256 of its name", key)
+            raise BadCheckpoint(f"{key} does not have the SHA-256 of its name", key)
         with self._lock:
             self._known_whole.add(key)
 
@@ -222,13 +222,13 @@ def _twice(read: Callable[[], _R]) -> _R:
     """
     try:
         return read()
-    except Damaged:
+    except BadCheckpoint:
         return read()
 
 
 def _damaged(key: str, error: CorruptObject) -> CorruptObject:
     """Tell what is damaged in the store from what was damaged on its way."""
-    return error if error.temporary else Damaged(str(error), key)
+    return error if error.temporary else BadCheckpoint(str(error), key)
 
 
 def _each(items: Iterable[_T], act: Callable[[_T], _R]) -> list[_R]:

@@ -7,7 +7,7 @@ which happens at every save (``aggregator.checkpoint``).
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from aggregator.checkpoint_objects import CheckpointObjects, Damaged
+from aggregator.checkpoint_objects import BadCheckpoint, CheckpointObjects
 from aggregator.manifest import Chunk, Manifest
 from federation.errors import CheckpointMismatch, ObjectNotFound
 from federation.protocols import ObjectInfo, ObjectStore
@@ -16,7 +16,7 @@ GRACE_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surveyed:
+class SurveyEntry:
     """One checkpoint.
 
     Attributes:
@@ -47,14 +47,14 @@ class Survey:
         verified: Whether every byte was read, and not only every size compared.
     """
 
-    checkpoints: tuple[Surveyed, ...]
+    checkpoints: tuple[SurveyEntry, ...]
     num_unnamed: int
     unnamed_bytes: int
     verified: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class PruneResult:
     """What was removed.
 
     Attributes:
@@ -67,7 +67,7 @@ class Pruned:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Store:
     """What was read of a store."""
 
     objects: CheckpointObjects
@@ -126,7 +126,7 @@ def survey(store: ObjectStore, prefix: str, *, verify: bool = False) -> Survey:
             continue
         manifest = seen.manifests[key]
         found.append(
-            Surveyed(
+            SurveyEntry(
                 key=key,
                 round_index=None if isinstance(manifest, str) else manifest.round_index,
                 written=info.updated,
@@ -145,7 +145,7 @@ def survey(store: ObjectStore, prefix: str, *, verify: bool = False) -> Survey:
     )
 
 
-def prune(store: ObjectStore, prefix: str, *, keep: int, now: float) -> Pruned:
+def prune(store: ObjectStore, prefix: str, *, keep: int, now: float) -> PruneResult:
     """Remove all checkpoints but the newest ones, and what no other needs.
 
     Only checkpoints whose objects are all there count as kept; damaged ones that are
@@ -174,30 +174,30 @@ def prune(store: ObjectStore, prefix: str, *, keep: int, now: float) -> Pruned:
     keys = list(seen.manifests)
     whole = [index for index, key in enumerate(keys) if not seen.damage(key)]
     if len(whole) < keep:
-        return Pruned(checkpoints=(), freed_bytes=0)
+        return PruneResult(checkpoints=(), freed_bytes=0)
     old, kept = keys[: whole[-keep]], keys[whole[-keep] :]
     for key in old:  # 1.
         store.delete(key)
     if any(isinstance(seen.manifests[key], str) for key in kept):
-        return Pruned(checkpoints=tuple(old), freed_bytes=0)
+        return PruneResult(checkpoints=tuple(old), freed_bytes=0)
     needed, retired = seen.named(kept), seen.named(old)  # 2.
     doomed = [
         info
         for key, info in seen.infos.items()
         if key not in needed and (key in retired or _is_stale(store, info, now))
     ]
-    return Pruned(checkpoints=tuple(old), freed_bytes=seen.objects.remove(doomed))
+    return PruneResult(checkpoints=tuple(old), freed_bytes=seen.objects.remove(doomed))
 
 
-def _look(store: ObjectStore, prefix: str) -> _Seen:
+def _look(store: ObjectStore, prefix: str) -> _Store:
     objects = CheckpointObjects(store, prefix)
     # Objects first: one that is written after this is not seen, and not removed.
     infos = {info.key: info for info in objects.stored()}
-    seen = _Seen(objects, infos, prefix)
+    seen = _Store(objects, infos, prefix)
     for key in objects.manifest_keys():
         try:
             seen.manifests[key] = objects.read_manifest(key)
-        except (Damaged, CheckpointMismatch) as error:
+        except (BadCheckpoint, CheckpointMismatch) as error:
             seen.manifests[key] = str(error)
     return seen
 

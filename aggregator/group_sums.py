@@ -78,7 +78,7 @@ from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 DRAWS_BEFORE_FAULT = 2  # A site may be slow once.
 
 
-class _Group:
+class _OpenGroup:
     """One group, over all rounds."""
 
     def __init__(self, contract: Contract) -> None:
@@ -97,7 +97,7 @@ class _Group:
 class _GroupSum:
     """What a group's sum came to."""
 
-    group: _Group
+    group: _OpenGroup
     opened: OpenedRound
     mean_d: Vector | None
     totals: Mapping[str, float]
@@ -107,7 +107,7 @@ class _GroupRound:
     """One round of one group."""
 
     def __init__(
-        self, group: _Group, setup: SetupRecord, facts: RoundFacts, size: int | None
+        self, group: _OpenGroup, setup: SetupRecord, facts: RoundFacts, size: int | None
     ) -> None:
         self.group = group
         self.protocol = AggregatorRound(setup=setup, facts=facts)
@@ -193,8 +193,8 @@ class GroupGather:
         self._grid = grid
         self._identity = identity
         self._whole = contract
-        self._groups: list[_Group] = []
-        self._group_of: dict[SiteId, _Group] = {}
+        self._groups: list[_OpenGroup] = []
+        self._group_of: dict[SiteId, _OpenGroup] = {}
         self._secrets: Mapping[int, bytes] = {}
         self._exchange = SecureExchange(
             contract.run_id,
@@ -343,7 +343,7 @@ class GroupGather:
         state: RunState,
         record: RoundRecord,
         kind: TaskKind,
-        setups: Sequence[tuple[_Group, SetupRecord]],
+        setups: Sequence[tuple[_OpenGroup, SetupRecord]],
         model: bytes,
     ) -> list[RoundTask]:
         """Write the tasks of all sites whose group has keys."""
@@ -372,7 +372,7 @@ class GroupGather:
 
     def _set_up(
         self, record: RoundRecord, known: Suspicions
-    ) -> list[tuple[_Group, SetupRecord]]:
+    ) -> list[tuple[_OpenGroup, SetupRecord]]:
         """Find the setups to work under; make new ones where they are due.
 
         Raises:
@@ -426,14 +426,14 @@ class GroupGather:
             raise
         self._secrets = half.secrets
         self._groups = [
-            _Group(group_contract(whole, group, outcome.digest))
+            _OpenGroup(group_contract(whole, group, outcome.digest))
             for group in outcome.groups
         ]
         self._group_of = {site: group for group in self._groups for site in group.sites}
 
-    def _new_setups(self, record: RoundRecord, due: Sequence[_Group]) -> None:
+    def _new_setups(self, record: RoundRecord, due: Sequence[_OpenGroup]) -> None:
         """Run S1 and S2 with every site of some groups; a group may fail alone."""
-        halves: dict[_Group, AggregatorSetup] = {}
+        halves: dict[_OpenGroup, AggregatorSetup] = {}
         for group in due:
             group.run_setup.attempt()
             halves[group] = AggregatorSetup(
@@ -450,7 +450,7 @@ class GroupGather:
             lambda site: offers[self._group_of[site]],
             lambda site, data: halves[self._group_of[site]].on_advert(data),
         )
-        books: dict[_Group, bytes] = {}
+        books: dict[_OpenGroup, bytes] = {}
         for group in due:
             with _losing_the_setup(record, group):
                 books[group] = halves[group].book()
@@ -471,7 +471,7 @@ class GroupGather:
 
 
 @contextmanager
-def _losing_the_setup(record: RoundRecord, group: _Group) -> Iterator[None]:
+def _losing_the_setup(record: RoundRecord, group: _OpenGroup) -> Iterator[None]:
     """Say that a group has no new keys; it may have those of the setup before."""
     try:
         yield

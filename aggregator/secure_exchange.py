@@ -35,7 +35,7 @@ from federation.rounds.round_record import RoundRecord
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
-from privacy.secagg.protocol.messages import Masked
+from privacy.secagg.protocol.messages import MaskedAnswer
 from privacy.secagg.protocol.server import AggregatorRound
 
 _OF_NO_ROUND = frozenset(
@@ -189,7 +189,7 @@ def check_signer(update: MaskedUpdate, contract: Contract) -> None:
     Raises:
         ProtocolError: Another site did, or the message is malformed.
     """
-    number = Masked.read_number(update.body)
+    number = MaskedAnswer.read_number(update.body)
     check_sender(update.site, contract.member(number).site)
 
 

@@ -27,7 +27,7 @@ Weighting = Callable[[SiteUpdate], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Introduced:
+class SignedCounts:
     """What a site has signed of its data; 0 where that is not to leave it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Introduced:
 
 
 _NOBODY: Mapping[SiteId, int] = MappingProxyType({})
-_UNKNOWN: Mapping[SiteId, Introduced] = MappingProxyType({})
+_UNKNOWN: Mapping[SiteId, SignedCounts] = MappingProxyType({})
 
 
 def weight_of(rule: str, *, introduced: Mapping[SiteId, int] = _NOBODY) -> Weighting:
@@ -88,7 +88,7 @@ def most_trained_on(job: JobSpec, examples: int | None) -> int | None:
 
 
 def sums_fault(
-    job: JobSpec, introduced: Mapping[SiteId, Introduced] = _UNKNOWN
+    job: JobSpec, introduced: Mapping[SiteId, SignedCounts] = _UNKNOWN
 ) -> Callable[[SiteUpdate | SiteEvaluation], str]:
     """Return what finds a count in an answer that its site cannot have reached.
 

@@ -33,12 +33,12 @@ from deploy.audit.audit import audit, plan_sites
 from deploy.audit.runs import Attack
 from federation.job import job_file
 from federation.job.spec import JobSpec
-from monitoring.audit_findings import Findings
+from monitoring.audit_findings import AuditFindings
 
 JOB = Path(__file__).parents[1] / "jobs" / "private.toml"
 
 
-def audited(job: JobSpec, canaries: int, noise: float, seed: int) -> Findings:
+def audited(job: JobSpec, canaries: int, noise: float, seed: int) -> AuditFindings:
     """Audit sites that add less noise than they charge their ledgers for."""
 
     def plan(federation: Federation) -> PrivateSites | None:

@@ -47,7 +47,7 @@ from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import parts as wiring
 from deploy.wiring.rehearsal import Rehearsal, rehearse
-from deploy.wiring.run import Connected, Run
+from deploy.wiring.run import ConnectedSites, Run
 from federation import events
 from federation.clock import SystemClock
 from federation.errors import FederationError
@@ -173,7 +173,7 @@ def run(
             store=store,
             emit=seen.append,
         )
-        run.drive(Connected(engine="inproc", grid=grid), secret=rehearsal.secret)
+        run.drive(ConnectedSites(engine="inproc", grid=grid), secret=rehearsal.secret)
     cpu = time.process_time() - start
     ends = [e for e in seen if isinstance(e, events.RoundFinished)]
     told = [e.pooled for e in seen if isinstance(e, events.ModelEvaluated)]

@@ -22,7 +22,7 @@ from machine import facts
 
 from clients.data.batches import epochwise
 from clients.data.datasets import Dataset, Examples, Indices, as_dataset
-from clients.shards.dataset import Reading, ShardedDataset, open_dataset
+from clients.shards.dataset import ReadOptions, ShardedDataset, open_dataset
 from clients.shards.order import telling_ahead
 from clients.shards.write import write_dataset
 from cloud_adapters.storage.cached import ObjectCache
@@ -115,7 +115,7 @@ def ways(far: FarStore, near: LocalStore, data: Dataset, folder: Path) -> Iterat
     """Name, dataset."""
 
     def opened(store: Any, threads: int, cache: str = "") -> ShardedDataset:
-        reading = Reading(
+        reading = ReadOptions(
             order="shards", window=WINDOW, memory_bytes=0, threads=threads
         )
         kept = ObjectCache(folder / cache, 10**12) if cache else None

@@ -185,7 +185,7 @@ class SiteFindings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class AuditFindings:
     """What an audit found.
 
     Attributes:
@@ -218,7 +218,7 @@ class Findings:
         return [site for site in self.sites if site.is_inconclusive]
 
 
-def document(findings: Findings) -> dict[str, Any]:
+def document(findings: AuditFindings) -> dict[str, Any]:
     """The content of ``audit.json``; an epsilon that is infinite is null."""
     return {
         "job": findings.job_name,
@@ -286,7 +286,7 @@ def _roc_document(roc: Roc) -> dict[str, Any]:
     return found
 
 
-def lines(findings: Findings) -> Iterator[str]:
+def lines(findings: AuditFindings) -> Iterator[str]:
     """Say what was found, site by site."""
     for number, site in enumerate(findings.sites):
         if number:

@@ -22,7 +22,7 @@ from privacy.keystream import KEY_BYTES, RandomBytes, apply_masks_
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.header import encode_header
 from privacy.secagg.arithmetic.measure import (
-    Measured,
+    Measurement,
     measure,
     measure_exactly,
     subtract_,
@@ -50,7 +50,7 @@ class SumNoise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
+class SealedUpdate:
     """An update on its way out.
 
     Attributes:
@@ -84,7 +84,9 @@ class Masking:
     random_bytes: RandomBytes
     threads: int
 
-    def update(self, weights_d: Vector, result: LocalWeights | LocalUpdate) -> Sealed:
+    def update(
+        self, weights_d: Vector, result: LocalWeights | LocalUpdate
+    ) -> SealedUpdate:
         """Turn local weights into masked words, in their own memory.
 
         Args:
@@ -115,7 +117,7 @@ class Masking:
             noise=self._ring_noise(ring.noise_std),
             threads=self.threads,
         )
-        return Sealed(
+        return SealedUpdate(
             words=sealed.words_w.view(np.uint8),
             weight=weight,
             is_within=sealed.clip_factor == 1,
@@ -123,7 +125,7 @@ class Masking:
 
     def header(
         self,
-        sealed: Sealed | None,
+        sealed: SealedUpdate | None,
         *,
         training: MetricSums | None,
         evaluation: MetricSums | None,
@@ -146,7 +148,7 @@ class Masking:
         apply_masks_(header_h, train.masks(self.masks.header))
         return header_h
 
-    def _measure(self, update_d: Vector, subtrahend_d: Vector | None) -> Measured:
+    def _measure(self, update_d: Vector, subtrahend_d: Vector | None) -> Measurement:
         """Take away the global weights, if they are in it, and measure the update."""
         try:
             return self._measure_finite(update_d, subtrahend_d)
@@ -160,7 +162,7 @@ class Masking:
 
     def _measure_finite(
         self, update_d: Vector, subtrahend_d: Vector | None
-    ) -> Measured:
+    ) -> Measurement:
         first = self.contract.clip_norm
         if subtrahend_d is None:
             measured = measure_exactly(update_d)

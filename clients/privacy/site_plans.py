@@ -25,7 +25,7 @@ from clients.privacy.ledger_memory import (
 )
 from clients.privacy.site_memory import SiteMemory
 from clients.privacy.spending import BudgetedTrainer, ClippingTrainer, Releases
-from clients.privacy.standardise import Remembered, Statistics
+from clients.privacy.standardise import Statistics, StatisticsMemory
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from clients.training.private_steps import (
@@ -58,7 +58,7 @@ from privacy.dp.ledger.ledger_files import (
     read_file,
 )
 from privacy.dp.ledger.ledger_format import Purpose, Terms
-from privacy.dp.ledger.ledger_recovery import Recovered
+from privacy.dp.ledger.ledger_recovery import RecoveryResult
 from privacy.dp.mechanism import SLACK
 from privacy.secagg.protocol.round_memory import FileRounds
 
@@ -83,7 +83,7 @@ _UNLIMITED = LifetimeBudget(dataset="records")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class LedgerContext:
     """What a site keeps beside the ledger in a run's folder.
 
     Attributes:
@@ -102,7 +102,7 @@ class Keeping:
     lineage: str = ""
 
 
-NOTHING_KEPT = Keeping()
+NOTHING_KEPT = LedgerContext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class PrivateSites:
         folder: Path | None,
         clock: Clock,
         stated: Mapping[SiteId, float] | None = None,
-        keeping: Callable[[SiteId], Keeping] = lambda _name: NOTHING_KEPT,
+        keeping: Callable[[SiteId], LedgerContext] = lambda _name: NOTHING_KEPT,
     ) -> None:
         """Plan every site whose data are here.
 
@@ -209,7 +209,7 @@ class PrivateSites:
         """Refuse a ledger that is behind what the aggregator knows of it."""
         self._anchors = anchors
 
-    def recover(self, name: SiteId, anchor: LedgerAnchor) -> Recovered:
+    def recover(self, name: SiteId, anchor: LedgerAnchor) -> RecoveryResult:
         """Charge again what a site's ledger has lost; see ``ledger_recovery``.
 
         Raises:
@@ -297,13 +297,13 @@ class PrivateSites:
                 self._statistics[name] = remembered.take(ledger, event, make)
         return self._statistics[name]
 
-    def _remembered_statistics(self, name: SiteId) -> Remembered | None:
+    def _remembered_statistics(self, name: SiteId) -> StatisticsMemory | None:
         """Where a site remembers its statistics; None if it does not, or has none."""
         spec = self._federation.job.privacy.differential_privacy.standardise
         keeping = self._keeping(name)
         if spec is None or keeping.memory is None:
             return None
-        return Remembered(
+        return StatisticsMemory(
             memory=keeping.memory,
             lineage=keeping.lineage,
             spec=spec,
@@ -333,7 +333,7 @@ class PrivateSites:
             at=at,
         )
 
-    def _remembered(self, keeping: Keeping) -> LedgerAnchor:
+    def _remembered(self, keeping: LedgerContext) -> LedgerAnchor:
         if keeping.memory is None or not keeping.is_anchor:
             return NO_ANCHOR
         return known_anchor(keeping.memory, self._run_id)

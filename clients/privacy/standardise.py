@@ -76,7 +76,7 @@ class Statistics:
                 "differently in site.toml (data.name), or bring back what it was"
             )
         shape = (1, -1) + (1,) * (len(_shape(data)) - 1)
-        return _Standardised(
+        return _StandardisedDataset(
             data,
             torch.tensor(self.centre, dtype=torch.float32).view(shape),
             torch.tensor(self.spread, dtype=torch.float32).view(shape),
@@ -106,7 +106,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Standardised:
+class _StandardisedDataset:
     """A ``Dataset`` whose records are standardised as they are read."""
 
     data: Dataset
@@ -131,8 +131,8 @@ class _Standardised:
     def group_names(self) -> tuple[str, ...]:
         return self.data.group_names
 
-    def subset(self, indices: Indices) -> "_Standardised":
-        return _Standardised(self.data.subset(indices), self.centre, self.spread)
+    def subset(self, indices: Indices) -> "_StandardisedDataset":
+        return _StandardisedDataset(self.data.subset(indices), self.centre, self.spread)
 
 
 def num_features(data: Dataset) -> int:
@@ -219,7 +219,7 @@ def release(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remembered:
+class StatisticsMemory:
     """Statistics of one dataset, made with certain options, in a site's memory.
 
     Attributes:

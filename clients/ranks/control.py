@@ -82,7 +82,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class FitReply:
     """Rank to agent: training is done, and rank 0 has put the weights in the memory.
 
     Attributes:
@@ -101,7 +101,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class EvaluateReply:
     """Rank to agent: sums over the held-out data of the whole site."""
 
     count: int
@@ -110,21 +110,21 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class ErrorReply:
     """Rank to agent: an error that another attempt would not mend."""
 
     message: str
 
 
-Message = Start | Ready | Fit | Evaluate | Trained | Measured | Failed
+Message = Start | Ready | Fit | Evaluate | FitReply | EvaluateReply | ErrorReply
 
 _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
-    for kind in (Start, Ready, Fit, Evaluate, Trained, Measured, Failed)
+    for kind in (Start, Ready, Fit, Evaluate, FitReply, EvaluateReply, ErrorReply)
 }
 
 
-def metric_sums(message: Trained | Measured) -> MetricSums:
+def metric_sums(message: FitReply | EvaluateReply) -> MetricSums:
     """Sums that a message tells."""
     return MetricSums(
         count=message.count, loss_sum=message.loss_sum, correct=message.correct
@@ -195,7 +195,7 @@ def _decode(body: bytes) -> Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inherited:
+class RankInputs:
     """What the agent gave a rank when it started it.
 
     Attributes:
@@ -216,10 +216,10 @@ class Inherited:
         return [str(n) for n in (*numbers, self.pipe, self.meeting, self.memory)]
 
     @staticmethod
-    def of(arguments: Sequence[str]) -> "Inherited":
+    def of(arguments: Sequence[str]) -> "RankInputs":
         """Read them."""
         rank, world_size, pipe, meeting, memory = map(int, arguments)
-        return Inherited(
+        return RankInputs(
             rank=Rank(rank=rank, world_size=world_size),
             pipe=pipe,
             meeting=meeting,

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from clients.data.batches import Rank
-from clients.ranks.control import Channel, Failed, Inherited, Message, Ready, Start
+from clients.ranks.control import Channel, ErrorReply, Message, RankInputs, Ready, Start
 from clients.ranks.shared_model import SharedModel
 from federation.errors import FederationError, ProtocolError, SiteError
 
@@ -115,7 +115,7 @@ class RankGroup:
         mine, its = socket.socketpair()
         with its:
             self._channels.append(Channel(mine))
-            inherited = Inherited(
+            inherited = RankInputs(
                 rank=rank,
                 pipe=its.fileno(),
                 meeting=meeting,
@@ -152,7 +152,7 @@ class RankGroup:
             answer = self._channels[rank].receive()
         except EOFError:
             raise RankLost(self._last_words(rank)) from None
-        if isinstance(answer, Failed):
+        if isinstance(answer, ErrorReply):
             if self._are_ready:
                 raise SiteError(f"rank {rank}: {answer.message}")
             # What is wrong with the data is told to the site alone; it is in the log.

@@ -3,7 +3,14 @@
 import logging
 import threading
 
-from clients.ranks.control import Evaluate, Fit, Measured, Message, Trained, metric_sums
+from clients.ranks.control import (
+    Evaluate,
+    EvaluateReply,
+    Fit,
+    FitReply,
+    Message,
+    metric_sums,
+)
 from clients.ranks.group import RankGroup, RankLost
 from clients.ranks.shared_model import SharedModel
 from federation.errors import FederationError, ProtocolError, SiteError
@@ -76,7 +83,7 @@ class RankedTrainer:
         """
         with self._lock:
             done = self._do(Fit(round_index=round_index), weights_d, integers_m)
-            if not isinstance(done, Trained):
+            if not isinstance(done, FitReply):
                 raise ProtocolError("a rank was asked to train and did something else")
             local_d, local_m = self._memory.read()
         return LocalWeights(
@@ -103,7 +110,7 @@ class RankedTrainer:
         work = Evaluate(round_index=round_index, max_loss=max_loss or 0.0)
         with self._lock:
             done = self._do(work, weights_d, integers_m)
-        if not isinstance(done, Measured):
+        if not isinstance(done, EvaluateReply):
             raise ProtocolError("a rank was asked to evaluate and did something else")
         return metric_sums(done)
 

@@ -24,7 +24,7 @@ ORDERS = ("examples", "shards")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ReadOptions:
     """How a dataset is read.
 
     Attributes:
@@ -50,14 +50,14 @@ class Reading:
             raise ValueError(f"window is {self.window}: use at least 1")
 
 
-_AS_IN_MEMORY = Reading()
+_AS_IN_MEMORY = ReadOptions()
 
 
 def open_dataset(
     store: ObjectStore,
     *,
     cache: ObjectCache | None = None,
-    reading: Reading = _AS_IN_MEMORY,
+    reading: ReadOptions = _AS_IN_MEMORY,
     retry: Retry = PATIENCE,
 ) -> tuple["ShardedDataset", "ShardedDataset"]:
     """Open a dataset: its index and labels are read, and no example.
@@ -110,7 +110,7 @@ class ShardedDataset:
     index: DatasetIndex
     split: Split
     shelf: Shelf
-    reading: Reading
+    reading: ReadOptions
     chosen: Indices
     starts: Indices
     classes: Indices | None
@@ -217,7 +217,7 @@ def _open_split(
     index: DatasetIndex,
     split: Split,
     shelf: Shelf,
-    reading: Reading,
+    reading: ReadOptions,
 ) -> ShardedDataset:
     labels = _labels(store, split, shelf)
     sizes = [shard.examples for shard in split.shards]

@@ -20,15 +20,15 @@ from clients.data.batches import Rank
 from clients.ranks.checks import check_devices
 from clients.ranks.control import (
     Channel,
+    ErrorReply,
     Evaluate,
-    Failed,
+    EvaluateReply,
     Fit,
-    Inherited,
-    Measured,
+    FitReply,
     Message,
+    RankInputs,
     Ready,
     Start,
-    Trained,
 )
 from clients.ranks.peers import Peers
 from clients.ranks.shared_model import SharedModel
@@ -56,7 +56,7 @@ def device_of(job: JobSpec, rank: Rank) -> torch.device:
 
 
 def serve(
-    inherited: Inherited, *, build: Build, device: Callable[[Start], str]
+    inherited: RankInputs, *, build: Build, device: Callable[[Start], str]
 ) -> None:
     """Answer the agent until it hangs up; the process ends in here.
 
@@ -90,7 +90,7 @@ def _read(channel: Channel, messages: "queue.SimpleQueue[Message]") -> None:
 def _answer(
     channel: Channel,
     messages: "queue.SimpleQueue[Message]",
-    inherited: Inherited,
+    inherited: RankInputs,
     *,
     build: Build,
     device: Callable[[Start], str],
@@ -111,7 +111,7 @@ def _answer(
     except FederationError as error:
         # In this order: the agent ends this process as soon as it knows.
         _LOG.error("rank %d cannot begin: %s", inherited.rank.rank, error)
-        channel.send(Failed(message=str(error)))
+        channel.send(ErrorReply(message=str(error)))
         raise
     _warm_up(peers)
     memory = SharedModel(trainer.layout(), inherited.memory)
@@ -126,7 +126,7 @@ def _tried(
     try:
         return _work(task, trainer, memory, rank)
     except FederationError as error:
-        return Failed(message=str(error))
+        return ErrorReply(message=str(error))
 
 
 def _work(
@@ -140,7 +140,9 @@ def _work(
             round_index=task.round_index,
             max_loss=task.max_loss or None,
         )
-        return Measured(count=sums.count, loss_sum=sums.loss_sum, correct=sums.correct)
+        return EvaluateReply(
+            count=sums.count, loss_sum=sums.loss_sum, correct=sums.correct
+        )
     if not isinstance(task, Fit):
         raise ProtocolError("the agent asks for something unknown")
     result = trainer.fit(weights_d, integers_m, round_index=task.round_index)
@@ -151,7 +153,7 @@ def _work(
     if rank.rank == 0:
         memory.write_integers(result.integers_m)
     training = result.training
-    return Trained(
+    return FitReply(
         num_examples=result.num_examples,
         num_steps=result.num_steps,
         count=-1 if training is None else training.count,
@@ -169,7 +171,7 @@ def _warm_up(peers: Peers) -> None:
     optimizer.step()
 
 
-def _meet(inherited: Inherited, start: Start, device: torch.device) -> None:
+def _meet(inherited: RankInputs, start: Start, device: torch.device) -> None:
     """Join the process group.
 
     The ranks find each other in a memory file without a name: torch's own store would

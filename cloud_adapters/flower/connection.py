@@ -47,7 +47,7 @@ class Connection:
         """Take the next envelope, if there is one.
 
         Raises:
-            Lost: See ``FleetCalls.call``; so for ``SiteError`` and ``Dropped``.
+            NodeGone, Unanswerable, SiteError: See ``FleetCalls.call``.
         """
         request = PullMessagesRequest(node=self.node)
         found = self.calls.call(lambda: self.client.PullMessages(request))

@@ -42,19 +42,19 @@ Uniform = Callable[[float, float], float]
 Answer = TypeVar("Answer")
 
 
-class Lost(Exception):
+class NodeGone(Exception):
     """The connection is gone, or the node is no longer active."""
 
 
-class Passing(Lost):
+class Outage(NodeGone):
     """The aggregator or the way to it is down, perhaps for a moment."""
 
 
-class Taken(Lost):
+class KeyInUse(NodeGone):
     """Another node is active under this key, or one that died is still counted."""
 
 
-class Dropped(Exception):
+class Unanswerable(Exception):
     """A message cannot be answered; the next one can."""
 
 
@@ -94,7 +94,7 @@ class FleetCalls:
         """The aggregator has just answered."""
         self._heard = self.clock.monotonic()
 
-    def pause(self, error: Lost, attempt: int, *, most: float = math.inf) -> None:
+    def pause(self, error: NodeGone, attempt: int, *, most: float = math.inf) -> None:
         """Full jitter, as in ``cloud_adapters.storage.retry``, and at least a bit."""
         longest = min(MAX_WAIT_SECONDS, most, 0.5 * 2.0 ** min(attempt, 16))
         seconds = self.uniform(0.2, longest)
@@ -107,8 +107,8 @@ class FleetCalls:
 
         Raises:
             SiteError: There is no use in going on.
-            Lost: The node must activate itself anew.
-            Dropped: The aggregator does not want this, and never will.
+            NodeGone: The node must activate itself anew.
+            Unanswerable: The aggregator does not want this, and never will.
         """
         attempt = 0
         while True:
@@ -127,7 +127,7 @@ class FleetCalls:
             attempt += 1
             age = self.clock.monotonic() - self._heard
             over = age > ACTIVE_SECONDS or self.stopped.is_set()
-            if over or not isinstance(problem, Passing):
+            if over or not isinstance(problem, Outage):
                 raise problem
             self.pause(problem, attempt, most=MAX_TURN_SECONDS)
 
@@ -141,7 +141,7 @@ class FleetCalls:
                     "authority with those that the aggregator's operator gave you"
                 )
             cause = cause.__cause__ or cause.__context__
-        return Passing(f"{self.address} cannot be reached: {error}")
+        return Outage(f"{self.address} cannot be reached: {error}")
 
     def _refused(self, response: httpx.Response) -> Exception:
         flower = FlowerError.from_json(response.text)
@@ -151,16 +151,16 @@ class FleetCalls:
         elif reason := _detail(response):
             what += f": {reason}"
         if response.status_code in PASSING:
-            return Passing(f"{self.address} refuses: {what}")
+            return Outage(f"{self.address} refuses: {what}")
         if flower is not None and flower.code == _NOT_ACTIVATED:
             return self._not_activated()
         # Flower's own 403 is about a run, which was stopped perhaps.
         by_proxy = response.status_code == _FORBIDDEN and flower is None
         denied = by_proxy or response.status_code == _UNAUTHORIZED
         if self.is_active and not denied:
-            return Dropped(f"{self.address} refuses: {what}")
+            return Unanswerable(f"{self.address} refuses: {what}")
         if self.is_active or not denied:
-            return Lost(f"{self.address} refuses: {what}")
+            return NodeGone(f"{self.address} refuses: {what}")
         if by_proxy:
             return SiteError(
                 f"{self.address} does not let this site in: its certificate is "
@@ -192,7 +192,7 @@ class FleetCalls:
         if self._refused_since is None:
             self._refused_since = now
         if now - self._refused_since < TURN_SECONDS:
-            return Taken(
+            return KeyInUse(
                 f"{self.address} counts another node with this site's key as active, "
                 f"or does not know it; a node that died is forgotten after "
                 f"{ACTIVE_SECONDS:g} s"

@@ -35,8 +35,8 @@ from cloud_adapters.flower.fleet import (
     MAX_TURN_SECONDS,
     PASSING,
     FleetCalls,
-    Lost,
-    Taken,
+    KeyInUse,
+    NodeGone,
     Uniform,
 )
 from cloud_adapters.flower.private.http import ProtobufCall, ProtobufRequestContext
@@ -142,9 +142,9 @@ class FlowerNode:
                     self._activate(client)
                     attempt = 0
                     self._serve(client)
-                except Lost as error:
+                except NodeGone as error:
                     attempt += 1
-                    most = MAX_TURN_SECONDS if isinstance(error, Taken) else math.inf
+                    most = MAX_TURN_SECONDS if isinstance(error, KeyInUse) else math.inf
                     self._calls.pause(error, attempt, most=most)
 
     def leave(self) -> None:
@@ -218,7 +218,9 @@ class FlowerNode:
         try:
             while not self.stopped.is_set():
                 if lost.is_set():
-                    raise Lost("the aggregator no longer counts this node as active")
+                    raise NodeGone(
+                        "the aggregator no longer counts this node as active"
+                    )
                 try:
                     letter = letters.get(timeout=STOP_POLL_SECONDS)
                 except queue.Empty:
@@ -269,7 +271,7 @@ class FlowerNode:
             try:
                 if letters.qsize() < MAX_WAITING and self._sort(connection, letters):
                     last = self.clock.monotonic()
-            except (Lost, SiteError) as error:
+            except (NodeGone, SiteError) as error:
                 if self._free.is_set():
                     letters.put(error)
                     return
@@ -327,7 +329,7 @@ class FlowerNode:
                 self._free.set()
             # The next is looked for meanwhile: the way there and back may be long.
             connection.confirm(envelope)
-        except (Lost, SiteError):
+        except (NodeGone, SiteError):
             raise
         except Exception as error:  # noqa: BLE001 -- errors of many kinds, none ours
             self._drop(error)

@@ -98,7 +98,7 @@ class Attendance:
                 two nodes claim one site.
         """
         deadline = clock.monotonic() + self.connect_seconds
-        wait = _Wait(deadline=deadline, clock=clock, pause=pause)
+        wait = _Patience(deadline=deadline, clock=clock, pause=pause)
         if self.roll_call is None:
             nodes = _greet(api, len(sites), at_once=workers, wait=wait)
             return dict(zip(sites, nodes, strict=True))
@@ -132,14 +132,14 @@ ANYBODY = Attendance()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wait:
+class _Patience:
     deadline: float  # on the clock's monotonic time
     clock: Clock
     pause: Callable[[], None]
 
 
 def _greet(
-    api: FlowerApi, count: int, *, at_once: int | None, wait: _Wait
+    api: FlowerApi, count: int, *, at_once: int | None, wait: _Patience
 ) -> list[int]:
     """Find nodes that are as good as each other, in ascending order.
 
@@ -168,7 +168,7 @@ def _greet(
     return nodes[:count]
 
 
-def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait) -> None:
+def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Patience) -> None:
     """Ask one question of all nodes, until it is answered or time is up."""
     now = wait.clock.monotonic
     while not call.is_over(now()) and now() < wait.deadline:
@@ -188,7 +188,7 @@ def _ask(call: "_Call", nodes: Callable[[], Iterable[int]], wait: _Wait) -> None
 
 
 @dataclass(kw_only=True)
-class _Asked:
+class _PendingNode:
     """A node that has not answered yet."""
 
     node: int
@@ -213,8 +213,8 @@ class _Call:
     known: Mapping[SiteId, int]
     required: int
     lack: str = "connect"
-    out: dict[str, tuple[_Asked, float | None]] = field(default_factory=dict)
-    open: dict[int, _Asked] = field(default_factory=dict)
+    out: dict[str, tuple[_PendingNode, float | None]] = field(default_factory=dict)
+    open: dict[int, _PendingNode] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
     nodes: dict[SiteId, int] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
@@ -253,7 +253,7 @@ class _Call:
 
     def ask(self, node: int, now: float) -> None:
         """Ask a node for the first time."""
-        asked = _Asked(node=node, name=new_name(0), inquiry=Inquiry(now))
+        asked = _PendingNode(node=node, name=new_name(0), inquiry=Inquiry(now))
         if self._post(asked, None):
             self.met.add(node)
             self.open[node] = asked
@@ -284,7 +284,7 @@ class _Call:
             self._post(asked, now, flower_site.AGAIN)
 
     def _is_passing(
-        self, asked: _Asked, code: int, probed: float | None, now: float
+        self, asked: _PendingNode, code: int, probed: float | None, now: float
     ) -> bool:
         """Whether an error is no answer of the node's."""
         if code == NODE_GONE:
@@ -296,7 +296,7 @@ class _Call:
         return code in LOST or probed is not None
 
     def _post(
-        self, asked: _Asked, probed: float | None, kind: str = flower_site.PROBE
+        self, asked: _PendingNode, probed: float | None, kind: str = flower_site.PROBE
     ) -> bool:
         content = RecordDict()
         if probed is None:

@@ -94,7 +94,7 @@ def run_on_flower_simulation(
         stack.enter_context(_silenced("flwr", "ray"))
         stack.enter_context(_ray(workers * cpus_per_site, folder))
         return _run(
-            _Server(
+            _ServerRun(
                 server,
                 sites=sites,
                 job_text=job_text,
@@ -112,7 +112,7 @@ def run_on_flower_simulation(
         )
 
 
-class _Server(Generic[T]):
+class _ServerRun(Generic[T]):
     """The server as Flower's thread runs it, and what came of it."""
 
     def __init__(
@@ -159,7 +159,7 @@ class _Server(Generic[T]):
 
 
 def _run(
-    server: _Server[T], app: "ClientApp", *, resources: dict[str, int | float]
+    server: _ServerRun[T], app: "ClientApp", *, resources: dict[str, int | float]
 ) -> T:
     from flwr.serverapp import ServerApp  # noqa: PLC0415
 

@@ -47,7 +47,7 @@ class _App:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Question:
+class _AppQuestion:
     """A task that was sent to an app, in one message or two.
 
     Attributes:
@@ -93,7 +93,7 @@ class FlowerApps(FlowerApi):
             for site in job.sites
             if site.flower_app is not None and site.name in nodes
         }
-        self._questions: dict[str, _Question] = {}
+        self._questions: dict[str, _AppQuestion] = {}
         self._newest: dict[int, str] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -180,7 +180,7 @@ class FlowerApps(FlowerApi):
         node = message.metadata.dst_node_id
         self._questions.pop(self._newest.get(node, ""), None)
         self._newest[node] = name
-        self._questions[name] = _Question(
+        self._questions[name] = _AppQuestion(
             task=task,
             spec=app.spec,
             last=messages[task.kind],
@@ -188,7 +188,7 @@ class FlowerApps(FlowerApi):
         )
         return [name]
 
-    def _note(self, question: _Question, part: str, message: Message) -> bool:
+    def _note(self, question: _AppQuestion, part: str, message: Message) -> bool:
         """Keep an answer to a part; say whether it was the last one."""
         question.answers[question.parts[part]] = message
         return not question.open_parts()
@@ -201,7 +201,7 @@ def _kinds(task: RoundTask, spec: FlowerAppSpec) -> Sequence[TaskKind]:
     return (task.kind,)
 
 
-def _answer(question: _Question, layout: Layout) -> Message:
+def _answer(question: _AppQuestion, layout: Layout) -> Message:
     try:
         found = _error(question) or _read(question, layout)
     except InvalidUpdate as error:
@@ -209,7 +209,7 @@ def _answer(question: _Question, layout: Layout) -> Message:
     return Message(flower_site.pack_answer(found), reply_to=question.last)
 
 
-def _error(question: _Question) -> SiteFailure | None:
+def _error(question: _AppQuestion) -> SiteFailure | None:
     """What came in place of an answer to either part, if anything did."""
     for kind, message in question.answers.items():
         if message.has_error():
@@ -219,7 +219,7 @@ def _error(question: _Question) -> SiteFailure | None:
     return None
 
 
-def _read(question: _Question, layout: Layout) -> SiteMessage:
+def _read(question: _AppQuestion, layout: Layout) -> SiteMessage:
     task, spec, answers = question.task, question.spec, question.answers
     evaluation: MetricSums | None = None
     if TaskKind.EVALUATE in answers:

@@ -59,7 +59,7 @@ def no_fault(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Slot:
+class _Errand:
     """One task on its way through the threads.
 
     It is settled once it has replies. It is given up when its deadline passes while a
@@ -82,7 +82,7 @@ class _Slot:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Batch:
+class _TaskBatch:
     """The tasks of one call of ``send``.
 
     Attributes:
@@ -91,8 +91,8 @@ class _Batch:
         ahead: Slots of the grid that may hold an update when one of these starts.
     """
 
-    slots: deque[_Slot]
-    waiting: deque[_Slot]
+    slots: deque[_Errand]
+    waiting: deque[_Errand]
     ahead: int
 
 
@@ -132,10 +132,10 @@ class InProcessGrid:
         self._condition = threading.Condition()
         self._open = True
         self._num_sent = 0
-        self._batches: list[_Batch] = []
+        self._batches: list[_TaskBatch] = []
         self._num_held = 0  # Slots taken up whose replies were not taken.
-        self._working: set[_Slot] = set()  # Within their deadline, or left.
-        self._busy: dict[SiteId, _Slot] = {}  # What each site is called for.
+        self._working: set[_Errand] = set()  # Within their deadline, or left.
+        self._busy: dict[SiteId, _Errand] = {}  # What each site is called for.
         self._late: deque[Reply] = deque()
         self._threads: set[threading.Thread] = set()  # Without those given up.
         for _ in range(self._num_workers):
@@ -186,7 +186,7 @@ class InProcessGrid:
         if unknown:
             raise ValueError(f"the grid has no sites {unknown}")
         slots = [
-            _Slot(
+            _Errand(
                 task_id=TaskId(number),
                 task=task,
                 deadline_seconds=deadline_seconds,
@@ -194,7 +194,7 @@ class InProcessGrid:
             )
             for number, task in enumerate(tasks, start=self._num_sent)
         ]
-        batch = _Batch(
+        batch = _TaskBatch(
             slots=deque(slots), waiting=deque(slots), ahead=self._ahead(tasks)
         )
         with self._condition:
@@ -290,7 +290,7 @@ class InProcessGrid:
             return 0.0
         return min((s.seconds_left(now) for s in self._working), default=math.inf)
 
-    def _overdue(self, slot: _Slot, now: float) -> deque[Reply]:
+    def _overdue(self, slot: _Errand, now: float) -> deque[Reply]:
         text = f"gave no answer within {slot.deadline_seconds:g} s"
         failed = failure(slot.task, FailureKind.DEADLINE, text)
         return deque([_reply(slot, failed, 0, now)])
@@ -307,7 +307,7 @@ class InProcessGrid:
                 return  # Another thread has taken this one's place.
             del slot, replies  # Not to keep an update while waiting for work.
 
-    def _claim(self) -> _Slot | None:
+    def _claim(self) -> _Errand | None:
         """Wait for a task that may be started; None when the grid is closed."""
         with self._condition:
             while self._open:
@@ -322,7 +322,7 @@ class InProcessGrid:
                 self._condition.wait()
             return None
 
-    def _next_slot(self) -> _Slot | None:
+    def _next_slot(self) -> _Errand | None:
         """Take the next task whose site is free; those of hung sites are settled."""
         for batch in self._batches:
             while batch.waiting and self._num_held < batch.ahead:
@@ -341,7 +341,7 @@ class InProcessGrid:
                 self._condition.notify_all()
         return None
 
-    def _replies(self, slot: _Slot) -> deque[Reply]:
+    def _replies(self, slot: _Errand) -> deque[Reply]:
         """Call the site."""
         answers = answers_of(slot.task, self._handlers[slot.task.site], self._fault)
         now = self._clock.monotonic()
@@ -350,7 +350,7 @@ class InProcessGrid:
             replies[index] = replace(replies[index], bytes_down=0)
         return replies
 
-    def _settle(self, slot: _Slot, replies: deque[Reply]) -> bool:
+    def _settle(self, slot: _Errand, replies: deque[Reply]) -> bool:
         """Hand replies in; False if the thread was given up meanwhile."""
         now = replies[0].answered_seconds
         with self._condition:
@@ -407,7 +407,7 @@ def _refusal(task: Task, kind: FailureKind, text: str) -> Answer:
     return failure(task, kind, text), 0
 
 
-def _reply(slot: _Slot, message: SiteMessage, bytes_up: int, now: float) -> Reply:
+def _reply(slot: _Errand, message: SiteMessage, bytes_up: int, now: float) -> Reply:
     return Reply(
         task_id=slot.task_id,
         message=message,

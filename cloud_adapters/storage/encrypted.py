@@ -46,7 +46,7 @@ _COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
+class _OpenObject:
     """An object whose header has been read."""
 
     key: str
@@ -89,7 +89,7 @@ class EncryptedStore:
         self._prefix = prefix
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
-        self._opened: OrderedDict[tuple[str, str], _Opened] = OrderedDict()
+        self._opened: OrderedDict[tuple[str, str], _OpenObject] = OrderedDict()
 
     @property
     def url(self) -> str:
@@ -138,7 +138,9 @@ class EncryptedStore:
             metadata=kept,
         )
         self._remember(
-            _Opened(key=key, cipher=cipher, version=info.version, size=checksums.size)
+            _OpenObject(
+                key=key, cipher=cipher, version=info.version, size=checksums.size
+            )
         )
         return replace(
             info,
@@ -258,7 +260,7 @@ class EncryptedStore:
         self._remember(replace(opened, version=written.version))
         return self.stat(key)
 
-    def _stored(self, opened: _Opened) -> Iterator[bytes]:
+    def _stored(self, opened: _OpenObject) -> Iterator[bytes]:
         """Segments and trailer as they are stored, each checked before it is passed on.
 
         Raises:
@@ -307,7 +309,7 @@ class EncryptedStore:
             content.write(piece)
         return content.getvalue()
 
-    def _read_range(self, opened: _Opened, start: int, length: int | None) -> bytes:
+    def _read_range(self, opened: _OpenObject, start: int, length: int | None) -> bytes:
         """Decrypt the touched segments; what is said of the end is authenticated."""
         cipher, size = opened.cipher, opened.size
         stop = size if length is None else min(size, start + length)
@@ -339,7 +341,7 @@ class EncryptedStore:
             return content.getvalue()
         return bytes(content.getbuffer()[skip : skip + stop - start])
 
-    def _read_trailer(self, opened: _Opened) -> Trailer:
+    def _read_trailer(self, opened: _OpenObject) -> Trailer:
         stored = self._store.read(
             opened.key,
             start=opened.cipher.trailer_offset(opened.size),
@@ -348,7 +350,7 @@ class EncryptedStore:
         )
         return opened.cipher.open_trailer(stored, opened.size)
 
-    def _open(self, key: str, if_version: str | None) -> _Opened:
+    def _open(self, key: str, if_version: str | None) -> _OpenObject:
         """Read an object's header, or remember it if its version is named."""
         check_key(key)
         if if_version is not None:
@@ -361,7 +363,7 @@ class EncryptedStore:
             raise ObjectChanged(f"{self._where(key)} has changed")
         return self._open_version(info)
 
-    def _open_version(self, info: ObjectInfo) -> _Opened:
+    def _open_version(self, info: ObjectInfo) -> _OpenObject:
         with self._lock:
             known = self._opened.get((info.key, info.version))
         if known is not None:
@@ -370,7 +372,7 @@ class EncryptedStore:
             info.key, start=0, length=HEADER_BYTES, if_version=info.version
         )
         header = Header.decode(content, self._where(info.key))
-        opened = _Opened(
+        opened = _OpenObject(
             key=info.key,
             cipher=self._cipher(info.key, header),
             version=info.version,
@@ -393,7 +395,7 @@ class EncryptedStore:
             where=self._where(key),
         )
 
-    def _remember(self, opened: _Opened) -> None:
+    def _remember(self, opened: _OpenObject) -> None:
         with self._lock:
             self._opened[opened.key, opened.version] = opened
             while len(self._opened) > _NUM_OPENED:

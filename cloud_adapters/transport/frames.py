@@ -109,7 +109,7 @@ class Frames:
         self._store = store
         self._scratch = scratch
         self._retry = retry
-        self._shared = _Shared()
+        self._shared = _WrittenVectors()
         self._is_used = False
 
     def send(self, message: WireMessage) -> PackedFrame:
@@ -315,7 +315,7 @@ class _Pieces:
 
 
 @dataclass
-class _Shared:
+class _WrittenVectors:
     """What came of writing the vectors of one round's tasks."""
 
     folder: str = ""

@@ -20,7 +20,7 @@ from deploy.aggregator_host.enrolment_book import BookFile
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.rehearsal import dropout_notice
-from deploy.wiring.run import Connected, Run, Secret
+from deploy.wiring.run import ConnectedSites, Run, SecureContext
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
 from federation.durable_files import replace_file
@@ -349,7 +349,7 @@ class DeployedRun:
         new = {promise.site: promise for promise in self._roll_call.promises()}
         return tuple(each for _, each in sorted((self._promised | new).items()))
 
-    def _secret(self) -> Secret | None:
+    def _secret(self) -> SecureContext | None:
         """The contract of this run; None without secure aggregation."""
         job, in_sum = self._federation.job, self._in_sum
         if not job.privacy.secure_aggregation.enabled:
@@ -362,11 +362,11 @@ class DeployedRun:
             promises=self._promises(),
             ring_noise_std=0.0 if in_sum is None else in_sum.ring.noise_std,
         )
-        return Secret(identity=self._parties.identity, contract=contract)
+        return SecureContext(identity=self._parties.identity, contract=contract)
 
     def _coordinate(self, grid: Grid) -> RunState:
         return self._assembly.drive(
-            Connected(engine=DEPLOYED, grid=grid),
+            ConnectedSites(engine=DEPLOYED, grid=grid),
             secret=self._secret(),
             introduced=self._roll_call.data(),
             anchors=self._anchors,

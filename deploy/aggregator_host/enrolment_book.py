@@ -90,7 +90,7 @@ class EnrolledSite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Withdrawn:
+class WithdrawnSite:
     """A site that was revoked; its keys are never taken again.
 
     Attributes:
@@ -116,7 +116,7 @@ class EnrolmentBook:
     version: int = VERSION
     invitations: tuple[Invitation, ...] = ()
     members: tuple[EnrolledSite, ...] = ()
-    withdrawn: tuple[Withdrawn, ...] = ()
+    withdrawn: tuple[WithdrawnSite, ...] = ()
 
     def invitation(self, digest: str) -> Invitation | None:
         """Find an invitation by its token's digest."""
@@ -142,7 +142,7 @@ class EnrolmentBook:
     def without(self, site: str, *, at: float) -> "EnrolmentBook":
         """Withdraw a site and every invitation of it."""
         gone = tuple(
-            Withdrawn(member=one, at=at) for one in self.members if one.site == site
+            WithdrawnSite(member=one, at=at) for one in self.members if one.site == site
         )
         return replace(
             self,

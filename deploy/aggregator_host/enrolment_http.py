@@ -37,11 +37,11 @@ def serve(handlers: Mapping[str, Handler], port: int = 0) -> Iterator[int]:
     Raises:
         PortTaken: Another process has it.
     """
-    with _Server(handlers, port).listening() as found:
+    with _EnrolmentServer(handlers, port).listening() as found:
         yield found
 
 
-class _Server(loopback_http.Server):
+class _EnrolmentServer(loopback_http.Server):
     def __init__(self, handlers: Mapping[str, Handler], port: int) -> None:
         self.handlers = dict(handlers)
         self._free = threading.BoundedSemaphore(MAX_REQUESTS)
@@ -64,7 +64,7 @@ class _Server(loopback_http.Server):
 
 
 class _Request(loopback_http.LoopbackHandler):
-    server: _Server
+    server: _EnrolmentServer
     timeout = REQUEST_SECONDS
 
     def _serve(self) -> None:

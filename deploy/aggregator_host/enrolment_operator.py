@@ -16,7 +16,7 @@ from deploy.aggregator_host.enrolment_book import (
     BookFile,
     EnrolledSite,
     Invitation,
-    Withdrawn,
+    WithdrawnSite,
     open_authority,
 )
 from federation.addresses import bracketed, parse_address
@@ -79,7 +79,7 @@ class Overview:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Revoked:
+class RevocationResult:
     """What a revocation has done.
 
     Attributes:
@@ -190,7 +190,7 @@ def invite(
 
 def revoke(
     config: AggregatorConfig, site: str, *, unregister: Unregister, clock: Clock
-) -> Revoked:
+) -> RevocationResult:
     """Shut a site out at once; doing it again finishes what was left undone.
 
     Args:
@@ -219,7 +219,7 @@ def revoke(
             # fails, ``prepare`` reads from the list who was revoked.
             book_file.write(book)
             roster_file.withdraw(config.folder / "roster.toml", site=site)
-    return Revoked(
+    return RevocationResult(
         site=site,
         certificates=sum(len(one.member.certificates) for one in gone),
         proxy=runs,
@@ -280,7 +280,7 @@ def renew_server(config: AggregatorConfig, *, clock: Clock) -> bool:
     return True
 
 
-def _unregister(gone: list[Withdrawn], unregister: Unregister) -> str | None:
+def _unregister(gone: list[WithdrawnSite], unregister: Unregister) -> str | None:
     try:
         for one in gone:
             unregister(int(one.member.node_id))

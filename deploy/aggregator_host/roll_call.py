@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import tomli_w
 
-from aggregator.weighting import Introduced
+from aggregator.weighting import SignedCounts
 from federation.errors import ProtocolError, SiteError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
@@ -135,10 +135,10 @@ class SignedRollCall:
         found = sorted(self.introductions.items())
         return {name: each.num_examples for name, each in found}
 
-    def data(self) -> Mapping[SiteId, Introduced]:
+    def data(self) -> Mapping[SiteId, SignedCounts]:
         """What each site says of its data."""
         return {
-            name: Introduced(examples=each.num_examples, held_out=each.num_held_out)
+            name: SignedCounts(examples=each.num_examples, held_out=each.num_held_out)
             for name, each in self.introductions.items()
         }
 

@@ -129,7 +129,7 @@ class QueuedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damaged:
+class DamagedRun:
     """A run of which a file is damaged: nobody works on it until that is mended.
 
     Attributes:
@@ -151,7 +151,7 @@ class Queue:
     """
 
     runs: tuple[QueuedRun, ...]
-    damaged: tuple[Damaged, ...]
+    damaged: tuple[DamagedRun, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +343,7 @@ def handed_over(root: Path) -> Queue:
         try:
             found = read(run)
         except CorruptObject as error:
-            damaged.append(Damaged(run=run, reason=str(error)))
+            damaged.append(DamagedRun(run=run, reason=str(error)))
         else:
             runs += [] if found is None else [found]
     runs.sort(key=lambda handed: (handed.request.at, handed.run.path))

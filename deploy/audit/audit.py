@@ -27,7 +27,7 @@ from federation.errors import JobError
 from federation.events import Emit
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
-from monitoring.audit_findings import Findings
+from monitoring.audit_findings import AuditFindings
 from privacy.dp.auditing import epsilon_lower_bound
 from privacy.dp.budget import default_delta
 
@@ -53,7 +53,7 @@ def audit(
     *,
     listeners: Sequence[Emit] = (),
     plan_sites: PlanSites = plan_sites,
-) -> Findings:
+) -> AuditFindings:
     """Audit a job.
 
     Args:
@@ -65,7 +65,7 @@ def audit(
             job's model, and for that with canaries.
 
     Returns:
-        What was found; ``Findings.broken`` names the sites whose promise did not hold.
+        ``AuditFindings.broken`` names the sites whose promise did not hold.
 
     Raises:
         JobError: The job cannot be audited, or ``attack`` names no such site.
@@ -83,7 +83,7 @@ def audit(
         first = CanaryRun(federation, plan_sites, attack, names)
         first.run(listeners)
         second.run(listeners)
-    return Findings(
+    return AuditFindings(
         job_name=job.name,
         unit=job.privacy.differential_privacy.unit,
         num_sites=len(job.sites),

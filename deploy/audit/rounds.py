@@ -14,7 +14,7 @@ from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring.rehearsal import rehearse
-from deploy.wiring.run import InProcess, Run, Secret
+from deploy.wiring.run import InProcess, Run, SecureContext
 from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.events import Emit, Event, SiteFailed
@@ -57,7 +57,7 @@ class Stage(Protocol):
         ...
 
     @property
-    def secret(self) -> Secret | None:
+    def secret(self) -> SecureContext | None:
         """The aggregator's half of secure aggregation."""
         ...
 
@@ -139,10 +139,10 @@ class SecretStage:
 
     def seen(self, gather: Gather) -> Gather:
         """Look at the sums that the aggregator opens."""
-        return gather if self._see is None else _Observed(gather, self._see)
+        return gather if self._see is None else _ObservedGather(gather, self._see)
 
 
-class _Observed:
+class _ObservedGather:
     """A gather with a witness of what it opens."""
 
     def __init__(self, gather: Gather, see: SeeSum) -> None:

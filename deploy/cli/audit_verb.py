@@ -18,7 +18,7 @@ from federation.errors import RunConflict, StoreUnavailable
 if TYPE_CHECKING:
     from federation.events import Event
     from federation.job.spec import JobSpec
-    from monitoring.audit_findings import Findings
+    from monitoring.audit_findings import AuditFindings
 
 ROOT = Path("audits")
 
@@ -41,7 +41,7 @@ def _audit(options: argparse.Namespace) -> int:
     return show(findings, folder, as_json=options.json)
 
 
-def show(findings: "Findings", folder: Path, *, as_json: bool) -> int:
+def show(findings: "AuditFindings", folder: Path, *, as_json: bool) -> int:
     """Print what an audit found, and return the exit code.
 
     Args:
@@ -100,7 +100,7 @@ def _folder(job: "JobSpec", out: Path | None) -> Path:
     return folder
 
 
-def leave(findings: "Findings", folder: Path) -> None:
+def leave(findings: "AuditFindings", folder: Path) -> None:
     """Write ``audit.json`` and ``audit.html`` into a folder, which is made.
 
     Raises:

@@ -54,7 +54,7 @@ from federation.messages import SiteMessage, Task
 from federation.protocols import Clock
 from federation.vectors import Layout
 from federation.wire import frame as wire
-from privacy.dp.ledger.ledger_recovery import Recovered
+from privacy.dp.ledger.ledger_recovery import RecoveryResult
 from privacy.membership import introduction, releases
 from privacy.membership.introduction import Introduction, Proposal, Statements
 from privacy.secagg.agreement.code_hash import code_hash
@@ -141,7 +141,7 @@ class SiteAgent:
         self._tell_use(run)
         return answer
 
-    def recover(self, run_id: RunId) -> Recovered:
+    def recover(self, run_id: RunId) -> RecoveryResult:
         """Charge again what the ledger of a run has lost, as far as that is known.
 
         Raises:

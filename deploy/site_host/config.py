@@ -32,7 +32,7 @@ class AggregatorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteDataSpec:
+class LocalDataSpec:
     """The site's own data.
 
     Attributes:
@@ -115,7 +115,7 @@ class SiteFile:
     node_key: str = "node.pem"
     certificate: str = ""
     aggregator: AggregatorSpec
-    data: SiteDataSpec = SiteDataSpec()
+    data: LocalDataSpec = LocalDataSpec()
     compute: ComputeSpec = ComputeSpec()
     policy: PolicySpec = PolicySpec()
     exchange: ExchangeSpec = ExchangeSpec()

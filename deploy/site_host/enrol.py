@@ -31,7 +31,7 @@ from privacy.membership.certificates import (
     parse_certificate,
 )
 from privacy.membership.introduction import release
-from privacy.membership.messages import Enrolled
+from privacy.membership.messages import EnrolmentReply
 from privacy.membership.token import EnrolmentRefused, Token
 from privacy.secagg.agreement import identity, roster
 from privacy.secagg.agreement.identity import Identity
@@ -232,7 +232,7 @@ def newest_roster(
 
 def _ask(
     config: SiteConfig, key: PrivateKey | None, *, clock: Clock, connect: Connect
-) -> tuple[Identity, Enrolled]:
+) -> tuple[Identity, EnrolmentReply]:
     """Show the present certificate, and ask for one of another key if there is one."""
     path = _certificate_path(config)
     present, present_key = _pair(path)
@@ -323,7 +323,7 @@ def _node_key(path: Path) -> PrivateKey:
 
 
 def _check_certificate(
-    found: Enrolled, key: PrivateKey, root: bytes, *, clock: Clock
+    found: EnrolmentReply, key: PrivateKey, root: bytes, *, clock: Clock
 ) -> float:
     """Hold a certificate against our key and the pinned root; say when it expires."""
     try:
@@ -342,7 +342,7 @@ def _check_certificate(
     return expires
 
 
-def _check_roster(found: Enrolled, site: SiteId, own: Identity) -> Roster:
+def _check_roster(found: EnrolmentReply, site: SiteId, own: Identity) -> Roster:
     members = parse_roster(found)
     check_own_entry(members, site, own)
     return members

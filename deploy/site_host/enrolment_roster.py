@@ -7,7 +7,7 @@ compared its digest with others.
 
 from deploy.site_host.config import SiteConfig
 from federation.ids import SiteId
-from privacy.membership.messages import Enrolled
+from privacy.membership.messages import EnrolmentReply
 from privacy.membership.token import EnrolmentRefused
 from privacy.secagg.agreement import identity, roster
 from privacy.secagg.agreement.identity import Identity
@@ -104,7 +104,7 @@ def check_own_entry(members: Roster, site: SiteId, own: Identity) -> None:
         )
 
 
-def parse_roster(found: Enrolled) -> Roster:
+def parse_roster(found: EnrolmentReply) -> Roster:
     """Read the roster of an answer.
 
     Raises:

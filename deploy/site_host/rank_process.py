@@ -11,7 +11,7 @@ import torch
 
 from clients.models.model_pool import ModelPool
 from clients.privacy.standardise import Statistics
-from clients.ranks.control import Inherited, Start
+from clients.ranks.control import RankInputs, Start
 from clients.ranks.peers import Peers
 from clients.ranks.placing import can_compile, place_
 from clients.training import rank as process
@@ -30,7 +30,7 @@ def main() -> None:
     logging.basicConfig(
         stream=sys.stderr, format="%(asctime)s %(process)d %(levelname)s %(message)s"
     )
-    inherited = Inherited.of(sys.argv[1:])
+    inherited = RankInputs.of(sys.argv[1:])
     process.serve(
         inherited,
         build=_build,

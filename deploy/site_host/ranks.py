@@ -26,7 +26,7 @@ from clients.ranks.shared_model import SharedModel
 from clients.training.local_federation import Federation, SiteData
 from clients.training.private_steps import PrivateTraining, takes_private_steps
 from cloud_adapters.urls import parse_url
-from deploy.site_host.config import SiteDataSpec, SiteFile
+from deploy.site_host.config import LocalDataSpec, SiteFile
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job import job_file
@@ -263,7 +263,7 @@ def environment(file: SiteFile, whole: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _is_remote(data: SiteDataSpec) -> bool:
+def _is_remote(data: LocalDataSpec) -> bool:
     if "://" not in data.source:
         return False
     return parse_url(data.source).is_remote or "encryption_key" in data.options

@@ -71,11 +71,11 @@ def serve(
     config = site_file.load(path)
     clock = SystemClock()
     with site_folder.only_one(config.folder):
-        way = _Way.of(config)
+        way = _Upstream.of(config)
         paths = _Paths(config.folder.resolve() / "relay")
         context = paths.prepare(config, clock)
         site_folder.keep_fresh(config, clock, stopped, listener)
-        with _Server(way, context, port, listener).listening() as found:
+        with _RelayServer(way, context, port, listener).listening() as found:
             listener(f"passes the calls of a SuperNode on to {way.host}:{way.port}")
             listener(f"start it with: {paths.command(found)}")
             while not stopped.wait(CERTIFY_SECONDS):
@@ -83,7 +83,7 @@ def serve(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _Upstream:
     """How to reach the aggregator as this site."""
 
     host: str
@@ -92,7 +92,7 @@ class _Way:
     certificate: Path
 
     @classmethod
-    def of(cls, config: SiteConfig) -> "_Way":
+    def of(cls, config: SiteConfig) -> "_Upstream":
         if config.certificate is None:
             raise JobError(
                 "is empty: without a proxy before the aggregator a SuperNode needs no "
@@ -173,13 +173,13 @@ class _Paths:
         )
 
 
-class _Server(loopback_http.Server):
+class _RelayServer(loopback_http.Server):
     def __init__(
-        self, way: _Way, context: ssl.SSLContext, port: int, listener: Listener
+        self, way: _Upstream, context: ssl.SSLContext, port: int, listener: Listener
     ) -> None:
         self.way, self.listener, self._context = way, listener, context
         advice = "stop what listens there, or choose another --port"
-        super().__init__(port, _Call, advice=advice)
+        super().__init__(port, _RelayHandler, advice=advice)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Speak TLS in the thread of the connection: nobody else waits for it."""
@@ -188,10 +188,10 @@ class _Server(loopback_http.Server):
             super().finish_request(secured, client_address)
 
 
-class _Call(loopback_http.LoopbackHandler):
+class _RelayHandler(loopback_http.LoopbackHandler):
     """Calls of one connection, each passed on over one of its own."""
 
-    server: _Server
+    server: _RelayServer
     protocol_version = "HTTP/1.1"
     timeout = IDLE_SECONDS
     _upstream: http.client.HTTPSConnection | None = None

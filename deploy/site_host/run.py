@@ -14,7 +14,7 @@ from clients.privacy.ledger_memory import LifetimeBudget, adopt, known_anchor
 from clients.privacy.policy_spec import PolicySpec
 from clients.privacy.ring_seal import Protection, RingSeal
 from clients.privacy.site_memory import FileMemory, SiteMemory, fresh_secret
-from clients.privacy.site_plans import ROUNDS, Keeping, PrivateSites
+from clients.privacy.site_plans import ROUNDS, LedgerContext, PrivateSites
 from clients.privacy.site_policy import contract_policy, weakness_of
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
@@ -267,7 +267,7 @@ def private_sites(
         folder=folder,
         clock=clock,
         stated=stated,
-        keeping=lambda _name: Keeping(
+        keeping=lambda _name: LedgerContext(
             memory=site_memory(config),
             key=LedgerKey(identity),
             budget=lifetime_budget(config),

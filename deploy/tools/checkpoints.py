@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aggregator import checkpoint_survey
-from aggregator.checkpoint_survey import Pruned, Survey, Surveyed
+from aggregator.checkpoint_survey import PruneResult, Survey, SurveyEntry
 from cloud_adapters.urls import StoreOptions, open_store
 from deploy.wiring import run_store
 from deploy.wiring.encryption import (
@@ -31,7 +31,7 @@ _ITSELF = StoreOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class CheckpointFindings:
     """What a look at a run's checkpoints came to.
 
     Attributes:
@@ -42,7 +42,7 @@ class Findings:
 
     url: str
     survey: Survey
-    pruned: Pruned | None
+    pruned: PruneResult | None
 
     @property
     def num_damaged(self) -> int:
@@ -59,7 +59,7 @@ def examine(
     clock: Clock,
     encryption: KeyName = NO_KEY,
     service: StoreOptions = _ITSELF,
-) -> Findings:
+) -> CheckpointFindings:
     """Look at the checkpoints of a run, and remove old ones if asked to.
 
     Args:
@@ -90,15 +90,15 @@ def examine(
                 f"there are no checkpoints in {store.url}/{PREFIX}: give a run, or the "
                 "URL of a run's own place, such as s3://BUCKET/PREFIX/JOB/RUNID"
             )
-        return Findings(url=store.url, survey=survey, pruned=pruned)
+        return CheckpointFindings(url=store.url, survey=survey, pruned=pruned)
 
 
-def facts(findings: Findings) -> dict[str, Any]:
+def facts(findings: CheckpointFindings) -> dict[str, Any]:
     """The same as plain values."""
     return asdict(findings) | {"damaged": findings.num_damaged}
 
 
-def lines(findings: Findings) -> Iterator[str]:
+def lines(findings: CheckpointFindings) -> Iterator[str]:
     """The same for a person."""
     survey = findings.survey
     yield f"{'round':>8}  {'written':<20}  {'size':>9}  {'shared':>9}  state"
@@ -117,7 +117,7 @@ def lines(findings: Findings) -> Iterator[str]:
         yield f"removed {removed}, {format_bytes(findings.pruned.freed_bytes)}"
 
 
-def _when(found: Surveyed) -> str:
+def _when(found: SurveyEntry) -> str:
     if found.written is None:
         return "-"
     return f"{datetime.fromtimestamp(found.written, UTC):%Y-%m-%d %H:%M:%SZ}"

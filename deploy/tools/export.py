@@ -33,7 +33,7 @@ MODEL, JOB, CARD = "model.safetensors", "job.toml", "README.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class Export:
     """What an export came to.
 
     Attributes:
@@ -49,7 +49,7 @@ class Exported:
     bytes_written: int
 
 
-def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Exported:
+def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Export:
     """Write a run's model, job and card into a store, and read them back.
 
     An object that is there and has the same bytes is left as it is, so that an export
@@ -99,7 +99,7 @@ def export(run: RunFolder, store: ObjectStore, *, overwrite: bool = False) -> Ex
                 f"{key!r} in {store.url} is not what was written: another export may "
                 "have gone to the same place; export again with --overwrite"
             )
-    return Exported(
+    return Export(
         run_id=view.started.run_id,
         url=store.url,
         sha256=digests,

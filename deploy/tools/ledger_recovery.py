@@ -18,11 +18,11 @@ from federation.ids import RunId
 from federation.job import job_file
 from federation.messages import NO_ANCHOR, join_anchors
 from monitoring.runs.find import find_run
-from privacy.dp.ledger.ledger_recovery import Recovered
+from privacy.dp.ledger.ledger_recovery import RecoveryResult
 from privacy.secagg.agreement import identity, roster
 
 
-def at_site(config_path: Path, run_id: str) -> list[Recovered]:
+def at_site(config_path: Path, run_id: str) -> list[RecoveryResult]:
     """Recover a deployed site's ledger of a run; its agent must be stopped.
 
     Raises:
@@ -40,7 +40,7 @@ def at_site(config_path: Path, run_id: str) -> list[Recovered]:
         return [agent.recover(RunId(Path(run_id).name))]
 
 
-def in_simulation(name: str, root: Path) -> list[Recovered]:
+def in_simulation(name: str, root: Path) -> list[RecoveryResult]:
     """Recover the ledgers of all sites of a run that was simulated here.
 
     Raises:
@@ -71,7 +71,7 @@ def in_simulation(name: str, root: Path) -> list[Recovered]:
         ]
 
 
-def facts(found: Recovered) -> dict[str, Any]:
+def facts(found: RecoveryResult) -> dict[str, Any]:
     """Everything that was done to a ledger, for JSON."""
     aside = found.set_aside
     return {
@@ -81,7 +81,7 @@ def facts(found: Recovered) -> dict[str, Any]:
     }
 
 
-def lines(found: Recovered) -> Iterator[str]:
+def lines(found: RecoveryResult) -> Iterator[str]:
     """Say what was done to a ledger, for a person."""
     yield f"ledger      {found.path}"
     if found.set_aside is not None:

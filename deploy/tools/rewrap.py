@@ -44,7 +44,7 @@ from monitoring.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewrapped:
+class RewrapResult:
     """What came of it.
 
     Attributes:
@@ -128,7 +128,7 @@ def opened(
         yield Place(store=store, bound=place_of(job.name, run_id), key=key, run=run)
 
 
-def rewrap(place: Place, *, to: KeyName) -> Rewrapped:
+def rewrap(place: Place, *, to: KeyName) -> RewrapResult:
     """Wrap all data keys of a place with the newest key, or with another one.
 
     1. Open every data key, and try the new key: a wrong one shows before any write.
@@ -162,7 +162,7 @@ def rewrap(place: Place, *, to: KeyName) -> Rewrapped:
     if new is not None and place.run is not None:
         _name_in_job(place, place.run, to)
     counts = list(states.values())
-    return Rewrapped(
+    return RewrapResult(
         url=place.store.url,
         rewrapped=len(pending) - changed,
         already=counts.count(_ALREADY),
@@ -200,7 +200,7 @@ def decrypt(place: Place, folder: Path) -> dict[str, int]:
     return written
 
 
-def facts(done: Rewrapped) -> dict[str, Any]:
+def facts(done: RewrapResult) -> dict[str, Any]:
     """The same as plain values."""
     return asdict(done)
 

@@ -36,7 +36,7 @@ _READERS: Mapping[str, Callable[[bytes], object]] = {
         messages.Confirm,
         messages.Confirms,
         messages.Head,
-        messages.Masked,
+        messages.MaskedAnswer,
         messages.Decline,
         messages.Survivors,
         messages.Consent,

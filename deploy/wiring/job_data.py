@@ -12,7 +12,7 @@ from clients import data
 from clients.data.datasets import Dataset
 from clients.privacy import source_check
 from clients.shards import write
-from clients.shards.dataset import Reading, open_dataset
+from clients.shards.dataset import ReadOptions, open_dataset
 from clients.shards.index import INDEX_KEY, DatasetIndex, Split
 from clients.shards.verify import verify_dataset
 from cloud_adapters.storage.cached import ObjectCache
@@ -175,7 +175,7 @@ def info(
     store = _store(url, "URL", service)
     try:
         store = encrypted_with(encryption, store, place=DATASET)
-        train, held_out = open_dataset(store, reading=Reading(threads=0))
+        train, held_out = open_dataset(store, reading=ReadOptions(threads=0))
         if verify:
             verify_dataset(store, train, held_out)
         found = facts(train.index, url)
@@ -251,7 +251,7 @@ def _imbalance(split: Split, classes: Mapping[str, int]) -> float | None:
     return float(max(distances))
 
 
-def _reading(options: Mapping[str, Any], key: str) -> Reading:
+def _reading(options: Mapping[str, Any], key: str) -> ReadOptions:
     for name, value in options.items():
         if name not in _OPTIONS:
             raise JobError(
@@ -264,7 +264,7 @@ def _reading(options: Mapping[str, Any], key: str) -> Reading:
                 f"is {value!r}: expected {_OPTIONS[name].__name__}", key=f"{key}.{name}"
             )
     try:
-        return Reading(
+        return ReadOptions(
             **{name: options[name] for name in _OF_READING if name in options}
         )
     except ValueError as error:

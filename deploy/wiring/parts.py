@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from aggregator.combine import combine_rule
-from aggregator.weighting import Introduced, sums_fault, weight_of
+from aggregator.weighting import SignedCounts, sums_fault, weight_of
 from clients import randomness
 from clients.data.partition import count_labels, partition
 from clients.models.model_pool import ModelPool
@@ -127,7 +127,7 @@ def plain_gather(
     run_id: RunId,
     grid: Grid,
     *,
-    introduced: Mapping[SiteId, Introduced] | None = None,
+    introduced: Mapping[SiteId, SignedCounts] | None = None,
 ) -> Gather:
     """Gather in the clear, by the job's rule and weights.
 

@@ -18,7 +18,7 @@ from clients.privacy.site_memory import FileMemory, InMemory, SiteMemory
 from clients.privacy.site_plans import PrivateSites
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
-from deploy.wiring.run import Secret
+from deploy.wiring.run import SecureContext
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
 from federation.job.spec import JobSpec
@@ -67,9 +67,9 @@ class Rehearsal:
     sums: dict[SiteId, SiteMemory] = field(default_factory=dict)
 
     @property
-    def secret(self) -> Secret:
+    def secret(self) -> SecureContext:
         """The aggregator's half."""
-        return Secret(identity=self.aggregator, contract=self.contract)
+        return SecureContext(identity=self.aggregator, contract=self.contract)
 
     def seal(self, name: SiteId, folder: Path | None) -> RingSeal:
         """Make a site's seal; in ``folder`` it remembers rounds beyond a restart."""

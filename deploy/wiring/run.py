@@ -17,7 +17,7 @@ from aggregator.group_sums import GroupGather
 from aggregator.sampling import draw_cohort
 from aggregator.secure_sum import SecureGather
 from aggregator.server_optimizer import server_optimizer
-from aggregator.weighting import Introduced
+from aggregator.weighting import SignedCounts
 from clients.training.local_federation import Federation
 from cloud_adapters.local.faults import FaultInjector, Restartable
 from cloud_adapters.local.inproc_grid import InProcessGrid
@@ -51,7 +51,7 @@ class SiteSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connected:
+class ConnectedSites:
     """Sites that a grid reaches already."""
 
     engine: str
@@ -103,7 +103,7 @@ class InProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Secret:
+class SecureContext:
     """What the aggregator needs to gather with secure aggregation.
 
     Attributes:
@@ -159,8 +159,8 @@ class Run:
         self,
         sites: SiteSource,
         *,
-        secret: Secret | None = None,
-        introduced: Mapping[SiteId, Introduced] | None = None,
+        secret: SecureContext | None = None,
+        introduced: Mapping[SiteId, SignedCounts] | None = None,
         anchors: Mapping[SiteId, LedgerAnchor] | None = None,
     ) -> RunState:
         """Run the job's rounds, from the newest checkpoint if there is one.
@@ -223,7 +223,7 @@ class Run:
         )
 
 
-def _secure_gather(federation: Federation, grid: Grid, secret: Secret) -> Gather:
+def _secure_gather(federation: Federation, grid: Grid, secret: SecureContext) -> Gather:
     """Make the aggregator's half: for one sum over all sites, or sums over groups."""
     by_group = federation.job.privacy.secure_aggregation.groups is not None
     make = GroupGather if by_group else SecureGather

@@ -15,7 +15,7 @@ from federation.errors import FederationError
 from federation.event_log import EventWriter
 from federation.events import CheckpointSaved, Emit, Event, RunFinished, RunStarted
 from federation.ids import RunId, SiteId
-from federation.job.disclosure import Setting, conceal
+from federation.job.disclosure import Exposure, conceal
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, RunState
 from monitoring.runs.run_folder import RunFolder, leave_report
@@ -63,7 +63,7 @@ class RunRecord:
             goes_on: Whether another coordinator goes on with the run after an error.
         """
         self._job = job
-        self._setting = Setting.of(job, deployed=True)
+        self._setting = Exposure.of(job, deployed=True)
         self._run = run
         self._pool = pool
         self._clock = clock
@@ -115,7 +115,7 @@ class RunRecord:
     def emit(self, event: Event) -> None:
         """Note an event, without what may not be revealed of it."""
         if isinstance(event, RunStarted):
-            self._setting = Setting.of(self._job, deployed=event.engine == "deployed")
+            self._setting = Exposure.of(self._job, deployed=event.engine == "deployed")
         event = conceal(event, self._setting)
         if isinstance(event, RunFinished):  # It is the last one.
             self._tell_use()

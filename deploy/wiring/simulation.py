@@ -10,7 +10,7 @@ from aggregator import model_export
 from clients.privacy.dataset_name import lineage
 from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
-from clients.privacy.site_plans import Keeping, PrivateSites
+from clients.privacy.site_plans import LedgerContext, PrivateSites
 from clients.training.local_federation import Federation
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import parts as wiring, run_store, virtual_engine
@@ -156,11 +156,11 @@ def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
     return result_of(view, weights, run, rounds_now=0)
 
 
-def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> Keeping:
+def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> LedgerContext:
     """What a simulated site remembers over the runs beside this one."""
     (site,) = [site for site in job.sites if site.name == name]
     data = job.data if site.data is None else site.data
-    return Keeping(
+    return LedgerContext(
         memory=InMemory() if run is None else FileMemory(run.memory / name),
         budget=LifetimeBudget(
             dataset="records" if data is None else data.source,

@@ -40,7 +40,7 @@ class User:
 
 
 @dataclass(slots=True)
-class _Spared:
+class _CacheMeter:
     """A cache, and what of it has been told."""
 
     cache: ObjectCache
@@ -56,7 +56,7 @@ class StoreMeters:
         self._clock = clock
         self._lock = threading.Lock()  # A site that restarts comes from its own thread.
         self._meters: dict[tuple[str, str, str], Meter] = {}
-        self._caches: dict[tuple[str, str, str], list[_Spared]] = {}
+        self._caches: dict[tuple[str, str, str], list[_CacheMeter]] = {}
 
     def metered(
         self,
@@ -80,7 +80,7 @@ class StoreMeters:
         place = (store.url, user.name, way)
         with self._lock:
             if cache is not None:
-                self._caches.setdefault(place, []).append(_Spared(cache))
+                self._caches.setdefault(place, []).append(_CacheMeter(cache))
             meter = self._meters.setdefault(place, Meter())
         return MeteredStore(store, meter, self._clock)
 

@@ -38,7 +38,7 @@ class Rule:
     secure: Form = Form.SITE
     deployed: Form = Form.SITE
 
-    def allowed(self, setting: "Setting") -> Form:
+    def allowed(self, setting: "Exposure") -> Form:
         """The form under a setting."""
         forms = (
             self.private if setting.private else Form.SITE,
@@ -143,7 +143,7 @@ PARTS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Exposure:
     """What decides on the form: differential privacy, secure aggregation, machines."""
 
     private: bool
@@ -151,7 +151,7 @@ class Setting:
     deployed: bool
 
     @classmethod
-    def of(cls, job: JobSpec, *, deployed: bool) -> "Setting":
+    def of(cls, job: JobSpec, *, deployed: bool) -> "Exposure":
         """The setting of a run of a job."""
         privacy = job.privacy
         return cls(
@@ -162,7 +162,7 @@ class Setting:
 
 
 @cache
-def hidden(kind: str, setting: Setting) -> frozenset[str]:
+def hidden(kind: str, setting: Exposure) -> frozenset[str]:
     """Fields of a kind of event that a setting forbids."""
     return frozenset(
         name
@@ -172,7 +172,7 @@ def hidden(kind: str, setting: Setting) -> frozenset[str]:
     )
 
 
-def conceal(event: Event, setting: Setting) -> Event:
+def conceal(event: Event, setting: Exposure) -> Event:
     """Empty the fields that a setting forbids: a tuple to (), the rest to None."""
     gone = hidden(type(event).__name__, setting)
     if not gone:

@@ -34,7 +34,7 @@ from federation.messages import LedgerAnchor, TaskKind, join_anchors
 from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
 from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
-from federation.rounds.schedule import Done, RoundView
+from federation.rounds.schedule import Done, ScheduleView
 from federation.vectors import Layout, Role, Vector, is_finite, norm
 
 
@@ -132,7 +132,7 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
 
 def _is_done(job: JobSpec, parts: ServerParts, state: RunState) -> bool:
     """Whether the schedule begins no other round."""
-    view = RoundView(
+    view = ScheduleView(
         round_index=state.round_index + 1, rounds=job.rounds, cohort=(), open=()
     )
     action = parts.gather.schedule.next(view, (), parts.clock.monotonic())

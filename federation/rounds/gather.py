@@ -27,7 +27,7 @@ from federation.messages import (
 )
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.round_record import RoundRecord
-from federation.rounds.schedule import BARRIER, Desk, RoundView, Schedule
+from federation.rounds.schedule import BARRIER, Desk, Schedule, ScheduleView
 from federation.vectors import Layout, Vector
 
 
@@ -153,7 +153,7 @@ class PlainGather:
         record.carry(self._desk.open)
         replies = self._desk.replies(
             self.schedule,
-            RoundView(
+            ScheduleView(
                 round_index=record.round_index,
                 rounds=job.rounds,
                 cohort=record.cohort,

@@ -44,7 +44,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundView:
+class ScheduleView:
     """What a schedule sees of a run.
 
     Attributes:
@@ -90,7 +90,7 @@ Action = Send | Wait | Apply | Done
 class Schedule(Protocol):
     """When to send and when to apply. Implementation: ``Barrier``."""
 
-    def next(self, state: RoundView, inbox: Sequence[Arrival], now: float) -> Action:
+    def next(self, state: ScheduleView, inbox: Sequence[Arrival], now: float) -> Action:
         """Decide; without memory and without effect.
 
         Args:
@@ -114,7 +114,7 @@ class Barrier:
 
     def next(
         self,
-        state: RoundView,
+        state: ScheduleView,
         inbox: Sequence[Arrival],
         now: float,  # noqa: ARG002 -- the grid keeps deadlines
     ) -> Action:
@@ -150,7 +150,7 @@ class Desk:
     def replies(
         self,
         schedule: Schedule,
-        state: RoundView,
+        state: ScheduleView,
         *,
         write: Callable[[Sequence[SiteId]], Sequence[RoundTask]],
         num_counted: Callable[[], int],

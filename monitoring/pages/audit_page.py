@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from monitoring.audit_findings import FALSE_POSITIVES, Findings, SiteFindings
+from monitoring.audit_findings import FALSE_POSITIVES, AuditFindings, SiteFindings
 from monitoring.pages import audit_plots
 from monitoring.pages.panels import Panel
 from monitoring.pages.report import environment, write_page
@@ -26,7 +26,7 @@ class _Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _AuditRow:
     """A site; texts are ready to be read."""
 
     findings: SiteFindings
@@ -36,7 +36,7 @@ class _Row:
     panels: Sequence[Panel]
 
 
-def write_audit(findings: Findings, path: Path) -> None:
+def write_audit(findings: AuditFindings, path: Path) -> None:
     """Write the page of an audit, whole or not at all.
 
     Args:
@@ -49,7 +49,7 @@ def write_audit(findings: Findings, path: Path) -> None:
     write_page(render(findings), path)
 
 
-def render(findings: Findings) -> str:
+def render(findings: AuditFindings) -> str:
     """Return the page as text."""
     return (
         environment()
@@ -69,11 +69,11 @@ def render(findings: Findings) -> str:
     )
 
 
-def _row(number: int, site: SiteFindings, *, is_summed: bool) -> _Row:
+def _row(number: int, site: SiteFindings, *, is_summed: bool) -> _AuditRow:
     attacks = [_rates("final model", site.membership.final)]
     if site.membership.local is not None:
         attacks.append(_rates("site's own last model", site.membership.local))
-    return _Row(
+    return _AuditRow(
         findings=site,
         epsilon=(
             format_epsilon(site.promise.epsilon) if site.promise.is_private else "none"

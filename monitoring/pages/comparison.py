@@ -41,7 +41,7 @@ class ComparedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _RunRow:
     """A line of the table; texts are ready to be read."""
 
     name: str
@@ -147,7 +147,7 @@ def _names(runs: Sequence[ComparedRun]) -> Sequence[str]:
     return names
 
 
-def _row(name: str, colour: str, run: ComparedRun) -> _Row:
+def _row(name: str, colour: str, run: ComparedRun) -> _RunRow:
     view, last = run.view, run.view.last_evaluated
     loss = loss_of(last.pooled if last else None)
     noisy = ""
@@ -167,7 +167,7 @@ def _row(name: str, colour: str, run: ComparedRun) -> _Row:
         spent = total.epsilon if total else None
         epsilon = privacy_words.epsilon_of_cap(spent, planned)
     noise = privacy_words.loss_noise(planned, last)
-    return _Row(
+    return _RunRow(
         name=name,
         colour=colour,
         run=run,

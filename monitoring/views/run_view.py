@@ -30,7 +30,7 @@ from federation.events import (
 from federation.messages import PrivacySpent
 from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.site_view import (
-    Measured,
+    EvaluationView,
     SiteView,
     larger,
     site_view,
@@ -175,7 +175,7 @@ class RunView:
         }
         for report in self._reports():
             reports.setdefault(report.site, []).append(report)
-        measured: dict[str, list[Measured]] = {site: [] for site in reports}
+        measured: dict[str, list[EvaluationView]] = {site: [] for site in reports}
         for event in self._evaluations():
             rows = zip(
                 event.sites,
@@ -185,7 +185,7 @@ class RunView:
                 strict=True,
             )
             for site, sums, up, down in rows:
-                found = Measured(event.round_index, sums, up, down)
+                found = EvaluationView(event.round_index, sums, up, down)
                 measured.setdefault(site, []).append(found)
         steps_up, steps_down = self._step_bytes()
         promises = {p.site: p for p in self.privacy.sites} if self.privacy else {}

@@ -56,7 +56,7 @@ class SiteView:
     held_out_epsilon: Series = ()
 
 
-class Measured(NamedTuple):
+class EvaluationView(NamedTuple):
     """What a site found when it evaluated the global model."""
 
     round_index: int
@@ -69,7 +69,7 @@ def site_view(
     site: str,
     share: SiteShare | None,
     reports: Sequence[SiteAnswered | SiteFailed],
-    measured: Sequence[Measured],
+    measured: Sequence[EvaluationView],
     step_bytes: tuple[int, int],
 ) -> SiteView:
     """Bring together what is known of one site, its privacy aside."""

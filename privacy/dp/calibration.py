@@ -57,7 +57,7 @@ def noise_multiplier(
     """
     if not (math.isfinite(target_epsilon) and target_epsilon > 0):
         raise ValueError(f"target_epsilon is {target_epsilon}, not above 0")
-    spent = _Spent(delta, sampling_rate, steps, slack, beside)
+    spent = _SpentEpsilon(delta, sampling_rate, steps, slack, beside)
     if steps * slack >= delta / 2:
         raise PrivacyUnreachable(
             f"delta {delta:g} is used up by the slack of {steps} steps, {slack:g} "
@@ -86,7 +86,7 @@ def _check_beside(
         )
 
 
-class _Spent:
+class _SpentEpsilon:
     """Epsilon as a function of the noise multiplier."""
 
     def __init__(
@@ -166,7 +166,7 @@ def _aim(goal: float, least: float) -> float:
     return math.log(goal / least) / 2
 
 
-def _advice(target: float, spent: _Spent) -> str:
+def _advice(target: float, spent: _SpentEpsilon) -> str:
     """Say what would reach the target, each by itself, with 100 clip norms of noise."""
     top = MAX_NOISE_MULTIPLIER
     goal = target * (1 - _HEADROOM)

@@ -82,7 +82,7 @@ class _Direction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
+class _Lattice:
     width: float
     directions: tuple[_Direction, ...]
 
@@ -189,7 +189,7 @@ def _variance(mechanism: Mechanism) -> float:
 
 
 @lru_cache(maxsize=16)
-def _grid(capacities: tuple[tuple[Mechanism, int], ...], delta: float) -> _Grid:
+def _grid(capacities: tuple[tuple[Mechanism, int], ...], delta: float) -> _Lattice:
     width = _width(capacities)
     while True:
         losses = {m: distributions(*m, width) for m, _ in capacities}
@@ -200,7 +200,7 @@ def _grid(capacities: tuple[tuple[Mechanism, int], ...], delta: float) -> _Grid:
         if max(high - low for low, high in windows) <= _MAX_CELLS:
             break
         width *= 2
-    return _Grid(
+    return _Lattice(
         width,
         tuple(
             _direction({m: pair[side] for m, pair in losses.items()}, window, delta)

@@ -169,7 +169,7 @@ class ClippedSum:
         gradients = _sum_by_parameter(calls, self._workspace)
         for uses in matrices.values():
             _accumulate(gradients, bias_gradients(uses))
-        rows = {p: _Rows.of(gradients.pop(p)) for p in list(gradients)}
+        rows = {p: _BatchRows.of(gradients.pop(p)) for p in list(gradients)}
         norms_square = [_norms_square(part.rows_bp) for part in rows.values()]
         norms_square += [gram_norms_square(uses) for uses in matrices.values()]
         factors, bad = _factors(torch.stack(norms_square).sum(0), self._limit)
@@ -265,7 +265,7 @@ def _accumulate(total: Gradients, more: Gradients) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _BatchRows:
     """Gradients of one parameter as they lie in memory.
 
     Norms do not ask for the order of values, and a sum is put in order at its end:

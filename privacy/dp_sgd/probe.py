@@ -89,7 +89,7 @@ def check_records_apart(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _Waypoint:
     """A tensor on its way through a model.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
+class _Pass:
     """Records of one run.
 
     Attributes:
@@ -128,7 +128,7 @@ class _Batch:
 class _Trace:
     """What was seen in a run, and whether random numbers were drawn."""
 
-    seen: list[_Seen] = field(default_factory=list)
+    seen: list[_Waypoint] = field(default_factory=list)
     drew: bool = False
 
 
@@ -190,25 +190,25 @@ class _Probe:
                 return found
         return None
 
-    def _beside_base(self, beside: torch.Tensor) -> _Batch:
+    def _beside_base(self, beside: torch.Tensor) -> _Pass:
         base = self.base
-        return _Batch(
+        return _Pass(
             before=beside,
             records=torch.cat((base, beside)),
             rows=slice(0, len(base)),
         )
 
-    def _other_sizes(self) -> Iterator[tuple[_Batch, slice]]:
+    def _other_sizes(self) -> Iterator[tuple[_Pass, slice]]:
         """Smaller batches and another order, and the rows of the first run."""
         base, beside = self.base, self.beside
         rows, one = slice(0, len(base)), slice(0, 1)
-        yield _Batch(before=beside, records=base, rows=rows), rows
-        yield _Batch(before=beside, records=base[one], rows=one), one
+        yield _Pass(before=beside, records=base, rows=rows), rows
+        yield _Pass(before=beside, records=base[one], rows=one), one
         behind = torch.cat((beside, base))
         place = slice(len(beside), len(behind))
-        yield _Batch(before=beside, records=behind, rows=place), rows
+        yield _Pass(before=beside, records=behind, rows=place), rows
 
-    def _trace_if_possible(self, batch: _Batch, *, quiet: bool) -> _Trace | None:
+    def _trace_if_possible(self, batch: _Pass, *, quiet: bool) -> _Trace | None:
         try:
             return self._trace(batch, quiet=quiet)
         except JobError:
@@ -216,7 +216,7 @@ class _Probe:
         except Exception:  # noqa: BLE001 - whatever the user's code raises.
             return None
 
-    def _trace(self, batch: _Batch, *, quiet: bool = False) -> _Trace:
+    def _trace(self, batch: _Pass, *, quiet: bool = False) -> _Trace:
         """Run a copy of the model on a batch."""
         module = self._copy()
         if quiet:
@@ -226,7 +226,7 @@ class _Probe:
             trace = self._look_again(module.eval(), batch)
         return trace
 
-    def _look_again(self, module: nn.Module, batch: _Batch) -> _Trace:
+    def _look_again(self, module: nn.Module, batch: _Pass) -> _Trace:
         frozen = [p for p in module.parameters() if not p.requires_grad]
         kept = [(t, t.detach().clone()) for t in (*module.buffers(), *frozen)]
         trace, device = _Trace(), batch.records.device
@@ -266,12 +266,12 @@ class _Probe:
         with _noting(module, size, trace.seen), watched(layers, size) as uses:
             result = self.forward(module, records)
         trace.seen += [
-            _Seen(name=use.name, kind="layer", values=use.inputs) for use in uses
+            _Waypoint(name=use.name, kind="layer", values=use.inputs) for use in uses
         ]
         if not isinstance(result, torch.Tensor) or result.shape[:1] != (size,):
             return  # Training says what is wrong with it.
         kept = result.detach().clone()
-        trace.seen.append(_Seen(name="", kind="result", values=kept))
+        trace.seen.append(_Waypoint(name="", kind="result", values=kept))
         if not self.gradients or not result.requires_grad:
             return
         # Any loss that sees each result for itself does; this one cancels nothing.
@@ -281,11 +281,13 @@ class _Probe:
         total = (result * factors.to(result)).sum()
         for use, values in zip(uses, backprops_of(total, uses), strict=True):
             if values is not None:
-                trace.seen.append(_Seen(name=use.name, kind="gradient", values=values))
+                trace.seen.append(
+                    _Waypoint(name=use.name, kind="gradient", values=values)
+                )
 
 
 @contextmanager
-def _noting(module: nn.Module, size: int, seen: list[_Seen]) -> Iterator[None]:
+def _noting(module: nn.Module, size: int, seen: list[_Waypoint]) -> Iterator[None]:
     """Note what goes into every module and what comes out, by record."""
 
     def hook_of(name: str) -> Callable[..., None]:
@@ -294,7 +296,7 @@ def _noting(module: nn.Module, size: int, seen: list[_Seen]) -> Iterator[None]:
                 for tensor in _tensors(values):
                     if tensor.ndim and len(tensor) == size:
                         kept = tensor.detach().clone()
-                        seen.append(_Seen(name=name, kind=kind, values=kept))
+                        seen.append(_Waypoint(name=name, kind=kind, values=kept))
 
         return hook
 

@@ -100,7 +100,7 @@ class Renewal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Enrolled:
+class EnrolmentReply:
     """What the aggregator answers.
 
     Attributes:
@@ -193,18 +193,20 @@ def read_request(body: bytes) -> Enrolment | Renewal:
     return asked
 
 
-def read_answer(body: bytes) -> Enrolled:
+def read_answer(body: bytes) -> EnrolmentReply:
     """Read the aggregator's answer.
 
     Raises:
         EnrolmentRefused: It is malformed or of another version.
     """
-    return _typed(_load(body, limit=MAX_ANSWER_BYTES), Enrolled)
+    return _typed(_load(body, limit=MAX_ANSWER_BYTES), EnrolmentReply)
 
 
 def answer(*, certificate: bytes, roster: str) -> bytes:
     """Answer a site that is let in."""
-    said = Enrolled(version=VERSION, certificate=certificate.decode(), roster=roster)
+    said = EnrolmentReply(
+        version=VERSION, certificate=certificate.decode(), roster=roster
+    )
     return _dump(_plain(said))
 
 
@@ -359,7 +361,7 @@ def _check_identity(identity: str, proof: str, said: bytes) -> None:
         raise EnrolmentRefused(f"the identity has not signed this: {error}") from None
 
 
-def _plain(value: Enrolment | Renewal | Enrolled) -> dict[str, object]:
+def _plain(value: Enrolment | Renewal | EnrolmentReply) -> dict[str, object]:
     found = encode(value)
     assert isinstance(found, dict)  # noqa: S101 -- a dataclass is written as an object
     return found

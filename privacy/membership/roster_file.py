@@ -45,7 +45,7 @@ class Party:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trusted:
+class PinResult:
     """A roster after a key was pinned in it.
 
     Attributes:
@@ -76,7 +76,7 @@ def trust(
     organisation: str,
     key: str,
     replace: bool = False,
-) -> Trusted:
+) -> PinResult:
     """Pin a key in a roster file, which is made if it does not exist.
 
     The file is written anew, whole or not at all; comments in it are lost.
@@ -105,7 +105,7 @@ def trust(
         advice = "nothing was written: every party has a name and a key of its own"
         _write(path, _checked(path, document, advice=advice), document)
     missing = _missing(document)
-    return Trusted(
+    return PinResult(
         roster=str(path),
         serial=document["serial"],
         digest=None if missing else _checked(path, document).digest.hex(),

@@ -32,8 +32,8 @@ from federation.rounds.schedule import (
     Arrival,
     Done,
     OpenTask,
-    RoundView,
     Schedule,
+    ScheduleView,
     Send,
     Wait,
 )
@@ -61,7 +61,7 @@ def step(
     inbox: list[Arrival],
 ):
     """What a schedule says, twice the same and whatever the time."""
-    view = RoundView(
+    view = ScheduleView(
         round_index=round_index, rounds=ROUNDS, cohort=toy.SITES, open=waiting
     )
     action = schedule.next(view, inbox, 0.0)

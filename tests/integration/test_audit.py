@@ -30,7 +30,7 @@ from federation.events import RunFinished
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
-from monitoring.audit_findings import Findings, Verdict, document
+from monitoring.audit_findings import AuditFindings, Verdict, document
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def private_job(noise: float, *, num_sites: int = 1, **training: Any) -> JobSpec
 
 def audited(
     job: JobSpec, *, canaries: int, noise_times: float = 1.0, seed: int = 0
-) -> Findings:
+) -> AuditFindings:
     """Audit sites whose noise is not what they tell their ledgers."""
     random_bytes = np.random.default_rng(seed).bytes
 

@@ -24,7 +24,7 @@ from deploy.cli import audit_verb
 from federation.errors import JobError
 from federation.job import job_file
 from federation.job.spec import JobSpec
-from monitoring.audit_findings import Findings, document, lines
+from monitoring.audit_findings import AuditFindings, document, lines
 from monitoring.pages.audit_page import render
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def audited(
     sites: tuple[str, ...] = (),
     noise_times: float = 1.0,
     seed: int = 0,
-) -> Findings:
+) -> AuditFindings:
     """Audit shares of the noise that are not what sites tell their ledgers."""
     random_bytes = np.random.default_rng(seed).bytes
 

@@ -12,7 +12,7 @@ from cloud_adapters.storage.memory import MemoryStore
 from federation import events
 from federation.messages import SecureAnswer, SecureStep, SiteMessage, Task
 from privacy.secagg.protocol.commitments import SECRET, dealt_digests
-from privacy.secagg.protocol.messages import Head, Masked, Shares
+from privacy.secagg.protocol.messages import Head, MaskedAnswer, Shares
 
 LIAR, PEER = "site-1", "site-3"
 NUMBER = {f"site-{i}": i + 1 for i in range(5)}
@@ -25,7 +25,7 @@ class Lying:
     """A site that changes what it deals and what it releases, and signs it."""
 
     site: Any
-    deal: Callable[[Masked], Masked] = lambda masked: masked
+    deal: Callable[[MaskedAnswer], MaskedAnswer] = lambda masked: masked
     release: Callable[[Shares], Shares] = lambda shares: shares
 
     def handle(self, task: Task) -> SiteMessage:
@@ -41,7 +41,7 @@ class Lying:
         return message.signed_by(self.site._seal._protection.identity)
 
     def _dealt(self, body: bytes) -> bytes:
-        masked = self.deal(Masked.from_bytes(body))
+        masked = self.deal(MaskedAnswer.from_bytes(body))
         dealt = dealt_digests(masked.sealed, masked.rows)
         head = replace(Head.from_bytes(masked.head), dealt=dealt)
         signed = self._signed(head).to_bytes()
@@ -49,17 +49,17 @@ class Lying:
         return replace(masked, head=signed).to_bytes()
 
 
-def spoilt_for(*holders: int) -> Callable[[Masked], Masked]:
+def spoilt_for(*holders: int) -> Callable[[MaskedAnswer], MaskedAnswer]:
     """One bit of what is sealed for some holders."""
 
-    def deal(masked: Masked) -> Masked:
+    def deal(masked: MaskedAnswer) -> MaskedAnswer:
         wrong = {x: flipped(masked.sealed[x]) for x in holders}
         return replace(masked, sealed={**masked.sealed, **wrong})
 
     return deal
 
 
-def without_a_secret(masked: Masked) -> Masked:
+def without_a_secret(masked: MaskedAnswer) -> MaskedAnswer:
     """A commitment to another secret than is shared."""
     wrong = flipped(masked.rows[SECRET])
     return replace(masked, rows={**masked.rows, SECRET: wrong})
@@ -144,7 +144,7 @@ def test_site_that_releases_a_wrong_share_is_left_out():
     assert left_out(found, 2) == left_out(found, 3) == [LIAR]
 
 
-def without_shares(masked: Masked) -> Masked:
+def without_shares(masked: MaskedAnswer) -> MaskedAnswer:
     """An answer that its site has dealt to nobody."""
     return replace(masked, sealed={}, rows={})
 

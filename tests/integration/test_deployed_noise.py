@@ -15,7 +15,7 @@ from support.agents import OPEN_POLICY, AgentGrid, consortium
 
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.site_host.agent import SiteAgent
-from deploy.wiring.run import Secret
+from deploy.wiring.run import SecureContext
 from deploy.wiring.simulation import simulate
 from federation import events
 from federation.clock import SystemClock
@@ -195,7 +195,7 @@ def test_noise_is_enough_without_those_who_may_drop_out(tmp_path: Path):
 class Thrifty(DeployedRun):
     """A coordinator that has planned with everybody, and asks for half the noise."""
 
-    def _secret(self) -> Secret | None:
+    def _secret(self) -> SecureContext | None:
         assert self._in_sum is not None
         ring = replace(self._in_sum.ring, noise_std=self._in_sum.ring.noise_std / 2)
         self._in_sum = replace(self._in_sum, ring=ring)

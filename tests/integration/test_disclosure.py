@@ -17,7 +17,7 @@ from federation.clock import SystemClock
 from federation.event_log import read_events
 from federation.events import Event, RunStarted, SiteAnswered
 from federation.ids import RunId
-from federation.job.disclosure import Setting, hidden
+from federation.job.disclosure import Exposure, hidden
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from monitoring.runs.run_folder import RunFolder, leave_report
@@ -53,7 +53,7 @@ def test_a_run_leaves_nothing_forbidden(job: JobSpec, tmp_path: Path) -> None:
     """Neither in its log of events, nor in what is made of it."""
     heard: list[Event] = []
     simulate(job, folder=tmp_path / "run", listeners=[heard.append])
-    setting = Setting.of(job, deployed=False)
+    setting = Exposure.of(job, deployed=False)
     for event in (*heard, *read_events(tmp_path / "run" / "events.jsonl")):
         for name in hidden(type(event).__name__, setting):
             assert getattr(event, name) in {None, ()}

@@ -55,7 +55,7 @@ from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.arithmetic.seal import seal_
 from privacy.secagg.protocol import messages as secagg_messages
 from privacy.secagg.protocol.key_schedule import Secret
-from privacy.secagg.protocol.messages import Decline, Head, Masked
+from privacy.secagg.protocol.messages import Decline, Head, MaskedAnswer
 
 pytestmark = pytest.mark.slow
 
@@ -504,7 +504,7 @@ HEADERS = {
     "SiteFailure": {"run_id", "round_index", "site", "kind", "message"},
 }
 BODIES = {
-    "Masked": {"head", "sealed", "rows"},
+    "MaskedAnswer": {"head", "sealed", "rows"},
     "Head": {
         *("number", "context", "vector_digest", "header_digest", "dealt"),
         "signature",
@@ -540,7 +540,7 @@ def header_names(message: SiteMessage) -> set[str]:
 def bodies(message: SiteMessage) -> Iterator[Any]:
     """What stands in the bytes beside the masked vectors, read as the protocol does."""
     if isinstance(message, MaskedUpdate):
-        masked = Masked.from_bytes(message.body)
+        masked = MaskedAnswer.from_bytes(message.body)
         yield from (masked, Head.from_bytes(masked.head))
     elif isinstance(message, SecureAnswer):
         kind = getattr(secagg_messages, STEP_BODIES[message.step])

@@ -12,7 +12,7 @@ from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring import parts as wiring
 from deploy.wiring.rehearsal import rehearse
-from deploy.wiring.run import Connected, Run
+from deploy.wiring.run import ConnectedSites, Run
 from federation.clock import SystemClock
 from federation.errors import FederationError
 from federation.ids import RunId, SiteId, TaskId
@@ -84,7 +84,7 @@ def test_site_that_is_asked_for_other_work_is_not_opened():
                 store=store,
                 emit=told.append,
             )
-            divided = Connected(engine="test", grid=Divider(grid, names[0]))
+            divided = ConnectedSites(engine="test", grid=Divider(grid, names[0]))
             with pytest.raises(FederationError):
                 run.drive(divided, secret=parties.secret)
     assert not any(getattr(event, "training", None) for event in told)

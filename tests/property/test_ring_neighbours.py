@@ -16,7 +16,7 @@ from clients.training.private_steps import (
     sensitivity_of_sum,
 )
 from federation.vectors import Vector
-from privacy.secagg.arithmetic.measure import Measured, measure_exactly
+from privacy.secagg.arithmetic.measure import Measurement, measure_exactly
 from privacy.secagg.arithmetic.noise_shares import NoiseShare
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.arithmetic.seal import seal_
@@ -34,7 +34,7 @@ def _words(update_d: Vector, ring: RingSpec, key: bytes) -> np.ndarray:
 
 
 def _sealed(
-    update_d: Vector, ring: RingSpec, key: bytes, measured: Measured | None
+    update_d: Vector, ring: RingSpec, key: bytes, measured: Measurement | None
 ) -> np.ndarray:
     words_w = seal_(
         update_d.copy(),

@@ -8,7 +8,7 @@ from federation.rounds.schedule import (
     Apply,
     Arrival,
     Done,
-    RoundView,
+    ScheduleView,
     Send,
     Wait,
 )
@@ -26,7 +26,7 @@ class Buffered:
     size: int
     most_stale: int = 10
 
-    def next(self, state: RoundView, inbox: Sequence[Arrival], now: float) -> Action:
+    def next(self, state: ScheduleView, inbox: Sequence[Arrival], now: float) -> Action:
         """Send, apply or wait."""
         del now
         if state.round_index > state.rounds:

@@ -20,7 +20,7 @@ from privacy.secagg.protocol.key_schedule import (
     seal,
     unseal,
 )
-from privacy.secagg.protocol.messages import Head, Masked, Shares
+from privacy.secagg.protocol.messages import Head, MaskedAnswer, Shares
 from privacy.secagg.protocol.server import AggregatorRound
 
 SHARE = 33
@@ -56,7 +56,7 @@ class Dealer:
 
     def deal(self, run: Run, number: int, data: bytes) -> bytes:
         """A masked answer as this site sends it."""
-        masked = Masked.from_bytes(data)
+        masked = MaskedAnswer.from_bytes(data)
         head = Head.from_bytes(masked.head)
         sealed, rows = dict(masked.sealed), dict(masked.rows)
         changes = {**self.bundles, **self.committed}
@@ -85,7 +85,7 @@ class Dealer:
         session = run.sessions[number]
         assert session._round is not None
         session._round.head = signed.to_bytes()
-        return Masked(head=signed.to_bytes(), sealed=sealed, rows=rows).to_bytes()
+        return MaskedAnswer(head=signed.to_bytes(), sealed=sealed, rows=rows).to_bytes()
 
     def released(self, run: Run, number: int, data: bytes) -> bytes:
         """Its shares as this site sends them."""

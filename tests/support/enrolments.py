@@ -134,7 +134,7 @@ class Federation:
         self.enroll(self.invite(name))
         return EnrolledSite(federation=self, name=name)
 
-    def revoke(self, site: str) -> enrolment_operator.Revoked:
+    def revoke(self, site: str) -> enrolment_operator.RevocationResult:
         return enrolment_operator.revoke(
             self.config, site, unregister=self.nodes.unregister, clock=self.clock
         )

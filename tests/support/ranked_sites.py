@@ -17,7 +17,7 @@ from deploy.site_host import ranks as site_ranks
 from deploy.site_host.config import (
     AggregatorSpec,
     ComputeSpec,
-    SiteDataSpec,
+    LocalDataSpec,
     SiteFile,
 )
 from deploy.wiring.job_data import load_data
@@ -34,7 +34,7 @@ def site_file(source: str = "", **compute: Any) -> SiteFile:
     return SiteFile(
         name=SITE,
         aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
-        data=SiteDataSpec(source=source),
+        data=LocalDataSpec(source=source),
         compute=ComputeSpec(**{"ranks": 2, **compute}),
     )
 

@@ -148,7 +148,7 @@ def run(
             stop_requested=stop_requested,
         )
         state = assembly.drive(
-            wiring_run.Connected(engine="inproc", grid=grid),
+            wiring_run.ConnectedSites(engine="inproc", grid=grid),
             secret=None if rehearsal is None else rehearsal.secret,
         )
     return Run(state, sites, seen)

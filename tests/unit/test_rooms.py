@@ -20,6 +20,10 @@ PACKAGES = (
 )
 MOST_MODULES = 22
 STARTS_THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadingHTTPServer"}
+IRREGULAR = re.compile(
+    "Broken|Drawn|Found|Given|Gone|Held|Hidden|Kept|Known|Lost|Made|Met|Passing|Said|"
+    "Seen|Sent|Shown|Spent|Taken|Told|Withdrawn|Written"
+)
 MODULES = sorted(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))
 ROOMS = sorted({file.parent for file in MODULES})
 
@@ -69,6 +73,29 @@ def test_no_two_rooms_import_each_other():
     }
     order = list(TopologicalSorter(rooms).static_order())
     assert order.index("federation") < order.index("deploy/cli")
+
+
+def classes() -> Iterator[tuple[str, str]]:
+    """Name of each class, and the module that defines it."""
+    for file in MODULES:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                yield node.name.lstrip("_"), short(file)
+
+
+def test_a_class_name_is_defined_once():
+    """A private class does not borrow a public one's name either."""
+    found = dict[str, list[str]]()
+    for name, file in classes():
+        found.setdefault(name, []).append(file)
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_no_class_is_named_with_a_bare_participle():
+    """A class is a thing. Events say what happened, and stand in the logs of runs."""
+    names = {name for name, file in classes() if file != "federation/events.py"}
+    regular = {n for n in names if re.fullmatch("[A-Z][a-z]*[^e]ed", n)}
+    assert regular | set(filter(IRREGULAR.fullmatch, names)) == set()
 
 
 def test_every_module_that_starts_threads_is_in_the_decision_on_threads():

@@ -204,7 +204,7 @@ def _state(found: os.stat_result) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pinned:
+class _OneVersion:
     """One version of an object, and how patiently it is read."""
 
     store: ObjectStore
@@ -249,15 +249,17 @@ class _Pinned:
         )
 
 
-def _pin(store: ObjectStore, key: str, if_version: str | None, retry: Retry) -> _Pinned:
+def _pin(
+    store: ObjectStore, key: str, if_version: str | None, retry: Retry
+) -> _OneVersion:
     info = retry.call(lambda _: store.stat(key))
     if if_version not in {None, info.version}:
         raise ObjectChanged(f"{key!r} in {store.url} has changed")
-    return _Pinned(store, info, retry)
+    return _OneVersion(store, info, retry)
 
 
 def _fetch_missing(
-    pinned: _Pinned, parts: Sequence[Part], file: PartFile, workers: int
+    pinned: _OneVersion, parts: Sequence[Part], file: PartFile, workers: int
 ) -> Mapping[int, str]:
     """Fetch what is not there, and return its CRC32C by the part's number."""
     fetched: dict[int, str] = {}
@@ -272,7 +274,10 @@ def _fetch_missing(
 
 
 def _check(
-    pinned: _Pinned, parts: Sequence[Part], file: PartFile, fetched: Mapping[int, str]
+    pinned: _OneVersion,
+    parts: Sequence[Part],
+    file: PartFile,
+    fetched: Mapping[int, str],
 ) -> None:
     """Check a whole file; only what came in an earlier attempt is read again."""
     sums = pinned.sums()

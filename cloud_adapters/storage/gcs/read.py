@@ -17,7 +17,7 @@ _OK = frozenset({200, 206, 416})
 _BEYOND = 416  # The range begins behind the object's end.
 
 
-class Reading:
+class ObjectRead:
     """One read, which goes on where a broken connection left it.
 
     It is of one generation of the object: the caller's, or the first that answers.

@@ -25,20 +25,20 @@ from cloud_adapters.storage.gcs.lookup import (
     object_path,
     told_apart,
 )
-from cloud_adapters.storage.gcs.read import Reading
+from cloud_adapters.storage.gcs.read import ObjectRead
 from cloud_adapters.storage.gcs.upload import (
     BLOCK_BYTES,
     CHUNK_BYTES,
     PUT_ID,
     SHA256,
-    Chunk,
     NewObject,
+    Piece,
     UploadSession,
     chunks,
     decoded,
     insert,
 )
-from cloud_adapters.storage.gcs.write import ABSENT, Rewrite, Writing
+from cloud_adapters.storage.gcs.write import ABSENT, ObjectWrite, Rewrite
 from cloud_adapters.storage.object_keys import (
     check_conditions,
     check_metadata,
@@ -157,18 +157,18 @@ class GcsStore:
         if_absent: bool,
         if_version: str | None,
         metadata: Mapping[str, str] | None = None,
-    ) -> Writing:
+    ) -> ObjectWrite:
         check_conditions(if_absent=if_absent, if_version=if_version)
         new = self._new(key, check_metadata(metadata), f"write {key!r} to {self.url}")
         generation = ABSENT if if_absent else _generation(if_version, new.doing)
-        return Writing(
+        return ObjectWrite(
             http=self._http, retry=self._retry, new=new, generation=generation
         )
 
     def _upload(
         self,
-        writing: Writing,
-        parts: Iterable[Chunk],
+        writing: ObjectWrite,
+        parts: Iterable[Piece],
         known: Checksums | None,
         *,
         again: Iterable[Buffer] | None = None,
@@ -231,7 +231,7 @@ class GcsStore:
             self._stat(key, doing, version)
             return b""
         clock = self._retry.clock
-        reading = Reading(self._http, path, doing, version=version, clock=clock)
+        reading = ObjectRead(self._http, path, doing, version=version, clock=clock)
         try:
             return self._retry.call(lambda _: reading.attempt(start, length))
         except StoreForbidden as error:
@@ -312,7 +312,7 @@ class GcsStore:
         metadata = {**found.get("metadata", {})}
         metadata.pop(PUT_ID, None)
         new = self._new(target, metadata, doing)
-        writing = Writing(
+        writing = ObjectWrite(
             http=self._http,
             retry=self._retry,
             new=new,

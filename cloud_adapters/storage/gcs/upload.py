@@ -73,7 +73,7 @@ class NewObject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Piece:
     """A piece of a content.
 
     Attributes:
@@ -97,7 +97,7 @@ class Chunk:
         return str(self.end) if self.is_last else "*"
 
 
-def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
+def chunks(data: Iterable[Buffer], size: int) -> Iterator[Piece]:
     """Cut a content into chunks of ``size`` bytes; the last may have fewer.
 
     A chunk is good until the next one is asked for: they share one buffer.
@@ -110,7 +110,7 @@ def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
         while rest.nbytes:
             # Only now it is known that the full chunk is not the last.
             if num_held == size:
-                yield Chunk(begin=begin, content=held, is_last=False)
+                yield Piece(begin=begin, content=held, is_last=False)
                 begin, num_held = begin + size, 0
             elif num_held == held.nbytes:
                 larger = _buffer(size)
@@ -120,7 +120,7 @@ def chunks(data: Iterable[Buffer], size: int) -> Iterator[Chunk]:
             held[num_held : num_held + taken.nbytes] = taken
             num_held += taken.nbytes
             rest = rest[taken.nbytes :]
-    yield Chunk(begin=begin, content=held[:num_held], is_last=True)
+    yield Piece(begin=begin, content=held[:num_held], is_last=True)
 
 
 def _buffer(size: int) -> memoryview:
@@ -192,7 +192,7 @@ class UploadSession:
         self.sums = Crc32c()
         self.is_all_sent = False
 
-    def upload(self, parts: Iterable[Chunk], generation: str | None) -> Resource:
+    def upload(self, parts: Iterable[Piece], generation: str | None) -> Resource:
         """Send a content; whatever goes wrong, the service forgets what it got.
 
         Args:
@@ -235,7 +235,7 @@ class UploadSession:
                 "it has to speak Cloud Storage's JSON API"
             )
 
-    def _send(self, chunk: Chunk) -> Resource | None:
+    def _send(self, chunk: Piece) -> Resource | None:
         """Send a chunk, and return the object if it was the last."""
         headers = {}
         if chunk.is_last:
@@ -247,7 +247,7 @@ class UploadSession:
             raise CorruptObject(str(error)) from error.__cause__
 
     def _attempt(
-        self, chunk: Chunk, headers: Mapping[str, str], attempt: int
+        self, chunk: Piece, headers: Mapping[str, str], attempt: int
     ) -> Resource | None:
         offset = chunk.begin
         if attempt > 1:  # An earlier one may have arrived, in part or whole.
@@ -281,7 +281,7 @@ class UploadSession:
         )
         return self._http.send(ask)
 
-    def _arrived(self, answer: requests.Response, chunk: Chunk) -> int:
+    def _arrived(self, answer: requests.Response, chunk: Piece) -> int:
         """Read how many bytes of the content the service has."""
         found = re.fullmatch(r"bytes=0-(\d+)", answer.headers.get("Range", ""))
         arrived = int(found[1]) + 1 if found else 0

@@ -12,8 +12,8 @@ from cloud_adapters.storage.gcs.http import Ask, GcsHttp, json_of, quoted
 from cloud_adapters.storage.gcs.lookup import Resource, lookup, object_path
 from cloud_adapters.storage.gcs.upload import (
     PUT_ID,
-    Chunk,
     NewObject,
+    Piece,
     UploadSession,
 )
 from cloud_adapters.storage.retry import Retry
@@ -37,7 +37,7 @@ def find(http: GcsHttp, new: NewObject) -> Resource | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
+class ObjectWrite:
     """One write.
 
     Attributes:
@@ -65,7 +65,7 @@ class Writing:
         """
         return self.retry.call(lambda attempt: self._attempt(send, attempt))
 
-    def through(self, session: UploadSession, parts: Iterable[Chunk]) -> Resource:
+    def through(self, session: UploadSession, parts: Iterable[Piece]) -> Resource:
         """Write by a session, which tries again by itself; errors as above."""
         try:
             return session.upload(parts, self.generation)

@@ -161,7 +161,7 @@ def _put_whole(calls: S3Calls, write: Write, content: bytearray) -> ObjectInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
+class _SentPart:
     """A part that the service has."""
 
     number: int
@@ -223,9 +223,9 @@ class _Upload:
             abort(self._calls, self._upload, self._doing, error)
             raise
 
-    def _send_all(self, parts: Iterator[bytearray]) -> list[_Sent]:
-        sent: list[_Sent] = []
-        pending: dict[Future[_Sent], int] = {}
+    def _send_all(self, parts: Iterator[bytearray]) -> list[_SentPart]:
+        sent: list[_SentPart] = []
+        pending: dict[Future[_SentPart], int] = {}
         pool = ThreadPoolExecutor(NUM_WORKERS, "s3-upload")
         try:
             for number, part in enumerate(parts, 1):
@@ -243,7 +243,7 @@ class _Upload:
             pool.shutdown(wait=True, cancel_futures=True)
         return sorted(sent, key=lambda part: part.number)
 
-    def _send(self, number: int, part: bytearray) -> _Sent:
+    def _send(self, number: int, part: bytearray) -> _SentPart:
         checksum = crc32c(part)
         answer = self._calls.call(
             "upload_part",
@@ -255,9 +255,9 @@ class _Upload:
         )
         size = len(part)
         self._buffers.give_back(part)
-        return _Sent(number=number, size=size, crc32c=checksum, etag=answer["ETag"])
+        return _SentPart(number=number, size=size, crc32c=checksum, etag=answer["ETag"])
 
-    def _written(self, sent: list[_Sent]) -> ObjectInfo:
+    def _written(self, sent: list[_SentPart]) -> ObjectInfo:
         """Say what will be known of the object, but for its version.
 
         Raises:
@@ -275,7 +275,7 @@ class _Upload:
         return _info(self._write, whole, sha256=known)
 
 
-def _ended(pending: dict[Future[_Sent], int]) -> list[_Sent]:
+def _ended(pending: dict[Future[_SentPart], int]) -> list[_SentPart]:
     """Wait until a part has been sent, and take all that are out of ``pending``."""
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
     for future in done:

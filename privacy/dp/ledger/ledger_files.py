@@ -50,7 +50,7 @@ class HeadKey(Protocol):
         ...
 
 
-class Head(NamedTuple):
+class LedgerHead(NamedTuple):
     """Place and hash of a ledger's last line.
 
     The hash covers all lines, and so the run and the site.
@@ -119,7 +119,7 @@ def read_all(path: Path) -> bytes:
     return data
 
 
-def read_head(folder: Path) -> Head | None:
+def read_head(folder: Path) -> LedgerHead | None:
     """Read a head, of which no signature is checked; None if there is none.
 
     Raises:
@@ -139,7 +139,7 @@ def read_head(folder: Path) -> Head | None:
             "are missing; bring the untouched file back"
         )
     signature = bytes.fromhex((found[3] or b"").decode())
-    return Head(int(found[2]), found[1].decode(), signature)
+    return LedgerHead(int(found[2]), found[1].decode(), signature)
 
 
 def replace_head(
@@ -148,7 +148,7 @@ def replace_head(
     """Write the head whole or not at all, durably; sign it if there is a key."""
     head: dict[str, str | int] = {"hash": digest, "seq": seq}
     if key is not None:
-        head["signature"] = key.sign(Head(seq, digest).body()).hex()
+        head["signature"] = key.sign(LedgerHead(seq, digest).body()).hex()
     path = folder / HEAD_NAME
     draft = path.with_suffix(".new")
     with draft.open("wb") as file:
@@ -164,7 +164,7 @@ def _canonical(document: dict[str, str | int]) -> bytes:
 
 
 def verify(
-    data: bytes, head: Head | None, name: str, key: HeadKey | None = None
+    data: bytes, head: LedgerHead | None, name: str, key: HeadKey | None = None
 ) -> Contents:
     """Check a ledger's bytes against its head, which was read before them.
 
@@ -202,7 +202,7 @@ def verify(
     return contents
 
 
-def _check_signed(head: Head, name: str, key: HeadKey) -> None:
+def _check_signed(head: LedgerHead, name: str, key: HeadKey) -> None:
     try:
         key.verify(head.body(), head.signature)
     except FederationError as error:

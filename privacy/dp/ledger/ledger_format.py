@@ -170,13 +170,13 @@ def read(data: bytes, name: str) -> Contents:
     lines = whole.split(b"\n") if whole else []
     if not lines:
         raise LedgerDamaged(f"{name} has no header: this is not a ledger")
-    reader = _Reader(name)
+    reader = _LineReader(name)
     for number, line in enumerate(lines, 1):
         reader.take(line, number)
     return reader.contents(len(torn))
 
 
-class _Reader:
+class _LineReader:
     """Takes line after line and knows what the next must be."""
 
     def __init__(self, name: str) -> None:

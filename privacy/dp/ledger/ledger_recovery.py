@@ -28,7 +28,7 @@ MAX_RECOVERED = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
+class RecoveryResult:
     """What a recovery has done.
 
     Attributes:
@@ -55,7 +55,7 @@ def recover(
     once: tuple[PrivacyEvent, ...] = (),
     clock: Clock,
     key: HeadKey | None = None,
-) -> Recovered:
+) -> RecoveryResult:
     """Bring a ledger up to an anchor.
 
     1. A ledger that is damaged is set aside; its lines are counted.
@@ -102,7 +102,7 @@ def recover(
             missing -= len(lost[:missing])
             if missing:
                 ledger.restore(events[purpose], purpose=purpose, count=missing)
-        return Recovered(
+        return RecoveryResult(
             path=folder / ledger_files.LEDGER_NAME,
             before=before,
             after=ledger.anchor(),

@@ -18,8 +18,8 @@ from privacy.secagg.agreement.contract import MAX_MEMBERS, Contract
 from privacy.secagg.agreement.identity import Identity, Label
 from privacy.secagg.agreement.message import (
     Digest,
-    Form,
-    Signed,
+    FieldCodec,
+    SignedMessage,
     increasing,
     record,
 )
@@ -28,7 +28,7 @@ from privacy.secagg.errors import CertificateRefused
 MAX_CERTIFICATE_BYTES = 2048
 
 _LARGEST_ROUND = (1 << 63) - 1
-_ROUND = Form(u64, lambda reader, _: reader.u64("round", high=_LARGEST_ROUND))
+_ROUND = FieldCodec(u64, lambda reader, _: reader.u64("round", high=_LARGEST_ROUND))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class OpenedRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate(Signed):
+class Certificate(SignedMessage):
     """End of a round, aggregator to sites, with the next round's task.
 
     Attributes:

@@ -39,7 +39,7 @@ from privacy.secagg.agreement.message import (
     FLOAT,
     NAME,
     Digest,
-    Form,
+    FieldCodec,
     Message,
     listed,
     octets,
@@ -130,9 +130,9 @@ def _read_members(reader: Reader, name: str) -> tuple[Member, ...]:
     )
 
 
-_MEMBERS = Form(_write_members, _read_members)
+_MEMBERS = FieldCodec(_write_members, _read_members)
 # No bound can be 0.
-_BOUND = Form(
+_BOUND = FieldCodec(
     lambda bound: float64(bound or 0.0),
     lambda reader, name: reader.float64(name) or None,
 )

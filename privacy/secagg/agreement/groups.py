@@ -47,7 +47,7 @@ from privacy.secagg.agreement.contract import (
     members_of,
 )
 from privacy.secagg.agreement.identity import Identity, Label
-from privacy.secagg.agreement.message import Digest, Signed, whole
+from privacy.secagg.agreement.message import Digest, SignedMessage, whole
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.errors import DrawRefused, OutOfOrder, TooFewSites
@@ -114,7 +114,7 @@ def draw_of(roster: Roster, sites: Sequence[SiteId], *, num_groups: int) -> Draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class DrawResult:
     """Groups that were drawn.
 
     Attributes:
@@ -153,7 +153,7 @@ def divide(
 
 def outcome_of(
     draw: Draw, commitments: Mapping[int, bytes], secrets: Mapping[int, bytes]
-) -> Outcome:
+) -> DrawResult:
     """Find the groups that follow from all secrets.
 
     Args:
@@ -181,7 +181,7 @@ def outcome_of(
         for group in groups
     )
     digest = hashlib.sha256(fields(b"xsa-v2/groups", seed) + listed).digest()
-    return Outcome(groups=groups, digest=digest)
+    return DrawResult(groups=groups, digest=digest)
 
 
 def group_contract(
@@ -192,7 +192,7 @@ def group_contract(
     Args:
         whole: That of all sites.
         group: Names of the sites of the group.
-        partition: ``Outcome.digest``.
+        partition: ``DrawResult.digest``.
     """
     chosen = [member for member in whole.members if member.site in group]
     members = tuple(replace(m, number=at) for at, m in enumerate(chosen, start=1))
@@ -215,7 +215,7 @@ def group_contract(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commitment(Signed):
+class Commitment(SignedMessage):
     """Site to aggregator, and on to all sites: what it commits itself with.
 
     Attributes:
@@ -455,7 +455,7 @@ class AggregatorDraw:
         """All secrets, by number."""
         return self._secrets
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> DrawResult:
         """The groups.
 
         Raises:

@@ -32,31 +32,33 @@ DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FieldCodec:
     """How one attribute is written, and read under its name."""
 
     write: Callable[[Any], bytes]
     read: Callable[[Reader, str], Any]
 
 
-def octets(*, size: int | None = None, limit: int | None = None) -> Form:
+def octets(*, size: int | None = None, limit: int | None = None) -> FieldCodec:
     """Bytes as LP: of exactly ``size``, or of at most ``limit``."""
-    return Form(lp, lambda reader, name: reader.field(name, size=size, limit=limit))
+    return FieldCodec(
+        lp, lambda reader, name: reader.field(name, size=size, limit=limit)
+    )
 
 
-def text(limit: int) -> Form:
+def text(limit: int) -> FieldCodec:
     """Printable text of at most ``limit`` bytes, as LP of its UTF-8."""
-    return Form(_text, lambda reader, name: reader.text(name, limit=limit))
+    return FieldCodec(_text, lambda reader, name: reader.text(name, limit=limit))
 
 
-def whole(low: int = 0, high: int = MAX_U64) -> Form:
+def whole(low: int = 0, high: int = MAX_U64) -> FieldCodec:
     """A whole number in ``[low, high]``, as u64."""
-    return Form(u64, lambda reader, name: reader.u64(name, low=low, high=high))
+    return FieldCodec(u64, lambda reader, name: reader.u64(name, low=low, high=high))
 
 
-def increasing(limit: int) -> Form:
+def increasing(limit: int) -> FieldCodec:
     """At most ``limit`` strictly increasing numbers."""
-    return Form(numbers, lambda reader, name: reader.numbers(name, limit=limit))
+    return FieldCodec(numbers, lambda reader, name: reader.numbers(name, limit=limit))
 
 
 def octet_map(
@@ -65,7 +67,7 @@ def octet_map(
     size: int | None = None,
     limit: int | None = None,
     named: str = "",
-) -> Form:
+) -> FieldCodec:
     """A map from numbers to bytes; ``named`` is its name in errors."""
 
     def read(reader: Reader, name: str) -> dict[int, bytes]:
@@ -73,10 +75,10 @@ def octet_map(
             named or name, max_entries=max_entries, size=size, limit=limit
         )
 
-    return Form(byte_map, read)
+    return FieldCodec(byte_map, read)
 
 
-def listed(form: Form, max_entries: int, *, named: str) -> Form:
+def listed(form: FieldCodec, max_entries: int, *, named: str) -> FieldCodec:
     """The number of entries, then each; ``named`` is an entry's name in errors."""
 
     def write(values: tuple[Any, ...]) -> bytes:
@@ -86,27 +88,27 @@ def listed(form: Form, max_entries: int, *, named: str) -> Form:
         count = reader.u64(f"count of {name}", high=max_entries)
         return tuple(form.read(reader, named) for _ in range(count))
 
-    return Form(write, read)
+    return FieldCodec(write, read)
 
 
-def record(kind: type) -> Form:
+def record(kind: type) -> FieldCodec:
     """The attributes of a dataclass, each in its form, with nothing around them."""
-    return Form(write_record, lambda reader, _: read_record(kind, reader))
+    return FieldCodec(write_record, lambda reader, _: read_record(kind, reader))
 
 
 def _text(value: str) -> bytes:
     return lp(value.encode())
 
 
-FLOAT = Form(float64, Reader.float64)
-FLAG = Form(u64, Reader.flag)
-NAME = Form(_text, Reader.name)
+FLOAT = FieldCodec(float64, Reader.float64)
+FLAG = FieldCodec(u64, Reader.flag)
+NAME = FieldCodec(_text, Reader.name)
 
 Digest = Annotated[bytes, octets(size=DIGEST_BYTES)]
 
 
 @cache
-def _forms(kind: type) -> Mapping[str, Form]:
+def _forms(kind: type) -> Mapping[str, FieldCodec]:
     """The form of each attribute in the order sent: a signature is the last."""
     hints = get_type_hints(kind, include_extras=True)
     names = [field.name for field in dataclasses.fields(kind)]
@@ -149,7 +151,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Signed(Message):
+class SignedMessage(Message):
     """A message with a signature.
 
     Attributes:

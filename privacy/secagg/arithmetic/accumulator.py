@@ -24,7 +24,7 @@ from privacy.keystream import (
     in_ranges,
     unpack_24,
 )
-from privacy.secagg.arithmetic.ring import Held, RingSpec, decode_sum_, num_values
+from privacy.secagg.arithmetic.ring import Inputs, RingSpec, decode_sum_, num_values
 
 
 class MaskedSum:
@@ -122,7 +122,7 @@ class MaskedSum:
             self._sum_d,
             self._spec,
             divisor=divisor,
-            held=Held(num_updates=self._num_folded, weight=total),
+            held=Inputs(num_updates=self._num_folded, weight=total),
             threads=self._threads,
         )
 

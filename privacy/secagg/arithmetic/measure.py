@@ -22,7 +22,7 @@ _BLOCK_CHUNKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurement:
     """What one pass over an update finds out; private to the site.
 
     Attributes:
@@ -34,7 +34,7 @@ class Measured:
     bounds: Vector
 
 
-def measure(update_d: Vector, *, threads: int = 1) -> Measured:
+def measure(update_d: Vector, *, threads: int = 1) -> Measurement:
     """Find an update's norm and bounds on its elements.
 
     Raises:
@@ -43,7 +43,7 @@ def measure(update_d: Vector, *, threads: int = 1) -> Measured:
     return _measure(update_d, None, threads=threads)
 
 
-def measure_exactly(update_d: Vector) -> Measured:
+def measure_exactly(update_d: Vector) -> Measurement:
     """Find an update's norm to 2^-36 of itself, in float64; slower than ``measure``.
 
     Clipping by such a norm is a projection onto a ball but for that error, and so
@@ -61,13 +61,13 @@ def measure_exactly(update_d: Vector) -> Measured:
         exact_c = update_d[begin : begin + CHUNK_WORDS].astype(np.float64)
         squares.append(float(exact_c @ exact_c))
         bounds.append(float(np.abs(exact_c).max()))
-    return Measured(
+    return Measurement(
         norm=math.sqrt(math.fsum(squares)),
         bounds=np.array(bounds, np.float32) * np.float32(1 + NORM_ERROR),
     )
 
 
-def subtract_(local_d: Vector, global_d: Vector, *, threads: int = 1) -> Measured:
+def subtract_(local_d: Vector, global_d: Vector, *, threads: int = 1) -> Measurement:
     """Take the global weights from the local ones, in place, and measure the rest.
 
     Measuring while a chunk is in the cache costs a third of a pass of its own.
@@ -83,7 +83,7 @@ def subtract_(local_d: Vector, global_d: Vector, *, threads: int = 1) -> Measure
 
 def _measure(
     update_d: Vector, subtrahend_d: Vector | None, *, threads: int
-) -> Measured:
+) -> Measurement:
     num_chunks = -(-update_d.size // CHUNK_WORDS)
     squares, bounds = np.zeros(num_chunks), np.zeros(num_chunks, np.float32)
     # A difference must be in the cache to be measured; a pass alone goes in blocks.
@@ -118,7 +118,7 @@ def _measure(
                 "the update holds NaN or infinity: this site declines the round"
             )
         norm = math.sqrt(squared_norm(update_d))
-    return Measured(norm=norm, bounds=bounds * np.float32(1 + NORM_ERROR))
+    return Measurement(norm=norm, bounds=bounds * np.float32(1 + NORM_ERROR))
 
 
 def _write_row_squares(chunk_c: Vector, out: Vector) -> None:

@@ -131,7 +131,7 @@ class RingSpec:
         """Largest absolute value before rounding; what rounds to the amplitude."""
         return self.amplitude * (1 - _ROOM) - 1
 
-    def largest_sum(self, held: "Held") -> float:
+    def largest_sum(self, held: "Inputs") -> float:
         """Largest absolute value of an element of a sum, in integer steps.
 
         Each of n updates adds a step of rounding and at most ``weight *
@@ -144,7 +144,7 @@ class RingSpec:
         weight = held.most_weight if by_norm else held.num_updates
         return self.largest_scaled * weight * (1 + _ROOM) + held.num_updates + noise
 
-    def largest_sum_norm(self, size: int, held: "Held") -> float:
+    def largest_sum_norm(self, size: int, held: "Inputs") -> float:
         """Largest Euclidean norm of a sum of ``size`` values, in integer steps.
 
         The sum is ``x + z``. Of x, the weighted updates, ``|x| <= B``: each is clipped
@@ -196,7 +196,7 @@ class RingSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Inputs:
     """What honest sites have put into a sum, as far as it is known.
 
     Attributes:
@@ -240,7 +240,7 @@ def decode_sum_(
     spec: RingSpec,
     *,
     divisor: float = 1.0,
-    held: Held | None = None,
+    held: Inputs | None = None,
     threads: int = 1,
 ) -> Vector:
     """Read an unmasked sum of words as float32, in place where the widths agree.
@@ -273,7 +273,7 @@ def decode_sum_(
     in_place = words_w.dtype == np.uint32
     out_d = words_w.view(np.float32) if in_place else np.empty(size, np.float32)
     step = 1.0 / (spec.scale * divisor)
-    held = held or Held(num_updates=spec.num_sites, weight=float(spec.num_sites))
+    held = held or Inputs(num_updates=spec.num_sites, weight=float(spec.num_sites))
     largest = spec.largest_sum(held)
     squares: list[float] = []
 
@@ -314,7 +314,7 @@ def _signed(
 
 
 def _check_sum(
-    q_c: NDArray[np.signedinteger], begin: int, largest: float, held: Held
+    q_c: NDArray[np.signedinteger], begin: int, largest: float, held: Inputs
 ) -> None:
     found = max(int(q_c.max()), -int(q_c.min()))
     if found > largest:
@@ -324,7 +324,7 @@ def _check_sum(
         )
 
 
-def _check_norm(norm: float, largest: float, held: Held) -> None:
+def _check_norm(norm: float, largest: float, held: Inputs) -> None:
     if not norm <= largest:
         raise SumOutOfRange(
             f"the norm of the sum is {norm:.3g} steps, and {_honest(held)} at most "
@@ -332,5 +332,5 @@ def _check_norm(norm: float, largest: float, held: Held) -> None:
         )
 
 
-def _honest(held: Held) -> str:
+def _honest(held: Inputs) -> str:
     return f"{held.num_updates} honest sites of a total weight {held.weight:.6g} make"

@@ -27,7 +27,7 @@ from privacy.keystream import (
     open_keystream,
     pack_24,
 )
-from privacy.secagg.arithmetic.measure import NORM_ERROR, Measured, measure
+from privacy.secagg.arithmetic.measure import NORM_ERROR, Measurement, measure
 from privacy.secagg.arithmetic.ring import RingSpec
 from privacy.secagg.arithmetic.ring_errors import UpdateOutOfRange
 
@@ -58,7 +58,7 @@ class Noise(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
+class EncodedUpdate:
     """An update as words of the ring.
 
     Attributes:
@@ -89,10 +89,10 @@ def seal_(
     weight: float,
     masks: Sequence[Mask],
     rounding_key: bytes,
-    measured: Measured | None = None,
+    measured: Measurement | None = None,
     noise: Noise | None = None,
     threads: int = 1,
-) -> Encoded:
+) -> EncodedUpdate:
     """Clip, weight, scale, round and mask an update, in place; add noise if there is.
 
     1. One pass finds the norm and whether all is finite, unless ``subtract_`` did.
@@ -155,7 +155,7 @@ def seal_(
                 worker.seal_chunk_(update_d, begin, min(begin + CHUNK_WORDS, stop))
 
     ranges = in_ranges(seal_range, update_d.size, threads=threads)
-    return Encoded(
+    return EncodedUpdate(
         words_w=_compact_(update_d, ranges, spec),
         norm=measured.norm,
         clip_factor=clip_factor,
@@ -169,7 +169,7 @@ def encode_(
     weight: float,
     rounding_key: bytes,
     threads: int = 1,
-) -> Encoded:
+) -> EncodedUpdate:
     """Encode an update without masks, in place: see ``seal_``."""
     return seal_(
         update_d,
@@ -268,7 +268,7 @@ def _clip_factor(norm: float, clip_norm: float) -> float:
     return 1.0 if largest <= clip_norm else clip_norm / largest
 
 
-def _plan(measured: Measured, spec: RingSpec, *, factor: float) -> _Plan:
+def _plan(measured: Measurement, spec: RingSpec, *, factor: float) -> _Plan:
     bounds = measured.bounds.astype(np.float64) + _TINY
     return _Plan(
         factor=np.float32(factor),

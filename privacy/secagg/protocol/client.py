@@ -62,7 +62,7 @@ from privacy.secagg.protocol.messages import (
     Consent,
     Decline,
     Head,
-    Masked,
+    MaskedAnswer,
     Reveal,
     Shares,
     Survivors,
@@ -72,7 +72,7 @@ from privacy.secagg.protocol.round_memory import RoundMemory
 from privacy.secagg.protocol.steps import Steps
 
 
-class _Step(Enum):
+class _RoundStep(Enum):
     MASKED = "masked"
     SURVIVORS = "survivors"
     REVEAL = "reveal"
@@ -81,7 +81,7 @@ class _Step(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
-class _Shared:
+class _OwnShares:
     """P2: what this site sealed for the others and keeps until R3."""
 
     sealed: Mapping[int, bytes]
@@ -95,14 +95,14 @@ class _Shared:
         wipe(self.own)
 
 
-_NOTHING_SHARED = _Shared(sealed={}, rows={}, receive={}, own=bytearray())
+_NOTHING_SHARED = _OwnShares(sealed={}, rows={}, receive={}, own=bytearray())
 
 
 class _Round:
     """One round at a site; made for it and dropped after it."""
 
     def __init__(
-        self, facts: RoundFacts, context: bytes, masks: RoundMasks, shared: _Shared
+        self, facts: RoundFacts, context: bytes, masks: RoundMasks, shared: _OwnShares
     ) -> None:
         self.facts = facts
         self.context = context
@@ -111,7 +111,9 @@ class _Round:
         self.head = b""
         self.survivors: tuple[int, ...] = ()
         self.dealt: dict[int, bytes] = {}  # To this site, as survivors signed it.
-        self.steps = Steps(_Step.MASKED, aborted=_Step.ABORTED, erase=self.erase)
+        self.steps = Steps(
+            _RoundStep.MASKED, aborted=_RoundStep.ABORTED, erase=self.erase
+        )
 
     def erase(self) -> None:
         self.masks.erase()
@@ -266,7 +268,7 @@ class SiteSession:
             OutOfOrder: No answer is due.
         """
         current = self._current()
-        with current.steps.take(_Step.MASKED, then=_Step.DONE):
+        with current.steps.take(_RoundStep.MASKED, then=_RoundStep.DONE):
             message = Decline(number=self.number, context=current.context)
             data = message.signed_by(self._identity).to_bytes()
         self._drop_round()
@@ -280,7 +282,7 @@ class SiteSession:
             header_digest: SHA-256 of the masked header as it will travel.
 
         Returns:
-            An encoded ``Masked``.
+            An encoded ``MaskedAnswer``.
 
         Raises:
             OutOfOrder: No answer is due.
@@ -289,8 +291,8 @@ class SiteSession:
             raise ValueError(f"digests have {DIGEST_BYTES} bytes")
         current = self._current()
         single = self._contract.setting is Setting.P1
-        then = _Step.DONE if single else _Step.SURVIVORS
-        with current.steps.take(_Step.MASKED, then=then):
+        then = _RoundStep.DONE if single else _RoundStep.SURVIVORS
+        with current.steps.take(_RoundStep.MASKED, then=then):
             head = Head(
                 number=self.number,
                 context=current.context,
@@ -299,7 +301,7 @@ class SiteSession:
                 dealt=dealt_digests(current.shared.sealed, current.shared.rows),
             )
             current.head = head.signed_by(self._identity).to_bytes()
-            message = Masked(
+            message = MaskedAnswer(
                 head=current.head,
                 sealed=current.shared.sealed,
                 rows=current.shared.rows,
@@ -326,7 +328,7 @@ class SiteSession:
             OutOfOrder: A list was signed before in this round, or none is due.
         """
         current = self._current()
-        with current.steps.take(_Step.SURVIVORS, then=_Step.REVEAL):
+        with current.steps.take(_RoundStep.SURVIVORS, then=_RoundStep.REVEAL):
             heads = Survivors.from_bytes(data).heads
             survivors = tuple(sorted(heads))
             self._check_survivors(survivors, current)
@@ -361,7 +363,7 @@ class SiteSession:
             OutOfOrder: No reveal is due.
         """
         current = self._current()
-        with current.steps.take(_Step.REVEAL, then=_Step.DONE):
+        with current.steps.take(_RoundStep.REVEAL, then=_RoundStep.DONE):
             reveal = Reveal.from_bytes(data)
             self._check_consents(reveal.consents, current)
             opened = self._open_inbox(reveal, current)
@@ -411,7 +413,7 @@ class SiteSession:
 
     def _share(
         self, self_mask: Secret, pairs: Mapping[int, RoundPair], context: bytes
-    ) -> _Shared:
+    ) -> _OwnShares:
         """Split b_i and every k_ij, and seal each site's shares for it."""
         cohort, threshold = self.cohort, self._contract.threshold
         bundles = {j: bytearray() for j in (SECRET, *cohort)}
@@ -434,7 +436,7 @@ class SiteSession:
             sealed[j] = seal(pairs[j].send, bundle, data)
             wipe(bundle)
         receive = {j: pairs[j].receive for j in bundles}
-        return _Shared(sealed=sealed, rows=rows, receive=receive, own=own)
+        return _OwnShares(sealed=sealed, rows=rows, receive=receive, own=own)
 
     def _row(
         self, context: bytes, bundle: bytearray, *, dealer: int, holder: int

@@ -23,9 +23,9 @@ from privacy.secagg.agreement.identity import SIGNATURE_BYTES, Label
 from privacy.secagg.agreement.message import (
     DIGEST_BYTES,
     Digest,
-    Form,
+    FieldCodec,
     Message,
-    Signed,
+    SignedMessage,
     increasing,
     octet_map,
     octets,
@@ -55,7 +55,7 @@ MemberNumber = Annotated[int, whole(1, MAX_MEMBERS)]
 
 _SEALED = octet_map(MAX_MEMBERS, limit=_MAX_SEALED_BYTES, named="sealed shares")
 _ROWS = octet_map(MAX_MEMBERS + 1, limit=_MAX_ROW_BYTES)
-_KEYS = Form(
+_KEYS = FieldCodec(
     lambda keys: fields(keys.mask, keys.channel, keys.kem),
     lambda reader, _: PublicRunKeys(
         mask=reader.field("mask key", size=X25519_BYTES),
@@ -80,7 +80,7 @@ class Offer(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advert(Signed):
+class Advert(SignedMessage):
     """S1, site to aggregator: its public keys for this run.
 
     Attributes:
@@ -118,7 +118,7 @@ class Book(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confirm(Signed):
+class Confirm(SignedMessage):
     """S2, site to aggregator: it saw this book, and its half of the hybrid.
 
     Attributes:
@@ -151,7 +151,7 @@ class Confirms(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head(Signed):
+class Head(SignedMessage):
     """R1, the signed part of a masked answer.
 
     Attributes:
@@ -172,7 +172,7 @@ class Head(Signed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Masked(Message):
+class MaskedAnswer(Message):
     """R1, site to aggregator: the head, and P2's sealed shares and commitments.
 
     Attributes:
@@ -204,7 +204,7 @@ class Masked(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decline(Signed):
+class Decline(SignedMessage):
     """R1, site to aggregator: no answer will come in this round.
 
     Attributes:
@@ -232,7 +232,7 @@ class Survivors(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Consent(Signed):
+class Consent(SignedMessage):
     """R2, site to aggregator: Cons, its signature over the one list A.
 
     Attributes:
@@ -269,7 +269,7 @@ class Reveal(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Shares(Signed):
+class Shares(SignedMessage):
     """R3, site to aggregator: its shares of what A opens.
 
     Attributes:
@@ -295,7 +295,7 @@ class Shares(Signed):
     disputed: Annotated[tuple[int, ...], increasing(MAX_MEMBERS)] = ()
 
 
-def verify(message: Signed, member: Member) -> None:
+def verify(message: SignedMessage, member: Member) -> None:
     """Check that a member signed a message with the key that is pinned for it.
 
     Raises:

@@ -55,7 +55,7 @@ from privacy.secagg.protocol.messages import (
     Consent,
     Decline,
     Head,
-    Masked,
+    MaskedAnswer,
     Reveal,
     Shares,
     Survivors,
@@ -64,7 +64,7 @@ from privacy.secagg.protocol.messages import (
 from privacy.secagg.protocol.setup import SetupRecord
 
 
-class _Phase(Enum):
+class _RoundPhase(Enum):
     MASKED = "masked answers"
     CONSENTS = "consents"
     SHARES = "shares"
@@ -103,7 +103,7 @@ class AggregatorRound:
             job_digest=setup.contract.job_digest,
         )
         self._round_index = facts.round_index
-        self._phase = _Phase.MASKED
+        self._phase = _RoundPhase.MASKED
         self._heads: dict[int, bytes] = {}
         self._sealed: dict[int, Mapping[int, bytes]] = {}
         self._rows: dict[int, Mapping[int, bytes]] = {}
@@ -121,7 +121,7 @@ class AggregatorRound:
         missing = set(self._cohort) - self._heads.keys()
         if self._contract.setting is Setting.P2:
             missing |= set(self._survivors) - self._consents.keys()
-            if self._phase in {_Phase.SHARES, _Phase.DONE}:
+            if self._phase in {_RoundPhase.SHARES, _RoundPhase.DONE}:
                 missing |= self._consents.keys() - self._released
         return frozenset(self._contract.member(i).site for i in missing)
 
@@ -146,7 +146,7 @@ class AggregatorRound:
         """R1: take a site's masked answer.
 
         Args:
-            data: Encoded ``Masked``.
+            data: Encoded ``MaskedAnswer``.
             vector_digest: SHA-256 of the masked vector that came with it.
             header_digest: SHA-256 of the masked header that came with it.
 
@@ -159,8 +159,8 @@ class AggregatorRound:
             BadShare: The sealed shares are not those that the round needs.
             ProtocolError: The message is malformed or not signed by its site.
         """
-        self._check_phase(_Phase.MASKED)
-        masked = Masked.from_bytes(data)
+        self._check_phase(_RoundPhase.MASKED)
+        masked = MaskedAnswer.from_bytes(data)
         head = Head.from_bytes(masked.head)
         member = self._contract.member(head.number)
         verify(head, member)
@@ -183,7 +183,7 @@ class AggregatorRound:
             OutOfOrder: The answers are closed, or the site has answered.
             ProtocolError: The message is malformed, of another round or unsigned.
         """
-        self._check_phase(_Phase.MASKED)
+        self._check_phase(_RoundPhase.MASKED)
         decline = Decline.from_bytes(data)
         member = self._contract.member(decline.number)
         verify(decline, member)
@@ -202,26 +202,26 @@ class AggregatorRound:
             TooFewSites: There are fewer than max(t, n_min): the round is lost, and
                 what was accumulated must be thrown away.
         """
-        self._check_phase(_Phase.MASKED)
+        self._check_phase(_RoundPhase.MASKED)
         if len(self._heads) < self._contract.quorum:
             absent = [
                 self._contract.member(i).site
                 for i in self._cohort
                 if i not in self._heads
             ]
-            self._phase = _Phase.LOST
+            self._phase = _RoundPhase.LOST
             raise TooFewSites(
                 f"{len(self._heads)} sites answered and the contract demands "
                 f"{self._contract.quorum}; missing: {', '.join(absent)}"
             )
         self._survivors = tuple(sorted(self._heads))
         single = self._contract.setting is Setting.P1
-        self._phase = _Phase.DONE if single else _Phase.CONSENTS
+        self._phase = _RoundPhase.DONE if single else _RoundPhase.CONSENTS
         return tuple(self._contract.member(i).site for i in self._survivors)
 
     def survivors(self) -> bytes:
         """R2: the encoded ``Survivors`` for every survivor."""
-        self._check_phase(_Phase.CONSENTS)
+        self._check_phase(_RoundPhase.CONSENTS)
         return Survivors(heads=self._heads).to_bytes()
 
     def on_consent(self, data: bytes) -> SiteId:
@@ -232,7 +232,7 @@ class AggregatorRound:
             OutOfOrder: Consents are not due, or it has consented.
             ProtocolError: The message is malformed, of another round or unsigned.
         """
-        self._check_phase(_Phase.CONSENTS)
+        self._check_phase(_RoundPhase.CONSENTS)
         consent = Consent.from_bytes(data)
         member = self._survivor(consent.number)
         verify(consent, member)
@@ -253,9 +253,9 @@ class AggregatorRound:
         Raises:
             TooFewSites: They are fewer than t: the round is lost.
         """
-        self._check_phase(_Phase.CONSENTS)
+        self._check_phase(_RoundPhase.CONSENTS)
         self._check_enough(len(self._consents), "consents")
-        self._phase = _Phase.SHARES
+        self._phase = _RoundPhase.SHARES
         return tuple(self._contract.member(i).site for i in sorted(self._consents))
 
     def reveal(self, site: SiteId) -> bytes:
@@ -265,7 +265,7 @@ class AggregatorRound:
             InconsistentSurvivors: The site is no survivor.
             OutOfOrder: It is not due.
         """
-        self._check_phase(_Phase.SHARES)
+        self._check_phase(_RoundPhase.SHARES)
         number = self._survivor(self._contract.member_named(site).number).number
         others = [j for j in self._survivors if j != number]
         return Reveal(
@@ -284,7 +284,7 @@ class AggregatorRound:
             OutOfOrder: Shares are not due, or it has sent them.
             ProtocolError: The message is malformed, of another round or unsigned.
         """
-        self._check_phase(_Phase.SHARES)
+        self._check_phase(_RoundPhase.SHARES)
         shares = Shares.from_bytes(data)
         member = self._survivor(shares.number)
         verify(shares, member)
@@ -318,11 +318,11 @@ class AggregatorRound:
             OutOfOrder: The round is not that far, or the corrections were given.
         """
         if self._contract.setting is Setting.P1:
-            self._check_phase(_Phase.DONE)
+            self._check_phase(_RoundPhase.DONE)
             return RoundMasks(vector=(), header=())
-        self._check_phase(_Phase.SHARES)
+        self._check_phase(_RoundPhase.SHARES)
         self._check_enough(len(self._shares), "sets of shares")
-        self._phase = _Phase.DONE
+        self._phase = _RoundPhase.DONE
         secrets: list[tuple[bytearray, Literal[1, -1]]] = []
         try:
             wrong = self._restore_into(secrets)
@@ -344,7 +344,7 @@ class AggregatorRound:
         Raises:
             OutOfOrder: The round is not over.
         """
-        self._check_phase(_Phase.DONE)
+        self._check_phase(_RoundPhase.DONE)
         return OpenedRound(
             round_index=self._round_index,
             context=self._context,
@@ -403,7 +403,7 @@ class AggregatorRound:
             raise BadShare(self.faults[member.site]) from None
         return secret
 
-    def _check_phase(self, phase: _Phase) -> None:
+    def _check_phase(self, phase: _RoundPhase) -> None:
         if self._phase is not phase:
             raise OutOfOrder(
                 f"{phase.value!r} are not due in this round, {self._phase.value!r} are"
@@ -421,7 +421,7 @@ class AggregatorRound:
         if member.number in self._heads or member.number in self._declined:
             raise OutOfOrder(f"site {member.site!r} has answered this round already")
 
-    def _check_dealt(self, head: Head, masked: Masked, member: Member) -> None:
+    def _check_dealt(self, head: Head, masked: MaskedAnswer, member: Member) -> None:
         """Check sealed shares and commitments: complete, and as the head says."""
         single = self._contract.setting is Setting.P1
         holders = set() if single else {SECRET, *self._cohort}

@@ -58,7 +58,7 @@ from privacy.secagg.protocol.messages import (
 from privacy.secagg.protocol.steps import Steps
 
 
-class _Step(Enum):
+class _SetupStep(Enum):
     OFFER = "offer"
     BOOK = "book"
     CONFIRMS = "confirms"
@@ -92,7 +92,9 @@ class SiteSetup:
         self._policy = policy
         self._random_bytes = random_bytes
         self._audit = audit
-        self._steps = Steps(_Step.OFFER, aborted=_Step.ABORTED, erase=self._erase)
+        self._steps = Steps(
+            _SetupStep.OFFER, aborted=_SetupStep.ABORTED, erase=self._erase
+        )
         self._contract: Contract | None = None
         self._keys: RunKeys | None = None
         self._advert = b""
@@ -121,7 +123,7 @@ class SiteSetup:
 
     def close(self) -> None:
         """Erase every key: this setup leads to nothing."""
-        self._steps.due = _Step.ABORTED
+        self._steps.due = _SetupStep.ABORTED
         self._erase()
 
     def on_offer(self, data: bytes) -> bytes:
@@ -134,7 +136,7 @@ class SiteSetup:
             MalformedMessage: The bytes are not an offer.
             OutOfOrder: An offer was taken already.
         """
-        with self._steps.take(_Step.OFFER, then=_Step.BOOK):
+        with self._steps.take(_SetupStep.OFFER, then=_SetupStep.BOOK):
             offer = Offer.from_bytes(data)
             aggregator = PublicIdentity(self._policy.roster.aggregator_key)
             aggregator.verify(
@@ -166,7 +168,7 @@ class SiteSetup:
             MalformedMessage: The bytes are not a book.
             OutOfOrder: A book is not due.
         """
-        with self._steps.take(_Step.BOOK, then=_Step.CONFIRMS):
+        with self._steps.take(_SetupStep.BOOK, then=_SetupStep.CONFIRMS):
             contract, number = self.contract, self._number
             book = Book.from_bytes(data)
             adverts = _read_adverts(contract, book)
@@ -199,7 +201,7 @@ class SiteSetup:
             MalformedMessage: The bytes are not confirms.
             OutOfOrder: Confirms are not due.
         """
-        with self._steps.take(_Step.CONFIRMS, then=_Step.DONE):
+        with self._steps.take(_SetupStep.CONFIRMS, then=_SetupStep.DONE):
             confirms = Confirms.from_bytes(data)
             parsed = _read_confirms(
                 self.contract, confirms, self._setup_hash, self._cohort

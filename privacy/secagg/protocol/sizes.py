@@ -35,7 +35,7 @@ from privacy.secagg.protocol.messages import (
     Confirms,
     Consent,
     Head,
-    Masked,
+    MaskedAnswer,
     Offer,
     Reveal,
     Shares,
@@ -63,7 +63,7 @@ def sizes(contract: Contract) -> SecureSizes:
         signature=_SIGNATURE,
     ).to_bytes()
     others = dict.fromkeys(cohort[1:], bundle)
-    masked = Masked(
+    masked = MaskedAnswer(
         head=head,
         sealed=others if dropouts else {},
         rows=dict.fromkeys((0, *cohort), row) if dropouts else {},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.small_jobs import small_job
 
-from aggregator.weighting import MAX_EXAMPLES, Introduced, sums_fault, weight_of
+from aggregator.weighting import MAX_EXAMPLES, SignedCounts, sums_fault, weight_of
 from federation.errors import InvalidUpdate
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
@@ -121,7 +121,7 @@ def test_unknown_rule_is_an_error():
 
 IN_EPOCHS = small_job(training={"local_epochs": 3})
 IN_STEPS = small_job(training={"local_steps": 4, "batch_size": 8})
-SAID = {SiteId("site"): Introduced(examples=100, held_out=20)}
+SAID = {SiteId("site"): SignedCounts(examples=100, held_out=20)}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_site_counts_no_more_predictions_than_it_has_data_for(
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {SiteId("site"): Introduced(examples=0, held_out=0)}]
+    "said", [{}, {SiteId("site"): SignedCounts(examples=0, held_out=0)}]
 )
 def test_site_that_tells_nothing_counts_no_more_than_anybody_could(said: Any):
     """As under differential privacy, and in a language model, where tokens count."""

@@ -16,19 +16,19 @@ from clients.models.model_pool import ModelPool
 from clients.ranks import control
 from clients.ranks.control import (
     Channel,
+    ErrorReply,
     Evaluate,
-    Failed,
+    EvaluateReply,
     Fit,
-    Inherited,
-    Measured,
+    FitReply,
     Message,
+    RankInputs,
     Ready,
     Start,
-    Trained,
 )
 from clients.ranks.peers import Peers, Sums
 from clients.ranks.shared_model import SharedModel
-from clients.shards.dataset import Reading, open_dataset
+from clients.shards.dataset import ReadOptions, open_dataset
 from clients.shards.write import write_dataset
 from clients.training.trainer import TorchTrainer
 from cloud_adapters.storage.memory import MemoryStore
@@ -64,9 +64,9 @@ def start() -> Start:
         Ready(),
         Fit(round_index=3),
         Evaluate(round_index=1),
-        Trained(num_examples=1, num_steps=2, count=3, loss_sum=0.1 + 0.2, correct=0),
-        Measured(count=3, loss_sum=float("inf"), correct=0),
-        Failed(message="no"),
+        FitReply(num_examples=1, num_steps=2, count=3, loss_sum=0.1 + 0.2, correct=0),
+        EvaluateReply(count=3, loss_sum=float("inf"), correct=0),
+        ErrorReply(message="no"),
     ],
 )
 def test_messages_arrive_as_they_were_sent(
@@ -147,8 +147,8 @@ def test_memory_takes_one_model_only():
 
 def test_arguments_survive_the_command_line():
     """A rank reads who it is from what the agent wrote."""
-    inherited = Inherited(rank=Rank(rank=2, world_size=4), pipe=5, meeting=6, memory=7)
-    assert inherited == Inherited.of(inherited.arguments())
+    inherited = RankInputs(rank=Rank(rank=2, world_size=4), pipe=5, meeting=6, memory=7)
+    assert inherited == RankInputs.of(inherited.arguments())
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 12])
@@ -231,4 +231,4 @@ def test_more_ranks_than_examples():
 def shards():
     store = MemoryStore()
     write_dataset(store, TRAIN, HELD_OUT, name="blobs", shard_bytes=2000)
-    return open_dataset(store, reading=Reading(order="shards", window=1, threads=0))
+    return open_dataset(store, reading=ReadOptions(order="shards", window=1, threads=0))

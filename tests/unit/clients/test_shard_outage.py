@@ -8,7 +8,7 @@ from support.small_jobs import blobs, small_job
 
 from clients.data.datasets import Dataset, as_dataset
 from clients.models.model_pool import ModelPool
-from clients.shards.dataset import Reading, ShardedDataset, open_dataset
+from clients.shards.dataset import ReadOptions, ShardedDataset, open_dataset
 from clients.shards.shelf import PATIENCE
 from clients.shards.write import write_dataset
 from clients.training.local_federation import Federation
@@ -16,7 +16,7 @@ from clients.training.trainer import TorchTrainer
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.storage.retry import Retry
-from deploy.wiring.run import Connected, Run
+from deploy.wiring.run import ConnectedSites, Run
 from federation.clock import VirtualClock
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import RunId, SiteId
@@ -75,7 +75,7 @@ def opened(outage: Outage, *, threads: int) -> tuple[ShardedDataset, ShardedData
     write_dataset(store, TRAIN, HELD_OUT, name="blobs", shard_bytes=SHARD_BYTES)
     return open_dataset(
         FaultyStore(store, outage.meddle),
-        reading=Reading(memory_bytes=0, window=1, threads=threads),
+        reading=ReadOptions(memory_bytes=0, window=1, threads=threads),
         retry=patience(outage.clock),
     )
 
@@ -160,4 +160,4 @@ def rounds_of(data: tuple[Dataset, Dataset], clock: VirtualClock) -> RunState:
             store=MemoryStore(),
             emit=lambda _: None,
         )
-        return run.drive(Connected(engine="inproc", grid=grid))
+        return run.drive(ConnectedSites(engine="inproc", grid=grid))

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from support.small_jobs import blobs
 
 from clients.data.datasets import Dataset, Examples, as_dataset
-from clients.shards.dataset import Reading, ShardedDataset, open_dataset
+from clients.shards.dataset import ReadOptions, ShardedDataset, open_dataset
 from clients.shards.index import INDEX_KEY, DatasetIndex, read_index
 from clients.shards.verify import verify_dataset
 from clients.shards.write import Progress, write_dataset
@@ -179,9 +179,9 @@ def test_a_pinned_version():
     """A job may name the version that it was made for."""
     store = MemoryStore()
     version = write(store, images()).version
-    open_dataset(store, reading=Reading(version=version))
+    open_dataset(store, reading=ReadOptions(version=version))
     with pytest.raises(SiteError, match=rf"{version}.* wants 0123"):
-        open_dataset(store, reading=Reading(version="0123"))
+        open_dataset(store, reading=ReadOptions(version="0123"))
 
 
 def test_no_dataset_there():
@@ -335,7 +335,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     index = write(store, images(200), shard_bytes=10 * 2048)
     keys = shards_read(store, monkeypatch)
-    train, _ = open_dataset(store, reading=Reading(window=1, memory_bytes=0))
+    train, _ = open_dataset(store, reading=ReadOptions(window=1, memory_bytes=0))
     for _ in range(2):
         for start in range(0, 200, 10):
             train.batch(np.arange(start, start + 10))

@@ -11,7 +11,7 @@ from support.faulty_store import FaultyStore
 from support.small_jobs import blobs
 
 from clients.data.datasets import as_dataset
-from clients.shards.dataset import Reading, ShardedDataset, open_dataset
+from clients.shards.dataset import ReadOptions, ShardedDataset, open_dataset
 from clients.shards.write import write_dataset
 from cloud_adapters.storage.memory import MemoryStore
 
@@ -51,7 +51,7 @@ def opened(*, memory_bytes: int = 10**9) -> tuple[Gate, ShardedDataset, list[str
     train, held_out = (as_dataset(part, name="blobs") for part in blobs())
     index = write_dataset(store, train, held_out, name="x", shard_bytes=10 * 2048)
     gate = Gate(store)
-    reading = Reading(window=1, memory_bytes=memory_bytes, threads=1)
+    reading = ReadOptions(window=1, memory_bytes=memory_bytes, threads=1)
     data, _ = open_dataset(gate, reading=reading)
     gate.asked.clear()
     gate.given.clear()

@@ -14,7 +14,7 @@ from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.privacy import standardise
 from clients.privacy.ledger_memory import LifetimeBudget, RememberedLedger, lifetime
 from clients.privacy.site_memory import InMemory, SiteMemory
-from clients.privacy.standardise import DOCUMENT, Remembered, Statistics
+from clients.privacy.standardise import DOCUMENT, Statistics, StatisticsMemory
 from federation.clock import VirtualClock
 from federation.errors import BudgetExceeded, CorruptObject, JobError, SiteError
 from federation.job.privacy_job import StandardiseSpec
@@ -62,8 +62,8 @@ def opened(
 
 def remembered(
     memory: SiteMemory, run: str = "run-1", lineage: str = "a"
-) -> Remembered:
-    return Remembered(memory=memory, lineage=lineage, spec=SPEC, run_id=run)
+) -> StatisticsMemory:
+    return StatisticsMemory(memory=memory, lineage=lineage, spec=SPEC, run_id=run)
 
 
 def releases(*values: float) -> Callable[[], Statistics]:

@@ -21,7 +21,13 @@ flower_simulation.import_flower()
 import httpx  # noqa: E402
 
 from cloud_adapters.flower import fleet as flower_fleet  # noqa: E402
-from cloud_adapters.flower.fleet import Dropped, FleetCalls, Lost, Passing, Taken  # noqa: E402
+from cloud_adapters.flower.fleet import (  # noqa: E402
+    FleetCalls,
+    KeyInUse,
+    NodeGone,
+    Outage,
+    Unanswerable,
+)
 
 pytestmark = pytest.mark.flower
 
@@ -112,7 +118,7 @@ def test_two_requests_that_succeed_again_are_told_once():
 def test_long_outage_is_for_a_new_connection():
     """After two intervals without a heartbeat another node may have the key."""
     node = Node()
-    with pytest.raises(Passing, match="cannot be reached"):
+    with pytest.raises(Outage, match="cannot be reached"):
         node.ask(*[GONE] * 100)
     assert flower_fleet.ACTIVE_SECONDS == 20.0
     assert len(node.waits) == 20
@@ -122,7 +128,7 @@ def test_heartbeats_count_as_word_of_the_aggregator():
     """Or the answer after an hour of work would be lost to the first hiccup."""
     node = Node()
     node.clock.sleep(3600.0)
-    with pytest.raises(Passing):
+    with pytest.raises(Outage):
         node.ask(GONE)
     node.calls.hear()
     assert node.ask(GONE) == "answer"
@@ -130,7 +136,7 @@ def test_heartbeats_count_as_word_of_the_aggregator():
 
 def test_node_that_is_not_let_in_yet_hears_of_it_at_once():
     """How long to wait then is for its main loop."""
-    with pytest.raises(Passing):
+    with pytest.raises(Outage):
         Node(is_active=False).ask(GONE)
 
 
@@ -138,7 +144,7 @@ def test_stopped_node_makes_no_second_attempt():
     """Its operator waits."""
     node = Node()
     node.calls.stopped.set()
-    with pytest.raises(Passing):
+    with pytest.raises(Outage):
         node.ask(GONE)
     assert not node.waits
 
@@ -146,17 +152,22 @@ def test_stopped_node_makes_no_second_attempt():
 @pytest.mark.parametrize(
     ("error", "is_active", "kind", "text"),
     [
-        (status(401), True, Lost, "refuses: HTTP 401"),
-        (status(403), True, Lost, "refuses: HTTP 403"),
-        (status(403, 2007), True, Dropped, "Flower error 2007: no"),
-        (status(404), True, Dropped, "refuses: HTTP 404"),
-        (status(413), True, Dropped, "refuses: HTTP 413"),
-        (gate(413, "limits.site_mib\n"), True, Dropped, r"HTTP 413: limits\.site_mib"),
-        (gate(409, ["no text"]), True, Dropped, "HTTP 409$"),
+        (status(401), True, NodeGone, "refuses: HTTP 401"),
+        (status(403), True, NodeGone, "refuses: HTTP 403"),
+        (status(403, 2007), True, Unanswerable, "Flower error 2007: no"),
+        (status(404), True, Unanswerable, "refuses: HTTP 404"),
+        (status(413), True, Unanswerable, "refuses: HTTP 413"),
+        (
+            gate(413, "limits.site_mib\n"),
+            True,
+            Unanswerable,
+            r"HTTP 413: limits\.site_mib",
+        ),
+        (gate(409, ["no text"]), True, Unanswerable, "HTTP 409$"),
         (status(401), False, SiteError, "does not know this site's key"),
         (status(403), False, SiteError, "expired or revoked"),
-        (status(404), False, Lost, "refuses: HTTP 404"),
-        (status(412, 2003), False, Lost, "Flower error 2003"),
+        (status(404), False, NodeGone, "refuses: HTTP 404"),
+        (status(412, 2003), False, NodeGone, "Flower error 2003"),
     ],
 )
 def test_other_refusals(
@@ -179,7 +190,7 @@ def test_key_that_stays_refused_ends_the_node():
     """A node that died is forgotten sooner; what is left is a person's mistake."""
     node = Node(is_active=False)
     for _ in range(60):
-        with pytest.raises(Taken, match="counts another node with this site's key"):
+        with pytest.raises(KeyInUse, match="counts another node with this site's key"):
             node.calls.call(refused(node))
     with pytest.raises(SiteError, match="stop the other agent that uses it; or enrol"):
         node.calls.call(refused(node))
@@ -188,12 +199,12 @@ def test_key_that_stays_refused_ends_the_node():
 def test_time_of_refusal_counts_from_the_last_success():
     """A node that lives for weeks may meet its own shadow more than once."""
     node = Node(is_active=False)
-    with pytest.raises(Taken):
+    with pytest.raises(KeyInUse):
         node.calls.call(refused(node))
     node.calls.succeed()
     node.clock.sleep(10 * flower_fleet.TURN_SECONDS)
     node.calls.begin()
-    with pytest.raises(Taken):
+    with pytest.raises(KeyInUse):
         node.calls.call(refused(node))
 
 

@@ -29,7 +29,7 @@ from federation.ids import SiteId, TaskId
 from federation.messages import Reply, SiteMessage, Task
 from federation.rounds.coordinator import run_federation
 from federation.wire import frame as wire
-from privacy.secagg.protocol.messages import Confirms, Decline, Head, Masked
+from privacy.secagg.protocol.messages import Confirms, Decline, Head, MaskedAnswer
 
 TASKS: list[Task] = [toy.task(), toy.secure_task()]
 ANSWERS: list[SiteMessage] = [
@@ -274,7 +274,7 @@ def test_messages_inside_messages_are_decoded():
         dealt=b"\x06" * 96,
         signature=b"\x07" * 64,
     )
-    masked = Masked(
+    masked = MaskedAnswer(
         head=head.to_bytes(), sealed={2: b"\x08" * 181}, rows={2: b"\x09" * 160}
     )
     found = transcript_bodies.decode(masked.to_bytes())

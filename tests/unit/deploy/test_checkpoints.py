@@ -12,7 +12,7 @@ from support.small_jobs import small_job
 from aggregator.checkpoint import RunCheckpoints
 from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.storage.disk.store import LocalStore
-from deploy.tools.checkpoints import Findings, examine, facts, lines
+from deploy.tools.checkpoints import CheckpointFindings, examine, facts, lines
 from deploy.wiring import run_store
 from deploy.wiring.encryption import encrypted
 from federation.clock import VirtualClock
@@ -65,12 +65,14 @@ def fill(store: ObjectStore, num_rounds: int = 3) -> None:
         )
 
 
-def look(place: str, *, verify: bool = False, keep: int | None = None) -> Findings:
+def look(
+    place: str, *, verify: bool = False, keep: int | None = None
+) -> CheckpointFindings:
     root, clock = Path("no-runs-here"), VirtualClock(NOW)
     return examine(place, root, verify=verify, keep=keep, clock=clock)
 
 
-def rounds(found: Findings) -> list[int | None]:
+def rounds(found: CheckpointFindings) -> list[int | None]:
     return [one.round_index for one in found.survey.checkpoints]
 
 

@@ -11,7 +11,7 @@ from deploy.site_host import ranks as site_ranks
 from deploy.site_host.config import (
     AggregatorSpec,
     ComputeSpec,
-    SiteDataSpec,
+    LocalDataSpec,
     SiteFile,
 )
 from federation.errors import JobError, SiteError
@@ -39,7 +39,7 @@ def site_file(
     return SiteFile(
         name="site-0",
         aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
-        data=SiteDataSpec(source=source, options=options),
+        data=LocalDataSpec(source=source, options=options),
         compute=ComputeSpec(
             ranks=ranks, sharding=sharding, compile=compile_, environment=environment
         ),

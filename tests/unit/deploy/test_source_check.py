@@ -8,7 +8,7 @@ from support.noisy_jobs import noisy_job
 from support.small_jobs import small_job
 
 from deploy.site_host import data as site_data
-from deploy.site_host.config import AggregatorSpec, SiteDataSpec, SiteFile
+from deploy.site_host.config import AggregatorSpec, LocalDataSpec, SiteFile
 from deploy.wiring import job_data as data, parts as wiring
 from federation.errors import JobError
 from federation.job.spec import JobSpec
@@ -81,7 +81,7 @@ def deployed(job: JobSpec, **table: Any) -> None:
     site = SiteFile(
         name="site-1",
         aggregator=AggregatorSpec(address="127.0.0.1:1", authority="ca.crt"),
-        data=SiteDataSpec(**table),
+        data=LocalDataSpec(**table),
     )
     site_data.load(site, job, lambda store, *_: store)
 

@@ -10,10 +10,10 @@ from support import event_samples
 from federation.event_log import from_line, to_line
 from federation.events import Event, RoundFinished, SiteAnswered
 from federation.job import disclosure
-from federation.job.disclosure import Form, Setting, conceal, hidden
+from federation.job.disclosure import Exposure, Form, conceal, hidden
 
 SETTINGS = [
-    Setting(private=private, secure=secure, deployed=deployed)
+    Exposure(private=private, secure=secure, deployed=deployed)
     for private, secure, deployed in itertools.product((False, True), repeat=3)
 ]
 OPEN, *_ = SETTINGS
@@ -56,7 +56,7 @@ def test_table_names_no_other_events() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_concealed_events_can_be_written_and_read(setting: Setting) -> None:
+def test_concealed_events_can_be_written_and_read(setting: Exposure) -> None:
     """An empty field is one that the event log knows."""
     for event in (*event_samples.two_sites(2), *event_samples.troubled()):
         left = conceal(event, setting)
@@ -72,8 +72,8 @@ def test_nothing_is_concealed_in_an_open_simulation() -> None:
 
 def test_what_settings_hide_of_an_answer() -> None:
     """By hand, from the threat model."""
-    private = Setting(private=True, secure=False, deployed=False)
-    secure = Setting(private=False, secure=True, deployed=False)
+    private = Exposure(private=True, secure=False, deployed=False)
+    secure = Exposure(private=False, secure=True, deployed=False)
     own = {"num_examples", "training"}
     work = {"num_steps", "weight", "phases", "evaluation"}
     assert hidden("SiteAnswered", private) == own
@@ -81,13 +81,13 @@ def test_what_settings_hide_of_an_answer() -> None:
     assert hidden("RoundFinished", private) == {"training"}
     assert hidden("RoundFinished", secure) == set()
     assert hidden("ModelEvaluated", secure) == {"by_site"}
-    deployed = Setting(private=False, secure=False, deployed=True)
+    deployed = Exposure(private=False, secure=False, deployed=True)
     assert hidden("DataDistributed", deployed) == {"shares"}
 
 
 def test_strictest_of_several_settings_counts() -> None:
     """Sums would do under secure aggregation, but not under differential privacy."""
-    both = Setting(private=True, secure=True, deployed=False)
+    both = Exposure(private=True, secure=True, deployed=False)
     assert disclosure.LOSSES.allowed(both) is Form.NEVER
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from federation.errors import StoreUnavailable
 from monitoring.audit_findings import (
+    AuditFindings,
     CurveFindings,
-    Findings,
     Membership,
     Promise,
     SiteFindings,
@@ -58,8 +58,8 @@ def site(
     )
 
 
-def findings(*sites: SiteFindings) -> Findings:
-    return Findings(
+def findings(*sites: SiteFindings) -> AuditFindings:
+    return AuditFindings(
         job_name="<b>job</b>",
         unit="record",
         num_sites=4,

@@ -17,7 +17,7 @@ from support.secagg_parties import DIGEST, HEADER, Run, alter, site_name, start
 
 from privacy.secagg.errors import BadShare, TooFewSites
 from privacy.secagg.protocol.commitments import SECRET
-from privacy.secagg.protocol.messages import Masked, Reveal
+from privacy.secagg.protocol.messages import MaskedAnswer, Reveal
 
 
 def keys_of(played: Played) -> set[bytes]:
@@ -225,7 +225,7 @@ def test_what_was_damaged_on_its_way_up_is_refused(field: str):
     """Its site has signed other bytes: the answer does not count, nobody is named."""
     run = start_alike()
     server = run.aggregator_round()
-    masked = Masked.from_bytes(run.masked(2))
+    masked = MaskedAnswer.from_bytes(run.masked(2))
     shown = getattr(masked, field)
     damaged = alter(masked, **{field: {**shown, 1: flipped(shown[1])}})
     with pytest.raises(BadShare, match="not those that it signed"):
@@ -240,7 +240,7 @@ def test_commitments_of_two_rounds_have_nothing_in_common():
     seen: list[bytes] = []
     for round_index in (1, 2):
         for number in run.sessions:
-            rows = Masked.from_bytes(run.masked(number, round_index)).rows
+            rows = MaskedAnswer.from_bytes(run.masked(number, round_index)).rows
             for row in rows.values():
                 seen += [row[at : at + 32] for at in range(0, len(row), 32)]
     assert len(seen) == len(set(seen)) == 2 * 5 * 6 * 5

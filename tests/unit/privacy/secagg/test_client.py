@@ -34,7 +34,7 @@ from privacy.secagg.protocol.key_schedule import RoundFacts
 from privacy.secagg.protocol.messages import (
     Consent,
     Head,
-    Masked,
+    MaskedAnswer,
     Reveal,
     Shares,
     Survivors,
@@ -52,7 +52,7 @@ class Game:
     run: Run
     server: AggregatorRound
     heads: dict[int, bytes]
-    masked: dict[int, Masked]
+    masked: dict[int, MaskedAnswer]
 
     @property
     def site(self) -> SiteSession:
@@ -84,7 +84,7 @@ def game(round_index: int = 1) -> Game:
     run = start(5)
     answers = {i: run.masked(i, round_index) for i in run.sessions}
     server = run.aggregator_round(round_index)
-    masked = {i: Masked.from_bytes(answers[i]) for i in (1, 2, 3, 4)}
+    masked = {i: MaskedAnswer.from_bytes(answers[i]) for i in (1, 2, 3, 4)}
     for i in masked:
         server.on_masked(answers[i], vector_digest=DIGEST, header_digest=HEADER)
     server.close_masked()
@@ -207,11 +207,11 @@ def head_of_other_model(g: Game) -> dict[int, bytes]:
     other = start(5)
     other.sessions[2].begin_round(other.facts(model_digest=OTHER_MODEL))
     data = other.sessions[2].finish_masked(vector_digest=DIGEST, header_digest=HEADER)
-    return {**g.heads, 2: Masked.from_bytes(data).head}
+    return {**g.heads, 2: MaskedAnswer.from_bytes(data).head}
 
 
 def head_of_other_round(g: Game) -> dict[int, bytes]:
-    return {**g.heads, 2: Masked.from_bytes(start(5).masked(2, 2)).head}
+    return {**g.heads, 2: MaskedAnswer.from_bytes(start(5).masked(2, 2)).head}
 
 
 def head_shown_twice(g: Game) -> dict[int, bytes]:
@@ -315,7 +315,7 @@ def own_shares_reflected(g: Game, reveal: Reveal) -> Reveal:
 
 
 def shares_of_an_earlier_round(g: Game, reveal: Reveal) -> Reveal:
-    old = Masked.from_bytes(start(5).masked(2, 2)).sealed[1]
+    old = MaskedAnswer.from_bytes(start(5).masked(2, 2)).sealed[1]
     return alter(reveal, inbox={**reveal.inbox, 2: old})
 
 
@@ -418,7 +418,7 @@ def test_steps_have_an_order():
 def test_one_exchange_has_no_second():
     """P1: after the answer there is no round in which shares could be asked."""
     run = start(3)
-    masked = Masked.from_bytes(run.masked(1))
+    masked = MaskedAnswer.from_bytes(run.masked(1))
     assert masked.sealed == {}
     for step in (run.sessions[1].on_survivors, run.sessions[1].on_reveal):
         with pytest.raises(OutOfOrder, match="no round"):

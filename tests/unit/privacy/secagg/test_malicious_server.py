@@ -47,7 +47,7 @@ from privacy.secagg.protocol.messages import (
     Book,
     Consent,
     Head,
-    Masked,
+    MaskedAnswer,
     Reveal,
     Shares,
     Survivors,
@@ -68,7 +68,7 @@ class Liar:
     """
 
     run: Run = field(default_factory=lambda: start(5, hybrid=False))
-    masked: dict[int, Masked] = field(default_factory=dict)
+    masked: dict[int, MaskedAnswer] = field(default_factory=dict)
     given: list[Shares] = field(default_factory=list)
 
     def ask(
@@ -79,7 +79,7 @@ class Liar:
             session = self.run.sessions[number]
             session.begin_round(self.run.facts(round_index, **facts))
             data = session.finish_masked(vector_digest=DIGEST, header_digest=HEADER)
-            self.masked[number] = Masked.from_bytes(data)
+            self.masked[number] = MaskedAnswer.from_bytes(data)
 
     def survivors(self, numbers: tuple[int, ...]) -> bytes:
         return Survivors(heads={i: self.masked[i].head for i in numbers}).to_bytes()

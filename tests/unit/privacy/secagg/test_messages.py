@@ -16,7 +16,7 @@ from privacy.secagg.protocol.messages import (
     Consent,
     Decline,
     Head,
-    Masked,
+    MaskedAnswer,
     Offer,
     Reveal,
     Shares,
@@ -31,7 +31,7 @@ KINDS = (
     Confirm,
     Confirms,
     Head,
-    Masked,
+    MaskedAnswer,
     Decline,
     Survivors,
     Consent,
@@ -57,8 +57,8 @@ def samples() -> dict[type[Any], bytes]:
         Decline: run.sessions[4].decline(),
     }
     server = run.collect((1, 2, 3))
-    found[Masked] = run.masked(4, 2)
-    found[Head] = Masked.from_bytes(found[Masked]).head
+    found[MaskedAnswer] = run.masked(4, 2)
+    found[Head] = MaskedAnswer.from_bytes(found[MaskedAnswer]).head
     server.close_masked()
     found[Survivors] = server.survivors()
     for i in (1, 2, 3):

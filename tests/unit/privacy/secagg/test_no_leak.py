@@ -99,7 +99,7 @@ def test_secret_holders_hide_themselves(module: Any):
         "RoundMasks",
         "RoundPair",
         "RunSecrets",
-        "_Shared",
+        "_OwnShares",
         "Secret",
         "RunKeys",
         "PairRoots",

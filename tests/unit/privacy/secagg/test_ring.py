@@ -10,7 +10,7 @@ from privacy.dp.ring_noise import RingNoise
 from privacy.keystream import unpack_24
 from privacy.secagg.arithmetic.ring import (
     NOISE_TAIL,
-    Held,
+    Inputs,
     RingSpec,
     decode_sum_,
     num_values,
@@ -27,7 +27,7 @@ def _spec(bits: int = 32, num_sites: int = 4, noise_std: float = 0.0) -> RingSpe
 
 def num_steps(spec: RingSpec) -> int:
     """What an element of the sum of all sites may come to."""
-    held = Held(num_updates=spec.num_sites, weight=float(spec.num_sites))
+    held = Inputs(num_updates=spec.num_sites, weight=float(spec.num_sites))
     return math.floor(spec.largest_sum(held))
 
 
@@ -211,7 +211,7 @@ def test_honest_sites_at_their_bound_are_no_alarm(
 ):
     """All at the clip norm, in one direction, whatever rounding and noise draw."""
     spec = _spec(bits, 5, noise_std if bits > 16 else 0.0)
-    held = Held(num_updates=3, weight=sum(WEIGHTS))
+    held = Inputs(num_updates=3, weight=sum(WEIGHTS))
     for seed in range(20):
         update_d = np.zeros(size, np.float32)
         update_d[: 1 + seed * size // 20] = 9.0
@@ -223,9 +223,9 @@ def test_sum_of_less_weight_than_its_updates_is_an_alarm(noise_std: float):
     """Of the weight that they have it passes, and of 1 % less it does not."""
     spec = _spec(32, 5, noise_std)
     words = honest_sum(spec, np.full(1000, 1.0, np.float32), 0)
-    held = Held(num_updates=3, weight=sum(WEIGHTS))
+    held = Inputs(num_updates=3, weight=sum(WEIGHTS))
     decode_sum_(words.copy(), spec, held=held, divisor=held.weight)
-    less = Held(num_updates=3, weight=0.99 * held.weight)
+    less = Inputs(num_updates=3, weight=0.99 * held.weight)
     with pytest.raises(SumOutOfRange, match=r"norm of the sum .* a site lied"):
         decode_sum_(words, spec, held=less, divisor=less.weight)
 
@@ -234,7 +234,7 @@ def test_noise_leaves_a_lie_little_room():
     """Beside noise of ten times the bound a lie has no more than a few of it."""
     size = 1_000_000
     spec = RingSpec(bits=32, num_sites=4, clip_norm=1.0, noise_std=1e7)
-    held = Held(num_updates=4, weight=4.0)
+    held = Inputs(num_updates=4, weight=4.0)
     bound = 4 * spec.scale
     noise = 2e7 * math.sqrt(size)
     assert 5 < noise / bound < 50

@@ -31,7 +31,7 @@ from privacy.secagg.protocol.messages import (
     Consent,
     Decline,
     Head,
-    Masked,
+    MaskedAnswer,
     Shares,
 )
 from privacy.secagg.protocol.server import AggregatorRound
@@ -46,7 +46,7 @@ def resigned(
 
 def with_sealed(run: Run, data: bytes, sealed: dict[int, bytes]) -> bytes:
     """A masked answer with other sealed shares, signed by site 2."""
-    masked = Masked.from_bytes(data)
+    masked = MaskedAnswer.from_bytes(data)
     dealt = dealt_digests(sealed, masked.rows)
     head = resigned(run, masked.head, 2, Head, dealt=dealt)
     return alter(masked, head=head, sealed=sealed).to_bytes()
@@ -57,17 +57,17 @@ def take(server: AggregatorRound, data: bytes) -> SiteId:
 
 
 def cut_head(run: Run, data: bytes) -> bytes:
-    masked = Masked.from_bytes(data)
+    masked = MaskedAnswer.from_bytes(data)
     return alter(masked, head=masked.head[:-1]).to_bytes()
 
 
 def head_of_another(run: Run, data: bytes) -> bytes:
-    masked = Masked.from_bytes(data)
+    masked = MaskedAnswer.from_bytes(data)
     return alter(masked, head=resigned(run, masked.head, 3, Head)).to_bytes()
 
 
 def stranger(run: Run, data: bytes) -> bytes:
-    masked = Masked.from_bytes(data)
+    masked = MaskedAnswer.from_bytes(data)
     return alter(masked, head=resigned(run, masked.head, 2, Head, number=6)).to_bytes()
 
 
@@ -76,29 +76,29 @@ def other_round(run: Run, data: bytes) -> bytes:
 
 
 def other_vector(run: Run, data: bytes) -> bytes:
-    masked = Masked.from_bytes(data)
+    masked = MaskedAnswer.from_bytes(data)
     head = resigned(run, masked.head, 2, Head, vector_digest=bytes(32))
     return alter(masked, head=head).to_bytes()
 
 
 def bundle_missing(run: Run, data: bytes) -> bytes:
-    sealed = dict(Masked.from_bytes(data).sealed)
+    sealed = dict(MaskedAnswer.from_bytes(data).sealed)
     del sealed[1]
     return with_sealed(run, data, sealed)
 
 
 def bundle_for_itself(run: Run, data: bytes) -> bytes:
-    sealed = Masked.from_bytes(data).sealed
+    sealed = MaskedAnswer.from_bytes(data).sealed
     return with_sealed(run, data, {**sealed, 2: sealed[1]})
 
 
 def bundle_too_short(run: Run, data: bytes) -> bytes:
-    sealed = Masked.from_bytes(data).sealed
+    sealed = MaskedAnswer.from_bytes(data).sealed
     return with_sealed(run, data, {**sealed, 1: sealed[1][1:]})
 
 
 def bundle_exchanged(run: Run, data: bytes) -> bytes:
-    masked = Masked.from_bytes(data)
+    masked = MaskedAnswer.from_bytes(data)
     swapped = {**masked.sealed, 1: masked.sealed[3]}
     return alter(masked, sealed=swapped).to_bytes()
 
