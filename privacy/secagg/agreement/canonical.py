@@ -14,10 +14,10 @@ limits that the caller names, and nothing is allocated on the word of a length.
 What the fields of a message are is said in ``contract`` and ``messages``.
 """
 
-import itertools
 import math
+import operator
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from federation.ids import MAX_NAME_CHARS, check_name
 from privacy.secagg.errors import MalformedMessage
@@ -58,19 +58,22 @@ def numbers(values: Iterable[int]) -> bytes:
     """A strictly increasing list of numbers; canon(U_r) of section 2.2."""
     listed = list(values)
     _check_increasing(listed)
-    return u64(len(listed)) + b"".join(u64(value) for value in listed)
+    for end in listed[:1] + listed[-1:]:
+        u64(end)  # What lies between them fits too.
+    return struct.pack(f">{1 + len(listed)}Q", len(listed), *listed)
 
 
 def byte_map(entries: Mapping[int, bytes]) -> bytes:
     """A map from numbers to bytes, in the order of its keys."""
     pieces = [u64(len(entries))]
-    pieces += [u64(key) + lp(entries[key]) for key in sorted(entries)]
+    for key in sorted(entries):
+        pieces += u64(key), u64(len(entries[key])), entries[key]
     return b"".join(pieces)
 
 
-def _check_increasing(values: list[int]) -> None:
-    if any(low >= high for low, high in itertools.pairwise(values)):
-        raise ValueError(f"{values} is not strictly increasing")
+def _check_increasing(values: Sequence[int]) -> None:
+    if not all(map(operator.lt, values, values[1:])):
+        raise ValueError(f"{list(values)} is not strictly increasing")
 
 
 def _other_tag(found: bytes, tag: bytes) -> str:
@@ -113,7 +116,10 @@ class Reader:
 
     def u64(self, name: str, *, low: int = 0, high: int = MAX_U64) -> int:
         """Take a number in ``[low, high]``."""
-        value: int = _U64.unpack(self._take(name, _U64.size))[0]
+        if len(self._data) - self._at < _U64.size:
+            raise self._wrong(f"it ends inside {name}")
+        value: int = _U64.unpack_from(self._data, self._at)[0]
+        self._at += _U64.size
         if not low <= value <= high:
             raise self._wrong(f"{name} is {value}, not in {low}..{high}")
         return value
@@ -162,9 +168,9 @@ class Reader:
     def numbers(self, name: str, *, limit: int) -> tuple[int, ...]:
         """Take a strictly increasing list of at most ``limit`` numbers."""
         count = self.u64(f"count of {name}", high=limit)
-        values = [self.u64(name) for _ in range(count)]
+        values = struct.unpack(f">{count}Q", self._take(name, _U64.size * count))
         self._increasing(name, values)
-        return tuple(values)
+        return values
 
     def byte_map(
         self,
@@ -189,7 +195,7 @@ class Reader:
         if left:
             raise self._wrong(f"{left} bytes follow its end")
 
-    def _increasing(self, name: str, values: list[int]) -> None:
+    def _increasing(self, name: str, values: Sequence[int]) -> None:
         try:
             _check_increasing(values)
         except ValueError:

@@ -9,6 +9,7 @@ never passes for another. Keys that live for one run are in ``keys``, not here.
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,7 +63,7 @@ class PublicIdentity:
     def __post_init__(self) -> None:
         """Refuse bytes that are not a key."""
         try:
-            Ed25519PublicKey.from_public_bytes(self.key)
+            _parsed(self.key)
         except ValueError:
             raise ValueError(
                 f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(self.key)}"
@@ -86,9 +87,8 @@ class PublicIdentity:
         Raises:
             BadSignature: This key did not sign these bytes under this label.
         """
-        key = Ed25519PublicKey.from_public_bytes(self.key)
         try:
-            key.verify(signature, _signed(label, body))
+            _parsed(self.key).verify(signature, _signed(label, body))
         except InvalidSignature:
             raise BadSignature(
                 f"the signature of {who} under {label.value!r} is not by the pinned "
@@ -174,6 +174,11 @@ def load(path: Path, *, passphrase: bytes | None = None) -> Identity:
     if not isinstance(key, Ed25519PrivateKey):
         raise KeyFileRefused(f"{path} holds a key of another kind than Ed25519")
     return Identity(key)
+
+
+@lru_cache(maxsize=256)
+def _parsed(key: bytes) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(key)
 
 
 def _signed(label: Label, body: bytes) -> bytes:

@@ -27,40 +27,55 @@ _COEFFICIENT_BYTES = 48
 
 
 def split(
-    secret: bytes | bytearray,
+    secrets: Sequence[bytes | bytearray],
     threshold: int,
     holders: Sequence[int],
     *,
     random_bytes: RandomBytes,
-) -> dict[int, bytes]:
-    """Split a secret so that any ``threshold`` holders can restore it.
+) -> dict[int, bytearray]:
+    """Split secrets so that any ``threshold`` holders can restore each of them.
 
     Args:
-        secret: 32 bytes.
-        threshold: Shares that restore it, t, in ``1..len(holders)``.
+        secrets: 32 bytes each.
+        threshold: Shares that restore one, t, in ``1..len(holders)``.
         holders: Distinct client numbers x >= 1.
         random_bytes: Source of the coefficients.
 
     Returns:
-        33 bytes for each holder.
+        For each holder its shares, 33 bytes of each secret, one after another.
 
     Guarantee:
-        Fewer than ``threshold`` shares are statistically independent of the secret.
+        Fewer than ``threshold`` shares of a secret are statistically independent of
+        it and of the others.
 
     Raises:
         ValueError: An argument is out of range.
     """
-    if len(secret) != SECRET_BYTES:
-        raise ValueError(f"a secret has {SECRET_BYTES} bytes, not {len(secret)}")
+    if any(len(secret) != SECRET_BYTES for secret in secrets):
+        raise ValueError(f"a secret has {SECRET_BYTES} bytes")
     if not 1 <= threshold <= len(holders):
         raise ValueError(f"{len(holders)} holders cannot have threshold {threshold}")
     if len(set(holders)) != len(holders):
         raise ValueError("a holder is named twice")
     if not all(1 <= x < MAX_SHARES for x in holders):
         raise ValueError(f"holders are numbered from 1 to {MAX_SHARES - 1}")
-    coefficients = _coefficients(threshold - 1, random_bytes)
-    constant = int.from_bytes(secret, "big")
-    return {x: _encode(_evaluate(coefficients, constant, x)) for x in holders}
+    polynomials = [
+        [*_coefficients(threshold - 1, random_bytes), int.from_bytes(secret, "big")]
+        for secret in secrets
+    ]
+    # Side by side in one number, with room for the values before their reduction:
+    # a polynomial of degree t - 1 stays below PRIME * t * x^(t - 1).
+    growth = (threshold - 1) * max(holders).bit_length() + threshold.bit_length()
+    lane_bytes = SHARE_BYTES + growth // 8 + 1
+    packed = [
+        int.from_bytes(b"".join(c.to_bytes(lane_bytes, "big") for c in column), "big")
+        for column in zip(*polynomials, strict=True)
+    ]
+    num_bytes = lane_bytes * len(secrets)
+    return {
+        x: _reduced(_evaluate(packed, x).to_bytes(num_bytes, "big"), lane_bytes)
+        for x in holders
+    }
 
 
 def combine(shares: Sequence[tuple[int, bytes]], threshold: int) -> bytearray:
@@ -100,13 +115,25 @@ def _coefficients(count: int, random_bytes: RandomBytes) -> list[int]:
     ]
 
 
-def _evaluate(coefficients: list[int], constant: int, x: int) -> int:
-    # Horner's rule with one reduction at the end: x is small, so the number grows
-    # by a few bits a step, which is cheaper than reducing every time.
+def _evaluate(coefficients: list[int], x: int) -> int:
+    # Horner's rule without reduction: x is small, so numbers grow by a few bits a
+    # step, which is cheaper than reducing every time.
     value = 0
     for coefficient in coefficients:
         value = value * x + coefficient
-    return (value * x + constant) % PRIME
+    return value
+
+
+def _reduced(values: bytes, lane_bytes: int) -> bytearray:
+    """The shares that lie side by side, before their reduction, in ``values``."""
+    number = int.from_bytes
+    shares = [
+        (number(values[at : at + lane_bytes], "big") % PRIME).to_bytes(
+            SHARE_BYTES, "big"
+        )
+        for at in range(0, len(values), lane_bytes)
+    ]
+    return bytearray().join(shares)
 
 
 @lru_cache(maxsize=256)

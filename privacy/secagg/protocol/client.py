@@ -154,6 +154,7 @@ class SiteSession:
         self._contract = contract
         self._identity = identity
         self._secrets = secrets
+        self._cohort = secrets.cohort
         self._memory = memory
         self._random_bytes = random_bytes
         self._audit = audit
@@ -176,7 +177,7 @@ class SiteSession:
     @property
     def cohort(self) -> tuple[int, ...]:
         """The sites of the setup that this session rests on."""
-        return self._secrets.cohort
+        return self._cohort
 
     @property
     def setup_hash(self) -> bytes:
@@ -416,14 +417,9 @@ class SiteSession:
     ) -> _OwnShares:
         """Split b_i and every k_ij, and seal each site's shares for it."""
         cohort, threshold = self.cohort, self._contract.threshold
-        bundles = {j: bytearray() for j in (SECRET, *cohort)}
-        for secret in (self_mask, *(pairs[peer].mask for peer in sorted(pairs))):
-            bundles[SECRET] += encode_secret(secret.buffer)
-            shares = split(
-                secret.buffer, threshold, cohort, random_bytes=self._random_bytes
-            )
-            for j in cohort:
-                bundles[j] += shares[j]
+        secrets = [self_mask.buffer, *(pairs[x].mask.buffer for x in sorted(pairs))]
+        bundles = split(secrets, threshold, cohort, random_bytes=self._random_bytes)
+        bundles[SECRET] = bytearray().join(map(encode_secret, secrets))
         rows = {
             x: self._row(context, bundle, dealer=self.number, holder=x)
             for x, bundle in bundles.items()

@@ -21,8 +21,10 @@ receipt the dealer, or a holder that lies about it; on release the holder.
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
-from privacy.secagg.agreement.canonical import fields, lp
+from privacy.secagg.agreement.canonical import lp, u64
+from privacy.secagg.agreement.contract import MAX_MEMBERS
 from privacy.secagg.agreement.message import DIGEST_BYTES
 from privacy.secagg.arithmetic.shamir import SHARE_BYTES
 
@@ -66,14 +68,15 @@ def commit(
         holder: Who holds them.
         cohort: All sites of the round, increasing.
     """
-    begun = hashlib.sha256(_beginning(context, dealer, holder))
-    row, shares = bytearray(), memoryview(bundle)
-    for at, about in enumerate(secrets_of(dealer, cohort)):
-        one = begun.copy()
-        one.update(_TWO.pack(about, SHARE_BYTES))
-        one.update(shares[SHARE_BYTES * at : SHARE_BYTES * (at + 1)])
-        row += one.digest()
-    return bytes(row)
+    copy = hashlib.sha256(_beginning(context, dealer, holder)).copy
+    digests, shares, at = [], memoryview(bundle), 0
+    for about in _abouts(dealer, tuple(cohort)):
+        one = copy()
+        one.update(about)
+        one.update(shares[at : at + SHARE_BYTES])
+        digests.append(one.digest())
+        at += SHARE_BYTES
+    return b"".join(digests)
 
 
 def commit_one(
@@ -84,6 +87,12 @@ def commit_one(
     begun.update(_TWO.pack(about, len(share)))
     begun.update(share)
     return begun.digest()
+
+
+@lru_cache(maxsize=MAX_MEMBERS)
+def _abouts(dealer: int, cohort: tuple[int, ...]) -> list[bytes]:
+    """What stands before each share of a bundle: whose secret, and LP's length."""
+    return [_TWO.pack(about, SHARE_BYTES) for about in secrets_of(dealer, cohort)]
 
 
 def _beginning(context: bytes, dealer: int, holder: int) -> bytes:
@@ -109,4 +118,7 @@ def dealt_digests(sealed: Mapping[int, bytes], rows: Mapping[int, bytes]) -> byt
 
 def dealt_digest(sealed: bytes, row: bytes) -> bytes:
     """What a head says of one holder; ``sealed`` is empty for what is not sealed."""
-    return hashlib.sha256(fields(sealed, row)).digest()
+    digest = hashlib.sha256(u64(len(sealed)))
+    for piece in (sealed, u64(len(row)), row):
+        digest.update(piece)
+    return digest.digest()
