@@ -129,8 +129,8 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def fit(self, *args: Any, round_index: int) -> LocalWeights:
-        result = self._trainer.fit(*args, round_index=round_index)
+    def fit(self, *args: Any, **named: Any) -> LocalWeights:
+        result = self._trainer.fit(*args, **named)
         update_d = result.weights_d.copy()
         subtract_(update_d, self._weights_d)
         self._keep(update_d)

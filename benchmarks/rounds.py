@@ -30,8 +30,8 @@ from aggregator.combine import weighted_mean
 from aggregator.sampling import draw_cohort
 from aggregator.server_optimizer import average
 from aggregator.weighting import weight_of
-from clients.training.kept_integers import KeptIntegers
 from clients.training.site import Site
+from clients.training.site_state import SiteState
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.storage.memory import MemoryStore
 from federation import events
@@ -43,7 +43,7 @@ from federation.messages import MetricSums
 from federation.protocols import LocalWeights, RunState
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
-from federation.vectors import IntegerVector, Layout, Role, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 
 NOTHING = MetricSums(count=1, loss_sum=0.0, correct=0)
 
@@ -58,9 +58,14 @@ class AddOne:
         return self._layout
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights:
-        del round_index
+        del round_index, kept
         return LocalWeights(
             weights_d=weights_d + np.float32(1),
             integers_m=integers_m,
@@ -99,7 +104,7 @@ def ours(num_sites: int, values: int, rounds: int) -> dict[str, object]:
         SiteId(site.name): Site(
             SiteId(site.name),
             make_trainer=lambda: AddOne(layout),
-            kept=KeptIntegers(SiteId(site.name), layout, store),
+            state=SiteState(SiteId(site.name), layout, store),
             clock=clock,
         )
         for site in job.sites

@@ -33,7 +33,7 @@ from federation.messages import (
     SiteMessage,
     Task,
 )
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 
 Buffer = bytes | bytearray | memoryview
 
@@ -123,12 +123,15 @@ class LocalResult:
         num_steps: Optimiser steps taken.
         training: Sums over the training batches; None if they are not to leave the
             site.
+        kept: What the site's next round begins with, by name; it never leaves the
+            site.
     """
 
     integers_m: IntegerVector
     num_examples: int
     num_steps: int
     training: MetricSums | None
+    kept: Arrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +188,21 @@ class Trainer(Protocol):
         ...
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights | LocalUpdate:
-        """Do a round's local training from the given weights, which stay as is."""
+        """Do a round's local training from the given weights, which stay as is.
+
+        Args:
+            weights_d: The global weights, shape ``(d,)``.
+            integers_m: The model's integer values, shape ``(m,)``.
+            round_index: The round.
+            kept: What an earlier round has kept; see ``LocalResult.kept``.
+        """
         ...
 
     def evaluate(

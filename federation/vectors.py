@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,9 @@ Vector = NDArray[np.float32]
 IntegerVector = NDArray[np.int64]
 ByteVector = NDArray[np.uint8]
 HeaderVector = NDArray[np.uint64]
+Arrays = Mapping[str, NDArray[Any]]
+
+NO_ARRAYS: Arrays = MappingProxyType({})
 
 # 256 KiB of float32: a few such chunks fit in a core's second-level cache.
 CHUNK_VALUES = 1 << 16

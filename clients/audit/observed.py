@@ -8,7 +8,7 @@ from collections.abc import Callable
 from clients.training.forwarding import ForwardingTrainer
 from federation.errors import SiteError
 from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import IntegerVector, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Vector
 
 Witness = Callable[[Vector, LocalWeights], None]
 
@@ -25,10 +25,15 @@ class ObservedTrainer(ForwardingTrainer):
         self._witness = witness
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights | LocalUpdate:
         """Train and tell."""
-        result = super().fit(weights_d, integers_m, round_index=round_index)
+        result = super().fit(weights_d, integers_m, round_index=round_index, kept=kept)
         if not isinstance(result, LocalWeights):
             raise SiteError("a single update with noise for the sum is not observed")
         self._witness(weights_d, result)

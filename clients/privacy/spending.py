@@ -19,7 +19,7 @@ from federation.messages import (
     PrivacySpent,
 )
 from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger.ledger import Ledger, Release
@@ -117,7 +117,12 @@ class BudgetedTrainer:
         self._trains, self._evaluations = trains, evaluations
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights | LocalUpdate:
         """Train a round that was paid for.
 
@@ -127,7 +132,9 @@ class BudgetedTrainer:
         if not self._trains or round_index != self._round_index:
             raise RuntimeError(f"round {round_index} was not paid for")
         self._trains = False
-        result = self._trainer.fit(weights_d, integers_m, round_index=round_index)
+        result = self._trainer.fit(
+            weights_d, integers_m, round_index=round_index, kept=kept
+        )
         return replace(result, num_examples=0, training=None)
 
     def evaluate(

@@ -17,7 +17,7 @@ from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
 from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
 from federation.protocols import LocalWeights
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,7 +74,12 @@ class RankedTrainer:
         """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- refused for ranks
     ) -> LocalWeights:
         """Train from the global weights.
 

@@ -2,7 +2,7 @@
 
 from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums, PrivacySpent
 from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 
 
 class ForwardingTrainer:
@@ -33,10 +33,17 @@ class ForwardingTrainer:
         )
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights | LocalUpdate:
         """Train."""
-        return self._trainer.fit(weights_d, integers_m, round_index=round_index)
+        return self._trainer.fit(
+            weights_d, integers_m, round_index=round_index, kept=kept
+        )
 
     def evaluate(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from clients.data import Dataset
 from clients.models.model_pool import ModelPool
-from clients.training.kept_integers import KeptIntegers
 from clients.training.site import Seal, Site
+from clients.training.site_state import SiteState
 from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
@@ -58,7 +58,13 @@ class Federation:
         return Site(
             name,
             make_trainer=make_trainer,
-            kept=KeptIntegers(name, self.pool.layout, store),
+            state=SiteState(
+                name,
+                self.pool.layout,
+                store,
+                rounds=self.job.storage.keep_checkpoints + 1,
+                carries=self.job.training.optimizer.state == "keep",
+            ),
             clock=clock,
             seal=seal,
             tells_all=tells_all,

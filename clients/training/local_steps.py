@@ -3,11 +3,17 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from clients.data.datasets import Indices
 from federation.job.spec import JobSpec, LearningRateSpec, OptimizerSpec
+from federation.vectors import NO_ARRAYS, Arrays
+
+_KEPT = "optimizer/"
+_STEP = "step"  # A number of the optimiser, not of the weights.
 
 
 def learning_rate(spec: LearningRateSpec, lr: float, step: int, steps: int) -> float:
@@ -46,7 +52,7 @@ def set_learning_rate(
 def make_optimizer(
     parameters: Sequence[torch.nn.Parameter], spec: OptimizerSpec
 ) -> torch.optim.Optimizer:
-    """Make a fresh optimiser, as the job's ``training.optimizer`` says."""
+    """Make an optimiser without state, as the job's ``training.optimizer`` says."""
     if spec.name == "sgd":
         return torch.optim.SGD(
             parameters,
@@ -61,6 +67,78 @@ def make_optimizer(
     return algorithm(
         parameters, lr=spec.lr, betas=(first, second), weight_decay=spec.weight_decay
     )
+
+
+class LocalOptimizer:
+    """The optimiser of one round at a site, and what it hands on to the next."""
+
+    def __init__(
+        self, model: torch.nn.Module, job: JobSpec, kept: Arrays = NO_ARRAYS
+    ) -> None:
+        """Begin a round of a model that holds the global weights.
+
+        Args:
+            model: The model.
+            job: The job.
+            kept: What an earlier round has kept, if the job asks for that.
+        """
+        self._job = job
+        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._parameters = list(self._named.values())
+        self._anchor = (
+            [p.detach().clone() for p in self._parameters]
+            if job.training.proximal_mu
+            else []
+        )
+        self._optimizer = make_optimizer(self._parameters, job.training.optimizer)
+        self._keeps = job.training.optimizer.state == "keep"
+        if self._keeps:
+            self._restore(kept)
+
+    def step(self, number: int) -> None:
+        """Take a step along the gradients that are there, and clear them.
+
+        Args:
+            number: Of the step, counted over the run from 0.
+        """
+        training = self._job.training
+        if self._anchor:  # The gradient of mu/2 |x - theta|^2: it depends on no record.
+            add_proximal(self._parameters, self._anchor, training.proximal_mu)
+        if training.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, training.clip_grad_norm)
+        set_learning_rate(self._optimizer, self._job, number)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def kept(self) -> Arrays:
+        """Return copies of the optimiser's state, if the job keeps it.
+
+        bfloat16, which NumPy lacks, goes as float32 and comes back the same.
+        """
+        if not self._keeps:
+            return NO_ARRAYS
+        return {
+            f"{_KEPT}{name}/{kind}": _array(value)
+            for name, parameter in self._named.items()
+            for kind, value in self._optimizer.state.get(parameter, {}).items()
+            if value is not None
+        }
+
+    def _restore(self, kept: Arrays) -> None:
+        for full_name, array in kept.items():
+            if not full_name.startswith(_KEPT):
+                continue
+            name, _, kind = full_name.removeprefix(_KEPT).rpartition("/")
+            parameter, value = self._named[name], torch.tensor(array)
+            if kind != _STEP:
+                value = value.to(dtype=parameter.dtype, device=parameter.device)
+            self._optimizer.state[parameter][kind] = value
+
+
+def _array(value: torch.Tensor) -> NDArray[Any]:
+    wide = value.float() if value.dtype is torch.bfloat16 else value
+    found: NDArray[Any] = wide.detach().cpu().contiguous().numpy().copy()
+    return found
 
 
 def groups(items: Iterator[Indices], size: int) -> Iterator[list[Indices]]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from clients.training import update
-from clients.training.kept_integers import KeptIntegers
+from clients.training.site_state import SiteState
 from federation.errors import BudgetExceeded, FederationError, ProtocolError
 from federation.ids import SiteId
 from federation.messages import (
@@ -116,7 +116,7 @@ class Site:
         name: SiteId,
         *,
         make_trainer: Callable[[], Trainer],
-        kept: KeptIntegers,
+        state: SiteState,
         clock: Clock,
         seal: Seal | None = None,
         tells_all: bool = True,
@@ -126,7 +126,7 @@ class Site:
         Args:
             name: Its name in the job.
             make_trainer: Called before the first task; loads data and model.
-            kept: Integer values that never leave the site.
+            state: What it keeps of the run.
             clock: Measures how long work takes.
             seal: How answers leave the site; in the clear by default.
             tells_all: Whether the text of any error leaves the site, as is good in a
@@ -136,7 +136,7 @@ class Site:
         self._name = name
         self._tells_all = tells_all
         self._make_trainer = make_trainer
-        self._kept = kept
+        self._state = state
         self._clock = clock
         self._seal: Seal = PlainSeal() if seal is None else seal
         self._trainer: Trainer | None = None
@@ -146,7 +146,7 @@ class Site:
         try:
             if isinstance(task, SecureTask):
                 return self._seal.step(task, lambda: self._current_trainer().layout())
-            work = Work(task, self._current_trainer, self._kept, self._clock)
+            work = Work(task, self._current_trainer, self._state, self._clock)
             return self._seal.answer(task, work)
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             kind = _kind_of(error)
@@ -182,13 +182,13 @@ class Work:
         self,
         task: RoundTask,
         find_trainer: Callable[[], Trainer],
-        kept: KeptIntegers,
+        state: SiteState,
         clock: Clock,
     ) -> None:
         """Prepare the work; nothing is loaded yet."""
         self.task = task
         self.find_trainer = find_trainer
-        self._kept = kept
+        self._state = state
         self._clock = clock
 
     def check_layout(self) -> None:
@@ -213,11 +213,12 @@ class Work:
             seal: Turns the global weights and what training gave, whose memory it may
                 use, into what leaves.
         """
-        task, trainer = self.task, self.find_trainer()
+        task, trainer, state = self.task, self.find_trainer(), self._state
         watch = _Stopwatch(self._clock)
         evaluate = partial(trainer.evaluate, round_index=task.round_index)
-        integers_m = self._kept.restore(task.integers_m, task.round_index)
         trains = task.kind is TaskKind.TRAIN
+        kept = state.before(task.round_index, trains=trains)
+        integers_m = state.restore_integers(task.integers_m, kept)
         after = trains and task.evaluate_after
         before = task.evaluate or after or not trains
         trainer.pay(
@@ -233,7 +234,10 @@ class Work:
         if trains:
             with watch.phase("train"):
                 result = trainer.fit(
-                    task.weights_d, integers_m, round_index=task.round_index
+                    task.weights_d,
+                    integers_m,
+                    round_index=task.round_index,
+                    kept=kept.arrays,
                 )
             if after:
                 with watch.phase("evaluate"):
@@ -241,10 +245,11 @@ class Work:
                     evaluation_after = evaluate(local_d, result.integers_m)
             with watch.phase("prepare"):
                 sealed = seal(task.weights_d, result)
-                self._kept.keep(result.integers_m, task.round_index)
+                own = state.own_integers(result.integers_m)
+                state.keep(task.round_index, {**own, **result.kept})
             trained = TrainResult(
                 sealed=sealed,
-                integers_m=self._kept.conceal(result.integers_m),
+                integers_m=state.conceal(result.integers_m),
                 num_examples=result.num_examples,
                 num_steps=result.num_steps,
                 training=result.training,

@@ -4,7 +4,7 @@ from clients.training.forwarding import ForwardingTrainer
 from federation.clock import VirtualClock
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import IntegerVector, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Vector
 
 
 class TimedTrainer(ForwardingTrainer):
@@ -32,10 +32,15 @@ class TimedTrainer(ForwardingTrainer):
         self._seconds_per_evaluation = seconds_per_evaluation
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights | LocalUpdate:
         """Train; every step takes its time."""
-        result = super().fit(weights_d, integers_m, round_index=round_index)
+        result = super().fit(weights_d, integers_m, round_index=round_index, kept=kept)
         self._clock.sleep(result.num_steps * self._seconds_per_step)
         return result
 

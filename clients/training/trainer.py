@@ -2,8 +2,8 @@
 
 One round at a site, as FedAvg's ClientUpdate (McMahan et al. 2017,
 arXiv:1602.05629, Algorithm 1) with the proximal term of FedProx (Li et al. 2020,
-arXiv:1812.06127, equation 2) if the job asks for it. Optimiser state starts afresh
-in every round, so a site has nothing to lose between rounds.
+arXiv:1812.06127, equation 2) if the job asks for it. The trainer itself keeps nothing
+between rounds: optimiser state comes and goes with each of them, if the job keeps any.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +23,7 @@ from clients.randomness import torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
 from clients.shards.order import ReadsAhead, telling_ahead
-from clients.training.local_steps import (
-    add_proximal,
-    groups,
-    make_optimizer,
-    set_learning_rate,
-)
+from clients.training.local_steps import LocalOptimizer, groups
 from clients.training.private_steps import (
     PrivateGradient,
     PrivateTraining,
@@ -41,7 +36,7 @@ from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
 from federation.protocols import LocalUpdate, LocalWeights
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 
 
 class TorchTrainer:
@@ -130,7 +125,12 @@ class TorchTrainer:
         """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights | LocalUpdate:
         """Train from the global weights; see ``federation.protocols.Trainer``."""
         # Every rank draws for itself; the first one draws what it would draw alone.
@@ -142,7 +142,7 @@ class TorchTrainer:
                 model.load(weights_d, integers_m)
                 if self._private is not None and self._private.in_sum:
                     return self._one_step(model.module, self._private, integers_m)
-                return self._train(model.module, round_index, weights_d)
+                return self._train(model.module, round_index, weights_d, kept)
 
             return self._peers.draw(self._pool.draws, train, kind="train", seed=seed)
 
@@ -170,7 +170,11 @@ class TorchTrainer:
         """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
 
     def _train(
-        self, model: torch.nn.Module, round_index: int, weights_d: Vector
+        self,
+        model: torch.nn.Module,
+        round_index: int,
+        weights_d: Vector,
+        kept: Arrays,
     ) -> LocalWeights:
         """Train a model that holds the global weights."""
         layout = self._pool.layout
@@ -179,10 +183,13 @@ class TorchTrainer:
             lost_d = weights_d - weights.read(model, layout)[0]
         before_m = weights.read(model, layout)[1]
         training: MetricSums | None = None
+        optimizer = LocalOptimizer(model, self._job, kept)
         if self._private is None:
-            training, num_steps = self._steps(model, round_index)
+            training, num_steps = self._steps(model, round_index, optimizer)
         else:
-            num_steps = self._private_steps(model, round_index, self._private)
+            num_steps = self._private_steps(
+                model, round_index, optimizer, self._private
+            )
         local_d, local_m = weights.read(model, layout)
         if lost_d is not None:
             # What the model could not hold is not what training changed.
@@ -197,19 +204,15 @@ class TorchTrainer:
             num_examples=len(self._train_data),
             num_steps=num_steps,
             training=training,
+            kept=optimizer.kept(),
         )
 
     def _steps(
-        self, model: torch.nn.Module, round_index: int
+        self, model: torch.nn.Module, round_index: int, optimizer: LocalOptimizer
     ) -> tuple[MetricSums, int]:
         """Take this round's local steps."""
         training = self._job.training
         model.train()
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        anchor = (
-            [p.detach().clone() for p in parameters] if training.proximal_mu else []
-        )
-        optimizer = make_optimizer(parameters, training.optimizer)
         sums = Sums(self._pool.device, self._peers)
         wrapped = self._peers.wrap(model)
         step = first_step = (round_index - 1) * self._steps_per_round()
@@ -218,13 +221,7 @@ class TorchTrainer:
             for number, chosen in enumerate(group, start=1):
                 with self._peers.adding(wrapped, last=number == len(group)):
                     self._add_gradient(wrapped, chosen, num_examples, sums)
-            if anchor:  # The gradient of mu/2 |x - theta|^2.
-                add_proximal(parameters, anchor, training.proximal_mu)
-            if training.clip_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, training.clip_grad_norm)
-            set_learning_rate(optimizer, self._job, step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.step(step)
             step += 1
         return sums.metrics(), step - first_step
 
@@ -248,19 +245,18 @@ class TorchTrainer:
         sums.add(loss.total, loss.count, loss.correct)
 
     def _private_steps(
-        self, model: torch.nn.Module, round_index: int, private: PrivateTraining
+        self,
+        model: torch.nn.Module,
+        round_index: int,
+        optimizer: LocalOptimizer,
+        private: PrivateTraining,
     ) -> int:
         """Take this round's local steps with differentially private gradients.
 
         Nothing is counted on the way: sums over the samples would have no noise.
         """
-        training, size = self._job.training, len(self._train_data)
+        size = len(self._train_data)
         model.train()
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        anchor = (
-            [p.detach().clone() for p in parameters] if training.proximal_mu else []
-        )
-        optimizer = make_optimizer(parameters, training.optimizer)
         gradient = PrivateGradient(
             model, self._job, private, num_records=size, peers=self._peers
         )
@@ -271,11 +267,7 @@ class TorchTrainer:
                 loss = self._private_loss(model, chosen)
                 gradient.add_(loss, len(chosen))
             gradient.release_()
-            if anchor:  # It depends on no record.
-                add_proximal(parameters, anchor, training.proximal_mu)
-            set_learning_rate(optimizer, self._job, step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.step(step)
         return num_steps
 
     def _one_step(

@@ -71,6 +71,13 @@ def check_job(job: JobSpec, file: SiteFile, data: SiteData) -> None:
             "operator to set compute.ranks = 1",
             key="privacy.differential_privacy.unit",
         )
+    if job.training.optimizer.state == "keep":
+        raise JobError(
+            f"{site}, and an optimiser that is kept from round to round would have to "
+            "be gathered from them and dealt out again, which they cannot: ask its "
+            'operator for compute.ranks = 1 without compute.compile, or use "fresh"',
+            key="training.optimizer.state",
+        )
     if job.training.device.startswith("cuda:"):
         raise JobError(
             f"{site}, and {job.training.device!r} is one device: write cuda or auto",

@@ -93,23 +93,25 @@ def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
                 f"{_NOT_HERE[fault.kind]}; rehearse this with --engine inproc",
                 key=f"simulation.faults[{index}].kind",
             )
-    keeps = layout.integer_mask(Role.KEEP).any()
+    keeps = (
+        layout.integer_mask(Role.KEEP).any() or job.training.optimizer.state == "keep"
+    )
     if job.storage.encryption is not None and keeps:
         raise JobError(
-            "sites in other processes keep integers of role keep unencrypted; use "
+            "sites in other processes keep their state unencrypted: use "
             "--engine inproc",
             key="storage.encryption",
         )
     if run_store.in_bucket(job) and keeps:
         raise JobError(
-            "sites in other processes keep integers of role keep on this machine, and "
-            "another could not go on with the run: use --engine inproc, or file://",
+            "sites in other processes keep their state on this machine, and another "
+            "could not go on with the run: use --engine inproc, or file://",
             key="storage.url",
         )
     if folder is None and keeps:
         raise JobError(
-            "sites in other processes need a folder for integers of role keep; use "
-            "file:// and a folder",
+            "sites in other processes need a folder for their state; use file:// and a "
+            "folder",
             key="storage.url",
         )
 

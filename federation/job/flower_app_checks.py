@@ -99,6 +99,11 @@ def _check_job(job: JobSpec, name: str) -> None:
             "nothing keeps it near the global weights; if it does so, use settings",
             "training.proximal_mu",
         ),
+        (
+            job.training.optimizer.state != "fresh",
+            "nothing keeps its optimiser there; if it does so itself, leave it out",
+            "training.optimizer.state",
+        ),
     ):
         if refused:
             raise JobError(f"site {name!r} runs an app of Flower: {reason}", key=key)

@@ -132,6 +132,11 @@ def _check_optimizer(job: JobSpec) -> None:
             )
     elif optimizer.nesterov and not optimizer.momentum:
         raise JobError("Nesterov needs a momentum above 0", key=f"{table}.nesterov")
+    elif optimizer.state == "keep" and not optimizer.momentum:
+        raise JobError(
+            "plain sgd has no state to keep: set a momentum, or leave it out",
+            key=f"{table}.state",
+        )
     if len(optimizer.betas) != 2 or not all(0 <= b < 1 for b in optimizer.betas):  # noqa: PLR2004
         raise JobError("give two numbers from 0 to below 1", key=f"{table}.betas")
 

@@ -20,13 +20,16 @@ DIGEST_BYTES = 32
 # when a run is resumed.
 EXCLUDED_TABLES = ("storage", "simulation")
 EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
+# Keys that came after runs of earlier releases, with the value that does what those
+# did. With it they are left out, so that such a run goes on and its digest stays.
+ADDED = ((("training", "optimizer", "state"), "fresh"),)
 
 
 def deciding(job: JobSpec) -> dict[str, Any]:
     """Return the job as a document, without the keys that decide nothing.
 
-    Every other key is in it, defaults too: a key that is added to the job file
-    counts until somebody excludes it here.
+    Every other key is in it, defaults too, but for those of ``ADDED``: a key that is
+    added to the job file counts until somebody excludes it here.
     """
     return what_decides(job_file.document(job))
 
@@ -42,7 +45,20 @@ def what_decides(document: Mapping[str, Any]) -> dict[str, Any]:
     for table, key in EXCLUDED_KEYS:
         if isinstance(kept.get(table), Mapping):
             kept[table] = {k: v for k, v in kept[table].items() if k != key}
+    for path, value in ADDED:
+        kept = _without(kept, path, value)
     return kept
+
+
+def _without(
+    document: Mapping[str, Any], path: tuple[str, ...], value: Any
+) -> dict[str, Any]:
+    """Return a document without a key, if the key has this value."""
+    first, *rest = path
+    inner = document.get(first)
+    if rest and isinstance(inner, Mapping):
+        return {**document, first: _without(inner, tuple(rest), value)}
+    return {k: v for k, v in document.items() if rest or k != first or v != value}
 
 
 def digest(job: JobSpec) -> bytes:

@@ -92,7 +92,7 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """The optimiser of local training; its state starts afresh in every round.
+    """The optimiser of local training.
 
     Attributes:
         name: Algorithm.
@@ -101,6 +101,8 @@ class OptimizerSpec:
         nesterov: Nesterov momentum; `sgd` only.
         betas: The two decay rates of `adam` and `adamw`.
         weight_decay: Weight decay.
+        state: `fresh`: momentum, moments and step count begin at 0 in every round.
+            `keep`: each site goes on with its own from the last round that it trained.
     """
 
     name: str = key(default="sgd", choices=("sgd", "adam", "adamw"))
@@ -109,6 +111,7 @@ class OptimizerSpec:
     nesterov: bool = False
     betas: tuple[float, ...] = (0.9, 0.999)
     weight_decay: float = key(default=0.0, low=0.0)
+    state: str = key(default="fresh", choices=("fresh", "keep"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

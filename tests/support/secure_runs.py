@@ -224,6 +224,6 @@ class _Retrained:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def fit(self, *args: Any, round_index: int) -> Any:
-        result = self._trainer.fit(*args, round_index=round_index)
+    def fit(self, *args: Any, round_index: int, **named: Any) -> Any:
+        result = self._trainer.fit(*args, round_index=round_index, **named)
         return self._change(result) if round_index == self._at else result

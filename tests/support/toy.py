@@ -14,8 +14,8 @@ from aggregator.combine import combine_rule
 from aggregator.sampling import draw_cohort
 from aggregator.server_optimizer import server_optimizer
 from aggregator.weighting import weight_of
-from clients.training.kept_integers import KeptIntegers
 from clients.training.site import Site
+from clients.training.site_state import SiteState
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
@@ -42,7 +42,7 @@ from federation.messages import (
 from federation.protocols import Clock, Grid, LocalWeights, RunState, SiteHandler
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
-from federation.vectors import IntegerVector, Layout, Role, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 
 RUN = RunId("run-1")
 SITES = tuple(SiteId(name) for name in ("c", "a", "b"))
@@ -117,7 +117,12 @@ class QuadraticTrainer:
         """Keep no privacy ledger."""
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,  # noqa: ARG002 -- of the seam
     ) -> LocalWeights:
         """Halve the distance in every step, with noise that differs by round."""
         rng = np.random.default_rng([*self._entropy, round_index])
@@ -156,7 +161,7 @@ def site(name: SiteId, job: JobSpec, *, clock: Clock) -> Site:
     return Site(
         name,
         make_trainer=lambda: QuadraticTrainer(name, job),
-        kept=KeptIntegers(name, LAYOUT, MemoryStore()),
+        state=SiteState(name, LAYOUT, MemoryStore()),
         clock=clock,
     )
 

@@ -9,8 +9,8 @@ import pytest
 from support.toy import LAYOUT
 
 from clients.privacy.spending import BudgetedTrainer, Releases
-from clients.training.kept_integers import KeptIntegers
 from clients.training.site import Site
+from clients.training.site_state import SiteState
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import VirtualClock
 from federation.ids import RunId, SiteId
@@ -26,7 +26,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import LocalWeights
-from federation.vectors import IntegerVector, Layout, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger.ledger import InMemoryLedger
@@ -61,7 +61,12 @@ class Watched:
         raise AssertionError("what is private is paid for outside")
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights:
         self._note(f"train {round_index}")
         return LocalWeights(
@@ -118,7 +123,7 @@ def make(
     site = Site(
         NAME,
         make_trainer=lambda: trainer,
-        kept=KeptIntegers(NAME, LAYOUT, MemoryStore()),
+        state=SiteState(NAME, LAYOUT, MemoryStore()),
         clock=VirtualClock(0.0),
     )
     return Place(ledger, inner, trainer, site)

@@ -405,3 +405,18 @@ def test_ranks_sample_records_of_their_own():
         drawn.append(np.concatenate(list(gradient.draw())))
     assert [sorted(part % 3) for part in drawn] == [[0] * 20, [1] * 20, [2] * 20]
     assert sorted(np.concatenate(drawn)) == list(range(60))
+
+
+@pytest.mark.slow
+def test_a_kept_optimiser_holds_nothing_but_released_gradients():
+    """What goes into momentum is the gradient with its noise, which has left the site:
+    of one step from no momentum it is the step itself."""
+    job = private_job(
+        {"local_steps": 1, "optimizer": {"lr": LR, "momentum": 0.9, "state": "keep"}}
+    )
+    result, pool = fit(job, private())
+    weights_d, _ = pool.initial_weights()
+    assert all(name.endswith("/momentum_buffer") for name in result.kept)
+    buffers = [array.ravel() for array in result.kept.values()]
+    step_d = (weights_d - result.weights_d) / np.float32(LR)
+    np.testing.assert_allclose(np.concatenate(buffers), step_d, rtol=1e-5, atol=1e-6)

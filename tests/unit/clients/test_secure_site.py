@@ -114,7 +114,7 @@ def restarted(site: Site) -> Site:
     return Site(
         SITE,
         make_trainer=site._make_trainer,
-        kept=site._kept,
+        state=site._state,
         clock=site._clock,
         seal=RingSeal(SITE, site._seal._protection),
         tells_all=False,

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clients.training.kept_integers import KeptIntegers
 from clients.training.site import Site
+from clients.training.site_state import SiteState
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
 from federation.errors import SiteError
@@ -25,7 +25,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import LocalUpdate, LocalWeights
-from federation.vectors import IntegerVector, Layout, Role, Vector
+from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 from federation.wire.frame import MAX_TEXT_CHARS
 
 SITE = SiteId("a")
@@ -45,8 +45,16 @@ def sums(loss: float):
 class AddOne:
     """A trainer that adds one to everything and notes what it was given."""
 
-    def __init__(self, error: Exception | None = None, step: float = 1.0) -> None:
+    def __init__(
+        self,
+        error: Exception | None = None,
+        step: float = 1.0,
+        *,
+        carries: bool = False,
+    ) -> None:
         self.error = error
+        self.carries = carries
+        self.kept: list[Arrays] = []
         self.step = np.float32(step)
         self.calls: list[str] = []
 
@@ -64,17 +72,24 @@ class AddOne:
         pass
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> Any:
         self.calls.append(f"round {round_index} {integers_m.tolist()}")
         if self.error is not None:
             raise self.error
+        self.kept.append(kept)
         return LocalWeights(
             weights_d=weights_d + self.step,
             integers_m=integers_m + 1,
             num_examples=3,
             num_steps=4,
             training=sums(9.0),
+            kept={"optimizer/w": np.full(2, round_index)} if self.carries else {},
         )
 
     def evaluate(
@@ -93,8 +108,8 @@ def store():
 
 
 def site_of(trainer: AddOne, store: MemoryStore):
-    kept = KeptIntegers(SITE, LAYOUT, store)
-    return Site(SITE, make_trainer=lambda: trainer, kept=kept, clock=SystemClock())
+    state = SiteState(SITE, LAYOUT, store, carries=trainer.carries)
+    return Site(SITE, make_trainer=lambda: trainer, state=state, clock=SystemClock())
 
 
 def task(kind: TaskKind = TaskKind.TRAIN, **changes: Any):
@@ -162,9 +177,14 @@ class SendsUpdate(AddOne):
     """A trainer that gives the update itself."""
 
     def fit(
-        self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int
+        self,
+        weights_d: Vector,
+        integers_m: IntegerVector,
+        *,
+        round_index: int,
+        kept: Arrays = NO_ARRAYS,
     ) -> LocalUpdate:
-        result = super().fit(weights_d, integers_m, round_index=round_index)
+        result = super().fit(weights_d, integers_m, round_index=round_index, kept=kept)
         return LocalUpdate(
             update_d=result.weights_d - weights_d,
             integers_m=result.integers_m,
@@ -181,6 +201,25 @@ def test_an_update_is_never_taken_for_weights(store: MemoryStore):
     assert isinstance(answer, SiteUpdate)
     assert answer.delta_d.tolist() == [1, 1]
     assert answer.evaluation_after == sums(4.0)
+
+
+def test_what_training_keeps_comes_back_in_the_next_round(store: MemoryStore):
+    """With the site's integers, also after a restart; a round that is repeated begins
+    where it began before. It never leaves."""
+    first, second = AddOne(carries=True), AddOne(carries=True)
+    for trainer, rounds in ((first, (1, 2)), (second, (2, 3))):
+        site = site_of(trainer, store)
+        for round_index in rounds:
+            answer = site.handle(task(round_index=round_index))
+            assert isinstance(answer, SiteUpdate)
+            assert answer.integers_m.tolist() == [0, 21]
+    began = [
+        {name: array.tolist() for name, array in kept.items()}
+        for kept in first.kept + second.kept
+    ]
+    after_1 = {"integers": [11, 0], "optimizer/w": [1, 1]}
+    after_2 = {"integers": [12, 0], "optimizer/w": [2, 2]}
+    assert began == [{}, after_1, after_1, after_2]
 
 
 def test_an_evaluation_task_trains_nothing(store: MemoryStore):
@@ -264,11 +303,11 @@ def test_a_deployed_site_tells_the_kind_of_an_error_alone(
         (ValueError("record 17 of J. Doe"), "ValueError"),
         (SiteError("no data"), "no data"),
     ):
-        kept = KeptIntegers(SITE, LAYOUT, store)
+        state = SiteState(SITE, LAYOUT, store)
         site = Site(
             SITE,
             make_trainer=lambda error=error: AddOne(error),
-            kept=kept,
+            state=state,
             clock=SystemClock(),
             tells_all=False,
         )
@@ -289,7 +328,7 @@ def test_a_failed_start_is_tried_again(store: MemoryStore):
             raise made
         return made
 
-    kept = KeptIntegers(SITE, LAYOUT, store)
-    site = Site(SITE, make_trainer=make, kept=kept, clock=SystemClock())
+    state = SiteState(SITE, LAYOUT, store)
+    site = Site(SITE, make_trainer=make, state=state, clock=SystemClock())
     answers = [site.handle(task()) for _ in range(3)]
     assert [type(a) for a in answers] == [SiteFailure, SiteUpdate, SiteUpdate]

@@ -16,11 +16,12 @@ from clients.data.batches import epoch_order
 from clients.data.datasets import Dataset, Examples, as_dataset
 from clients.models import weights
 from clients.models.model_pool import ModelPool
-from clients.training.local_steps import learning_rate
+from clients.training.local_steps import LocalOptimizer, learning_rate
 from clients.training.trainer import TorchTrainer
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.spec import JobSpec, LearningRateSpec
+from federation.vectors import Arrays
 
 SITE = SiteId("site-0")
 TRAIN, HELD_OUT = (as_dataset(part, name="blobs") for part in blobs())
@@ -60,11 +61,16 @@ def sgd(parameters: Iterable[nn.Parameter]):
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-def plain(steps: list[np.ndarray], make_optimizer: Callable[..., Any] = sgd):
-    """Plain PyTorch on the same examples, one list of indices per step."""
+def linear() -> nn.Linear:
     model = nn.Linear(4, 3)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
+    return model
+
+
+def plain(steps: list[np.ndarray], make_optimizer: Callable[..., Any] = sgd):
+    """Plain PyTorch on the same examples, one list of indices per step."""
+    model = linear()
     optimizer = make_optimizer(model.parameters())
     for step in steps:
         inputs, labels = TRAIN.batch(step)
@@ -94,6 +100,75 @@ def test_accumulated_batches_are_one_batch():
     large = fit(job_of({"local_epochs": 1, "batch_size": 75}))
     assert small.num_steps == large.num_steps == 1
     np.testing.assert_allclose(large.weights_d, small.weights_d, atol=1e-6)
+
+
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    "momentum": (
+        {"lr": 0.5, "momentum": 0.9, "nesterov": True},
+        partial(torch.optim.SGD, lr=0.5, momentum=0.9, nesterov=True),
+    ),
+    "adam": ({"name": "adam", "lr": 0.1}, partial(torch.optim.Adam, lr=0.1)),
+    "adamw": (
+        {"name": "adamw", "lr": 0.1, "weight_decay": 0.2},
+        partial(torch.optim.AdamW, lr=0.1, weight_decay=0.2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("state", ["keep", "fresh"])
+def test_a_kept_optimiser_goes_on_in_the_next_round(name: str, state: str):
+    """Two rounds of three steps, each with a trainer of its own, are six steps of plain
+    PyTorch with one optimiser; or twice three, each with a new one."""
+    table, make = OPTIMIZERS[name]
+    job = job_of(
+        {
+            "local_steps": 3,
+            "batch_size": 20,
+            "optimizer": table | {"state": state},
+        },
+        rounds=2,
+    )
+    walk = [
+        epoch_order(len(TRAIN), seed=0, site=SITE, epoch=epoch) for epoch in range(2)
+    ]
+    steps = [order[i : i + 20] for order in walk for i in (0, 20, 40)]
+    weights_d, integers_m = ModelPool(job).initial_weights()
+    kept: Arrays = {}
+    for round_index in (1, 2):
+        result = trainer_of(job)[0].fit(
+            weights_d, integers_m, round_index=round_index, kept=kept
+        )
+        weights_d, kept = result.weights_d, result.kept
+    model, optimizer = linear(), None
+    for number, step in enumerate(steps):
+        if optimizer is None or (state == "fresh" and number == 3):
+            optimizer = make(model.parameters())
+        inputs, labels = TRAIN.batch(step)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    np.testing.assert_allclose(flat(model), weights_d, atol=1e-6)
+    assert bool(kept) == (state == "keep")
+    if state == "keep":
+        one_round = dataclasses.replace(job.training, local_steps=6)
+        whole = fit(dataclasses.replace(job, training=one_round))
+        np.testing.assert_array_equal(whole.weights_d, weights_d)
+
+
+def test_a_bfloat16_optimiser_is_kept_bit_by_bit():
+    """NumPy has no such type; what comes back is what was kept."""
+    model = nn.Linear(4, 3, dtype=torch.bfloat16)
+    job = job_of({"local_steps": 1, "optimizer": {"name": "adam", "state": "keep"}})
+    first = LocalOptimizer(model, job)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    first.step(0)
+    kept = first.kept()
+    assert kept["optimizer/weight/exp_avg"].any()
+    again = LocalOptimizer(model, job, kept).kept()
+    assert again.keys() == kept.keys()
+    for name, array in kept.items():
+        assert again[name].tobytes() == array.tobytes()
 
 
 def test_the_last_step_of_an_epoch_takes_what_is_left():

@@ -118,6 +118,17 @@ def test_one_device_is_refused():
     assert caught.value.key == "training.device"
 
 
+@pytest.mark.parametrize("file", [site_file(), site_file(ranks=1, compile_=True)])
+def test_a_kept_optimiser_is_refused(file: SiteFile):
+    """Its state would be in several processes, or in one that may die."""
+    optimizer = {"lr": 0.5, "momentum": 0.9, "state": "keep"}
+    job = small_job(training={"local_steps": 1, "optimizer": optimizer})
+    with pytest.raises(JobError, match="kept from round to round") as caught:
+        site_ranks.check_job(job, file, DATA)
+    assert caught.value.key == "training.optimizer.state"
+    site_ranks.check_job(job, site_file(ranks=1), DATA)
+
+
 def test_more_ranks_than_examples_are_refused():
     """At the roll call, and not in the first round."""
     with pytest.raises(SiteError, match="fewer training examples than its 61 ranks"):

@@ -178,6 +178,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "aggregation.weights",
         "set evaluation.every = 1",
     ),
+    "plain sgd without a state": (
+        {"training": {"local_steps": 1, "optimizer": {"state": "keep"}}},
+        "training.optimizer.state",
+        "plain sgd has no state to keep: set a momentum",
+    ),
     "role of a buffer": (
         {"model": {"integer_buffers": {"*count": "mean"}}},
         "model.integer_buffers.*count",
@@ -293,6 +298,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         with_app({"training": {"proximal_mu": 0.1}}),
         "training.proximal_mu",
         "nothing keeps it near the global weights",
+    ),
+    "app that keeps its optimiser": (
+        with_app(
+            {
+                "training": {
+                    "local_steps": 1,
+                    "optimizer": {"momentum": 0.9, "state": "keep"},
+                }
+            }
+        ),
+        "training.optimizer.state",
+        "nothing keeps its optimiser there",
     ),
     "data of an app": (
         {"sites": [{"name": "a", "flower_app": {}, "data": {"source": "m:f"}}]},

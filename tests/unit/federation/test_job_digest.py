@@ -47,6 +47,19 @@ def test_a_key_that_decides_changes_the_digest(override: str):
     assert digest(override) != digest()
 
 
+def test_a_kept_optimiser_changes_the_digest():
+    momentum = "training.optimizer.momentum=0.9"
+    assert digest(momentum, "training.optimizer.state=keep") != digest(momentum)
+
+
+def test_a_run_of_an_earlier_release_has_the_digest_that_it_had():
+    """A key that came later, at what was always done before, is not in it."""
+    job = job_file.parse(tomllib.loads(JOB))
+    document = job_file.document(job)
+    assert document["training"]["optimizer"].pop("state") == "fresh"
+    assert job_digest.deciding(job) == job_digest.what_decides(document)
+
+
 @pytest.mark.parametrize(
     "override",
     [

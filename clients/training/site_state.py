@@ -1,0 +1,199 @@
+"""What a site keeps of a run from round to round: one durable state, restored by round.
+
+Named arrays and small facts, one object for each round that trained, in a store of the
+site's own: encrypted if that store is. A round that is repeated begins from what an
+earlier round left, whatever came after, so that a run killed on either side goes on as
+if nothing had happened.
+
+Nothing is invented. Where there is no state of an earlier round, the site logs that it
+begins afresh; an object that is damaged, of another model or of another version is
+refused until somebody deletes it.
+
+An object: one line of JSON (version, site, round, facts), one line with the SHA-256 of
+all else, and the arrays as safetensors.
+
+Shape suffixes: m integer values of the model.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from federation.errors import CorruptObject
+from federation.ids import SiteId
+from federation.protocols import ObjectStore
+from federation.vectors import Arrays, IntegerVector, Layout, Role
+
+VERSION = 1
+Fact = str | int | float | bool
+
+_LOG = logging.getLogger(__name__)
+_INTEGERS = "integers"  # Values of role ``keep``: each site's own, they never travel.
+_EARLIER = "kept-"  # How an earlier release named what it kept.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptState:
+    """What a round left at a site.
+
+    Attributes:
+        arrays: Vectors by name. What follows a slash in a name is its owner's.
+        facts: Plain values by name.
+    """
+
+    arrays: Arrays = field(default_factory=dict)
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+
+NOTHING = KeptState()
+
+
+class SiteState:
+    """The state of one site in one run."""
+
+    def __init__(
+        self,
+        site: SiteId,
+        layout: Layout,
+        store: ObjectStore,
+        *,
+        rounds: int = 4,
+        carries: bool = False,
+    ) -> None:
+        """Keep a site's state under ``sites/<name>/`` of a store; nothing is read yet.
+
+        Args:
+            site: The site.
+            layout: Of the run's model.
+            store: The site's own.
+            rounds: States that stay, newest first: one more than the rounds that a
+                coordinator may go back.
+            carries: Whether training leaves something for the next round.
+        """
+        self._site = site
+        self._layout = layout.digest
+        self._folder = f"sites/{site}/"
+        self._prefix = f"{self._folder}state-"
+        self._store = store
+        self._rounds = rounds
+        self._carries = carries
+        self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)
+        self._any = bool(self._mine.any())
+
+    def before(self, round_index: int, *, trains: bool = True) -> KeptState:
+        """Return the state that a round begins with: what the last one before it left.
+
+        Args:
+            round_index: The round; what later ones left, which a resumed run does
+                again, is not used.
+            trains: Whether it trains; what training left is not read otherwise.
+
+        Raises:
+            CorruptObject: The stored state is not what was stored.
+        """
+        if not (self._any or (trains and self._carries)):
+            return NOTHING
+        earlier = self._before(round_index)
+        if earlier:
+            return self._read(earlier[-1])
+        if any(True for _ in self._store.list(self._folder + _EARLIER)):
+            raise CorruptObject(
+                f"{self._folder}{_EARLIER}* is what an earlier release kept of this "
+                "run: end the run with that release, or delete it to begin afresh"
+            )
+        if round_index > 1:
+            _LOG.warning(
+                "site %s has no state of a round before round %d: it was not asked "
+                "before, or its state is lost; it begins afresh",
+                self._site,
+                round_index,
+            )
+        return NOTHING
+
+    def keep(
+        self,
+        round_index: int,
+        arrays: Arrays,
+        facts: Mapping[str, Fact] = MappingProxyType({}),
+    ) -> None:
+        """Store what a round left, durably; nothing is written if that is nothing."""
+        if not arrays and not facts:
+            return
+        head = {
+            "version": VERSION,
+            "site": self._site,
+            "round": round_index,
+            "layout": self._layout,
+            "facts": dict(facts),
+        }
+        line = json.dumps(head, sort_keys=True, allow_nan=False).encode() + b"\n"
+        body = save(dict(arrays))
+        digest = f"{_digest(line, body)}\n".encode()
+        self._store.put(self._key(round_index), [line, digest, body])
+        # A site that is seldom asked still needs its last state: what counts is how
+        # many there are, not how old they are.
+        for key in self._before(round_index + 1)[: -self._rounds]:
+            self._store.delete(key)
+
+    def restore_integers(
+        self, integers_m: IntegerVector, kept: KeptState
+    ) -> IntegerVector:
+        """Put the site's own integers in place of the server's, which stay as is."""
+        own_m = kept.arrays.get(_INTEGERS)
+        return integers_m if own_m is None else np.where(self._mine, own_m, integers_m)
+
+    def own_integers(self, integers_m: IntegerVector) -> Arrays:
+        """Return what to keep of a round's integers."""
+        return {_INTEGERS: np.where(self._mine, integers_m, 0)} if self._any else {}
+
+    def conceal(self, integers_m: IntegerVector) -> IntegerVector:
+        """Blank out what stays at the site."""
+        return np.where(self._mine, 0, integers_m) if self._any else integers_m
+
+    def _before(self, round_index: int) -> list[str]:
+        """Keys of what earlier rounds left, in their order."""
+        limit = self._key(round_index)
+        return [o.key for o in self._store.list(self._prefix) if o.key < limit]
+
+    def _key(self, round_index: int) -> str:
+        return f"{self._prefix}{round_index:010d}"
+
+    def _read(self, key: str) -> KeptState:
+        try:
+            line, digest, body = self._store.read(key).split(b"\n", 2)
+            head = json.loads(line)
+            fault = self._fault(head, key)
+            if digest.decode("ascii") != _digest(line + b"\n", body):
+                fault = "its content does not match its digest"
+            if not fault:
+                return KeptState(arrays=load(body), facts=head["facts"])
+        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+            fault = f"it cannot be read: {error}"
+        raise CorruptObject(
+            f"{key} is not a state that this site can use: {fault}. Delete every "
+            f"{self._prefix}* to begin afresh"
+        )
+
+    def _fault(self, head: Mapping[str, Any], key: str) -> str:
+        """Say what is wrong with an object; empty if nothing is."""
+        if head["version"] != VERSION:
+            version = f"{head['version']!r:.20}"
+            return f"it has version {version} and this release reads {VERSION}"
+        if (head["site"], self._key(head["round"])) != (self._site, key):
+            return "it is of another site or round"
+        return "" if head["layout"] == self._layout else "it is of another model"
+
+
+def _digest(line: bytes, body: bytes) -> str:
+    found = hashlib.sha256(line)
+    found.update(body)
+    return found.hexdigest()
