@@ -6,10 +6,10 @@ ledger before. The site remembers them: a run that is resumed, and the next run 
 same data, take what was released instead of releasing it again. Held-out records are
 standardised by the same numbers, which are none of theirs.
 
-Crash by crash: a site notes that it begins, charges, computes, and remembers. One that
-finds such a note, and the charge that belongs to it, has released nothing yet and goes
-on without another charge. Where the memory was lost and the ledger was not, the old
-result is gone and a new one is charged.
+Every draw of noise has a charge of its own. A site draws, remembers the draw as unpaid,
+charges, and only then uses it. After a crash it finds its draw and charges what is not
+charged yet. Where the memory was lost, or restored from before the draw, and the ledger
+was not, the draw is gone: a new one is charged, whatever the ledger holds already.
 """
 
 import hashlib
@@ -37,6 +37,9 @@ DOCUMENT = "statistics"
 ROUND = 0  # They are charged before the first round.
 
 _TABLE = "privacy.differential_privacy.standardise"
+# Of a draw that may not be charged yet: charges of the run's ledger before it. Earlier
+# releases wrote it without a result, before they drew.
+_UNPAID = "charged_before"
 _READ_AT_ONCE = 4096
 
 RandomBytes = Callable[[int], bytes]
@@ -237,7 +240,7 @@ class StatisticsMemory:
     def of_another_run(self) -> bool:
         """Whether they were released, and charged, in another run."""
         entry = self._entry()
-        return "result" in entry and entry["run_id"] != self.run_id
+        return _is_paid(entry) and entry["run_id"] != self.run_id
 
     def take(
         self,
@@ -245,24 +248,24 @@ class StatisticsMemory:
         event: PrivacyEvent,
         make: Callable[[], Statistics],
     ) -> Statistics:
-        """Return what was released, or release and charge it.
+        """Return what was released, or draw, charge and release it.
 
         Raises:
             BudgetExceeded: The charge is beyond a budget; nothing was released.
             StoreError: The memory or the ledger cannot be read or written.
         """
         entry, charged = self._entry(), num_charged(ledger, event)
-        if "result" in entry:
+        if _is_paid(entry):
             if entry["run_id"] != self.run_id and not charged:
                 ledger.repeat(event, round_index=ROUND)
             return Statistics.parse(entry["result"])
-        if entry.get("run_id") != self.run_id:
-            entry = {"run_id": self.run_id, "charged_before": charged}
-            self._keep(entry)
-        if charged <= entry["charged_before"]:
+        if entry.get("run_id") != self.run_id or "result" not in entry:
+            draw = {"run_id": self.run_id, "result": make().document()}
+            entry = self._keep({**draw, _UNPAID: charged})
+        if charged <= entry.get(_UNPAID, charged):
             ledger.charge(event, round_index=ROUND)
-        entry = {"run_id": self.run_id, "result": make().document()}
-        return Statistics.parse(self._keep(entry)["result"])
+        paid = {key: value for key, value in entry.items() if key != _UNPAID}
+        return Statistics.parse(self._keep(paid)["result"])
 
     @property
     def _name(self) -> str:
@@ -274,14 +277,18 @@ class StatisticsMemory:
         return found
 
     def _keep(self, entry: Document) -> Document:
-        """Remember an entry, but for a result that another run came first with."""
+        """Remember an entry, but for one that another run has paid meanwhile."""
 
         def change(document: Document) -> Document:
             before = document.get(self._name, {})
-            return document if "result" in before else {**document, self._name: entry}
+            return document if _is_paid(before) else {**document, self._name: entry}
 
         found: Document = self.memory.update(DOCUMENT, change)[self._name]
         return found
+
+
+def _is_paid(entry: Document) -> bool:
+    return "result" in entry and _UNPAID not in entry
 
 
 def num_charged(ledger: Ledger, event: PrivacyEvent) -> int:

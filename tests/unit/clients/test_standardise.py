@@ -124,25 +124,44 @@ def test_other_data_or_other_options_are_another_release():
     assert total(memory) == of(4)
 
 
+class DyingLedger(RememberedLedger):
+    """Dies as soon as a charge is durable."""
+
+    def charge(self, *args: Any, **named: Any) -> float:
+        super().charge(*args, **named)
+        raise Killed
+
+
 def test_killed_between_charge_and_release_goes_on_without_another_charge():
-    """Nothing was released for the first."""
+    """With the draw that was charged; nothing is drawn again."""
     memory = InMemory()
+    ledger = opened(memory)
+    ledger.__class__ = DyingLedger
     with pytest.raises(Killed):
-        remembered(memory).take(opened(memory), EVENT, killed)
+        remembered(memory).take(ledger, EVENT, releases(0.5))
     again = opened(memory, charges=1)
-    found = remembered(memory).take(again, EVENT, releases(0.5))
+    found = remembered(memory).take(again, EVENT, killed)
     assert found.centre == (0.5,)
     assert len(again.charges()) == 1
     assert total(memory) == of(1)
 
 
 def test_killed_before_the_charge_is_charged():
+    """For the draw that was remembered."""
     memory = InMemory()
     with pytest.raises(BudgetExceeded):
-        remembered(memory).take(opened(memory, cap=0.1), EVENT, killed)
+        remembered(memory).take(opened(memory, cap=0.1), EVENT, releases(0.5))
     ledger = opened(memory)
-    remembered(memory).take(ledger, EVENT, releases(0.5))
+    found = remembered(memory).take(ledger, EVENT, killed)
+    assert found.centre == (0.5,)
     assert len(ledger.charges()) == 1
+
+
+def copy_of(memory: SiteMemory) -> InMemory:
+    """A backup of what a memory knows of statistics."""
+    backup, document = InMemory(), memory.read(DOCUMENT)
+    backup.update(DOCUMENT, lambda _: document)
+    return backup
 
 
 @pytest.mark.parametrize("deaths", [0, 1])
@@ -158,11 +177,62 @@ def test_lost_memory_is_charged_again(deaths: int):
     assert total(memory) == of(2)
 
 
+def test_restored_memory_never_gets_two_draws_for_one_charge():
+    """From before the draw: another draw, another charge. From after it: the draw that
+    was charged, and from then on that one alone."""
+    memory = InMemory()
+    before = copy_of(memory)
+    with pytest.raises(BudgetExceeded):
+        remembered(memory).take(opened(memory, cap=0.1), EVENT, releases(0.5))
+    drawn = copy_of(memory)
+    first = remembered(memory).take(opened(memory), EVENT, killed)
+    restored = opened(drawn, charges=1)
+    assert remembered(drawn).take(restored, EVENT, killed) == first
+    assert len(restored.charges()) == 1
+    ledger = opened(before, charges=1)
+    second = remembered(before).take(ledger, EVENT, releases(0.7))
+    assert second.centre == (0.7,)
+    assert len(ledger.charges()) == 2
+    assert total(before) == of(2)
+
+
+@pytest.mark.parametrize("charges", [0, 1, 2])
+def test_note_of_an_earlier_release_is_charged_again(charges: int):
+    """It said that a release had begun. The ledger may be ahead because the release was
+    made, and the memory restored from before its result."""
+    memory, name = InMemory(), remembered(InMemory())._name
+    begun = {"run_id": "run-1", "charged_before": 0}
+    memory.update(DOCUMENT, lambda _: {name: begun})
+    ledger = opened(memory, charges=charges)
+    remembered(memory).take(ledger, EVENT, releases(0.5))
+    assert len(ledger.charges()) == charges + 1
+    assert total(memory) == of(charges + 1)
+
+
 def test_beyond_the_budget_nothing_is_released():
+    """What was drawn is no other run's: that one draws, and pays in full."""
     memory = InMemory()
     with pytest.raises(BudgetExceeded):
-        remembered(memory).take(opened(memory, cap=0.5), EVENT, killed)
-    assert "result" not in next(iter(memory.read(DOCUMENT).values()))
+        remembered(memory).take(opened(memory, cap=0.5), EVENT, releases(0.5))
+    assert total(memory) == 0
+    other = remembered(memory, "run-2")
+    assert not other.of_another_run()
+    assert other.take(opened(memory, "run-2"), EVENT, releases(0.7)).centre == (0.7,)
+    assert total(memory) == of(1)
+
+
+def test_first_run_to_pay_decides_for_both():
+    """Each has drawn and pays in full; neither uses what nobody has paid."""
+    memory = InMemory()
+
+    def make_meanwhile() -> Statistics:
+        ledger = opened(memory, "run-2")
+        remembered(memory, "run-2").take(ledger, EVENT, releases(0.7))
+        return Statistics(centre=(0.5,), spread=(1.0,))
+
+    found = remembered(memory).take(opened(memory), EVENT, make_meanwhile)
+    assert found.centre == (0.7,)
+    assert total(memory) == of(2)
 
 
 def test_damaged_memory_is_refused():
