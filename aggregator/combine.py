@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from federation.job.spec import AggregationSpec
 from federation.mapped import give_back
 from federation.protocols import CombineRule, WeightedUpdate
-from federation.vectors import Vector, chunks
+from federation.vectors import Values, Vector, chunks
 
 # 16 MiB: work enough for all of torch's threads, and little to hold of a mapped file.
 _MEAN_CHUNK_VALUES = 1 << 22
@@ -77,18 +77,19 @@ def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
     return out_d
 
 
-def _fold(delta_d: Vector, out_d: Vector, share: float) -> None:
+def _fold(delta_d: Values, out_d: Vector, share: float) -> None:
     """Move a mean towards an update: ``out += (delta - out) * share``."""
     # Torch takes one pass over memory on all its threads, NumPy two on one:
     # benchmarks/combine.py. What comes off the wire is read-only, which DLPack takes
     # and from_numpy does not.
     for piece in chunks(out_d.size, _MEAN_CHUNK_VALUES):
-        delta_c, out_c = from_dlpack(delta_d[piece]), from_dlpack(out_d[piece])
+        part_c = delta_d[piece]
+        delta_c, out_c = from_dlpack(part_c), from_dlpack(out_d[piece])
         if share == 1.0:
             out_c.copy_(delta_c)
         else:
             out_c.lerp_(delta_c, share)
-        give_back(delta_d[piece])
+        give_back(part_c)
 
 
 def trimmed_mean(*, byzantine_sites: int) -> CombineRule:
@@ -146,8 +147,9 @@ def krum(*, byzantine_sites: int) -> CombineRule:
         held_n = _by_site(updates, out_d, at_least=2 * byzantine_sites + 3)
         best = _krum_order(held_n, byzantine_sites)[0]
         for piece in chunks(out_d.size):
-            np.copyto(out_d[piece], held_n[best][piece])
-            give_back(held_n[best][piece])
+            part_c = held_n[best][piece]
+            np.copyto(out_d[piece], part_c)
+            give_back(part_c)
         return out_d
 
     return rule
@@ -194,7 +196,7 @@ def _check(update: WeightedUpdate, out_d: Vector) -> None:
 
 def _by_site(
     updates: Iterable[WeightedUpdate], out_d: Vector, *, at_least: int
-) -> list[Vector]:
+) -> list[Values]:
     """Hold all updates in the order of sites, whatever order they arrived in."""
     held = sorted(updates, key=lambda update: update.site)
     for update in held:
@@ -204,7 +206,7 @@ def _by_site(
     return [update.delta_d for update in held]
 
 
-def _mean_of_middle(held_n: Sequence[Vector], out_d: Vector, *, cut: int) -> Vector:
+def _mean_of_middle(held_n: Sequence[Values], out_d: Vector, *, cut: int) -> Vector:
     """Mean of each coordinate without its ``cut`` smallest and largest values."""
     num_sites = len(held_n)
     network = list(_sorting_network(num_sites))
@@ -213,8 +215,9 @@ def _mean_of_middle(held_n: Sequence[Vector], out_d: Vector, *, cut: int) -> Vec
     for piece in chunks(out_d.size, _ROBUST_CHUNK_VALUES):
         *rows, spare_c = buffer[:, : piece.stop - piece.start]
         for row_c, delta_d in zip(rows, held_n, strict=True):
-            np.copyto(row_c, delta_d[piece])
-            give_back(delta_d[piece])
+            part_c = delta_d[piece]
+            np.copyto(row_c, part_c)
+            give_back(part_c)
         for low, high in network:
             np.minimum(rows[low], rows[high], out=spare_c)
             np.maximum(rows[low], rows[high], out=rows[high])
@@ -249,7 +252,7 @@ def _sorting_network(num_rows: int) -> Iterator[tuple[int, int]]:
         block //= 2
 
 
-def _krum_order(held_n: Sequence[Vector], byzantine_sites: int) -> list[int]:
+def _krum_order(held_n: Sequence[Values], byzantine_sites: int) -> list[int]:
     """Indices of the updates from the best Krum score to the worst."""
     distances_nn = _squared_distances(held_n)
     np.fill_diagonal(distances_nn, np.inf)
@@ -258,7 +261,7 @@ def _krum_order(held_n: Sequence[Vector], byzantine_sites: int) -> list[int]:
     return [int(i) for i in np.argsort(scores_n, kind="stable")]
 
 
-def _squared_distances(held_n: Sequence[Vector]) -> _Matrix:
+def _squared_distances(held_n: Sequence[Values]) -> _Matrix:
     """Squared Euclidean distances of all pairs, from their float64 Gram matrix."""
     num_sites = len(held_n)
     gram_nn = np.zeros((num_sites, num_sites))
@@ -267,8 +270,9 @@ def _squared_distances(held_n: Sequence[Vector]) -> _Matrix:
     for piece in chunks(held_n[0].size, _ROBUST_CHUNK_VALUES):
         part_nc = buffer[:, : piece.stop - piece.start]
         for row_c, delta_d in zip(part_nc, held_n, strict=True):
-            np.copyto(row_c, delta_d[piece])
-            give_back(delta_d[piece])
+            part_c = delta_d[piece]
+            np.copyto(row_c, part_c)
+            give_back(part_c)
         gram_nn += part_nc @ part_nc.T
     squares_n = np.diag(gram_nn)
     distances_nn = squares_n[:, None] + squares_n[None, :] - 2 * gram_nn

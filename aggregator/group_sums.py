@@ -306,7 +306,7 @@ class GroupGather:
     ) -> list[_GroupRound]:
         """R1: send the model to all groups that have keys, and fold what comes back."""
         setups = self._set_up(record, state.suspicions)
-        model = train.model_digest(state.weights_d, state.integers_m)
+        model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         tasks = self._tasks(state, record, kind, setups, model)
         size = self._layout.size if kind is TaskKind.TRAIN else None
         rounds: dict[SiteId, _GroupRound] = {}

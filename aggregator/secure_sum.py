@@ -151,7 +151,7 @@ class SecureGather:
         blame = Blame(self._contract, state.suspicions)
         left_out = self._exchange.announce(record, blame.left_out())
         setup = self._set_up(record, left_out)
-        model = train.model_digest(state.weights_d, state.integers_m)
+        model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         tasks = self._tasks(state, record, kind, setup, model)
         current = AggregatorRound(
             setup=setup,

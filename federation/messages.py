@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from federation.ids import RunId, SiteId, TaskId
-from federation.vectors import ByteVector, HeaderVector, IntegerVector, Vector
+from federation.vectors import ByteVector, HeaderVector, IntegerVector, Words
 
 
 class TaskKind(StrEnum):
@@ -165,7 +165,8 @@ class RoundTask:
         site: Who is asked.
         kind: Train and answer with an update, or only evaluate.
         layout_digest: Digest of the run's model layout.
-        weights_d: The global model, shape ``(d,)``; not to be written to.
+        weights_d: The global model in words of the job's codec for the way down, shape
+            ``(d,)`` in float32 by default; not to be written to.
         integers_m: Its integer values, shape ``(m,)``; not to be written to.
         evaluate: Whether the weights are evaluated on the site's held-out data
             before training.
@@ -185,7 +186,7 @@ class RoundTask:
     site: SiteId
     kind: TaskKind
     layout_digest: str
-    weights_d: Vector
+    weights_d: Words
     integers_m: IntegerVector
     evaluate: bool
     evaluate_after: bool
@@ -268,7 +269,8 @@ class SiteUpdate:
         round_index: The round that this answers.
         site: Who answers.
         layout_digest: Digest of the layout of the site's model.
-        delta_d: Local weights minus global weights, shape ``(d,)``.
+        delta_d: Local weights minus global weights in words of the job's codec for the
+            way up, shape ``(d,)`` in float32 by default.
         integers_m: The site's integer values, shape ``(m,)``.
         num_examples: Training examples that the site holds; 0 if it keeps that to
             itself, as under differential privacy.
@@ -287,7 +289,7 @@ class SiteUpdate:
     round_index: int
     site: SiteId
     layout_digest: str
-    delta_d: Vector
+    delta_d: Words
     integers_m: IntegerVector
     num_examples: int
     num_steps: int

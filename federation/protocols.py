@@ -33,7 +33,14 @@ from federation.messages import (
     SiteMessage,
     Task,
 )
-from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
+from federation.vectors import (
+    NO_ARRAYS,
+    Arrays,
+    IntegerVector,
+    Layout,
+    Values,
+    Vector,
+)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -222,12 +229,12 @@ class WeightedUpdate:
 
     Attributes:
         site: Who sent it.
-        delta_d: Shape ``(d,)``, finite.
+        delta_d: Shape ``(d,)``, finite; decoded as it is read.
         weight: At least 0; not normalised.
     """
 
     site: SiteId
-    delta_d: Vector
+    delta_d: Values
     weight: float
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from federation.errors import LayoutMismatch
 from federation.mapped import give_back
 
 Vector = NDArray[np.float32]
+Words = NDArray[
+    Any
+]  # Float values as a codec of ``federation.compression`` sends them.
 IntegerVector = NDArray[np.int64]
 ByteVector = NDArray[np.uint8]
 HeaderVector = NDArray[np.uint64]
@@ -38,6 +41,24 @@ CHUNK_VALUES = 1 << 16
 _SERIAL_VALUES = 1 << 13
 # The check for finite values reads 4 MiB at a time, in products of rows of 16 KiB.
 _CHECK_VALUES, _ROW_VALUES = 1 << 20, 1 << 12
+
+
+class Values(Protocol):
+    """Float values that are read chunk by chunk: a ``Vector``, or what travelled."""
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape ``(d,)``."""
+        ...
+
+    def __getitem__(self, piece: slice, /) -> Vector:
+        """Values of a chunk; not to be written to."""
+        ...
 
 
 class Role(StrEnum):
@@ -240,7 +261,7 @@ def norm(vector_d: Vector) -> float:
     return math.sqrt(squared_norm(vector_d))
 
 
-def is_finite(vector_d: Vector) -> bool:
+def is_finite(vector_d: Values) -> bool:
     """Whether every value is a finite number, looked at chunk by chunk."""
     # A product's sum is finite unless a value is not, or finite values overflow; only
     # then is the slower exact test needed.

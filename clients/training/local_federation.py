@@ -67,5 +67,6 @@ class Federation:
             ),
             clock=clock,
             seal=seal,
+            links=self.job.communication.links,
             tells_all=tells_all,
         )

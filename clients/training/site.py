@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from clients.training import update
 from clients.training.site_state import SiteState
+from federation.compression.codec import BeyondCodec, Codec, Links, decoded
 from federation.errors import BudgetExceeded, FederationError, ProtocolError
 from federation.ids import SiteId
 from federation.messages import (
@@ -119,6 +120,7 @@ class Site:
         state: SiteState,
         clock: Clock,
         seal: Seal | None = None,
+        links: Links = Links(),  # noqa: B008 -- immutable
         tells_all: bool = True,
     ) -> None:
         """Make a site.
@@ -129,6 +131,7 @@ class Site:
             state: What it keeps of the run.
             clock: Measures how long work takes.
             seal: How answers leave the site; in the clear by default.
+            links: The job's codecs.
             tells_all: Whether the text of any error leaves the site, as is good in a
                 simulation. If not, of errors that are not ours only their kind does,
                 since they may quote a record; the rest is in the site's own log.
@@ -138,7 +141,8 @@ class Site:
         self._make_trainer = make_trainer
         self._state = state
         self._clock = clock
-        self._seal: Seal = PlainSeal() if seal is None else seal
+        self._links = links
+        self._seal: Seal = PlainSeal(links.up) if seal is None else seal
         self._trainer: Trainer | None = None
 
     def handle(self, task: Task) -> SiteMessage:
@@ -146,7 +150,9 @@ class Site:
         try:
             if isinstance(task, SecureTask):
                 return self._seal.step(task, lambda: self._current_trainer().layout())
-            work = Work(task, self._current_trainer, self._state, self._clock)
+            work = Work(
+                task, self._current_trainer, self._state, self._clock, self._links.down
+            )
             return self._seal.answer(task, work)
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             kind = _kind_of(error)
@@ -184,12 +190,14 @@ class Work:
         find_trainer: Callable[[], Trainer],
         state: SiteState,
         clock: Clock,
+        codec: Codec,
     ) -> None:
-        """Prepare the work; nothing is loaded yet."""
+        """Prepare the work; nothing is loaded yet. The model comes in ``codec``."""
         self.task = task
         self.find_trainer = find_trainer
         self._state = state
         self._clock = clock
+        self._codec = codec
 
     def check_layout(self) -> None:
         """Check that the task is about the site's model, which is loaded for it.
@@ -204,6 +212,20 @@ class Work:
                 "options"
             )
 
+    def _weights(self) -> Vector:
+        """The global weights that the task brings, decoded.
+
+        Raises:
+            ProtocolError: They come in words of another codec.
+        """
+        words, codec = self.task.weights_d, self._codec
+        if words.dtype != codec.dtype:
+            raise ProtocolError(
+                f"was sent a model of type {words.dtype}, and {codec.name} has "
+                f"{codec.dtype}: give the site the run's own job"
+            )
+        return decoded(codec, words, seed=self.task.round_index)
+
     def do(
         self, seal: Callable[[Vector, LocalWeights | LocalUpdate], SealedT]
     ) -> WorkResult[SealedT]:
@@ -215,6 +237,7 @@ class Work:
         """
         task, trainer, state = self.task, self.find_trainer(), self._state
         watch = _Stopwatch(self._clock)
+        weights_d = self._weights()
         evaluate = partial(trainer.evaluate, round_index=task.round_index)
         trains = task.kind is TaskKind.TRAIN
         kept = state.before(task.round_index, trains=trains)
@@ -230,21 +253,21 @@ class Work:
         evaluation = evaluation_after = trained = None
         if before:
             with watch.phase("evaluate"):
-                evaluation = evaluate(task.weights_d, integers_m)
+                evaluation = evaluate(weights_d, integers_m)
         if trains:
             with watch.phase("train"):
                 result = trainer.fit(
-                    task.weights_d,
+                    weights_d,
                     integers_m,
                     round_index=task.round_index,
                     kept=kept.arrays,
                 )
             if after:
                 with watch.phase("evaluate"):
-                    local_d = update.local_weights(task.weights_d, result)
+                    local_d = update.local_weights(weights_d, result)
                     evaluation_after = evaluate(local_d, result.integers_m)
             with watch.phase("prepare"):
-                sealed = seal(task.weights_d, result)
+                sealed = seal(weights_d, result)
                 own = state.own_integers(result.integers_m)
                 state.keep(task.round_index, {**own, **result.kept})
             trained = TrainResult(
@@ -267,7 +290,11 @@ class Work:
 
 
 class PlainSeal:
-    """Updates and sums leave as they are."""
+    """Updates leave in words of a codec, sums as they are."""
+
+    def __init__(self, codec: Codec) -> None:
+        """Encode updates with ``codec``."""
+        self._codec = codec
 
     def step(
         self,
@@ -282,11 +309,12 @@ class PlainSeal:
 
         Raises:
             NotFinite: Training left the finite numbers.
+            BeyondCodec: It left those of the codec.
         """
         if task.secure:
             raise ProtocolError(_IN_THE_CLEAR)
         work.check_layout()
-        done = work.do(update.prepare)
+        done = work.do(partial(update.encode, codec=self._codec, seed=task.round_index))
         trained = done.trained
         if trained is None:
             if done.evaluation is None:
@@ -355,6 +383,7 @@ def _kind_of(error: Exception) -> FailureKind:
         ProtocolError: FailureKind.INVALID,
         BudgetExceeded: FailureKind.BUDGET,
         update.NotFinite: FailureKind.NOT_FINITE,
+        BeyondCodec: FailureKind.NOT_FINITE,
     }
     found = (kind for of, kind in kinds.items() if isinstance(error, of))
     return next(found, FailureKind.CRASHED)

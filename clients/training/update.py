@@ -5,9 +5,10 @@ Shape suffixes: d float values of the model.
 
 import numpy as np
 
+from federation.compression.codec import Codec, encoded_over
 from federation.errors import SiteError
 from federation.protocols import LocalUpdate, LocalWeights
-from federation.vectors import Vector, is_finite
+from federation.vectors import Vector, Words, is_finite
 
 
 class NotFinite(SiteError):
@@ -48,3 +49,15 @@ def prepare(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
             "training.clip_grad_norm"
         )
     return delta_d
+
+
+def encode(
+    weights_d: Vector, result: LocalWeights | LocalUpdate, *, codec: Codec, seed: int
+) -> Words:
+    """Turn what training gave into the words of the update, in the same memory.
+
+    Raises:
+        NotFinite: Training left the finite numbers.
+        BeyondCodec: It left those of the codec.
+    """
+    return encoded_over(codec, prepare(weights_d, result), seed=seed)

@@ -6,9 +6,11 @@ site would. The site's own code is not touched.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from federation.compression.codec import BF16
 from federation.ids import SiteId
 from federation.job.spec import FaultSpec
 from federation.messages import (
@@ -24,6 +26,7 @@ from federation.messages import (
 )
 from federation.protocols import Clock, SiteHandler
 from federation.rounds.failures import failure
+from federation.vectors import Vector, Words
 
 _SILENCING = frozenset({"silent", "crash"})
 
@@ -138,13 +141,15 @@ class FaultInjector:
             return replace(update, delta_d=update.delta_d[:-1])
         if fault.kind in {"nan", "inf"}:
             delta_d = update.delta_d.copy()
-            delta_d[delta_d.size // 2] = float(fault.kind)
+            bad = np.array([float(fault.kind)], np.float32)
+            delta_d[delta_d.size // 2] = _words(bad, delta_d.dtype)[0]
             return replace(update, delta_d=delta_d)
         if fault.kind == "garbage":
             draws = self._draws(update)
             delta_d = draws.standard_normal(update.delta_d.size, dtype=np.float32)
             delta_d *= fault.scale / float(np.linalg.norm(delta_d))
-            return replace(update, delta_d=delta_d)
+            words = _words(delta_d, update.delta_d.dtype)
+            return replace(update, delta_d=words)
         return update
 
     def _spoil_masked(
@@ -166,6 +171,11 @@ class FaultInjector:
     def _draws(self, update: SiteUpdate | MaskedUpdate) -> np.random.Generator:
         entropy = [self._seed, update.round_index, *update.site.encode()]
         return np.random.default_rng(entropy)
+
+
+def _words(values_d: Vector, dtype: np.dtype[Any]) -> Words:
+    """Values as the words of an update, of whatever codec, without its check."""
+    return BF16.narrow(values_d) if dtype == BF16.dtype else values_d.astype(dtype)
 
 
 def _strikes(fault: FaultSpec, round_index: int) -> bool:

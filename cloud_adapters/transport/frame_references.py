@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from federation import typed_json
@@ -26,13 +25,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 # A masked word has at most the bits of a float, and words may be padded.
 _SPARE_BYTES = 64
 
-_FIELDS: Mapping[type[Any], Mapping[str, np.dtype[Any]]] = {
-    RoundTask: {"weights_d": np.dtype("<f4"), "integers_m": np.dtype("<i8")},
-    SiteUpdate: {"delta_d": np.dtype("<f4"), "integers_m": np.dtype("<i8")},
-    MaskedUpdate: {"words": np.dtype("u1")},
-}
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    name: dtype for names in _FIELDS.values() for name, dtype in names.items()
+_FIELDS: Mapping[type[Any], Sequence[str]] = {
+    RoundTask: ("weights_d", "integers_m"),
+    SiteUpdate: ("delta_d", "integers_m"),
+    MaskedUpdate: ("words",),
 }
 
 
@@ -126,7 +122,7 @@ def read_references(text: str) -> tuple[Reference, ...]:
 
 def vectors_of(message: WireMessage) -> dict[str, NDArray[Any]]:
     """Vectors of a message that may lie in a store, by their fields."""
-    names = _FIELDS.get(type(message), {})
+    names = _FIELDS.get(type(message), ())
     return {name: getattr(message, name) for name in names}
 
 
@@ -152,9 +148,11 @@ def check(head: WireMessage, reference: Reference, sizes: Sizes) -> int:
     for text, form in ((reference.sha256, _SHA256), (reference.name, _NAME)):
         if form.fullmatch(text) is None:
             raise ProtocolError(f"{text!r:.80} is not {form.pattern}")
-    most = 4 * sizes.num_floats
-    if name == "integers_m":
-        most = 8 * sizes.num_integers
+    if name == "words":
+        most = 4 * sizes.num_floats
+    else:
+        num = sizes.num_integers if name == "integers_m" else sizes.num_floats
+        most = vectors[name].dtype.itemsize * num
     least = 1 if name == "words" else max(1, most)
     most += _SPARE_BYTES if name == "words" else 0
     if not least <= reference.size <= most:

@@ -40,7 +40,6 @@ from cloud_adapters.storage.disk.part_file import file_errors
 from cloud_adapters.storage.disk.transfer import stream
 from cloud_adapters.storage.retry import Retry
 from cloud_adapters.transport.frame_references import (
-    DTYPES,
     PackedFrame,
     Reference,
     Sizes,
@@ -176,9 +175,11 @@ class Frames:
                 "that the others use",
                 key="exchange.url",
             )
-        folder = folder_of(head)
+        folder, empty = folder_of(head), vectors_of(head)
         vectors: dict[str, Any] = {
-            each.field: self._fetch(self._store, self._scratch, folder, each)
+            each.field: self._fetch(self._store, self._scratch, folder, each).view(
+                empty[each.field].dtype
+            )
             for each in references
         }
         return replace(head, **vectors)
@@ -268,7 +269,7 @@ class Frames:
                         "it has lost data"
                     )
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, dtype=DTYPES[reference.field])
+        return np.frombuffer(mapped, dtype=np.uint8)
 
     def _tidy(self, run_id: RunId, sites: Sequence[SiteId], *, before: float) -> None:
         if self._store is None:

@@ -84,10 +84,16 @@ def _check_job(job: JobSpec, name: str) -> None:
             "nothing clips its gradients, adds noise or keeps a ledger there",
             "privacy.differential_privacy.unit",
         ),
-        (
-            job.communication.codec.name != "identity",
-            "it sends whole arrays and encodes nothing",
-            "communication.codec.name",
+        *(
+            (
+                spec.name != "identity",
+                "it sends and receives whole arrays of float32",
+                f"communication.{way}.name",
+            )
+            for way, spec in (
+                ("codec", job.communication.codec),
+                ("down_codec", job.communication.down_codec),
+            )
         ),
         (
             job.aggregation.weights == "dynamic",

@@ -32,6 +32,14 @@ def check_secure_aggregation(job: JobSpec) -> None:
             ),
         ),
         (
+            not job.communication.links.up.is_linear,
+            "communication.codec.name",
+            (
+                "updates travel as masked words of the ring, which rounds them to "
+                f"{table}.ring_bits: choose identity here, and fewer bits there"
+            ),
+        ),
+        (
             job.aggregation.weights == "dynamic",
             "aggregation.weights",
             "dynamic weights need each site's loss, which is hidden: use examples",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from federation.compression import codec as codecs
 from federation.job.flower_app_job import FlowerAppSpec
 from federation.job.job_keys import key
 from federation.job.privacy_job import PrivacySpec
@@ -238,16 +239,18 @@ class AggregationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
-    """How an update is encoded on its way.
+    """How float values are encoded on their way.
 
     Attributes:
-        name: `identity`: float32, 4 bytes a value.
+        name: `identity` (float32, 4 bytes a value), `bf16` (2 bytes: the range of
+            float32 with 8 significant bits) or `fp16` (2 bytes: 11 significant bits,
+            and a value of 65520 or more is refused).
     """
 
     name: str = key(
         default="identity",
-        choices=("identity",),
-        planned=("fp16", "bf16", "quantized", "sparse", "low_rank"),
+        choices=("identity", "bf16", "fp16"),
+        planned=("quantized", "sparse", "low_rank"),
     )
 
 
@@ -256,10 +259,20 @@ class CommunicationSpec:
     """What travels between the clouds.
 
     Attributes:
-        codec: Encoding of updates.
+        codec: Encoding of updates on their way up; `identity` under secure
+            aggregation, whose ring has words of its own.
+        down_codec: Encoding of the model on its way down. The aggregator keeps the
+            model in float32; sites train from, and evaluate, what they receive.
     """
 
     codec: CodecSpec = CodecSpec()
+    down_codec: CodecSpec = CodecSpec()
+
+    @property
+    def links(self) -> codecs.Links:
+        """The codecs of both directions."""
+        up, down = (codecs.codec_of(s.name) for s in (self.codec, self.down_codec))
+        return codecs.Links(up=up, down=down)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

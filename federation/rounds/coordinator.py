@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from federation import events
+from federation.compression.codec import BeyondCodec
 from federation.errors import (
     BudgetExceeded,
     CorruptObject,
@@ -165,6 +166,7 @@ def _run_round(
         clock=parts.clock,
         emit=parts.emit,
         in_secret=_in_secret(job),
+        links=job.communication.links,
     )
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -214,15 +216,21 @@ def _save(parts: ServerParts, state: RunState) -> None:
 def _step(
     parts: ServerParts, state: RunState, update_d: Vector, record: RoundRecord
 ) -> tuple[RunState, str]:
-    """Apply the combined update; a result that is not finite is discarded."""
+    """Apply the combined update; a result that no site could be sent is discarded."""
     averaged = _averaged_buffers(parts.layout, state.weights_d, update_d)
     weights_d, optimizer = parts.optimizer.apply(
         state.weights_d, state.optimizer, update_d
     )
     for start, values in averaged:
         weights_d[start : start + values.size] = values
+    try:
+        record.links.down.check(weights_d)
+        fits = True
+    except BeyondCodec as error:
+        record.complaints.append(f"the model: {error}")
+        fits = False
     # An infinite second moment would stop the training and leave finite weights.
-    if not all(map(is_finite, (weights_d, *optimizer.values()))):
+    if not (fits and all(map(is_finite, (weights_d, *optimizer.values())))):
         return _without_result(_before_step(parts, state)), "discarded"
     return RunState(
         round_index=record.round_index,
@@ -301,6 +309,7 @@ def _evaluate_last(
         emit=parts.emit,
         kind=TaskKind.EVALUATE,
         in_secret=_in_secret(job),
+        links=job.communication.links,
     )
     parts.gather.evaluation(state, record)
     record.finish_evaluation()

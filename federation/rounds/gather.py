@@ -170,9 +170,9 @@ class PlainGather:
                 record.revoke(update, reply, str(error))
             else:
                 record.count(update, reply, weight)
-                yield WeightedUpdate(
-                    site=update.site, delta_d=update.delta_d, weight=weight
-                )
+                values = record.links.up.values(update.delta_d, seed=update.round_index)
+                yield WeightedUpdate(site=update.site, delta_d=values, weight=weight)
+                del values
             del update, reply  # One update at a time: the next is about to land.
         if record.num_counted < job.minimum_sites:
             raise QuorumNotMet(f"{record.num_counted} of {job.minimum_sites} sites")
@@ -216,8 +216,8 @@ def round_tasks(
 
     ``secure`` gives what secure aggregation says to a site beside the model.
     """
-    weights_d, integers_m = state.weights_d.view(), state.integers_m.view()
-    weights_d.flags.writeable = integers_m.flags.writeable = False
+    weights_d, integers_m = record.sent(state.weights_d), state.integers_m.view()
+    integers_m.flags.writeable = False
     return [
         RoundTask(
             run_id=run_id,

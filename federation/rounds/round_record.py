@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from federation import events
+from federation.compression.codec import Links
 from federation.ids import RunId, SiteId
 from federation.messages import (
     NO_ANCHOR,
@@ -29,7 +30,7 @@ from federation.messages import (
 from federation.protocols import Clock, Suspicions
 from federation.rounds.round_state import RoundState
 from federation.rounds.schedule import OpenTask
-from federation.vectors import IntegerVector, Layout, Role
+from federation.vectors import IntegerVector, Layout, Role, Vector, Words
 
 
 class RoundRecord:
@@ -48,6 +49,7 @@ class RoundRecord:
         out_of_budget: What sites said whose privacy budget does not allow the round.
         suspicions: What all rounds have shown of sites by now; None if this round has
             shown nothing.
+        links: The codecs of both directions.
         complaints: What is wrong with each answer that does not count, or with its
             absence, with the name of the site before it.
     """
@@ -64,11 +66,12 @@ class RoundRecord:
         kind: TaskKind = TaskKind.TRAIN,
         in_secret: bool = False,
         model_round: int | None = None,
+        links: Links = Links(),  # noqa: B008 -- immutable
     ) -> None:
         """Open a round; ``in_secret`` is that of ``RoundState``.
 
         ``model_round`` is the round whose model the sites are sent, if it is not the
-        one before.
+        one before; ``links`` are the codecs of both directions.
         """
         self.run_id = run_id
         self.round_index = round_index
@@ -95,7 +98,10 @@ class RoundRecord:
             layout=layout,
             in_secret=in_secret,
             based_on=self._model_round,
+            codec=links.up,
         )
+        self.links = links
+        self._sent_d: Words | None = None
         self._bytes_down = self._bytes_up = 0
         self._training: MetricSums | None = None
         self._epsilon: float | None = None
@@ -111,6 +117,18 @@ class RoundRecord:
                     at=clock.now(), round_index=round_index, cohort=cohort
                 )
             )
+
+    def sent(self, weights_d: Vector) -> Words:
+        """The round's model as all sites are sent it; not to be written to.
+
+        Raises:
+            BeyondCodec: The codec of the way down cannot encode it.
+        """
+        if self._sent_d is None:
+            words = self.links.down.encode(weights_d, seed=self.round_index)
+            self._sent_d = words.view()
+            self._sent_d.flags.writeable = False
+        return self._sent_d
 
     def carry(self, tasks: Collection[OpenTask]) -> None:
         """Expect answers to tasks of earlier rounds; ``tasks`` is followed as it is.

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from federation.compression.codec import IDENTITY, Codec
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
@@ -43,11 +44,13 @@ class RoundState:
         layout: Layout,
         in_secret: bool = False,
         based_on: int | None = None,
+        codec: Codec = IDENTITY,
     ) -> None:
         """Open a round in which every site of ``cohort`` was asked.
 
         Under secure aggregation the only sound answer is a ``MaskedUpdate``. Answers
-        are based on the model of round ``based_on``, by default the one before.
+        are based on the model of round ``based_on``, by default the one before, and
+        come in words of ``codec``.
         """
         based_on = round_index - 1 if based_on is None else based_on
         self._in_secret = in_secret
@@ -55,6 +58,7 @@ class RoundState:
         self._round_index = round_index
         self._kind = kind
         self._layout = layout
+        self._codec = codec
         # Of each site the round that it was asked in, and the model that it was sent.
         self._open = dict.fromkeys(cohort, (round_index, based_on))
         self._carried: Collection[OpenTask] = ()
@@ -181,22 +185,22 @@ class RoundState:
         return self._invalid(message.site, text)
 
     def _judge_update(self, update: SiteUpdate) -> SiteFailure | None:
-        layout = self._layout
+        layout, codec = self._layout, self._codec
         if update.layout_digest != layout.digest:
             text = "trained a model of another layout than this run's"
             return self._invalid(update.site, text)
         delta_d, integers_m = update.delta_d, update.integers_m
         for name, values, size, dtype in (
-            ("values", delta_d, layout.size, np.float32),
-            ("integer values", integers_m, layout.num_integers, np.int64),
+            ("values", delta_d, codec.num_words(layout.size), codec.dtype),
+            ("integer values", integers_m, layout.num_integers, np.dtype(np.int64)),
         ):
             if values.shape != (size,):
                 text = f"sent {values.size} {name}; the model has {size}"
                 return self._invalid(update.site, text)
             if values.dtype != dtype:
-                text = f"sent {name} of type {values.dtype}"
+                text = f"sent {name} of type {values.dtype}, not {dtype}"
                 return self._invalid(update.site, text)
-        if not is_finite(delta_d):
+        if not is_finite(codec.values(delta_d, seed=update.round_index)):
             text = "sent NaN or infinite values"
             return self._failure(update.site, FailureKind.NOT_FINITE, text)
         return None

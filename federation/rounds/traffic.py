@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from federation.compression.codec import Codec
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.messages import (
@@ -203,7 +204,7 @@ class Traffic:
             site=site,
             kind=kind,
             layout_digest=self.layout.digest,
-            weights_d=_nothing(self.layout.size, "f4"),
+            weights_d=_words(self.job.communication.links.down, self.layout),
             integers_m=_nothing(self.layout.num_integers, "i8"),
             evaluate=self._evaluates(index),
             evaluate_after=self.job.aggregation.weights == "dynamic",
@@ -251,7 +252,7 @@ class Traffic:
             round_index=index,
             site=site,
             layout_digest=self.layout.digest,
-            delta_d=_nothing(self.layout.size, "f4"),
+            delta_d=_words(self.job.communication.links.up, self.layout),
             integers_m=_nothing(self.layout.num_integers, "i8"),
             num_examples=0 if private else facts.train,
             num_steps=trained if end else 1,
@@ -296,7 +297,11 @@ def _step(
     return Leg(step.value, Span(task, task), Span(answer, answer))
 
 
-def _nothing(size: int, kind: str) -> np.ndarray:
+def _words(codec: Codec, layout: Layout) -> np.ndarray:
+    return _nothing(codec.num_words(layout.size), codec.dtype)
+
+
+def _nothing(size: int, kind: str | np.dtype[np.generic]) -> np.ndarray:
     """A vector of a length without memory for its values."""
     return np.broadcast_to(np.zeros(1, kind), (size,))
 

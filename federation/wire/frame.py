@@ -15,7 +15,9 @@ A frame, all numbers little-endian::
                                body as bytes
 
 The header says how much the payload holds of each: ``num_integers``, ``num_floats``,
-``words_bytes`` and ``body_bytes``, as far as its kind of message has them. The body
+``words_bytes`` and ``body_bytes``, as far as its kind of message has them. Where the
+job's codec sends floats in 16 bits, ``num_fp16`` or ``num_bf16`` stands in the place of
+``num_floats``, and the payload holds IEEE halves or the upper halves of f32. The body
 is a task's ``secure`` or another message's ``body``; the masked header of a masked
 update stands in the place of the integers, with the bits of its u64.
 

@@ -9,7 +9,7 @@ of a masked header.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -165,6 +165,7 @@ class _Section:
         dtype: Type of a value.
         maximum: How many there may be.
         is_bytes: Whether the field is ``bytes`` and not an array.
+        others: Other sections that the field may travel in; its type decides.
     """
 
     field: str
@@ -172,6 +173,21 @@ class _Section:
     dtype: np.dtype[Any]
     maximum: int
     is_bytes: bool = False
+    others: tuple["_Section", ...] = ()
+
+    def of_type(self, dtype: np.dtype[Any]) -> "_Section":
+        """The section that a value of a type travels in."""
+        each = (s for s in self.others if _native(s.dtype) == dtype)
+        return next(each, self)
+
+    def named_in(self, fields: Fields) -> "_Section":
+        """The section that a header names."""
+        return next((s for s in self.others if s.size in fields), self)
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Type of a value in memory."""
+    return dtype.newbyteorder("=")
 
 
 def _integers(field: str) -> _Section:
@@ -179,7 +195,16 @@ def _integers(field: str) -> _Section:
 
 
 def _floats(field: str) -> _Section:
-    return _Section(field, "num_floats", np.dtype("<f4"), MAX_FLOAT_VALUES)
+    return _Section(
+        field,
+        "num_floats",
+        np.dtype("<f4"),
+        MAX_FLOAT_VALUES,
+        others=(
+            _Section(field, "num_fp16", np.dtype("<f2"), MAX_FLOAT_VALUES),
+            _Section(field, "num_bf16", np.dtype("<u2"), MAX_FLOAT_VALUES),
+        ),
+    )
 
 
 def _body(field: str) -> _Section:
@@ -202,10 +227,6 @@ _SECTIONS: Mapping[Kind, tuple[_Section, ...]] = {
     ),
 }
 
-_NATIVE = {  # Types of values in memory.
-    s.dtype: s.dtype.newbyteorder("=") for parts in _SECTIONS.values() for s in parts
-}
-
 
 # Writing.
 
@@ -217,11 +238,9 @@ def sections(message: WireMessage) -> list[NDArray[Any]]:
         WireError: A vector has another type or more than one dimension.
     """
     parts = []
-    for section in _SECTIONS[_KINDS[type(message)]]:
-        value = getattr(message, section.field)
-        if section.is_bytes:
-            value = _raw(value, section.field)
-        expected = _NATIVE[section.dtype]
+    for section, held in _held(message):
+        value = _raw(held, section.field) if section.is_bytes else held
+        expected = _native(section.dtype)
         if value.dtype != expected or value.ndim != 1:
             raise WireError(
                 f"a vector is {value.dtype} of shape {value.shape}, "
@@ -242,10 +261,18 @@ def write(message: WireMessage) -> tuple[Kind, Fields]:
         name: form.write(getattr(message, name), name)
         for name, form in _FIELDS[kind].items()
     }
-    for section in _SECTIONS[kind]:
-        size = len(getattr(message, section.field))
-        fields[section.size] = wire_values.count(size, section.size, section.maximum)
+    for section, held in _held(message):
+        fields[section.size] = wire_values.count(
+            len(held), section.size, section.maximum
+        )
     return kind, fields
+
+
+def _held(message: WireMessage) -> Iterator[tuple[_Section, Any]]:
+    """Sections of a message's payload, each with the value that travels in it."""
+    for section in _SECTIONS[_KINDS[type(message)]]:
+        held = getattr(message, section.field)
+        yield section.of_type(held.dtype) if section.others else section, held
 
 
 def _raw(value: object, name: str) -> NDArray[np.uint8]:
@@ -255,11 +282,6 @@ def _raw(value: object, name: str) -> NDArray[np.uint8]:
 
 
 # Reading.
-
-_MEMBERS = {
-    kind: frozenset((*named, *(s.size for s in _SECTIONS[kind])))
-    for kind, named in _FIELDS.items()
-}
 
 
 def read(kind: Kind, fields: object, payload: memoryview) -> WireMessage:
@@ -273,8 +295,11 @@ def read(kind: Kind, fields: object, payload: memoryview) -> WireMessage:
     Raises:
         WireError: They are not exactly those of one message.
     """
-    members = wire_values.check_members(fields, _MEMBERS[kind])
-    parts = _read_sections(kind, members, payload)
+    given = fields if isinstance(fields, dict) else {}
+    sections = [section.named_in(given) for section in _SECTIONS[kind]]
+    names = frozenset((*_FIELDS[kind], *(section.size for section in sections)))
+    members = wire_values.check_members(fields, names)
+    parts = _read_sections(sections, members, payload)
     named = {
         name: form.read(members[name], name) for name, form in _FIELDS[kind].items()
     }
@@ -282,9 +307,10 @@ def read(kind: Kind, fields: object, payload: memoryview) -> WireMessage:
     return message
 
 
-def _read_sections(kind: Kind, fields: Fields, payload: memoryview) -> Fields:
+def _read_sections(
+    parts: Sequence[_Section], fields: Fields, payload: memoryview
+) -> Fields:
     """Values of the payload by the names of their fields."""
-    parts = _SECTIONS[kind]
     sizes = [
         wire_values.count(fields[s.size], s.size, s.maximum) * s.dtype.itemsize
         for s in parts

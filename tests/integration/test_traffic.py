@@ -65,8 +65,12 @@ def counted(job: JobSpec, folder: Path) -> list[tuple[int, int]]:
         job_of(P2),
         job_of(P2, evaluation={"every": 0}),
         job_of(P2, evaluation={"every": 2}),
+        job_of(P2, communication={"down_codec": {"name": "bf16"}}),
     ],
-    ids=["p1", "p1 without hybrid", "p2", "p2, no evaluation", "p2, every other"],
+    ids=[
+        *("p1", "p1 without hybrid", "p2", "p2, no evaluation", "p2, every other"),
+        "p2, bf16 down",
+    ],
 )
 def test_secure_rounds_send_what_was_predicted(job: JobSpec, tmp_path: Path) -> None:
     """To the byte: every message has a fixed length."""
@@ -96,8 +100,13 @@ def test_secure_rounds_send_what_was_predicted(job: JobSpec, tmp_path: Path) -> 
             evaluation={"every": 0},
         ),
         small_job(num_sites=5, rounds=12, schedule={"sites_per_round": 3}),
+        job_of(communication={"codec": {"name": "bf16"}}),
+        job_of(communication={"down_codec": {"name": "fp16"}}),
     ],
-    ids=["plain", "no evaluation", "dynamic", "frozen", "private", "sampled"],
+    ids=[
+        *("plain", "no evaluation", "dynamic", "frozen", "private", "sampled"),
+        *("bf16 up", "fp16 down"),
+    ],
 )
 def test_rounds_in_the_clear_send_what_was_predicted(
     job: JobSpec, tmp_path: Path

@@ -25,8 +25,11 @@ names = st.from_regex(r"[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?", fullmatch=True)
 digests = st.text("0123456789abcdef", min_size=64, max_size=64)
 seconds = st.floats(0, allow_infinity=False)
 lines = st.text(max_size=64).map(wire.one_line)
-float_vectors = st.binary(max_size=400).map(
-    lambda data: np.frombuffer(data[: len(data) // 4 * 4], dtype=np.float32)
+# In the words of any codec.
+float_vectors = st.builds(
+    lambda data, dtype: np.frombuffer(data[: len(data) // 4 * 4], dtype=dtype),
+    st.binary(max_size=400),
+    st.sampled_from([np.float32, np.float16, np.uint16]),
 )
 integer_vectors = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(
     lambda values: np.array(values, dtype=np.int64)

@@ -17,7 +17,7 @@ import numpy as np
 
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, RoundTask
-from federation.vectors import IntegerVector, Vector
+from federation.vectors import IntegerVector, Words
 from privacy.counts import coarse
 from privacy.keystream import Mask
 from privacy.secagg.agreement.canonical import Reader, fields, float64, u64
@@ -69,11 +69,12 @@ class TrainBody:
     update_clip: float
 
 
-def model_digest(weights_d: Vector, integers_m: IntegerVector) -> bytes:
-    """H(theta_r): SHA-256 of the global model, as each party computes it."""
+def model_digest(weights_d: Words, integers_m: IntegerVector) -> bytes:
+    """H(theta_r): SHA-256 of the global model as it is sent, by each party."""
     head = fields(b"xsa-v2/model") + u64(weights_d.size) + u64(integers_m.size)
     digest = hashlib.sha256(head)
-    digest.update(np.ascontiguousarray(weights_d, dtype="<f4").data)
+    little = weights_d.dtype.newbyteorder("<")
+    digest.update(np.ascontiguousarray(weights_d, dtype=little).data)
     digest.update(np.ascontiguousarray(integers_m, dtype="<i8").data)
     return digest.digest()
 

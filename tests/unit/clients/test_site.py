@@ -9,6 +9,7 @@ from clients.training.site import Site
 from clients.training.site_state import SiteState
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
+from federation.compression.codec import BF16, FP16, Codec, Links, decoded
 from federation.errors import SiteError
 from federation.ids import RunId, SiteId
 from federation.messages import (
@@ -107,9 +108,14 @@ def store():
     return MemoryStore()
 
 
-def site_of(trainer: AddOne, store: MemoryStore):
-    state = SiteState(SITE, LAYOUT, store, carries=trainer.carries)
-    return Site(SITE, make_trainer=lambda: trainer, state=state, clock=SystemClock())
+def site_of(trainer: AddOne, store: MemoryStore, links: Links | None = None):
+    return Site(
+        SITE,
+        make_trainer=lambda: trainer,
+        state=SiteState(SITE, LAYOUT, store, carries=trainer.carries),
+        clock=SystemClock(),
+        links=links or Links(),
+    )
 
 
 def task(kind: TaskKind = TaskKind.TRAIN, **changes: Any):
@@ -127,6 +133,48 @@ def task(kind: TaskKind = TaskKind.TRAIN, **changes: Any):
         "evaluate_after": False,
     }
     return RoundTask(**fields | changes)
+
+
+@pytest.mark.parametrize("codec", [FP16, BF16], ids=lambda codec: codec.name)
+def test_model_and_update_travel_in_words_of_a_codec(store: MemoryStore, codec: Codec):
+    """The update is what training added to the model that arrived."""
+    sent_d = np.float32([1.001, -3.14159])
+    words, trainer = codec.encode(sent_d), AddOne(step=0.3)
+    site = site_of(trainer, store, Links(up=codec, down=codec))
+    answer = site.handle(task(weights_d=words, evaluate=True))
+    assert isinstance(answer, SiteUpdate)
+    arrived_d = decoded(codec, words)
+    expected_d = codec.encode((arrived_d + np.float32(0.3)) - arrived_d)
+    assert answer.delta_d.dtype == codec.dtype
+    assert answer.delta_d.tobytes() == expected_d.tobytes()
+    assert answer.evaluation == sums(float(arrived_d.sum()))
+
+
+@pytest.mark.parametrize("codec", [FP16, BF16], ids=lambda codec: codec.name)
+def test_model_in_words_of_another_codec_is_refused(store: MemoryStore, codec: Codec):
+    """Nothing is trained."""
+    trainer = AddOne()
+    answer = site_of(trainer, store).handle(
+        task(weights_d=codec.encode(np.ones(2, "f4")))
+    )
+    assert isinstance(answer, SiteFailure)
+    assert answer.kind is FailureKind.INVALID
+    assert f"was sent a model of type {codec.dtype}" in answer.message
+    assert trainer.calls == []
+    answer = site_of(trainer, store, Links(down=codec)).handle(task())
+    assert isinstance(answer, SiteFailure)
+    assert "was sent a model of type float32" in answer.message
+
+
+def test_update_beyond_the_codec_does_not_leave(store: MemoryStore):
+    """It would be infinite at the other end."""
+    site = site_of(AddOne(step=65520.0), store, Links(up=FP16))
+    answer = site.handle(task(weights_d=np.zeros(2, np.float32)))
+    assert isinstance(answer, SiteFailure)
+    assert answer.kind is FailureKind.NOT_FINITE
+    assert "a value of magnitude 65520 does not fit into fp16" in answer.message
+    site = site_of(AddOne(step=65504.0), store, Links(up=FP16))
+    assert isinstance(site.handle(task(weights_d=np.zeros(2, np.float32))), SiteUpdate)
 
 
 def test_a_training_task_gives_an_update(store: MemoryStore):

@@ -8,6 +8,7 @@ from support import toy
 
 from cloud_adapters.local.faults import FaultInjector, Restartable
 from federation.clock import VirtualClock
+from federation.compression.codec import BF16, FP16, Codec, decoded
 from federation.job.spec import FaultSpec
 from federation.messages import (
     FailureKind,
@@ -81,6 +82,23 @@ def test_one_value_is_not_finite(kind: str):
     delta_d = only_update(spoilt(kind)).delta_d
     assert np.isfinite(delta_d).sum() == delta_d.size - 1
     assert str(delta_d[~np.isfinite(delta_d)][0]) == kind
+
+
+@pytest.mark.parametrize("codec", [FP16, BF16], ids=lambda c: c.name)
+@pytest.mark.parametrize("kind", ["nan", "inf", "garbage"])
+def test_encoded_updates_are_spoilt_in_their_own_words(codec: Codec, kind: str):
+    """So that the aggregator judges what a bad site could have sent."""
+    words = codec.encode(toy.update(SITE).delta_d)
+    fault = FaultSpec(site=SITE, kind=kind, scale=5.0)
+    injector = FaultInjector([fault], clock=VirtualClock(), seed=0)
+    answer = toy.update(SITE, delta_d=words)
+    sent = only_update(list(injector(toy.task(SITE), lambda: answer))).delta_d
+    assert sent.dtype == codec.dtype
+    found_d = decoded(codec, sent)
+    if kind == "garbage":
+        assert np.linalg.norm(found_d) == pytest.approx(5.0, rel=0.01)
+    else:
+        assert [str(v) for v in found_d[~np.isfinite(found_d)]] == [kind]
 
 
 def test_garbage_has_its_norm():

@@ -23,6 +23,7 @@ from cloud_adapters.transport.frame_references import (
 )
 from cloud_adapters.transport.frames import Frames
 from federation.clock import VirtualClock
+from federation.compression.codec import BF16, FP16
 from federation.errors import (
     CorruptObject,
     JobError,
@@ -62,7 +63,14 @@ def masked(**changes: Any) -> MaskedUpdate:
 
 WEIGHTS_D = np.linspace(-1.0, 1.0, D, dtype=np.float32)
 INTEGERS_M = np.arange(M, dtype=np.int64)
-MESSAGES = [task(), task(kind=TaskKind.EVALUATE), update(), masked()]
+MESSAGES = [
+    task(),
+    task(kind=TaskKind.EVALUATE),
+    update(),
+    masked(),
+    task(weights_d=BF16.encode(WEIGHTS_D)),
+    update(delta_d=FP16.encode(WEIGHTS_D)),
+]
 
 
 @pytest.fixture

@@ -208,6 +208,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "aggregation.weights",
         "dynamic weights need each site's loss, which is hidden: use examples",
     ),
+    "secret sum of rounded updates": (
+        {"communication": {"codec": {"name": "bf16"}}} | secret(),
+        "communication.codec.name",
+        (
+            "updates travel as masked words of the ring, which rounds them to "
+            "privacy.secure_aggregation.ring_bits: choose identity here, and fewer "
+            "bits there"
+        ),
+    ),
     "secret sum over a sample": (
         {"schedule": {"sites_per_round": 2}} | secret(),
         "schedule.sites_per_round",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support import toy
 
+from federation.compression.codec import BF16, FP16, IDENTITY, Codec
 from federation.messages import FailureKind, MetricSums, SiteMessage, TaskKind
 from federation.rounds.round_state import RoundState
 from federation.vectors import Role
@@ -15,7 +16,7 @@ ROUND = 2
 SOUND = toy.update(round_index=ROUND)
 
 
-def opened(kind: TaskKind = TaskKind.TRAIN) -> RoundState:
+def opened(kind: TaskKind = TaskKind.TRAIN, codec: Codec = IDENTITY) -> RoundState:
     """A round in which two sites were asked."""
     return RoundState(
         run_id=toy.RUN,
@@ -23,6 +24,7 @@ def opened(kind: TaskKind = TaskKind.TRAIN) -> RoundState:
         kind=kind,
         cohort=(SITE, OTHER),
         layout=toy.LAYOUT,
+        codec=codec,
     )
 
 
@@ -104,12 +106,12 @@ REFUSED = {
     "double precision": (
         replace(SOUND, delta_d=SOUND.delta_d.astype(np.float64)),
         FailureKind.INVALID,
-        "sent values of type float64",
+        "sent values of type float64, not float32",
     ),
     "short integers": (
         replace(SOUND, integers_m=SOUND.integers_m.astype(np.int32)),
         FailureKind.INVALID,
-        "sent integer values of type int32",
+        "sent integer values of type int32, not int64",
     ),
     "nan": (
         replace(SOUND, delta_d=NAN),
@@ -159,6 +161,34 @@ def test_refused(case: str):
     """Each misfortune has its kind and a text that says what it was."""
     message, *expected = REFUSED[case]
     assert verdict(message) == tuple(expected)
+
+
+@pytest.mark.parametrize("codec", [IDENTITY, FP16, BF16], ids=lambda c: c.name)
+@pytest.mark.parametrize("sent", [IDENTITY, FP16, BF16], ids=lambda c: c.name)
+def test_update_comes_in_the_words_of_the_rounds_codec(codec: Codec, sent: Codec):
+    """Words of another are not read as if they were its own."""
+    update = replace(SOUND, delta_d=sent.encode(SOUND.delta_d))
+    failure = opened(codec=codec).accept(update)
+    if codec is sent:
+        assert failure is None
+    else:
+        assert failure is not None
+        assert failure.kind is FailureKind.INVALID
+        text = f"sent values of type {sent.dtype}, not {codec.dtype}"
+        assert failure.message == text
+
+
+@pytest.mark.parametrize(
+    ("codec", "word"),
+    [(FP16, 0x7C00), (FP16, 0xFC00), (FP16, 0x7E00), (BF16, 0x7F80), (BF16, 0xFFC0)],
+)
+def test_word_that_is_no_finite_number_is_refused(codec: Codec, word: int):
+    """Infinity and NaN, of either sign."""
+    words = codec.encode(SOUND.delta_d)
+    words.view(np.uint16)[-1] = word
+    failure = opened(codec=codec).accept(replace(SOUND, delta_d=words))
+    assert failure is not None
+    assert failure.kind is FailureKind.NOT_FINITE
 
 
 def test_sound_update_counts():

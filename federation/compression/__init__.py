@@ -1,0 +1,1 @@
+"""How float vectors travel: codecs, for the way up and the way down."""

@@ -1,0 +1,133 @@
+"""Runs whose model and updates travel in 16 bits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.small_jobs import small_job
+
+from deploy.cli import job_check
+from deploy.wiring import parts as wiring
+from deploy.wiring.simulation import simulate
+from federation.errors import QuorumNotMet
+from federation.event_log import read_events
+from federation.events import Event, ModelEvaluated, RoundFinished, RunFinished
+from federation.job.spec import JobSpec
+from monitoring.runs.run_result import RunResult
+
+pytestmark = pytest.mark.slow
+
+# Enough values that headers are a small part of a message.
+WIDE = {
+    "factory": "clients.models:mlp",
+    "options": {"inputs": 4, "classes": 3, "hidden": [512, 64]},
+}
+ROUNDS = 6
+
+
+def wide_job(up: str = "identity", down: str = "identity", **tables: Any) -> JobSpec:
+    """Four sites that train some 35,000 values."""
+    training = {"local_steps": 4, "batch_size": 8, "optimizer": {"lr": 0.1}}
+    communication = {"codec": {"name": up}, "down_codec": {"name": down}}
+    given = {"rounds": ROUNDS, "training": training, "communication": communication}
+    return small_job(num_sites=4, model=WIDE, **(given | tables))
+
+
+def run(
+    job: JobSpec, engine: str = "inproc", **more: Any
+) -> tuple[RunResult, list[Event]]:
+    """Its outcome and all that happened."""
+    seen: list[Event] = []
+    return simulate(job, engine=engine, listeners=[seen.append], **more), seen
+
+
+def loss(events: list[Event]) -> float:
+    """Of the final model."""
+    (last,) = [
+        e for e in events if isinstance(e, ModelEvaluated) and e.round_index == ROUNDS
+    ]
+    return last.pooled.loss
+
+
+def sent(events: list[Event]) -> tuple[int, int]:
+    """Bytes of all training rounds, down and up."""
+    rounds = [e for e in events if isinstance(e, RoundFinished)]
+    assert [e.status for e in rounds] == ["completed"] * ROUNDS
+    return sum(e.bytes_down for e in rounds), sum(e.bytes_up for e in rounds)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_half_the_bytes_bring_the_same_loss(name: str):
+    """Down and up, as predicted before the run."""
+    job = wide_job(name, name)
+    (_, whole), (_, half) = run(wide_job()), run(job)
+    assert loss(half) == pytest.approx(loss(whole), abs=0.005)
+    assert loss(half) != loss(whole)
+    for few, many in zip(sent(half), sent(whole), strict=True):
+        assert 0.5 * many < few < 0.51 * many
+    traffic = job_check.forecast(wiring.build_federation(job)).traffic
+    assert traffic is not None
+    rounds = [traffic.of_round(index) for index in range(1, ROUNDS + 1)]
+    for way, found in enumerate(sent(half)):
+        low = sum(spans[way].low for spans in rounds)
+        high = sum(spans[way].high for spans in rounds)
+        assert low <= found <= high
+        assert high - low <= 64 * 4 * ROUNDS
+
+
+@pytest.mark.parametrize(
+    "engine", ["virtual", pytest.param("flower", marks=pytest.mark.flower)]
+)
+def test_engines_agree_bit_for_bit(engine: str):
+    """Encoding happens at the same two places in all of them."""
+    machines = [{"site": f"site-{i}", "examples_per_second": 9.0} for i in range(4)]
+    job = wide_job("bf16", "fp16", simulation={"machines": machines})
+    ours, theirs = run(job)[0].weights, run(job, engine)[0].weights
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
+    """The checkpoint holds float32: what is sent is made of it again."""
+    job = wide_job("bf16", "bf16", aggregation={"server_optimizer": {"name": "adam"}})
+    whole, _ = run(job)
+    rounds = 0
+
+    def stop(event: Event) -> None:
+        nonlocal rounds
+        rounds += isinstance(event, RoundFinished)
+
+    folder = tmp_path / "run"
+    simulate(job, folder=folder, listeners=[stop], stop_requested=lambda: rounds >= 2)
+    assert rounds == 2
+    again = simulate(job, folder=folder, resume=True)
+    (finished,) = [
+        e
+        for e in read_events(folder / "events.jsonl")[-1:]
+        if isinstance(e, RunFinished)
+    ]
+    assert (finished.status, finished.rounds_completed) == ("completed", ROUNDS)
+    for name, values in whole.weights.items():
+        assert np.array_equal(values, again.weights[name]), name
+
+
+def test_the_model_goes_down_in_16_bits_under_secure_aggregation():
+    """Sites sign for the words that they were sent; the sum is as without the codec."""
+    privacy = {"secure_aggregation": {"enabled": True}}
+    job = wide_job(down="bf16", privacy=privacy)
+    (_, whole), (_, half) = run(wide_job(privacy=privacy)), run(job)
+    assert loss(half) == pytest.approx(loss(whole), abs=0.005)
+    (few, up), (many, same) = sent(half), sent(whole)
+    assert few < 0.6 * many
+    assert up == same
+
+
+def test_a_model_beyond_fp16_ends_the_run_with_the_reason():
+    """Its rounds are discarded: no site is ever sent an infinite weight."""
+    server = {"name": "average", "lr": 1e9}
+    job = wide_job(down="fp16", aggregation={"server_optimizer": server})
+    seen: list[Event] = []
+    with pytest.raises(QuorumNotMet, match="does not fit into fp16"):
+        simulate(job, listeners=[seen.append])
+    rounds = [e for e in seen if isinstance(e, RoundFinished)]
+    assert [e.status for e in rounds] == ["discarded"] * 3
