@@ -93,7 +93,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Float32:
     """Float32 as it is."""
 
     name: str = "identity"
@@ -252,7 +252,7 @@ def _from_bf16(words_c: Words) -> Vector:
     return values_c
 
 
-IDENTITY = Identity()
+IDENTITY = Float32()
 FP16 = Cast(
     "fp16",
     np.dtype(np.float16),
