@@ -192,7 +192,7 @@ class Cast:
 
     def values(self, words: Words, *, seed: int = 0) -> Values:  # noqa: ARG002
         """See ``Codec``."""
-        return _Widened(words, self.widen)
+        return _CastValues(words, self.widen)
 
     def _check(self, part_c: Vector) -> None:
         largest = max(float(part_c.max()), -float(part_c.min()))
@@ -205,7 +205,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class _Widened:
+class _CastValues:
     """Float values that are made of words as they are read."""
 
     words: Words
