@@ -3,8 +3,10 @@
 From imports, calls and annotations alone; nothing is imported:
 
 - climbs: calls that hand on the job or its holder, from `simulate` on in the order of
-  the source, each function once; coming to a room of a higher floor is a climb.
-- names of a task, an update and epsilon's cap, and the classes that hold one.
+  the source, each function once; a return to a higher floor is a climb. A part of the
+  job, as in `f(job.seed)`, is not the job.
+- names of a task, an update and epsilon's cap, and the classes that hold one. Keys of
+  files (fields of a `...Spec`) are named for their readers, and are listed apart.
 """
 
 import ast
@@ -33,11 +35,11 @@ def modules(root: Path) -> dict[str, ast.Module]:
 
 
 class Walk:
-    """The way of the job; ``way`` is of modules, in the order of the walk."""
+    """The way of the job: how often it climbs, and the modules that it passes."""
 
     def __init__(self, trees: dict[str, ast.Module]) -> None:
         """Index functions and imports."""
-        self.way: list[str] = []
+        self.climbs, self.passed = 0, set[str]()
         self._bodies: dict[Place, ast.AST] = {}
         self._imports: dict[str, dict[str, str]] = {}
         self._seen: set[Place] = set()
@@ -54,17 +56,19 @@ class Walk:
     def follow(self, module: str, name: str) -> None:
         """Walk through a function, and through what it hands the job to."""
         self._seen.add((module, name))
-        self.way.append(module)
+        self.passed.add(module)
         calls = [
             n for n in ast.walk(self._bodies[module, name]) if isinstance(n, ast.Call)
         ]
         for call in sorted(calls, key=lambda n: (n.end_lineno, n.end_col_offset)):
             target = self._target(module, name.partition(".")[0], call.func)
-            given = [*call.args, *(word.value for word in call.keywords), call.func]
-            words = re.findall(r"\w+", " ".join(map(ast.unparse, given)))
-            if target and target not in self._seen and any(map(JOB.fullmatch, words)):
+            given = [*call.args, *(word.value for word in call.keywords)]
+            if isinstance(call.func, ast.Attribute):
+                given.append(call.func.value)
+            last = [ast.unparse(value).rpartition(".")[2] for value in given]
+            if target and target not in self._seen and any(map(JOB.fullmatch, last)):
                 self.follow(*target)
-                self.way.append(module)  # It returns.
+                self.climbs += _floor(target[0]) < _floor(module)  # It returns.
 
     def _target(self, module: str, owner: str, called: ast.expr) -> Place | None:
         head, dot, rest = ast.unparse(called).partition(".")
@@ -78,6 +82,10 @@ class Walk:
             text = ".".join(parts)[len(module) + 1 :]
         both = ((module, text), (module, f"{text}.__init__"))
         return next((found for found in both if found in self._bodies), None)
+
+
+def _floor(module: str) -> int:
+    return FLOORS[module.partition(".")[0]]
 
 
 def _functions(top: ast.stmt, owner: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -104,16 +112,17 @@ def main(root: Path) -> None:
     trees = modules(root)
     walk, held = Walk(trees), [h for tree in trees.values() for h in holders(tree)]
     walk.follow(*next(p for p in walk._bodies if p[1] == "simulate"))  # noqa: SLF001
-    floors = [FLOORS[module.partition(".")[0]] for module in walk.way]
-    climbs = sum(low < high for low, high in itertools.pairwise(floors))
-    print(f"the job climbs {climbs} times, through {len(set(walk.way))} modules")
+    print(f"the job climbs {walk.climbs} times, through {len(walk.passed)} modules")
     for kind, is_one in KINDS.items():
         found = [h for h in held if re.fullmatch(rf"({is_one}( \| )?)+", h[1])]
         called, classes = {h[0] for h in found}, {h[2] for h in found} - {""}
         print(f"{kind} has {len(called)} names: {', '.join(sorted(called))}")
         print(f"  and is held by {len(classes)} classes: {', '.join(sorted(classes))}")
-    caps = sorted({h[0] for h in held if CAP.fullmatch(h[0])})
-    print(f"epsilon's cap has {len(caps)} names: {', '.join(caps)}")
+    caps = [h for h in held if CAP.fullmatch(h[0])]
+    keys = {h[0] for h in caps if h[2].endswith("Spec")}
+    called = {h[0] for h in caps if not h[2].endswith("Spec")}
+    print(f"epsilon's cap has {len(called)} names: {', '.join(sorted(called))}")
+    print(f"  and the keys of files are: {', '.join(sorted(keys))}")
 
 
 if __name__ == "__main__":

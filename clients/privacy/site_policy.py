@@ -94,7 +94,7 @@ def contract_policy(
         # That of the job, which was accepted: where a contract claims more than its
         # job does, the claim would lift the rule for two sites.
         privacy_profiles=frozenset({job.privacy.differential_privacy.unit}),
-        max_epsilon=policy.max_epsilon if policy.demands_privacy else math.inf,
+        epsilon_cap=policy.max_epsilon if policy.demands_privacy else math.inf,
         max_delta=policy.max_delta if policy.demands_privacy else 1.0,
         max_rounds=policy.max_rounds + 1,
         header_slots=header_slots(job),

@@ -135,7 +135,7 @@ class Rehearsal:
             max_clip_norm=contract.clip_norm,
             max_element_bound=contract.element_bound,
             privacy_profiles=frozenset({contract.differential_privacy.profile}),
-            max_epsilon=contract.differential_privacy.largest_epsilon,
+            epsilon_cap=contract.differential_privacy.largest_epsilon,
             max_delta=contract.differential_privacy.largest_delta,
             max_rounds=contract.max_rounds,
             header_slots=header_slots(job),

@@ -24,7 +24,7 @@ _STATISTICS_NOISE = "privacy.differential_privacy.standardise.noise_multiplier"
 
 
 def noise_multiplier(
-    target_epsilon: float,
+    epsilon_cap: float,
     delta: float,
     sampling_rate: float,
     steps: int,
@@ -35,7 +35,7 @@ def noise_multiplier(
     """Smallest noise multiplier with which all steps stay within the target.
 
     Args:
-        target_epsilon: What may be spent, > 0.
+        epsilon_cap: What may be spent, > 0.
         delta: From ``accountant.MIN_DELTA``, below 1.
         sampling_rate: Probability of each record to be in a step, in (0, 1].
         steps: Steps of the whole run, those held in reserve included.
@@ -55,8 +55,8 @@ def noise_multiplier(
             says what would reach the target.
         ValueError: An argument is out of range.
     """
-    if not (math.isfinite(target_epsilon) and target_epsilon > 0):
-        raise ValueError(f"target_epsilon is {target_epsilon}, not above 0")
+    if not (math.isfinite(epsilon_cap) and epsilon_cap > 0):
+        raise ValueError(f"epsilon_cap is {epsilon_cap}, not above 0")
     spent = _SpentEpsilon(delta, sampling_rate, steps, slack, beside)
     if steps * slack >= delta / 2:
         raise PrivacyUnreachable(
@@ -66,11 +66,11 @@ def noise_multiplier(
             f"least {2 * steps * slack:.2g}, would do",
             key=_KEY,
         )
-    goal = target_epsilon * (1 - _HEADROOM)
-    _check_beside(target_epsilon, goal, delta, beside)
+    goal = epsilon_cap * (1 - _HEADROOM)
+    _check_beside(epsilon_cap, goal, delta, beside)
     if spent(MAX_NOISE_MULTIPLIER) > goal:
-        raise PrivacyUnreachable(_advice(target_epsilon, spent), key=_KEY)
-    return _search(spent, goal, target_epsilon * (1 - _WASTE))
+        raise PrivacyUnreachable(_advice(epsilon_cap, spent), key=_KEY)
+    return _search(spent, goal, epsilon_cap * (1 - _WASTE))
 
 
 def _check_beside(

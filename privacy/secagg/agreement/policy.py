@@ -60,7 +60,7 @@ class LocalPolicy:
         header_slots: Slots of the header that this site's code sends, in their
             order; no other header is accepted.
         privacy_profiles: Profiles of differential privacy that are accepted.
-        max_epsilon: Largest epsilon cap of a run. Any finite number refuses a run
+        epsilon_cap: Largest epsilon cap of a run. Any finite number refuses a run
             without differential privacy.
         max_delta: Largest delta; below 1 it refuses such a run too.
         require_hybrid: Whether pair secrets must rest on ML-KEM-768 too.
@@ -91,7 +91,7 @@ class LocalPolicy:
     max_rounds: int
     header_slots: tuple[str, ...]
     privacy_profiles: frozenset[str] = frozenset(PROFILES)
-    max_epsilon: float = math.inf
+    epsilon_cap: float = math.inf
     max_delta: float = 1.0
     noise_share: NoiseShare | None = None
     require_hybrid: bool = True
@@ -253,10 +253,10 @@ def _privacy_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     terms, table = q.differential_privacy, "differential_privacy"
     if terms.profile not in policy.privacy_profiles:
         yield f"{table}.profile", f"this site does not accept {terms.profile!r}"
-    if terms.largest_epsilon > policy.max_epsilon:
+    if terms.largest_epsilon > policy.epsilon_cap:
         yield (
             f"{table}.epsilon_cap",
-            f"{terms.largest_epsilon} is above this site's {policy.max_epsilon}",
+            f"{terms.largest_epsilon} is above this site's {policy.epsilon_cap}",
         )
     if terms.largest_delta > policy.max_delta:
         yield (

@@ -477,6 +477,7 @@ def test_every_demand_reaches_the_policy_of_contracts():
     )
     # One round more is for evaluation alone.
     demanded |= {"max_rounds": 8, "colluding": demanded.pop("colluding_sites")}
+    demanded["epsilon_cap"] = demanded.pop("max_epsilon")
     for name, value in demanded.items():
         wanted = frozenset(value) if isinstance(value, tuple) else value
         assert getattr(found, name) == wanted
@@ -491,4 +492,4 @@ def test_every_demand_reaches_the_policy_of_contracts():
         roster=found.roster,
         noise_share=None,
     )
-    assert (nobody.max_epsilon, nobody.max_delta) == (math.inf, 1.0)
+    assert (nobody.epsilon_cap, nobody.max_delta) == (math.inf, 1.0)

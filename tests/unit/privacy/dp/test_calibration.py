@@ -68,7 +68,7 @@ def test_slack_can_use_up_delta():
 @pytest.mark.parametrize("target", [0.0, -1.0, math.inf, math.nan])
 def test_targets_are_positive(target: float):
     """Refused otherwise."""
-    with pytest.raises(ValueError, match="target_epsilon"):
+    with pytest.raises(ValueError, match="epsilon_cap"):
         calibration.noise_multiplier(target, 1e-5, 0.1, 10)
 
 

@@ -47,7 +47,7 @@ def _site(drawn: _Drawn, **policy: Any) -> SiteSetup:
         "max_element_bound": 0.01,
         "weight_rules": frozenset({"examples"}),
         "privacy_profiles": frozenset({"record"}),
-        "max_epsilon": 4.0,
+        "epsilon_cap": 4.0,
         "max_delta": 1e-6,
     }
     return PARTIES.site_setup(

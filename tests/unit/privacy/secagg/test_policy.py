@@ -64,10 +64,10 @@ def test_contract_against_the_policy_is_refused(
     ("key", "changes", "demands"),
     [
         ("profile", {}, {"privacy_profiles": frozenset({"joint", "site"})}),
-        ("epsilon_cap", {}, {"max_epsilon": 3.9}),
+        ("epsilon_cap", {}, {"epsilon_cap": 3.9}),
         ("delta", {}, {"max_delta": 9e-7}),
         ("profile", None, {"privacy_profiles": frozenset({"record"})}),
-        ("epsilon_cap", None, {"max_epsilon": 1e9}),
+        ("epsilon_cap", None, {"epsilon_cap": 1e9}),
         ("delta", None, {"max_delta": 0.99}),
     ],
 )
@@ -85,7 +85,7 @@ def test_weaker_differential_privacy_is_refused(
 def test_differential_privacy_at_the_limit_passes():
     """At the largest epsilon and delta exactly."""
     policy = PARTIES.policy(
-        privacy_profiles=frozenset({"record"}), max_epsilon=4.0, max_delta=1e-6
+        privacy_profiles=frozenset({"record"}), epsilon_cap=4.0, max_delta=1e-6
     )
     check_against_policy(PARTIES.contract(differential_privacy=RECORD), policy)
 
