@@ -12,35 +12,27 @@ setup, in which all sites must answer (P1). A round is one exchange with all sit
 A group without a sum is left out if the others suffice for the rule. A sum that honest
 sites do not make shows that a bad site is in its group, so there is one less elsewhere.
 
-Shape suffixes: d float values of the model, h words of the header.
+Shape suffixes: d float values of the model.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import add
 
-import numpy as np
-
 from aggregator.combine import combine_rule
-from aggregator.honest_sums import SumTerms, check_totals
+from aggregator.masked_round import MaskedRound, OpenedSum
 from aggregator.secure_exchange import (
     SecureExchange,
-    check_signer,
-    check_sizes,
     losing_the_round,
 )
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
-from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
-from federation.mapped import sha256
 from federation.messages import (
-    MaskedUpdate,
     MetricSums,
     RoundTask,
     SecureStep,
@@ -50,7 +42,7 @@ from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
 from federation.rounds.gather import evaluates, round_tasks
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
-from federation.vectors import HeaderVector, Layout, Vector, norm
+from federation.vectors import Layout, Vector, norm
 from privacy.secagg.agreement.certificate import (
     OpenedRound,
     before_rounds,
@@ -66,13 +58,10 @@ from privacy.secagg.agreement.groups import (
     write_start,
 )
 from privacy.secagg.agreement.identity import Identity
-from privacy.secagg.arithmetic.accumulator import MaskedSum
-from privacy.secagg.arithmetic.header import decode_header
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
-from privacy.secagg.protocol.server import AggregatorRound
 from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 
 DRAWS_BEFORE_FAULT = 2  # A site may be slow once.
@@ -93,76 +82,7 @@ class _OpenGroup:
         return ", ".join(self.sites)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupSum:
-    """What a group's sum came to."""
-
-    group: _OpenGroup
-    opened: OpenedRound
-    mean_d: Vector | None
-    totals: Mapping[str, float]
-
-
-class _GroupRound:
-    """One round of one group."""
-
-    def __init__(
-        self, group: _OpenGroup, setup: SetupRecord, facts: RoundFacts, size: int | None
-    ) -> None:
-        self.group = group
-        self.protocol = AggregatorRound(setup=setup, facts=facts)
-        contract = group.contract
-        self._ring = contract.ring()
-        self._header = train.header_spec(contract.num_sites, contract.header_slots)
-        self._header_h: HeaderVector = np.zeros(len(self._header.slots), np.uint64)
-        self._total = None if size is None else MaskedSum(size, self._ring)
-        self._num_bytes = 0 if size is None else size * self._ring.word_bytes
-
-    def fold(self, update: MaskedUpdate) -> None:
-        """Add a site's masked update.
-
-        Raises:
-            ProtocolError: It is not the group's; nothing was added.
-        """
-        check_sizes(
-            update, num_bytes=self._num_bytes, num_slots=len(self._header.slots)
-        )
-        check_signer(update, self.group.contract)
-        self.protocol.on_masked(
-            update.body,
-            vector_digest=sha256(update.words),
-            header_digest=hashlib.sha256(update.header_h.data).digest(),
-        )
-        self._header_h += update.header_h
-        if self._total is not None:
-            self._total.fold_(update.words.view(self._ring.wire_dtype))
-
-    def open(self, job: JobSpec, *, evaluation: bool) -> _GroupSum:
-        """Read the sum, from which the masks have cancelled.
-
-        Raises:
-            TooFewSites: Not all sites of the group have answered.
-            SumOutOfRange: Honest sites do not make such a sum.
-        """
-        num_updates = len(self.protocol.close_masked())
-        self.protocol.corrections().erase()  # In P1 there are none.
-        total = self._total
-        opened = self.protocol.opened(
-            sum_digest=hashlib.sha256().digest() if total is None else total.digest(),
-            header_digest=hashlib.sha256(self._header_h.astype("<u8").data).digest(),
-        )
-        totals = decode_header(self._header, self._header_h)
-        asked = SumTerms(
-            job=job,
-            contract=self.group.contract,
-            num_updates=num_updates,
-            training=total is not None,
-            evaluation=evaluation,
-        )
-        check_totals(totals, asked)
-        weight = totals[train.WEIGHT]
-        mean_d = None if total is None else total.decode(divisor=weight, weight=weight)
-        return _GroupSum(group=self.group, opened=opened, mean_d=mean_d, totals=totals)
+_Sums = Mapping[_OpenGroup, OpenedSum]  # Of the groups whose sum counts.
 
 
 class GroupGather:
@@ -216,9 +136,11 @@ class GroupGather:
             sums, byzantine = self._sums(state, record, TaskKind.TRAIN)
         rule = combine_rule(replace(self._job.aggregation, byzantine_sites=byzantine))
         rule(_updates(sums), out_d)
-        opened = {one.group.names: one.opened for one in sums}
         for group in self._groups:
-            group.opened = opened.get(group.names, without_sum(record.round_index))
+            found = sums.get(group)
+            group.opened = (
+                without_sum(record.round_index) if not found else found.opened
+            )
         record.count_sums(
             training=_pooled(train.TRAINING, sums),
             evaluation=_pooled(train.EVALUATION, sums),
@@ -228,11 +150,9 @@ class GroupGather:
         record.end_phase("combine")
         return out_d
 
-    def _compare(
-        self, record: RoundRecord, sums: Sequence[_GroupSum], combined_d: Vector
-    ) -> None:
+    def _compare(self, record: RoundRecord, sums: _Sums, combined_d: Vector) -> None:
         """Emit how each group's mean relates to what the rule made of all."""
-        means = {one.group: one.mean_d for one in sums}
+        means = {group: one.mean_d for group, one in sums.items()}
         found = [means.get(group) for group in self._groups]
         record.compare_groups(
             [group.sites for group in self._groups],
@@ -255,7 +175,7 @@ class GroupGather:
 
     def _sums(
         self, state: RunState, record: RoundRecord, kind: TaskKind
-    ) -> tuple[list[_GroupSum], int]:
+    ) -> tuple[_Sums, int]:
         """Open the sums of a round.
 
         Returns:
@@ -269,20 +189,24 @@ class GroupGather:
         record.leave_out(self._exchange.announce(record, state.suspicions.faults))
         rounds = self._exchange_updates(state, record, kind)
         evaluation = kind is TaskKind.EVALUATE or evaluates(self._job, state)
-        sums, bad = [], self._job.aggregation.byzantine_sites
+        sums: dict[_OpenGroup, OpenedSum] = {}
+        bad = self._job.aggregation.byzantine_sites
         for group in self._groups:
             group.remark = "it has no keys"
-        for one in rounds:
-            names, one.group.remark = one.group.names, ""
+        for group, current in rounds.items():
+            names, group.remark = group.names, ""
             try:
-                sums.append(one.open(self._job, evaluation=evaluation))
+                current.protocol.close_masked()
+                sums[group] = current.open(
+                    self._job, evaluation=evaluation, update_clip=self._whole.clip_norm
+                )
             except TooFewSites as error:
-                one.group.remark = str(error)
+                group.remark = str(error)
                 record.warn(
                     f"round {record.round_index} has no sum of {names}: {error}"
                 )
             except SumOutOfRange as error:
-                one.group.remark = str(error)
+                group.remark = str(error)
                 bad = max(0, bad - 1)  # One bad site at least is accounted for.
                 record.warn(
                     f"round {record.round_index} leaves out the sum of {names}: {error}"
@@ -303,13 +227,13 @@ class GroupGather:
 
     def _exchange_updates(
         self, state: RunState, record: RoundRecord, kind: TaskKind
-    ) -> list[_GroupRound]:
+    ) -> Mapping[_OpenGroup, MaskedRound]:
         """R1: send the model to all groups that have keys, and fold what comes back."""
         setups = self._set_up(record, state.suspicions)
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         tasks = self._tasks(state, record, kind, setups, model)
         size = self._layout.size if kind is TaskKind.TRAIN else None
-        rounds: dict[SiteId, _GroupRound] = {}
+        rounds: dict[_OpenGroup, MaskedRound] = {}
         for group, setup in setups:
             facts = RoundFacts(
                 round_index=record.round_index,
@@ -317,26 +241,16 @@ class GroupGather:
                 model_digest=model,
                 task_digest=train.task_digest(tasks[0], self._whole.clip_norm),
             )
-            one = _GroupRound(group, setup, facts, size)
-            rounds |= dict.fromkeys(group.sites, one)
-        replies = self._exchange.heard(
-            exchange(
-                self._grid,
-                tasks,
-                deadline_seconds=self._job.schedule.round_deadline_seconds,
-            ),
-            lambda site: _round_of(rounds, site).protocol,
-        )
-        for update, reply in record.masked_updates(replies):
-            try:
-                _round_of(rounds, update.site).fold(update)
-            except ProtocolError as error:
-                record.revoke(update, reply, str(error))
-            else:
-                self._exchange.note_answer(update.site)
-                record.count_masked(update, reply)
-            del update, reply  # One at a time: the next is about to land.
-        return [rounds[group.sites[0]] for group, _ in setups]
+            rounds[group] = MaskedRound(setup, facts, size=size)
+
+        def round_of(site: SiteId) -> MaskedRound:
+            group = self._group_of.get(site)
+            if group not in rounds:
+                raise ProtocolError("answered a round that its group was not asked for")
+            return rounds[group]
+
+        self._exchange.fold(record, tasks, round_of)
+        return rounds
 
     def _tasks(
         self,
@@ -506,23 +420,15 @@ def _suspected(
     return replace(known, silences=dict(silences), faults=faults)
 
 
-def _round_of(rounds: Mapping[SiteId, _GroupRound], site: SiteId) -> _GroupRound:
-    if site not in rounds:
-        raise ProtocolError("answered a round that its group was not asked for")
-    return rounds[site]
-
-
-def _updates(sums: Sequence[_GroupSum]) -> Iterator[WeightedUpdate]:
+def _updates(sums: _Sums) -> Iterator[WeightedUpdate]:
     """The groups' means, each of which counts once."""
-    for one in sums:
+    for group, one in sums.items():
         if one.mean_d is not None:
-            yield WeightedUpdate(
-                site=one.group.sites[0], delta_d=one.mean_d, weight=1.0
-            )
+            yield WeightedUpdate(site=group.sites[0], delta_d=one.mean_d, weight=1.0)
 
 
-def _pooled(kind: str, sums: Sequence[_GroupSum]) -> MetricSums | None:
+def _pooled(kind: str, sums: _Sums) -> MetricSums | None:
     """Sums of results over all groups that count."""
-    found = [train.read_sums(kind, one.totals) for one in sums]
+    found = [train.read_sums(kind, one.totals) for one in sums.values()]
     known = [one for one in found if one is not None]
     return reduce(add, known) if known else None

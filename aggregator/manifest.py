@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
@@ -196,6 +197,8 @@ def encode(manifest: Manifest) -> bytes:
     return _canonical({**document, "sha256": digest})
 
 
+# Every save reads those of the kept checkpoints, whose bytes are mostly the same ones.
+@lru_cache(maxsize=16)
 def decode(key: str, content: bytes) -> Manifest:
     """Read a manifest: digest before version, version before meaning.
 

@@ -16,14 +16,15 @@ from collections.abc import (
 from contextlib import contextmanager
 from dataclasses import replace
 
+from aggregator.masked_round import MaskedRound, check_sender
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
 from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
-    MaskedUpdate,
     Reply,
+    RoundTask,
     SecureAnswer,
     SecureStep,
     SecureTask,
@@ -32,11 +33,8 @@ from federation.messages import (
 from federation.protocols import Grid
 from federation.rounds.failures import failure
 from federation.rounds.round_record import RoundRecord
-from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
-from privacy.secagg.protocol.messages import MaskedAnswer
-from privacy.secagg.protocol.server import AggregatorRound
 
 _OF_NO_ROUND = frozenset(
     {SecureStep.COMMIT, SecureStep.DRAW, SecureStep.ADVERTISE, SecureStep.CONFIRM}
@@ -112,26 +110,50 @@ class SecureExchange:
             except ProtocolError as error:
                 record.refuse(answer.site, reply, str(error))
 
-    def heard(
-        self, replies: Iterable[Reply], round_of: Callable[[SiteId], AggregatorRound]
+    def fold(
+        self,
+        record: RoundRecord,
+        tasks: Sequence[RoundTask],
+        round_of: Callable[[SiteId], MaskedRound],
+    ) -> None:
+        """R1: send the model and fold what comes back, each into its site's sum.
+
+        Args:
+            record: The round.
+            tasks: One for each site.
+            round_of: The sum that a site is in; a ``ProtocolError`` if in none.
+        """
+        replies = exchange(self._grid, tasks, deadline_seconds=self._deadline_seconds)
+        for update, reply in record.masked_updates(self._heard(replies, round_of)):
+            try:
+                round_of(update.site).fold(update)
+            except ProtocolError as error:
+                record.revoke(update, reply, str(error))
+            else:
+                self._note_answer(update.site)
+                record.count_masked(update, reply)
+            del update, reply  # One at a time: the next is about to land.
+
+    def _heard(
+        self, replies: Iterable[Reply], round_of: Callable[[SiteId], MaskedRound]
     ) -> Iterator[Reply]:
         """Check as they land that declines are signed by their sites."""
         for reply in self._noting(replies):
             answer = reply.message
             if isinstance(answer, SecureAnswer) and answer.step is SecureStep.DECLINE:
                 try:
-                    current = round_of(answer.site)
+                    current = round_of(answer.site).protocol
                     check_sender(answer.site, current.on_decline(answer.body))
                 except ProtocolError as error:
                     refused = failure(answer, FailureKind.INVALID, str(error))
                     yield replace(reply, message=refused)
                     continue
-                self.note_answer(answer.site)
+                self._note_answer(answer.site)
             del answer  # The caller wants to let go of a masked update.
             yield reply
             del reply
 
-    def note_answer(self, site: SiteId) -> None:
+    def _note_answer(self, site: SiteId) -> None:
         """Note that a site has answered a round of the setup in force."""
         run_setup = self._run_setup_of(site)
         if run_setup is not None:
@@ -171,44 +193,3 @@ def losing_the_round(record: RoundRecord) -> Iterator[None]:
         if isinstance(error, SumOutOfRange):
             record.complaints.append(f"the sum: {error}")
         raise QuorumNotMet(str(error)) from error
-
-
-def check_sender(site: SiteId, signer: SiteId) -> None:
-    """Check that an answer was signed by the site that sent it.
-
-    Raises:
-        ProtocolError: It was not.
-    """
-    if signer != site:
-        raise ProtocolError(f"sent an answer that {signer!r} has signed")
-
-
-def check_signer(update: MaskedUpdate, contract: Contract) -> None:
-    """Check who signed before ``on_masked`` counts it: nobody speaks for others.
-
-    Raises:
-        ProtocolError: Another site did, or the message is malformed.
-    """
-    number = MaskedAnswer.read_number(update.body)
-    check_sender(update.site, contract.member(number).site)
-
-
-def check_sizes(update: MaskedUpdate, *, num_bytes: int, num_slots: int) -> None:
-    """Check how much a site sent.
-
-    Args:
-        update: The update.
-        num_bytes: Of masked words.
-        num_slots: Of the header.
-
-    Raises:
-        ProtocolError: It is more or less.
-    """
-    if update.words.size != num_bytes:
-        raise ProtocolError(
-            f"sent {update.words.size} bytes of masked words; {num_bytes} are right"
-        )
-    if update.header_h.size != num_slots:
-        raise ProtocolError(
-            f"sent a header of {update.header_h.size} words; {num_slots} are right"
-        )

@@ -16,29 +16,19 @@ that deal or release wrong shares are not asked again: ``blame``.
 Shape suffixes: d float values of the model, h words of the header.
 """
 
-import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-
-import numpy as np
+from collections.abc import Collection, Mapping, Sequence
 
 from aggregator.blame import Blame
-from aggregator.honest_sums import SumTerms, check_totals
+from aggregator.masked_round import MaskedRound, OpenedSum
 from aggregator.secure_exchange import (
     SecureExchange,
-    check_signer,
-    check_sizes,
     losing_the_round,
 )
 from aggregator.secure_setup import RunSetup
-from federation.errors import ProtocolError, QuorumNotMet
-from federation.exchange import exchange
+from federation.errors import QuorumNotMet
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
-from federation.mapped import sha256
 from federation.messages import (
-    MaskedUpdate,
-    Reply,
     RoundTask,
     SecureStep,
     TaskKind,
@@ -47,14 +37,11 @@ from federation.protocols import Grid, RunState
 from federation.rounds.gather import evaluates, round_tasks
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
-from federation.vectors import HeaderVector, Layout, Vector
+from federation.vectors import Layout, Vector
 from privacy.dp.adaptive_clip import next_clip
-from privacy.keystream import apply_masks_
 from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.agreement.contract import Contract, Setting
 from privacy.secagg.agreement.identity import Identity
-from privacy.secagg.arithmetic.accumulator import MaskedSum
-from privacy.secagg.arithmetic.header import decode_header
 from privacy.secagg.errors import TooFewSites
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.key_schedule import RoundFacts
@@ -83,8 +70,6 @@ class SecureGather:
         self._grid = grid
         self._identity = identity
         self._contract = contract
-        self._ring = contract.ring()
-        self._header = train.header_spec(contract.num_sites, contract.header_slots)
         self._run_setup = RunSetup(contract)
         self._exchange = SecureExchange(
             self._run_id,
@@ -104,109 +89,67 @@ class SecureGather:
         See ``federation.rounds.gather.Gather``; the sum has memory of its own.
         """
         del out_d
-        total = MaskedSum(self._layout.size, self._ring)
         with losing_the_round(record):
-            header_h, opened = self._sum(state, record, TaskKind.TRAIN, total)
-            totals = self._totals(header_h, opened, state, TaskKind.TRAIN)
-            weight = totals[train.WEIGHT]
-            # Updates of a smaller clip norm were scaled up to the contract's.
-            scale = self._contract.clip_norm / self._clip(state)
-            mean_d = total.decode(divisor=weight * scale, weight=weight)
-        self._opened = opened
+            one = self._sum(state, record, TaskKind.TRAIN)
+        self._opened = one.opened
         # Only now: what a corrupt sum says of losses is no result.
         record.count_sums(
-            training=train.read_sums(train.TRAINING, totals),
-            evaluation=train.read_sums(train.EVALUATION, totals),
+            training=train.read_sums(train.TRAINING, one.totals),
+            evaluation=train.read_sums(train.EVALUATION, one.totals),
         )
         record.update_clip = self._clip(state)
-        record.next_clip = self._next_clip(state, totals)
+        record.next_clip = self._next_clip(state, one.totals)
         record.end_phase("combine")
-        return mean_d
+        assert one.mean_d is not None  # noqa: S101  # The sites have trained.
+        return one.mean_d
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Have all sites evaluate; only the sums of their results are opened."""
         try:
             with losing_the_round(record):
-                header_h, opened = self._sum(state, record, TaskKind.EVALUATE, None)
-                totals = self._totals(header_h, opened, state, TaskKind.EVALUATE)
+                one = self._sum(state, record, TaskKind.EVALUATE)
         except QuorumNotMet:
             return  # The record tells who failed, and that there are no metrics.
         record.count_sums(
-            training=None, evaluation=train.read_sums(train.EVALUATION, totals)
+            training=None, evaluation=train.read_sums(train.EVALUATION, one.totals)
         )
 
-    def _sum(
-        self,
-        state: RunState,
-        record: RoundRecord,
-        kind: TaskKind,
-        total: MaskedSum | None,
-    ) -> tuple[HeaderVector, OpenedRound]:
-        """Sum headers, and updates into ``total``; both are unmasked afterwards.
+    def _sum(self, state: RunState, record: RoundRecord, kind: TaskKind) -> OpenedSum:
+        """Sum the headers, and updates if the sites train.
 
         Raises:
             TooFewSites: Too few sites for some step; the round is lost.
             BadShare: The shares of a secret contradict one another.
+            SumOutOfRange: Honest sites do not make such a sum.
         """
         blame = Blame(self._contract, state.suspicions)
         left_out = self._exchange.announce(record, blame.left_out())
         setup = self._set_up(record, left_out)
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         tasks = self._tasks(state, record, kind, setup, model)
-        current = AggregatorRound(
-            setup=setup,
-            facts=RoundFacts(
-                round_index=record.round_index,
-                cohort=setup.cohort,
-                model_digest=model,
-                task_digest=train.task_digest(tasks[0], self._clip(state)),
-            ),
+        trains, clip = kind is TaskKind.TRAIN, self._clip(state)
+        facts = RoundFacts(
+            round_index=record.round_index,
+            cohort=setup.cohort,
+            model_digest=model,
+            task_digest=train.task_digest(tasks[0], clip),
         )
+        size = self._layout.size if trains else None
+        current = MaskedRound(setup, facts, size=size)
         record.leave_out(left_out)
         asked = [task for task in tasks if task.site not in left_out]
-        header_h = self._fold(asked, record, current, total)
+        self._exchange.fold(record, asked, lambda _: current)
         try:
-            survivors = current.close_masked()
+            survivors = current.protocol.close_masked()
             if setup.contract.setting is Setting.P2:
-                self._agree_and_reveal(record, current, survivors)
-            corrections = current.corrections()
+                self._agree_and_reveal(record, current.protocol, survivors)
+            evaluation = not trains or evaluates(self._job, state)
+            return current.open(self._job, evaluation=evaluation, update_clip=clip)
         finally:
-            for said in blame.note(current):
+            for said in blame.note(current.protocol):
                 record.warn(f"round {record.round_index}: {said}")
             record.suspicions = blame.suspicions()
             self._exchange.announce(record, blame.left_out())
-        if total is not None:
-            total.apply_masks_(train.masks(corrections.vector))
-        apply_masks_(header_h, train.masks(corrections.header))
-        corrections.erase()
-        return header_h, current.opened(
-            sum_digest=hashlib.sha256().digest() if total is None else total.digest(),
-            header_digest=hashlib.sha256(header_h.astype("<u8").data).digest(),
-        )
-
-    def _totals(
-        self,
-        header_h: HeaderVector,
-        opened: OpenedRound,
-        state: RunState,
-        kind: TaskKind,
-    ) -> Mapping[str, float]:
-        """Read the sums of an unmasked header.
-
-        Raises:
-            SumOutOfRange: They are none that honest sites make.
-        """
-        num_updates = len(opened.survivors)
-        totals = decode_header(replace(self._header, num_sites=num_updates), header_h)
-        asked = SumTerms(
-            job=self._job,
-            contract=self._contract,
-            num_updates=num_updates,
-            training=kind is TaskKind.TRAIN,
-            evaluation=kind is TaskKind.EVALUATE or evaluates(self._job, state),
-        )
-        check_totals(totals, asked)
-        return totals
 
     def _set_up(self, record: RoundRecord, left_out: Collection[SiteId]) -> SetupRecord:
         """Find the setup to work under; make a new one first if that is due.
@@ -252,49 +195,6 @@ class SecureGather:
             lambda _, data: setup.on_confirm(data),
         )
         return setup.result()
-
-    def _fold(
-        self,
-        tasks: Sequence[RoundTask],
-        record: RoundRecord,
-        current: AggregatorRound,
-        total: MaskedSum | None,
-    ) -> HeaderVector:
-        """R1: send the model and fold what comes back."""
-        header_h: HeaderVector = np.zeros(len(self._header.slots), dtype=np.uint64)
-        size = 0 if total is None else self._layout.size
-        for update, reply in self._masked(tasks, record, current):
-            try:
-                check_sizes(
-                    update,
-                    num_bytes=size * self._ring.word_bytes,
-                    num_slots=len(self._header.slots),
-                )
-                check_signer(update, self._contract)
-                current.on_masked(
-                    update.body,
-                    vector_digest=sha256(update.words),
-                    header_digest=hashlib.sha256(update.header_h.data).digest(),
-                )
-            except ProtocolError as error:
-                record.revoke(update, reply, str(error))
-            else:
-                header_h += update.header_h
-                if total is not None:
-                    total.fold_(update.words.view(self._ring.wire_dtype))
-                self._exchange.note_answer(update.site)
-                record.count_masked(update, reply)
-            del update, reply  # One at a time: the next is about to land.
-        return header_h
-
-    def _masked(
-        self,
-        tasks: Sequence[RoundTask],
-        record: RoundRecord,
-        current: AggregatorRound,
-    ) -> Iterator[tuple[MaskedUpdate, Reply]]:
-        replies = exchange(self._grid, tasks, deadline_seconds=self._deadline_seconds)
-        return record.masked_updates(self._exchange.heard(replies, lambda _: current))
 
     def _tasks(
         self,
