@@ -8,7 +8,7 @@ durations; sizes are bytes.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent
+from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Resources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +189,8 @@ class SiteAnswered:
             data; None if it was not asked.
         phases: Where its time went.
         spent: Under differential privacy what the site has spent so far.
+        resources: What its work took, without waiting and transfer. None if the site
+            may not say, or is of another kind, such as an app of Flower.
 
     Under secure aggregation what a site reports is known of all together only: here
     it is None, and the phases are empty.
@@ -208,6 +210,7 @@ class SiteAnswered:
     evaluation: MetricSums | None
     phases: tuple[Phase, ...]
     spent: PrivacySpent | None = None
+    resources: Resources | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,6 +362,7 @@ class RoundFinished:
             nothing is clipped or the round has no result.
         epsilon: Largest epsilon that a site which answered has spent by now; None
             without differential privacy.
+        resources: What the round took of the aggregator.
     """
 
     at: float
@@ -375,6 +379,7 @@ class RoundFinished:
     update_norm: float | None
     update_clip: float | None = None
     epsilon: float | None = None
+    resources: Resources | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,6 +156,25 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What work took of a machine; ``federation.resources`` measures it.
+
+    Attributes:
+        busy_seconds: From its beginning to its end.
+        cpu_seconds: CPU time; None if the method has none.
+        peak_memory_bytes: Most memory that the process has held at once since it
+            began; None if the method has none.
+        method: ``process``; ``thread`` where sites share a process; or ``clock``,
+            which knows only ``busy_seconds``.
+    """
+
+    busy_seconds: float
+    cpu_seconds: float | None
+    peak_memory_bytes: int | None
+    method: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTask:
     """What the aggregator asks of one site in one round.
 
@@ -279,10 +298,11 @@ class SiteUpdate:
             differential privacy.
         evaluation: Of the global weights on the site's held-out data, if asked.
         evaluation_after: Of the local weights on the same data, if asked.
-        phases: Where the site's time went.
+        phases: Where the site's time went; empty under differential privacy.
         spent: Under differential privacy what the site has spent.
         based_on: As in the task that this answers.
         fragment: As in the task that this answers.
+        resources: What the work took; None under differential privacy.
     """
 
     run_id: RunId
@@ -300,6 +320,7 @@ class SiteUpdate:
     spent: PrivacySpent | None = None
     based_on: int = 0
     fragment: int = 0
+    resources: Resources | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +332,7 @@ class SiteEvaluation:
         round_index: The round that this answers.
         site: Who answers.
         evaluation: Sums over the site's held-out data.
-        phases: Where the site's time went.
+        phases: Where the site's time went; empty under differential privacy.
         spent: Under differential privacy what the site has spent.
         based_on: As in the task that this answers.
         fragment: As in the task that this answers.

@@ -9,8 +9,10 @@ from clients.training.site import Seal, Site
 from clients.training.site_state import SiteState
 from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
+from federation.job.disclosure import withheld
 from federation.job.spec import JobSpec
 from federation.protocols import Clock, ObjectStore, Trainer
+from federation.resources import CLOCK, UsageMeter
 
 SiteData = tuple[Dataset, Dataset]
 
@@ -51,6 +53,7 @@ class Federation:
         make_trainer: Callable[[], Trainer],
         store: ObjectStore,
         clock: Clock,
+        meter: UsageMeter = CLOCK,
         seal: Seal | None = None,
         tells_all: bool = True,
     ) -> Site:
@@ -66,6 +69,8 @@ class Federation:
                 carries=self.job.training.optimizer.state == "keep",
             ),
             clock=clock,
+            meter=meter,
+            withheld=withheld(self.job),
             seal=seal,
             links=self.job.communication.links,
             tells_all=tells_all,

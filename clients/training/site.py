@@ -6,7 +6,7 @@ how it leaves: in the clear here, as masked words in ``clients.privacy.ring_seal
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from federation.messages import (
     MetricSums,
     Phase,
     PrivacySpent,
+    Resources,
     RoundTask,
     SecureAnswer,
     SecureTask,
@@ -32,6 +33,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Clock, LocalUpdate, LocalWeights, Trainer
+from federation.resources import CLOCK, Usage, UsageMeter
 from federation.rounds.failures import failure
 from federation.vectors import IntegerVector, Layout, Vector, layout_differs
 from privacy.secagg.errors import NotSetUp
@@ -74,11 +76,15 @@ class WorkResult(Generic[SealedT]):
         trained: None if the task was to evaluate only.
         evaluation: Of the global model, if asked.
         phases: Where the time went.
+        resources: What the work took.
+
+    The last two are empty where the site may not say them.
     """
 
     trained: TrainResult[SealedT] | None
     evaluation: MetricSums | None
     phases: tuple[Phase, ...]
+    resources: Resources | None
 
 
 class Seal(Protocol):
@@ -119,6 +125,8 @@ class Site:
         make_trainer: Callable[[], Trainer],
         state: SiteState,
         clock: Clock,
+        meter: UsageMeter = CLOCK,
+        withheld: Collection[str] = (),
         seal: Seal | None = None,
         links: Links = Links(),  # noqa: B008 -- immutable
         tells_all: bool = True,
@@ -130,6 +138,9 @@ class Site:
             make_trainer: Called before the first task; loads data and model.
             state: What it keeps of the run.
             clock: Measures how long work takes.
+            meter: Measures what else it takes.
+            withheld: Fields of its work that the site does not send; see
+                ``federation.job.disclosure``.
             seal: How answers leave the site; in the clear by default.
             links: The job's codecs.
             tells_all: Whether the text of any error leaves the site, as is good in a
@@ -141,6 +152,8 @@ class Site:
         self._make_trainer = make_trainer
         self._state = state
         self._clock = clock
+        self._meter = meter
+        self._withheld = withheld
         self._links = links
         self._seal: Seal = PlainSeal(links.up) if seal is None else seal
         self._trainer: Trainer | None = None
@@ -150,10 +163,7 @@ class Site:
         try:
             if isinstance(task, SecureTask):
                 return self._seal.step(task, lambda: self._current_trainer().layout())
-            work = Work(
-                task, self._current_trainer, self._state, self._clock, self._links.down
-            )
-            return self._seal.answer(task, work)
+            return self._seal.answer(task, self._work(task))
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             kind = _kind_of(error)
             if self._tells_all:
@@ -168,6 +178,17 @@ class Site:
         """Let go of model and data, and erase the keys of the run."""
         self._trainer = None
         self._seal.close()
+
+    def _work(self, task: RoundTask) -> "Work":
+        return Work(
+            task,
+            self._current_trainer,
+            self._state,
+            self._clock,
+            self._links.down,
+            meter=self._meter,
+            withheld=self._withheld,
+        )
 
     def _text(self, error: Exception) -> str:
         if isinstance(error, FederationError):
@@ -191,6 +212,9 @@ class Work:
         state: SiteState,
         clock: Clock,
         codec: Codec,
+        *,
+        meter: UsageMeter = CLOCK,
+        withheld: Collection[str] = (),
     ) -> None:
         """Prepare the work; nothing is loaded yet. The model comes in ``codec``."""
         self.task = task
@@ -198,6 +222,8 @@ class Work:
         self._state = state
         self._clock = clock
         self._codec = codec
+        self._meter = meter
+        self._withheld = withheld
 
     def check_layout(self) -> None:
         """Check that the task is about the site's model, which is loaded for it.
@@ -236,7 +262,7 @@ class Work:
                 use, into what leaves.
         """
         task, trainer, state = self.task, self.find_trainer(), self._state
-        watch = _Stopwatch(self._clock)
+        usage, watch = Usage(self._clock, self._meter), _Stopwatch(self._clock)
         weights_d = self._weights()
         evaluate = partial(trainer.evaluate, round_index=task.round_index)
         trains = task.kind is TaskKind.TRAIN
@@ -281,7 +307,8 @@ class Work:
         return WorkResult(
             trained=trained,
             evaluation=evaluation,
-            phases=watch.phases(),
+            phases=() if "phases" in self._withheld else watch.phases(),
+            resources=None if "resources" in self._withheld else usage.so_far(),
         )
 
     def spent(self) -> PrivacySpent | None:
@@ -345,6 +372,7 @@ class PlainSeal:
             spent=work.spent(),
             based_on=task.based_on,
             fragment=task.fragment,
+            resources=done.resources,
         )
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, join_anchors
 from federation.protocols import Clock, Grid, RunState
+from federation.resources import PROCESS
 from federation.vectors import Layout
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
@@ -254,6 +255,7 @@ class DeployedRun:
             emit=self._record.emit,
             stop_requested=stop_requested,
             goes_on=goes_on,
+            meter=PROCESS,
         )
 
     @property

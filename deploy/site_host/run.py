@@ -28,6 +28,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, SiteHandler, Trainer
+from federation.resources import CLOCK, PROCESS
 from federation.vectors import Layout
 from privacy.dp.errors import LedgerDamaged
 from privacy.dp.ledger.ledger_files import LEDGER_NAME, read_file
@@ -151,6 +152,8 @@ def open_run(
         make_trainer=make_trainer,
         store=LocalStore(folder),
         clock=clock,
+        # Ranks are children, which no meter of this process sees.
+        meter=PROCESS if config.file.compute.ranks == 1 else CLOCK,
         seal=seal,
         tells_all=False,
     )

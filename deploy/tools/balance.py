@@ -130,11 +130,11 @@ def measured_speeds(view: RunView, job: JobSpec) -> dict[str, float]:
     missing = [repr(site) for site, speeds in found.items() if not speeds]
     if not missing:
         return {site: median(speeds) for site, speeds in found.items()}
-    if view.is_secret:
+    if view.is_secret or view.privacy is not None:
         raise SiteError(
-            "under secure aggregation sites do not tell how long they trained: measure "
-            "with a run of a few rounds and --set "
-            "privacy.secure_aggregation.enabled=false"
+            "with secure aggregation or differential privacy sites do not report how "
+            "long they trained: measure with a run of a few rounds without them (for "
+            "one of the two, --set privacy.secure_aggregation.enabled=false)"
         )
     raise SiteError(
         f"the run has no finished training of site {', '.join(missing)}: run it until "

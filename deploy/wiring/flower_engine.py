@@ -24,6 +24,7 @@ from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import FailureKind, SiteMessage, Task
 from federation.protocols import Grid, RunState, SiteHandler
+from federation.resources import THREAD
 from federation.rounds.failures import failure
 from federation.vectors import Layout, Role
 
@@ -126,6 +127,7 @@ def site_handler(folder: str | None, site: SiteId, job_text: str) -> SiteHandler
         make_trainer=lambda: federation.trainer(site),
         store=store,
         clock=clock,
+        meter=THREAD,
     )
     if not job.simulation.faults:
         return handler

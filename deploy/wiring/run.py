@@ -29,6 +29,7 @@ from federation.job import job_digest
 from federation.job.spec import FaultSpec, JobSpec
 from federation.messages import LedgerAnchor
 from federation.protocols import Clock, Grid, ObjectStore, RunState, SiteHandler
+from federation.resources import CLOCK, UsageMeter
 from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import Gather
 from privacy.secagg.agreement.contract import Contract
@@ -129,6 +130,7 @@ class Run:
         goes_on: Whether another coordinator goes on with the run after an error.
         transcript: Folder for every message as the aggregator saw it.
         seen: What looks on as the aggregator gathers; an audit's witness.
+        meter: Measures what rounds take of this process.
     """
 
     federation: Federation
@@ -140,6 +142,7 @@ class Run:
     goes_on: Callable[[BaseException], bool] = lambda _error: False
     transcript: Path | None = None
     seen: Callable[[Gather], Gather] = field(default=lambda gather: gather)
+    meter: UsageMeter = CLOCK
 
     def checkpoints(self) -> RunCheckpoints:
         """Find the run's checkpoints in its store; nothing is read yet."""
@@ -220,6 +223,7 @@ class Run:
             stop_requested=self.stop_requested,
             goes_on=self.goes_on,
             anchors=anchors,
+            meter=self.meter,
         )
 
 

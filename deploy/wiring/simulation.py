@@ -31,6 +31,7 @@ from federation.protocols import (
     SiteHandler,
     Trainer,
 )
+from federation.resources import CLOCK, THREAD
 from monitoring.runs.find import runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
@@ -200,6 +201,8 @@ class _Simulation:
         self._engine = engine
         self._stop_requested = stop_requested
         self._clock = clock
+        # Sites share this process; and two runs in virtual time have the same events.
+        self._meter = CLOCK if isinstance(clock, VirtualClock) else THREAD
         self._clocks: Mapping[SiteId, VirtualClock] = {}  # In virtual time alone.
         self._federation = federation
         now = self._clock.now()
@@ -260,6 +263,7 @@ class _Simulation:
             emit=self._record.emit,
             stop_requested=self._stop_requested,
             transcript=self._transcript,
+            meter=self._meter,
         )
         if self._private is not None:
             noted = {} if self._run is None else self._run.anchors()
@@ -305,6 +309,7 @@ class _Simulation:
             make_trainer=trainer,
             store=store,
             clock=self._clock_of(name),
+            meter=self._meter,
             seal=seal,
             tells_all=seal is None,
         )

@@ -3,6 +3,9 @@
 Whatever shows a run (events.jsonl, terminal, report, result) reads events that have
 passed ``conceal``. Each field of each event, and of what events are made of, has a
 row; ``tests/unit/federation/test_disclosure.py`` refuses a field without one.
+
+Sites read it as well: ``withheld`` names what a site may not even send, since an
+aggregator that wants to know need not obey a table.
 """
 
 from collections.abc import Mapping
@@ -62,6 +65,8 @@ INTRODUCED = Rule(
     why="numbers of records that sites sign", private=Form.NEVER, secure=Form.NEVER
 )
 WORK = Rule(why="what a site says of its work", secure=Form.NEVER)
+# Under Poisson sampling time grows with the batches, whose sizes are private.
+TIMES = Rule(why="what work took", private=Form.NEVER, secure=Form.NEVER)
 LOSSES = Rule(why="losses in training", private=Form.NEVER, secure=Form.SUM)
 RESULTS = Rule(why="held-out results, noised at the site", secure=Form.SUM)
 
@@ -91,7 +96,8 @@ TABLE: Mapping[str, Rows] = {
         (PUBLIC, _SUMS): "at round_index site",
         (TRAFFIC, _SITES): "asked_seconds answered_seconds bytes_down bytes_up",
         (EXAMPLES, _SITES): "num_examples",
-        (WORK, _SITES): "num_steps weight phases",
+        (WORK, _SITES): "num_steps weight",
+        (TIMES, _SITES): "phases resources",
         (LOSSES, _SITES): "training",
         (RESULTS, _SITES): "evaluation",
         (SPENT, _SITES): "spent",
@@ -117,7 +123,7 @@ TABLE: Mapping[str, Rows] = {
     },
     "RoundFinished": {
         (PUBLIC, _SUMS): "at round_index status asked answered failed bytes_down "
-        "bytes_up seconds phases update_norm update_clip epsilon",
+        "bytes_up seconds phases update_norm update_clip epsilon resources",
         (LOSSES, _SUMS): "training",
     },
     "CheckpointSaved": {(PUBLIC, _SUMS): "at round_index bytes_written seconds"},
@@ -137,6 +143,7 @@ PARTS: Mapping[str, str] = {
     "StoreUse": "operation calls failed sent_bytes received_bytes seconds requests",
     "MetricSums": "count loss_sum correct",
     "Phase": "name start_seconds seconds",
+    "Resources": "busy_seconds cpu_seconds peak_memory_bytes method",
     "PrivacySpent": "epsilon delta held_out_epsilon anchor",
     "LedgerAnchor": "train evaluate",
 }
@@ -170,6 +177,11 @@ def hidden(kind: str, setting: Exposure) -> frozenset[str]:
         if strictness(holds) < strictness(rule.allowed(setting))
         for name in names.split()
     )
+
+
+def withheld(job: JobSpec) -> frozenset[str]:
+    """Fields of its work that a site of a job does not send."""
+    return hidden("SiteAnswered", Exposure.of(job, deployed=True))
 
 
 def conceal(event: Event, setting: Exposure) -> Event:

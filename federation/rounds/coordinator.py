@@ -33,6 +33,7 @@ from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
 from federation.messages import LedgerAnchor, TaskKind, join_anchors
 from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
+from federation.resources import CLOCK, UsageMeter
 from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import Done, ScheduleView
@@ -57,6 +58,7 @@ class ServerParts:
         stop_requested: Whether a person wants the run to stop after this round.
         goes_on: Whether another coordinator goes on with the run after an error.
         anchors: The largest anchor of each site that is known beside the checkpoints.
+        meter: Measures what rounds take of this process.
     """
 
     run_id: RunId
@@ -72,6 +74,7 @@ class ServerParts:
     stop_requested: Callable[[], bool]
     goes_on: Callable[[BaseException], bool] = lambda _error: False
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
+    meter: UsageMeter = CLOCK
 
 
 def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
@@ -167,6 +170,7 @@ def _run_round(
         emit=parts.emit,
         in_secret=_in_secret(job),
         links=job.communication.links,
+        meter=parts.meter,
     )
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):

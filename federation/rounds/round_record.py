@@ -28,6 +28,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Clock, Suspicions
+from federation.resources import CLOCK, Usage, UsageMeter
 from federation.rounds.round_state import RoundState
 from federation.rounds.schedule import OpenTask
 from federation.vectors import IntegerVector, Layout, Role, Vector, Words
@@ -67,11 +68,13 @@ class RoundRecord:
         in_secret: bool = False,
         model_round: int | None = None,
         links: Links = Links(),  # noqa: B008 -- immutable
+        meter: UsageMeter = CLOCK,
     ) -> None:
         """Open a round; ``in_secret`` is that of ``RoundState``.
 
         ``model_round`` is the round whose model the sites are sent, if it is not the
-        one before; ``links`` are the codecs of both directions.
+        one before; ``links`` are the codecs of both directions. ``meter`` measures what
+        the round takes of the aggregator.
         """
         self.run_id = run_id
         self.round_index = round_index
@@ -90,6 +93,7 @@ class RoundRecord:
         self._emit = emit
         self._start = self._phase_start = clock.monotonic()
         self._phases: list[Phase] = []
+        self._usage = Usage(clock, meter)
         self._state = RoundState(
             run_id=run_id,
             round_index=round_index,
@@ -184,6 +188,7 @@ class RoundRecord:
                 evaluation=update.evaluation,
                 phases=update.phases,
                 spent=update.spent,
+                resources=update.resources,
             )
         )
 
@@ -400,6 +405,7 @@ class RoundRecord:
                 update_norm=self.update_norm if status == "completed" else None,
                 update_clip=self.update_clip if status == "completed" else None,
                 epsilon=self._epsilon,
+                resources=self._usage.so_far(),
             )
         )
 

@@ -24,6 +24,7 @@ from federation.messages import (
     MetricSums,
     Phase,
     PrivacySpent,
+    Resources,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -33,6 +34,7 @@ from federation.messages import (
     SiteUpdate,
     TaskKind,
 )
+from federation.resources import CLOCK, PROCESS
 from federation.vectors import Layout
 from federation.wire.frame import encoded_size
 
@@ -40,6 +42,7 @@ _RUN = RunId("20260101-000000-000000")  # Every run id that we make is as long.
 # Numbers whose texts are the shortest and the longest that times, losses and epsilons
 # of a run have. A time of exactly 0 would be shorter still.
 _SHORT, _LONG = 1.0, 2.0**-30
+_MEMORY = 10**12  # As many digits as a site's memory may have.
 
 # Bytes of a step's messages, down and up, by site.
 StepSizes = Mapping[SecureStep, Mapping[SiteId, tuple[int, int]]]
@@ -106,12 +109,14 @@ class Traffic:
         layout: Of its model; what is frozen is not in its vectors.
         facts: What each site holds.
         secure: Sizes of its messages, if the job has secure aggregation.
+        measured: Whether sites measure more than time, as they do but in virtual time.
     """
 
     job: JobSpec
     layout: Layout
     facts: Mapping[SiteId, SiteFacts]
     secure: SecureSizes | None = None
+    measured: bool = True
 
     def legs(self, site: SiteId, round_index: int) -> Sequence[Leg]:
         """Every exchange with a site that a round asks.
@@ -238,7 +243,7 @@ class Traffic:
                 round_index=index,
                 site=site,
                 evaluation=held_out,
-                phases=_phases(("evaluate",), end),
+                phases=self._phases(("evaluate",), end),
                 spent=spent,
                 based_on=index - 1,
             )
@@ -259,9 +264,27 @@ class Traffic:
             training=None if private else _sums(trained, end),
             evaluation=held_out if before else None,
             evaluation_after=held_out if after else None,
-            phases=_phases((*names, "prepare"), end),
+            phases=self._phases((*names, "prepare"), end),
             spent=spent,
             based_on=index - 1,
+            resources=None if private else self._resources(end),
+        )
+
+    def _phases(self, names: Iterable[str], end: int) -> tuple[Phase, ...]:
+        seconds = _LONG if end else _SHORT
+        return tuple(
+            Phase(name=name, start_seconds=seconds, seconds=seconds)
+            for name in names
+            if not self._is_private
+        )
+
+    def _resources(self, end: int) -> Resources:
+        seconds = _LONG if end else _SHORT
+        return Resources(
+            busy_seconds=seconds,
+            cpu_seconds=seconds if self.measured else None,
+            peak_memory_bytes=_MEMORY if end and self.measured else None,
+            method=PROCESS.method if end and self.measured else CLOCK.method,
         )
 
     def _spent(self, index: int, end: int) -> PrivacySpent | None:
@@ -309,11 +332,6 @@ def _nothing(size: int, kind: str | np.dtype[np.generic]) -> np.ndarray:
 def _sums(count: int, end: int) -> MetricSums:
     loss = _LONG if end else _SHORT
     return MetricSums(count=count, loss_sum=loss, correct=count if end else 0)
-
-
-def _phases(names: Iterable[str], end: int) -> tuple[Phase, ...]:
-    seconds = _LONG if end else _SHORT
-    return tuple(Phase(name=n, start_seconds=seconds, seconds=seconds) for n in names)
 
 
 def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:

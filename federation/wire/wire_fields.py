@@ -110,6 +110,7 @@ _FLAG = _as_is(wire_values.flag)
 _NAME = _as_is(wire_values.name_of)
 _DIGEST = _as_is(wire_values.digest)
 _PHASES = _Value(wire_values.read_phases, wire_values.write_phases)
+_RESOURCES = _or_none(_Value(wire_values.read_resources, wire_values.write_resources))
 _SPENT = _or_none(_Value(wire_values.read_spent, wire_values.write_spent))
 _ANCHOR = _Value(wire_values.read_anchor, wire_values.write_anchor)
 _SUMS = _Value(wire_values.read_sums, wire_values.write_sums)
@@ -138,6 +139,7 @@ _PLAIN: Mapping[Kind, Mapping[str, _Value]] = {
         "evaluation": _SUMS_OR_NONE,
         "evaluation_after": _SUMS_OR_NONE,
         "phases": _PHASES,
+        "resources": _RESOURCES,
         "spent": _SPENT,
         **_MODEL,
     },

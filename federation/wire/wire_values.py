@@ -16,6 +16,7 @@ from federation.messages import (
     MetricSums,
     Phase,
     PrivacySpent,
+    Resources,
     SecureStep,
     TaskKind,
 )
@@ -53,6 +54,7 @@ def one_line(text: str) -> str:
 _SUMS = frozenset({"count", "loss_sum", "correct"})
 _PHASE = frozenset({"name", "start_seconds", "seconds"})
 _SPENT = frozenset({"epsilon", "delta", "held_out_epsilon", "anchor"})
+_RESOURCES = frozenset({"busy_seconds", "cpu_seconds", "peak_memory_bytes", "method"})
 _ANCHOR = frozenset({"train", "evaluate"})
 
 
@@ -144,6 +146,10 @@ def _float(value: Any, name: str) -> float:
     return number
 
 
+def _seconds(value: Any, name: str) -> float:
+    return _duration(_float(value, name), name)
+
+
 def read_sums(value: object, _name: str) -> MetricSums:
     """Read sums over examples."""
     fields = check_members(value, _SUMS)
@@ -187,12 +193,22 @@ def read_phases(value: object, name: str) -> tuple[Phase, ...]:
     return tuple(
         Phase(
             name=text(phase["name"], "name", MAX_PHASE_NAME_CHARS),
-            start_seconds=_duration(
-                _float(phase["start_seconds"], "start_seconds"), "start_seconds"
-            ),
-            seconds=_duration(_float(phase["seconds"], "seconds"), "seconds"),
+            start_seconds=_seconds(phase["start_seconds"], "start_seconds"),
+            seconds=_seconds(phase["seconds"], "seconds"),
         )
         for phase in phases
+    )
+
+
+def read_resources(value: object, _name: str) -> Resources:
+    """Read what work took."""
+    fields = check_members(value, _RESOURCES)
+    cpu, memory = fields["cpu_seconds"], fields["peak_memory_bytes"]
+    return Resources(
+        busy_seconds=_seconds(fields["busy_seconds"], "busy_seconds"),
+        cpu_seconds=None if cpu is None else _seconds(cpu, "cpu_seconds"),
+        peak_memory_bytes=None if memory is None else count(memory, "peak memory"),
+        method=text(fields["method"], "method", MAX_PHASE_NAME_CHARS),
     )
 
 
@@ -245,3 +261,16 @@ def write_phases(phases: tuple[Phase, ...], name: str) -> list[Fields]:
         }
         for phase in phases
     ]
+
+
+def write_resources(used: Resources, _name: str) -> Fields:
+    """Spell what work took."""
+    cpu, memory = used.cpu_seconds, used.peak_memory_bytes
+    return {
+        "busy_seconds": _duration(float(used.busy_seconds), "busy_seconds").hex(),
+        "cpu_seconds": (
+            None if cpu is None else _duration(float(cpu), "cpu_seconds").hex()
+        ),
+        "peak_memory_bytes": None if memory is None else count(memory, "peak memory"),
+        "method": text(used.method, "method", MAX_PHASE_NAME_CHARS),
+    }

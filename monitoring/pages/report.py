@@ -16,13 +16,19 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from federation.errors import StoreUnavailable
-from federation.messages import FailureKind
+from federation.messages import FailureKind, Resources
 from monitoring import privacy_words, units
 from monitoring.pages import panels, plots, report_privacy
 from monitoring.views import storage_use
-from monitoring.views.round_view import RUNNING, accuracy_of, loss_of, perplexity
+from monitoring.views.round_view import (
+    RUNNING,
+    RoundView,
+    accuracy_of,
+    loss_of,
+    perplexity,
+)
 from monitoring.views.run_view import COMPLETED, VIRTUAL, RunView
-from monitoring.views.site_view import SiteView
+from monitoring.views.site_view import SiteView, total
 
 MAX_SITE_ROWS = 100
 MAX_ROUND_ROWS = 200
@@ -114,6 +120,8 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
             stores=storage_use.shown(view),
             store_rows=storage_use.rows,
             store_total=storage_use.total(view.storage),
+            methods=" or ".join(sorted({s.used.method for s in view.sites if s.used})),
+            aggregator=total([used for used in map(_used, view.rounds) if used]),
             **report_privacy.context(view),
         )
     )
@@ -250,6 +258,10 @@ def _best_round(view: RunView) -> int | None:
         if row.loss is not None and row.status == COMPLETED and not row.num_unheard
     ]
     return min(losses)[1] if losses else None
+
+
+def _used(row: RoundView) -> Resources | None:
+    return None if row.finished is None else row.finished.resources
 
 
 def _perplexity(loss: float | None) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from federation.messages import Resources
 from monitoring.views.round_view import RoundView, accuracy_of, loss_of, perplexity
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import SiteView
@@ -100,6 +101,7 @@ def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
         "update_norm": _finite(row.finished.update_norm if row.finished else None),
         "update_clip": _finite(row.update_clip),
         "epsilon": row.epsilon if is_private else None,
+        "resources": _resources(row.finished.resources if row.finished else None),
     }
 
 
@@ -114,11 +116,22 @@ def _site_result(site: SiteView) -> Mapping[str, Any]:
         "bytes_up": site.bytes_up,
         "bytes_down": site.bytes_down,
         "seconds": site.seconds,
+        "resources": _resources(site.used),
         "loss": _finite(site.loss[-1][1]) if site.loss else None,
         "accuracy": _finite(site.accuracy[-1][1]) if site.accuracy else None,
         "epsilon": site.spent.epsilon if site.spent else None,
         "delta": site.spent.delta if site.spent else None,
         "held_out_epsilon": site.spent.held_out_epsilon if site.spent else None,
+    }
+
+
+def _resources(used: Resources | None) -> Mapping[str, Any] | None:
+    if used is None:
+        return None
+    return {
+        **asdict(used),
+        "busy_seconds": _finite(used.busy_seconds),
+        "cpu_seconds": _finite(used.cpu_seconds),
     }
 
 

@@ -11,8 +11,10 @@ from federation.events import (
     SitePrivacy,
     SiteShare,
 )
-from federation.messages import MetricSums, PrivacySpent
+from federation.messages import MetricSums, PrivacySpent, Resources
 from monitoring.views.round_view import accuracy_of, loss_of
+
+_MOST_SECONDS = 1e12  # A site may claim any number, and a page has to show it.
 
 Series = tuple[tuple[int, float], ...]  # (round index, value)
 
@@ -28,6 +30,7 @@ class SiteView:
         bytes_down: Bytes to it, likewise.
         seconds: Sum of the times between question and answer.
         answered: Rounds in which its update counted.
+        used: What its work took in all answers that counted; None if none told.
         examples: Training examples that it holds; None if it has not told.
         training_loss: Loss while it trained, by round.
         loss: Loss of the global model after a round on this site's held-out data.
@@ -45,6 +48,7 @@ class SiteView:
     bytes_down: int
     seconds: float
     answered: int
+    used: Resources | None
     examples: int | None
     training_loss: Series
     loss: Series
@@ -82,11 +86,26 @@ def site_view(
         bytes_down=down + sum(part.bytes_down for part in (*reports, *measured)),
         seconds=sum(r.answered_seconds - r.asked_seconds for r in reports),
         answered=len(answers),
+        used=total([a.resources for a in answers if a.resources is not None]),
         examples=answers[-1].num_examples if answers else None,
         training_loss=_series((a.round_index, loss_of(a.training)) for a in answers),
         loss=_series((m.round_index, loss_of(m.sums)) for m in measured),
         accuracy=_series((m.round_index, accuracy_of(m.sums)) for m in measured),
         failures=tuple(r for r in reports if isinstance(r, SiteFailed)),
+    )
+
+
+def total(used: Sequence[Resources]) -> Resources | None:
+    """Add up what work took: times in sum, memory at its most."""
+    if not used:
+        return None
+    cpu = [each.cpu_seconds for each in used if each.cpu_seconds is not None]
+    memory = [u.peak_memory_bytes for u in used if u.peak_memory_bytes is not None]
+    return Resources(
+        busy_seconds=min(sum(u.busy_seconds for u in used), _MOST_SECONDS),
+        cpu_seconds=min(sum(cpu), _MOST_SECONDS) if cpu else None,
+        peak_memory_bytes=max(memory, default=None),
+        method=used[-1].method,
     )
 
 

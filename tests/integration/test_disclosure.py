@@ -19,7 +19,8 @@ from federation.events import Event, RunStarted, SiteAnswered
 from federation.ids import RunId
 from federation.job.disclosure import Exposure, hidden
 from federation.job.spec import JobSpec
-from federation.messages import MetricSums
+from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
+from federation.wire import frame as wire
 from monitoring.runs.run_folder import RunFolder, leave_report
 from monitoring.terminal.progress import PlainProgress
 
@@ -57,6 +58,27 @@ def test_a_run_leaves_nothing_forbidden(job: JobSpec, tmp_path: Path) -> None:
     for event in (*heard, *read_events(tmp_path / "run" / "events.jsonl")):
         for name in hidden(type(event).__name__, setting):
             assert getattr(event, name) in {None, ()}
+
+
+@pytest.mark.parametrize("job", [job_of(), JOBS[0]], ids=["open", "private"])
+def test_what_may_not_be_known_is_not_sent(job: JobSpec, tmp_path: Path) -> None:
+    """The aggregator is the adversary: it need not obey a table.
+
+    How long private steps take grows with the batches that were drawn.
+    """
+    simulate(job, transcript=tmp_path / "seen")
+    messages = [
+        wire.decode(path.read_bytes())
+        for path in (tmp_path / "seen").rglob("*")
+        if path.is_file() and path.read_bytes().startswith(wire.MAGIC)
+    ]
+    updates = [m for m in messages if isinstance(m, SiteUpdate)]
+    answers = [m for m in messages if isinstance(m, SiteUpdate | SiteEvaluation)]
+    assert len(updates) == 2 * 5 < len(answers)
+    is_private = job.privacy.differential_privacy.enabled
+    assert {bool(answer.phases) for answer in answers} == {not is_private}
+    methods = {update.resources and update.resources.method for update in updates}
+    assert methods == ({None} if is_private else {"thread"})
 
 
 @pytest.mark.parametrize("job", JOBS, ids=["private", "secure", "both"])

@@ -9,6 +9,7 @@ from federation.messages import (
     MetricSums,
     Phase,
     PrivacySpent,
+    Resources,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -52,6 +53,13 @@ spents = st.none() | st.builds(
     delta=st.floats(0, 1, exclude_min=True, exclude_max=True),
     held_out_epsilon=st.none() | epsilons,
 )
+resources = st.none() | st.builds(
+    Resources,
+    busy_seconds=seconds,
+    cpu_seconds=st.none() | seconds,
+    peak_memory_bytes=st.none() | counts,
+    method=lines,
+)
 about = {"run_id": names, "round_index": counts, "site": names}
 model = {"based_on": counts, "fragment": counts}
 tasks = st.builds(
@@ -79,6 +87,7 @@ updates = st.builds(
     evaluation=st.none() | sums,
     evaluation_after=st.none() | sums,
     phases=phases,
+    resources=resources,
     spent=spents,
 )
 evaluations = st.builds(

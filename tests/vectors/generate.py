@@ -20,6 +20,7 @@ from federation.messages import (
     MetricSums,
     Phase,
     PrivacySpent,
+    Resources,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -78,6 +79,12 @@ WIRE_MESSAGES: dict[str, wire.WireMessage] = {
         evaluation=MetricSums(count=100, loss_sum=12.1, correct=99),
         evaluation_after=None,
         phases=(Phase(name="train", start_seconds=0.1, seconds=2.5),),
+        resources=Resources(
+            busy_seconds=2.75,
+            cpu_seconds=5.5,
+            peak_memory_bytes=2**31,
+            method="process",
+        ),
     ),
     "round in bf16": RoundTask(
         run_id=_RUN,

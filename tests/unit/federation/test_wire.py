@@ -18,6 +18,7 @@ from federation.messages import (
     MetricSums,
     Phase,
     PrivacySpent,
+    Resources,
     RoundTask,
     SecureAnswer,
     SecureStep,
@@ -51,7 +52,16 @@ UPDATE = SiteUpdate(
     evaluation=None,
     evaluation_after=SUMS,
     phases=(Phase(name="train", start_seconds=0.0, seconds=1.5),),
+    resources=Resources(
+        busy_seconds=1.5, cpu_seconds=3.0, peak_memory_bytes=None, method="thread"
+    ),
 )
+USED: dict[str, Any] = {
+    "busy_seconds": (1.5).hex(),
+    "cpu_seconds": (3.0).hex(),
+    "peak_memory_bytes": None,
+    "method": "thread",
+}
 EVALUATION = SiteEvaluation(**ABOUT, evaluation=SUMS, phases=())
 FAILURE = SiteFailure(**ABOUT, kind=FailureKind.BUSY, message="still on round 1")
 SECURE_ROUND = replace(TASK, secure=b"\0round\xff")
@@ -552,6 +562,11 @@ def test_missing_and_unknown_fields_are_refused(message: wire.WireMessage):
         (UPDATE, {"evaluation": {}}, "exactly"),
         (UPDATE, {"phases": {}}, "phases"),
         (UPDATE, {"phases": [[]]}, "exactly"),
+        (UPDATE, {"resources": {}}, "exactly"),
+        (UPDATE, {"resources": {**USED, "busy_seconds": "inf"}}, "finite time"),
+        (UPDATE, {"resources": {**USED, "cpu_seconds": (-1.0).hex()}}, "finite time"),
+        (UPDATE, {"resources": {**USED, "peak_memory_bytes": -1}}, "peak memory"),
+        (UPDATE, {"resources": {**USED, "method": "x" * 65}}, "at most 64"),
         (EVALUATION, {"evaluation": None}, "exactly"),
     ],
 )

@@ -19,10 +19,11 @@ from federation.events import (
     DataDistributed,
     Event,
     ModelEvaluated,
+    RoundFinished,
     SiteAnswered,
     StoreUsed,
 )
-from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent
+from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Resources
 from monitoring.pages.plots import (
     MAX_SITES_SHOWN,
     draw_all,
@@ -31,6 +32,7 @@ from monitoring.pages.plots import (
 )
 from monitoring.pages.report import FAILURE_MEANINGS, render, write_report
 from monitoring.terminal.progress import PlainProgress
+from monitoring.views.result_json import result
 from monitoring.views.run_fold import fold
 
 pytestmark = pytest.mark.slow
@@ -369,7 +371,11 @@ def test_no_number_of_a_site_spoils_the_report(extreme: float):
         for number, start in enumerate((0.0, LARGEST) * 32)
     )
     spent = PrivacySpent(epsilon=LARGEST, delta=0.5, held_out_epsilon=LARGEST)
+    used = Resources(
+        busy_seconds=LARGEST, cpu_seconds=LARGEST, peak_memory_bytes=2**53, method="x"
+    )
     told = {"training": sums, "evaluation": sums, "phases": phases, "spent": spent}
+    told["resources"] = used
     events = event_samples.private(2)
     for kind, lie in (
         (SiteAnswered, told),
@@ -381,6 +387,30 @@ def test_no_number_of_a_site_spoils_the_report(extreme: float):
     with PlainProgress(io.StringIO()) as progress:
         for event in events:
             progress(event)
+
+
+def test_resources_are_shown_with_their_method():
+    """What the work took stands beside what was waited for."""
+    used = Resources(
+        busy_seconds=61.0,
+        cpu_seconds=122.0,
+        peak_memory_bytes=3 * 10**9,
+        method="process",
+    )
+    events = [
+        replace(event, resources=used)
+        if isinstance(event, SiteAnswered | RoundFinished)
+        else event
+        for event in event_samples.two_sites(2)
+    ]
+    assert "At work" not in render(fold(event_samples.two_sites(2)), JOB, VERSIONS)
+    view = fold(events)
+    page = render(view, JOB, VERSIONS)
+    for shown in ("At work", "2 min 02 s", "4 min 04 s", "3.0 GB", "of the process"):
+        assert shown in page
+    (site, _) = result(view)["sites"]
+    assert site["resources"]["cpu_seconds"] == 244.0
+    assert result(view)["rounds"][0]["resources"]["peak_memory_bytes"] == 3 * 10**9
 
 
 @pytest.mark.slow

@@ -1,0 +1,72 @@
+"""What work takes of a machine, measured by one method that has a name.
+
+Nothing measures GPU time or energy yet, so no field holds them.
+"""
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from federation.messages import Resources
+from federation.protocols import Clock
+
+_RSS_UNIT_BYTES = 1024  # Of ``ru_maxrss``, on Linux.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageMeter:
+    """A method of measuring.
+
+    Attributes:
+        method: Its name in messages and events.
+        cpu_seconds: CPU time so far; None if the method has none.
+        peak_memory_bytes: Most memory held at once so far, likewise.
+    """
+
+    method: str
+    cpu_seconds: Callable[[], float] | None = None
+    peak_memory_bytes: Callable[[], int] | None = None
+
+
+def _peak_memory_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
+
+
+# For one site or aggregator in a process of its own; its children are not included.
+PROCESS = UsageMeter(
+    method="process",
+    cpu_seconds=time.process_time,
+    peak_memory_bytes=_peak_memory_bytes,
+)
+# For sites that share a process: the thread that works, without helper threads of
+# libraries. Memory cannot be divided among them.
+THREAD = UsageMeter(method="thread", cpu_seconds=time.thread_time)
+# Where only the clock counts: in virtual time, and where children do the work.
+CLOCK = UsageMeter(method="clock")
+
+
+class Usage:
+    """What has been used since this was made, by the thread that made it."""
+
+    def __init__(self, clock: Clock, meter: UsageMeter) -> None:
+        """Begin to measure."""
+        self._clock = clock
+        self._meter = meter
+        self._start = clock.monotonic()
+        self._cpu_start = _read(meter.cpu_seconds)
+
+    def so_far(self) -> Resources:
+        """Say what has been used."""
+        cpu, start = _read(self._meter.cpu_seconds), self._cpu_start
+        memory = self._meter.peak_memory_bytes
+        return Resources(
+            busy_seconds=self._clock.monotonic() - self._start,
+            cpu_seconds=None if cpu is None or start is None else cpu - start,
+            peak_memory_bytes=None if memory is None else memory(),
+            method=self._meter.method,
+        )
+
+
+def _read(seconds: Callable[[], float] | None) -> float | None:
+    return None if seconds is None else seconds()
