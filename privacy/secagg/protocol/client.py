@@ -109,6 +109,7 @@ class _Round:
         self.masks = masks
         self.shared = shared
         self.head = b""
+        self.consent = b""
         self.survivors: tuple[int, ...] = ()
         self.dealt: dict[int, bytes] = {}  # To this site, as survivors signed it.
         self.steps = Steps(
@@ -333,16 +334,18 @@ class SiteSession:
             heads = Survivors.from_bytes(data).heads
             survivors = tuple(sorted(heads))
             self._check_survivors(survivors, current)
-            for number, encoded in heads.items():
-                current.dealt[number] = self._check_head(number, encoded, current)
             if heads[self.number] != current.head:
                 raise InconsistentSurvivors("the list shows another head of this site")
+            for number, encoded in heads.items():
+                if number != self.number:
+                    current.dealt[number] = self._check_head(number, encoded, current)
             current.survivors = survivors
             self._trail.note_consent(current.facts.round_index, survivors)
             message = Consent(
                 number=self.number, context=current.context, survivors=survivors
             )
-            return message.signed_by(self._identity).to_bytes()
+            current.consent = message.signed_by(self._identity).to_bytes()
+            return current.consent
 
     def on_reveal(self, data: bytes) -> bytes:
         """R3: check the consents, open the inbox and release this site's shares.
@@ -483,6 +486,8 @@ class SiteSession:
 
     def _check_consents(self, consents: Mapping[int, bytes], current: _Round) -> None:
         for number, encoded in consents.items():
+            if (number, encoded) == (self.number, current.consent):
+                continue  # Signed here.
             consent = Consent.from_bytes(encoded)
             if consent.number != number or number not in current.survivors:
                 raise InconsistentSurvivors(

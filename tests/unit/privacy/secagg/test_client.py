@@ -295,6 +295,16 @@ def consent_counted_twice(g: Game, reveal: Reveal) -> Reveal:
     return alter(reveal, consents={**kept, 4: reveal.consents[3]})
 
 
+def own_consent_counted_twice(g: Game, reveal: Reveal) -> Reveal:
+    kept = {i: reveal.consents[i] for i in (1, 2, 3)}
+    return alter(reveal, consents={**kept, 4: reveal.consents[1]})
+
+
+def another_consent_of_this_site(g: Game, reveal: Reveal) -> Reveal:
+    forged = g.resign(reveal.consents[1], 2, Consent, number=1)
+    return alter(reveal, consents={**reveal.consents, 1: forged})
+
+
 def sealed_share_changed(g: Game, reveal: Reveal) -> Reveal:
     data = bytearray(reveal.inbox[2])
     data[40] ^= 1
@@ -341,6 +351,8 @@ def inbox_with_the_dropped(g: Game, reveal: Reveal) -> Reveal:
         (consent_of_other_context, WrongContext),
         (consent_of_the_dropped, InconsistentSurvivors),
         (consent_counted_twice, InconsistentSurvivors),
+        (own_consent_counted_twice, InconsistentSurvivors),
+        (another_consent_of_this_site, BadSignature),
         (sealed_share_changed, BadShare),
         (sealed_shares_swapped, BadShare),
         (shares_for_another_site, BadShare),
