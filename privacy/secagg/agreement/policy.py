@@ -7,6 +7,7 @@ the site's own configuration and no message can change it.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from federation.ids import RunId, SiteId
 from privacy.secagg.agreement.contract import WEIGHT_RULES, Contract, members_of
@@ -124,26 +125,34 @@ def check_against_policy(contract: Contract, policy: LocalPolicy) -> None:
             raise ContractRefused(fault, key=key)
 
 
-_Faults = Iterator[tuple[str, str]]
+class _Fault(NamedTuple):
+    key: str
+    text: str
+
+
+_Faults = Iterator[_Fault]
 _PAIR = 2
+
+
+def _above(key: str, value: float, most: float) -> _Faults:
+    if value > most:
+        yield _Fault(key, f"{value} is above this site's {most}")
 
 
 def _proposal_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """What was proposed to this site, and what it is to agree to."""
     if q.run_id != policy.run_id:
-        yield (
+        yield _Fault(
             "run_id",
             f"it is {q.run_id!r}, and this site takes part in {policy.run_id!r}",
         )
     if q.job_digest != policy.job_digest:
-        yield (
+        yield _Fault(
             "job_digest",
-            (
-                f"it is of another job ({q.job_digest.hex()[:16]}...) than the one "
-                f"proposed to this site ({policy.job_digest.hex()[:16]}...): the "
-                "aggregator has told sites to compute different things, or has changed "
-                "the job since it proposed it"
-            ),
+            f"it is of another job ({q.job_digest.hex()[:16]}...) than the one "
+            f"proposed to this site ({policy.job_digest.hex()[:16]}...): the "
+            "aggregator has told sites to compute different things, or has changed "
+            "the job since it proposed it",
         )
 
 
@@ -157,12 +166,10 @@ def _term_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     for name, value in policy.terms.items():
         given = getattr(q, name)
         if given != value:
-            yield (
+            yield _Fault(
                 name,
-                (
-                    f"it is {given!r}, and {value!r} follows from the job that was "
-                    "proposed to this site"
-                ),
+                f"it is {given!r}, and {value!r} follows from the job that was "
+                "proposed to this site",
             )
 
 
@@ -170,99 +177,85 @@ def _group_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """With whom this site is summed, where nobody may choose that."""
     group = policy.group
     if q.partition != (b"" if group is None else group.partition):
-        yield (
+        yield _Fault(
             "partition",
             "it rests on other groups than those that this site has drawn",
         )
     members = {member.site for member in q.members}
     if group is not None and members != group.sites:
-        yield (
+        yield _Fault(
             "members",
             f"this site has drawn a sum with {', '.join(sorted(group.sites))}",
         )
     if group is None and policy.sites is not None and members != policy.sites:
-        yield "members", "they are not the sites of the job that was proposed"
+        yield _Fault("members", "they are not the sites of the job that was proposed")
 
 
 def _pin_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """What must be equal."""
     if policy.approved is not None and q.digest not in policy.approved:
-        yield (
+        yield _Fault(
             "approval",
-            (
-                f"contract {q.digest.hex()[:16]}... of run {q.run_id} has not been "
-                "approved at this site"
-            ),
+            f"contract {q.digest.hex()[:16]}... of run {q.run_id} has not been "
+            "approved at this site",
         )
     if q.code_hash not in policy.code_hashes:
-        yield "code_hash", "this site does not run that code"
+        yield _Fault("code_hash", "this site does not run that code")
     if (q.layout_digest, q.num_values) != (policy.layout_digest, policy.num_values):
-        yield "layout_digest", "this site holds another model"
+        yield _Fault("layout_digest", "this site holds another model")
     if q.roster_serial != policy.roster.serial:
-        yield (
+        yield _Fault(
             "roster_serial",
-            (
-                f"it is {q.roster_serial} and this site holds roster "
-                f"{policy.roster.serial}: fetch the new one from its owners"
-            ),
+            f"it is {q.roster_serial} and this site holds roster "
+            f"{policy.roster.serial}: fetch the new one from its owners",
         )
     if q.roster_digest != policy.roster.digest:
-        yield "roster_digest", "this site holds another roster with the same serial"
+        yield _Fault(
+            "roster_digest", "this site holds another roster with the same serial"
+        )
     # Which sites of the roster take part is the job's: what a sum of few reveals is
     # bounded by `colluding`, `min_sites` and the rule for two.
     if q.members != members_of(policy.roster, {member.site for member in q.members}):
-        yield "members", "they are not sites of the roster with its keys, in its order"
+        yield _Fault(
+            "members", "they are not sites of the roster with its keys, in its order"
+        )
     if q.aggregator_key != policy.roster.aggregator_key:
-        yield "aggregator_key", "it is not the aggregator of the roster"
+        yield _Fault("aggregator_key", "it is not the aggregator of the roster")
 
 
 def _strength_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """How well the sum hides an update."""
     tolerated = colluding_tolerated(q.num_sites, q.threshold)
     if tolerated < policy.colluding:
-        yield (
+        yield _Fault(
             "threshold",
-            (
-                f"{q.threshold} of {q.num_sites} withstands {tolerated} colluding "
-                f"sites, this site demands {policy.colluding}"
-            ),
+            f"{q.threshold} of {q.num_sites} withstands {tolerated} colluding "
+            f"sites, this site demands {policy.colluding}",
         )
     hidden = policy.accept_two_sites or q.differential_privacy.hides_records_alone
     if q.num_sites == _PAIR and not hidden:
-        yield (
+        yield _Fault(
             "two_site_waiver",
-            (
-                "this site does not take part in a run of two without record-level "
-                "differential privacy"
-            ),
+            "this site does not take part in a run of two without record-level "
+            "differential privacy",
         )
     if q.min_sites < policy.min_sites:
-        yield (
+        yield _Fault(
             "min_sites",
-            (
-                f"a sum may hold {q.min_sites} updates, this site demands "
-                f"{policy.min_sites}"
-            ),
+            f"a sum may hold {q.min_sites} updates, this site demands "
+            f"{policy.min_sites}",
         )
     if policy.require_hybrid and not q.hybrid:
-        yield "hybrid", "this site demands the post-quantum hybrid"
+        yield _Fault("hybrid", "this site demands the post-quantum hybrid")
 
 
 def _privacy_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """What is claimed of single records or sites."""
     terms, table = q.differential_privacy, "differential_privacy"
     if terms.profile not in policy.privacy_profiles:
-        yield f"{table}.profile", f"this site does not accept {terms.profile!r}"
-    if terms.largest_epsilon > policy.epsilon_cap:
-        yield (
-            f"{table}.epsilon_cap",
-            f"{terms.largest_epsilon} is above this site's {policy.epsilon_cap}",
-        )
-    if terms.largest_delta > policy.max_delta:
-        yield (
-            f"{table}.delta",
-            f"{terms.largest_delta} is above this site's {policy.max_delta}",
-        )
+        yield _Fault(f"{table}.profile", f"this site does not accept {terms.profile!r}")
+    yield from _above(f"{table}.epsilon_cap", terms.largest_epsilon, policy.epsilon_cap)
+    yield from _above(f"{table}.delta", terms.largest_delta, policy.max_delta)
     yield from _noise_faults(q, policy)
 
 
@@ -273,54 +266,45 @@ def _noise_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if profile not in {"joint", "site"}:
         return
     if share is None:
-        yield key, "this site has planned no noise inside the sum"
+        yield _Fault(key, "this site has planned no noise inside the sum")
         return
     for fault in share.faults(q.ring()):
-        yield key, fault
+        yield _Fault(key, fault)
     if q.threshold < share.threshold:
-        yield (
+        yield _Fault(
             "threshold",
-            (
-                f"{q.threshold} updates in a sum do not hold the noise of "
-                f"{share.threshold} that this site counts on"
-            ),
+            f"{q.threshold} updates in a sum do not hold the noise of "
+            f"{share.threshold} that this site counts on",
         )
     if profile == "site" and q.clip_norm > share.sensitivity:
-        yield (
+        yield _Fault(
             "clip_norm",
             f"{q.clip_norm} is above the {share.sensitivity} that noise is made for",
         )
     if q.weight_rule != "uniform":
-        yield "weight_rule", "this site's weight would tell what noise is to hide"
+        yield _Fault(
+            "weight_rule", "this site's weight would tell what noise is to hide"
+        )
     if q.element_bound is not None:
         # Whether a site declines, or how it clips, is not what was accounted for.
-        yield "element_bound", "the noise is made for a grid that clip_norm sets"
+        yield _Fault(
+            "element_bound", "the noise is made for a grid that clip_norm sets"
+        )
 
 
 def _exposure_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     """How much is summed, and how often."""
     if q.ring_bits not in policy.ring_bits:
-        yield "ring_bits", f"this site does not accept {q.ring_bits}"
-    if q.clip_norm > policy.max_clip_norm:
-        yield (
-            "clip_norm",
-            (f"{q.clip_norm} is above this site's {policy.max_clip_norm}"),
-        )
-    bound = q.ring().bound
-    if policy.max_element_bound is not None and bound > policy.max_element_bound:
-        yield (
-            "element_bound",
-            f"{bound} is above this site's {policy.max_element_bound}",
-        )
+        yield _Fault("ring_bits", f"this site does not accept {q.ring_bits}")
+    yield from _above("clip_norm", q.clip_norm, policy.max_clip_norm)
+    if policy.max_element_bound is not None:
+        yield from _above("element_bound", q.ring().bound, policy.max_element_bound)
     if q.weight_rule not in policy.weight_rules:
-        yield "weight_rule", f"this site does not accept {q.weight_rule!r}"
-    if q.max_rounds > policy.max_rounds:
-        yield "max_rounds", f"{q.max_rounds} is above this site's {policy.max_rounds}"
+        yield _Fault("weight_rule", f"this site does not accept {q.weight_rule!r}")
+    yield from _above("max_rounds", q.max_rounds, policy.max_rounds)
     if q.header_slots != policy.header_slots:
-        yield (
+        yield _Fault(
             "header_slots",
-            (
-                f"it asks for {list(q.header_slots)}, and this site reports "
-                f"{list(policy.header_slots)}"
-            ),
+            f"it asks for {list(q.header_slots)}, and this site reports "
+            f"{list(policy.header_slots)}",
         )
