@@ -13,7 +13,9 @@ UNITS = ("none", "site", "joint", "record")  # from the weakest promise on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """What the site demands of every job; a job below it is refused.
+    """What the site demands of every job; it refuses a job that promises less.
+
+    A table with the old name `[floor]` is read as well, with a warning.
 
     Attributes:
         privacy: Weakest unit of differential privacy that is accepted.
@@ -26,7 +28,7 @@ class PolicySpec:
             everything that they have released of training and held-out records. Jobs
             with differential privacy are refused without it.
         total_delta: Delta that goes with it; by default the smallest of all the runs.
-        secure_aggregation: Whether updates must be summed in secret.
+        secure_aggregation: Whether updates must be summed with secure aggregation.
         min_sites: Fewest updates in a secure sum: at most `threshold` of the job, which
             is the number of its sites where all must answer. By default 3; or 2 where
             `privacy` is `record`, or where `accept_two_sites` is set and the run is one

@@ -38,7 +38,7 @@ _Faults = Iterator[tuple[str, str]]
 
 
 def check_job(job: JobSpec, policy: PolicySpec, site: SiteId) -> None:
-    """Hold a job against what a site's operator demands.
+    """Check a job against what a site's operator demands.
 
     ``privacy.secagg.agreement.policy`` checks the contract again; this reports faults
     before the first round, by the keys of the job.
