@@ -21,7 +21,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 from federation.ids import SiteId, TaskId
 from federation.messages import (
@@ -297,6 +297,34 @@ class ObjectInfo:
     updated: float | None = None
 
 
+class PutArguments(TypedDict, total=False):
+    """What ``ObjectStore.put`` may be given besides key and content.
+
+    Attributes:
+        if_absent: Fail if the key is taken: of many writers one wins.
+        if_version: Fail unless the object is of this version.
+        metadata: Kept with it; see ``ObjectInfo``.
+    """
+
+    if_absent: bool
+    if_version: str | None
+    metadata: Mapping[str, str] | None
+
+
+class ReadArguments(TypedDict, total=False):
+    """What ``ObjectStore.read`` may be given besides the key.
+
+    Attributes:
+        start: First byte that is read; 0 by default.
+        length: How many are read; all to the object's end by default.
+        if_version: Fail unless the object is of this version.
+    """
+
+    start: int
+    length: int | None
+    if_version: str | None
+
+
 class ObjectStore(Protocol):
     """Named bytes. Implementations: ``cloud_adapters.storage``.
 
@@ -311,22 +339,14 @@ class ObjectStore(Protocol):
         ...
 
     def put(
-        self,
-        key: str,
-        data: Iterable[Buffer],
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write an object whole or not at all, durably.
 
         Args:
             key: ``/``-separated; see ``cloud_adapters.storage.object_keys``.
             data: The content in pieces, so that it need not be in one buffer.
-            if_absent: Fail if the key is taken: of many writers one wins.
-            if_version: Fail unless the object is of this version.
-            metadata: Kept with it; see ``ObjectInfo``.
+            options: Its conditions and metadata; see ``PutArguments``.
 
         Returns:
             What is known of it now, with CRC32C; and SHA-256 if the store keeps it,
@@ -342,15 +362,8 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def read(
-        self,
-        key: str,
-        *,
-        start: int = 0,
-        length: int | None = None,
-        if_version: str | None = None,
-    ) -> bytes:
-        """Bytes ``[start, start + length)`` of an object; to its end by default.
+    def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
+        """Bytes of an object, all of them by default; see ``ReadArguments``.
 
         Whole objects are checked against their checksum where one is known.
 

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 from cloud_adapters.storage.checksums import Checksums
 from cloud_adapters.storage.encrypted_format import (
@@ -29,13 +30,19 @@ from cloud_adapters.storage.encrypted_format import (
     digest_of_metadata,
 )
 from cloud_adapters.storage.object_keys import (
-    check_conditions,
+    CheckedPut,
+    CheckedRead,
     check_key,
-    check_metadata,
-    check_range,
 )
 from federation.errors import CorruptObject, ObjectChanged
-from federation.protocols import Buffer, KeyService, ObjectInfo, ObjectStore
+from federation.protocols import (
+    Buffer,
+    KeyService,
+    ObjectInfo,
+    ObjectStore,
+    PutArguments,
+    ReadArguments,
+)
 
 # Opened objects whose data keys are kept, so that ranges of one object do not each
 # ask the key service.
@@ -97,13 +104,7 @@ class EncryptedStore:
         return self._store.url
 
     def put(
-        self,
-        key: str,
-        data: Iterable[Buffer],
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write an object whole or not at all; see ``ObjectStore.put``.
 
@@ -111,8 +112,8 @@ class EncryptedStore:
             KeyRefused: The key service does not give a key; nothing is written.
         """
         check_key(key)
-        check_conditions(if_absent=if_absent, if_version=if_version)
-        kept = check_metadata(metadata)
+        put = CheckedPut(**options)
+        kept = put.kept
         bound = self._prefix + key
         made = self._keys.generate(context_of(bound))
         cipher = Cipher(
@@ -130,13 +131,8 @@ class EncryptedStore:
             yield header.encode()
             yield from cipher.encrypt(data, checksums, kept)
 
-        info = self._store.put(
-            key,
-            stored(),
-            if_absent=if_absent,
-            if_version=if_version,
-            metadata=kept,
-        )
+        options["metadata"] = kept
+        info = self._store.put(key, stored(), **options)
         self._remember(
             _OpenObject(
                 key=key, cipher=cipher, version=info.version, size=checksums.size
@@ -150,28 +146,21 @@ class EncryptedStore:
             metadata=kept,
         )
 
-    def read(
-        self,
-        key: str,
-        *,
-        start: int = 0,
-        length: int | None = None,
-        if_version: str | None = None,
-    ) -> bytes:
+    def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
         """Bytes of an object; see ``ObjectStore.read``.
 
         Only the segments are read that hold them, and the end of the object if they
         reach it. A whole object is one request.
         """
-        check_range(start, length)
-        if start == 0 and length is None:
-            return self._read_whole(key, if_version)
+        part = CheckedRead(**options)
+        if part.start == 0 and part.length is None:
+            return self._read_whole(key, part.if_version)
         for _ in range(_NUM_CHANGES):
             try:
-                opened = self._open(key, if_version)
-                return self._read_range(opened, start, length)
+                opened = self._open(key, part.if_version)
+                return self._read_range(opened, part.start, part.length)
             except ObjectChanged as error:
-                if if_version is not None:
+                if part.if_version is not None:
                     raise
                 changed = error
         raise changed

@@ -1,18 +1,14 @@
 """Objects in this process's memory: for tests, and for runs that keep nothing."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Unpack
 
 from cloud_adapters.storage.checksums import Checksums
-from cloud_adapters.storage.object_keys import (
-    check_conditions,
-    check_key,
-    check_metadata,
-    check_range,
-)
+from cloud_adapters.storage.object_keys import CheckedPut, CheckedRead, check_key
 from federation.errors import ObjectChanged, ObjectExists, ObjectNotFound
-from federation.protocols import Buffer, ObjectInfo
+from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 
 
 class MemoryStore:
@@ -30,18 +26,12 @@ class MemoryStore:
         return "memory://"
 
     def put(
-        self,
-        key: str,
-        data: Iterable[Buffer],
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write an object whole or not at all; see ``ObjectStore.put``."""
         check_key(key)
-        check_conditions(if_absent=if_absent, if_version=if_version)
-        kept = check_metadata(metadata)
+        put = CheckedPut(**options)
+        kept = put.kept
         content = b"".join(data)
         checksums = Checksums()
         checksums.update(content)
@@ -53,22 +43,16 @@ class MemoryStore:
             sha256=checksums.sha256,
             metadata=kept,
         )
-        return self._write(content, info, if_absent=if_absent, if_version=if_version)
+        return self._write(content, info, put)
 
-    def read(
-        self,
-        key: str,
-        *,
-        start: int = 0,
-        length: int | None = None,
-        if_version: str | None = None,
-    ) -> bytes:
+    def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
         """Bytes of an object; see ``ObjectStore.read``."""
-        check_range(start, length)
+        part = CheckedRead(**options)
         content, info = self._find(key)
-        if if_version is not None and info.version != if_version:
+        if part.if_version not in {None, info.version}:
             raise ObjectChanged(f"{key!r} of the memory store has changed")
-        return content[start : None if length is None else start + length]
+        end = None if part.length is None else part.start + part.length
+        return content[part.start : end]
 
     def stat(self, key: str) -> ObjectInfo:
         """All that is known of an object; see ``ObjectStore.stat``."""
@@ -91,27 +75,19 @@ class MemoryStore:
         """Copy an object; see ``ObjectStore.copy``."""
         check_key(target)
         content, info = self._find(source)
-        return self._write(content, replace(info, key=target), if_absent=if_absent)
+        put = CheckedPut(if_absent=if_absent)
+        return self._write(content, replace(info, key=target), put)
 
     def close(self) -> None:
         """Do nothing: there are no connections."""
 
-    def _write(
-        self,
-        content: bytes,
-        info: ObjectInfo,
-        *,
-        if_absent: bool,
-        if_version: str | None = None,
-    ) -> ObjectInfo:
+    def _write(self, content: bytes, info: ObjectInfo, put: CheckedPut) -> ObjectInfo:
         key = info.key
         with self._lock:
             found = self._objects.get(key)
-            if if_absent and found is not None:
+            if put.if_absent and found is not None:
                 raise ObjectExists(f"{key!r} exists already in the memory store")
-            if if_version is not None and (
-                found is None or found[1].version != if_version
-            ):
+            if put.if_version not in {None, found[1].version if found else None}:
                 raise ObjectChanged(f"{key!r} of the memory store has changed")
             self._num_puts += 1
             info = replace(info, version=str(self._num_puts))

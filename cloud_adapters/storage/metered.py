@@ -5,12 +5,20 @@ content; what failed calls moved is not known.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Unpack
 
 from cloud_adapters.storage.request_count import RequestCount, counting
 from federation.events import StoreUse
-from federation.protocols import Buffer, Clock, ObjectInfo, ObjectStore
+from federation.protocols import (
+    Buffer,
+    Clock,
+    ObjectInfo,
+    ObjectStore,
+    PutArguments,
+    ReadArguments,
+)
 
 SAME_REGION = "same region"
 OTHER_REGION = "other region"
@@ -79,39 +87,18 @@ class MeteredStore:
         return self._store.url
 
     def put(
-        self,
-        key: str,
-        data: Iterable[Buffer],
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write an object whole or not at all; see ``ObjectStore.put``."""
         with self._call("put") as note:
-            info = self._store.put(
-                key,
-                data,
-                if_absent=if_absent,
-                if_version=if_version,
-                metadata=metadata,
-            )
+            info = self._store.put(key, data, **options)
             note.sent_bytes = info.size
         return info
 
-    def read(
-        self,
-        key: str,
-        *,
-        start: int = 0,
-        length: int | None = None,
-        if_version: str | None = None,
-    ) -> bytes:
+    def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
         """Bytes of an object; see ``ObjectStore.read``."""
         with self._call("read") as note:
-            content = self._store.read(
-                key, start=start, length=length, if_version=if_version
-            )
+            content = self._store.read(key, **options)
             note.received_bytes = len(content)
         return content
 

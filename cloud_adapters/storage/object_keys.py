@@ -7,6 +7,7 @@ copied from one to another; a key that passes is also a safe relative path.
 import re
 import unicodedata
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 MAX_KEY_BYTES = 1024  # of S3 and of Google Cloud Storage
 MAX_METADATA_BYTES = 1500  # S3 allows 2,048, and stores add some of their own
@@ -75,24 +76,47 @@ def key_in(folder: str, name: str) -> str | None:
     return key if _fault(key) is None and _fault(folder + key) is None else None
 
 
-def check_range(start: int, length: int | None) -> None:
-    """Check the range of a read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRead:
+    """A read that any store can make; see ``federation.protocols.ReadArguments``."""
 
-    Raises:
-        ValueError: ``start`` or ``length`` is negative.
-    """
-    if start < 0 or (length is not None and length < 0):
-        raise ValueError(f"cannot read {length} bytes from {start}: negative")
+    start: int = 0
+    length: int | None = None
+    if_version: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the range.
+
+        Raises:
+            ValueError: ``start`` or ``length`` is negative.
+        """
+        if self.start < 0 or (self.length is not None and self.length < 0):
+            raise ValueError(
+                f"cannot read {self.length} bytes from {self.start}: negative"
+            )
 
 
-def check_conditions(*, if_absent: bool, if_version: str | None) -> None:
-    """Check the conditions of a write.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedPut:
+    """A write that any store can make; see ``federation.protocols.PutArguments``."""
 
-    Raises:
-        ValueError: Both are given.
-    """
-    if if_absent and if_version is not None:
-        raise ValueError("an object cannot be both absent and of a version")
+    if_absent: bool = False
+    if_version: str | None = None
+    metadata: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the conditions.
+
+        Raises:
+            ValueError: Both are given.
+        """
+        if self.if_absent and self.if_version is not None:
+            raise ValueError("an object cannot be both absent and of a version")
+
+    @property
+    def kept(self) -> Mapping[str, str]:
+        """The metadata; see ``check_metadata``."""
+        return check_metadata(self.metadata)
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> Mapping[str, str]:

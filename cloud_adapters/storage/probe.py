@@ -14,7 +14,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Unpack, runtime_checkable
 
 from federation.errors import (
     ObjectChanged,
@@ -23,7 +23,7 @@ from federation.errors import (
     StoreError,
     StoreUnavailable,
 )
-from federation.protocols import ObjectInfo, ObjectStore
+from federation.protocols import ObjectInfo, ObjectStore, PutArguments
 
 PREFIX = "probe/"
 # What a killed probe has left goes with a later one.
@@ -36,12 +36,7 @@ class WritesInParts(Protocol):
     """A store that writes large contents by other requests than small ones."""
 
     def put_in_parts(
-        self,
-        key: str,
-        content: bytes,
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
+        self, key: str, content: bytes, **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write a content, however small it is, as a large one is written."""
         ...
@@ -59,13 +54,7 @@ class RemovesUnfinished(Protocol):
 class Put(Protocol):
     """One way to write an object; see ``ObjectStore.put``."""
 
-    def __call__(
-        self,
-        content: bytes,
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
-    ) -> ObjectInfo:
+    def __call__(self, content: bytes, **options: Unpack[PutArguments]) -> ObjectInfo:
         """Write it under the probe's key."""
         ...
 
@@ -91,22 +80,16 @@ def _ways(store: ObjectStore) -> Iterator[tuple[str, Put, str]]:
     """Ways of writing, each with the words for it and a key of its own."""
     key = f"{PREFIX}{secrets.token_hex(16)}"
 
-    def whole(
-        content: bytes, *, if_absent: bool = False, if_version: str | None = None
-    ) -> ObjectInfo:
-        return store.put(key, [content], if_absent=if_absent, if_version=if_version)
+    def whole(content: bytes, **options: Unpack[PutArguments]) -> ObjectInfo:
+        return store.put(key, [content], **options)
 
     yield "a small object", whole, key
     if not isinstance(store, WritesInParts):
         return
     in_parts, key_of_parts = store, f"{PREFIX}{secrets.token_hex(16)}"
 
-    def parts(
-        content: bytes, *, if_absent: bool = False, if_version: str | None = None
-    ) -> ObjectInfo:
-        return in_parts.put_in_parts(
-            key_of_parts, content, if_absent=if_absent, if_version=if_version
-        )
+    def parts(content: bytes, **options: Unpack[PutArguments]) -> ObjectInfo:
+        return in_parts.put_in_parts(key_of_parts, content, **options)
 
     yield "an object in parts", parts, key_of_parts
 

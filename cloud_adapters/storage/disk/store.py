@@ -15,9 +15,10 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from cloud_adapters.storage.checksums import crc32c
 from cloud_adapters.storage.disk import records as local_records
@@ -32,12 +33,7 @@ from cloud_adapters.storage.disk.files import (
     remove_if_dead,
     write_and_sum,
 )
-from cloud_adapters.storage.object_keys import (
-    check_conditions,
-    check_key,
-    check_metadata,
-    check_range,
-)
+from cloud_adapters.storage.object_keys import CheckedPut, CheckedRead, check_key
 from federation.errors import (
     CorruptObject,
     ObjectChanged,
@@ -46,7 +42,7 @@ from federation.errors import (
     StoreError,
     StoreUnavailable,
 )
-from federation.protocols import Buffer, ObjectInfo
+from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 
 # Holds the files that are being written; no object's key starts with it.
 PARTIAL_FOLDER = ".partial"
@@ -73,13 +69,7 @@ class LocalStore:
         return f"file://{self._root}"
 
     def put(
-        self,
-        key: str,
-        data: Iterable[Buffer],
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write an object whole or not at all; see ``ObjectStore.put``.
 
@@ -90,30 +80,20 @@ class LocalStore:
            replaces what was there.
         4. Flush the folder, so that the name survives a power cut.
         """
-        check_conditions(if_absent=if_absent, if_version=if_version)
-        about = ObjectInfo(
-            key=key, size=0, version="", metadata=check_metadata(metadata)
-        )
-        return self._put(about, data, if_absent=if_absent, if_version=if_version)
+        put = CheckedPut(**options)
+        about = ObjectInfo(key=key, size=0, version="", metadata=put.kept)
+        return self._put(about, data, put)
 
-    def read(
-        self,
-        key: str,
-        *,
-        start: int = 0,
-        length: int | None = None,
-        if_version: str | None = None,
-    ) -> bytes:
+    def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
         """Bytes of an object; see ``ObjectStore.read``."""
-        check_range(start, length)
-        with self._errors("read", key), self._object(key, known=not start) as found:
-            file, info = found
-            if if_version not in {None, info.version}:
+        part = CheckedRead(**options)
+        known = not part.start
+        with self._errors("read", key), self._object(key, known=known) as (file, info):
+            if part.if_version not in {None, info.version}:
                 raise ObjectChanged(f"{self._where(key)} has changed")
-            left = max(0, info.size - start)
-            content = read_range(
-                file, start, left if length is None else min(left, length)
-            )
+            left = max(0, info.size - part.start)
+            length = left if part.length is None else min(left, part.length)
+            content = read_range(file, part.start, length)
         if info.crc32c is not None and len(content) == info.size:
             self._verify(key, info.crc32c, crc32c(content))
         return content
@@ -154,7 +134,8 @@ class LocalStore:
                 for start in range(0, info.size, _COPY_BYTES)
             )
             about = replace(info, key=target)
-            return self._put(about, pieces, if_absent=if_absent, source=source)
+            put = CheckedPut(if_absent=if_absent)
+            return self._put(about, pieces, put, source=source)
 
     def close(self) -> None:
         """Do nothing: no file stays open between calls."""
@@ -163,9 +144,8 @@ class LocalStore:
         self,
         about: ObjectInfo,
         data: Iterable[Buffer],
+        put: CheckedPut,
         *,
-        if_absent: bool,
-        if_version: str | None = None,
         source: str | None = None,
     ) -> ObjectInfo:
         """Write an object with what is known of it: metadata, and perhaps a checksum.
@@ -184,9 +164,9 @@ class LocalStore:
                 info = _write(file, about, data)  # 1.
                 self._verify(source or key, about.crc32c, info.crc32c)
                 with self._record_folder(key) as records:
-                    self._check(key, folder, if_absent, if_version)
+                    self._check(key, folder, put)
                     with local_records.recorded(records, info):  # 2.
-                        name_it = os.link if if_absent else os.replace  # 3.
+                        name_it = os.link if put.if_absent else os.replace  # 3.
                         name_it(partial, name, src_dir_fd=partials, dst_dir_fd=folder)
             os.fsync(folder)  # 4.
         return info
@@ -295,15 +275,9 @@ class LocalStore:
         except ObjectNotFound:
             return False
 
-    def _check(
-        self,
-        key: str,
-        folder: int,
-        if_absent: bool,  # noqa: FBT001 -- as put was given it.
-        if_version: str | None,
-    ) -> None:
+    def _check(self, key: str, folder: int, put: CheckedPut) -> None:
         """Check the conditions of a write, under the lock of its key."""
-        if not if_absent and if_version is None:
+        if not put.if_absent and put.if_version is None:
             return
         name = key.rpartition("/")[2]
         try:
@@ -312,10 +286,10 @@ class LocalStore:
             found = None
         if found is not None and not stat.S_ISREG(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, "not a file", name)
-        if if_absent and found is not None:
+        if put.if_absent and found is not None:
             raise ObjectExists(f"{self._where(key)} exists already")
         version = None if found is None else local_records.version_of(found)
-        if if_version not in {None, version}:
+        if put.if_version not in {None, version}:
             raise ObjectChanged(f"{self._where(key)} has changed")
 
     def _verify(self, key: str, written: str | None, actual: str | None) -> None:

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 from cloud_adapters.storage.checksums import Checksums, Crc32c, crc32c
 from cloud_adapters.storage.disk.part_file import PartFile, file_errors
 from cloud_adapters.storage.parts import PART_BYTES, Part, fetch_all, parts_of
 from cloud_adapters.storage.retry import Retry
 from federation.errors import CorruptObject, ObjectChanged, StoreUnavailable
-from federation.protocols import ObjectInfo, ObjectStore
+from federation.protocols import ObjectInfo, ObjectStore, PutArguments
 
 # Of a download. TLS and checksums take a core for a few hundred megabytes a second, so
 # more threads than this do not make it faster; parts twice as large as a stream's do.
@@ -147,10 +148,7 @@ def upload(
     store: ObjectStore,
     key: str,
     path: Path,
-    *,
-    if_absent: bool = False,
-    if_version: str | None = None,
-    metadata: Mapping[str, str] | None = None,
+    **options: Unpack[PutArguments],
 ) -> ObjectInfo:
     """Write a file as an object; see ``ObjectStore.put`` for conditions and errors.
 
@@ -159,13 +157,7 @@ def upload(
             ``put`` raises.
     """
     with file_errors("read", path):
-        return store.put(
-            key,
-            FilePieces(path),
-            if_absent=if_absent,
-            if_version=if_version,
-            metadata=metadata,
-        )
+        return store.put(key, FilePieces(path), **options)
 
 
 class FilePieces:

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from itertools import chain, count
+from typing import Unpack
 
 from google.auth.credentials import Credentials
 
@@ -40,16 +41,15 @@ from cloud_adapters.storage.gcs.upload import (
 )
 from cloud_adapters.storage.gcs.write import ABSENT, ObjectWrite, Rewrite
 from cloud_adapters.storage.object_keys import (
-    check_conditions,
-    check_metadata,
-    check_range,
+    CheckedPut,
+    CheckedRead,
     folder_of,
     key_in,
     name_in,
 )
 from cloud_adapters.storage.retry import Retry
 from federation.errors import ObjectChanged, ObjectNotFound, StoreError, StoreForbidden
-from federation.protocols import Buffer, ObjectInfo
+from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 
 MAX_SESSIONS = 3  # Of one write, where the service forgets them.
 
@@ -104,13 +104,7 @@ class GcsStore:
         return f"gs://{self._bucket}/{self._prefix}".rstrip("/")
 
     def put(
-        self,
-        key: str,
-        data: Iterable[Buffer],
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write an object whole or not at all; see ``ObjectStore.put``.
 
@@ -119,9 +113,7 @@ class GcsStore:
         contents of one chunk and of those that can be gone through twice, such as
         lists and files, and None of streams.
         """
-        writing = self._writing(
-            key, if_absent=if_absent, if_version=if_version, metadata=metadata
-        )
+        writing = self._writing(key, options)
         new = writing.new
         parts = chunks(data, self._chunk_bytes)
         first = next(parts)
@@ -138,29 +130,17 @@ class GcsStore:
         return _info(key, resource)
 
     def put_in_parts(
-        self,
-        key: str,
-        content: bytes,
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
+        self, key: str, content: bytes, **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write even a small content by a session; see ``probe.WritesInParts``."""
-        writing = self._writing(key, if_absent=if_absent, if_version=if_version)
+        writing = self._writing(key, options)
         parts = chunks([content], self._chunk_bytes)
         return self._upload(writing, parts, checksums_of([content]))
 
-    def _writing(
-        self,
-        key: str,
-        *,
-        if_absent: bool,
-        if_version: str | None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> ObjectWrite:
-        check_conditions(if_absent=if_absent, if_version=if_version)
-        new = self._new(key, check_metadata(metadata), f"write {key!r} to {self.url}")
-        generation = ABSENT if if_absent else _generation(if_version, new.doing)
+    def _writing(self, key: str, options: PutArguments) -> ObjectWrite:
+        put = CheckedPut(**options)
+        new = self._new(key, put.kept, f"write {key!r} to {self.url}")
+        generation = ABSENT if put.if_absent else _generation(put.if_version, new.doing)
         return ObjectWrite(
             http=self._http, retry=self._retry, new=new, generation=generation
         )
@@ -214,26 +194,19 @@ class GcsStore:
             self._delete(new.name, new.doing, str(generation))
             raise gcs_errors.corrupt(new.doing, f"{actual} instead of {expected}")
 
-    def read(
-        self,
-        key: str,
-        *,
-        start: int = 0,
-        length: int | None = None,
-        if_version: str | None = None,
-    ) -> bytes:
+    def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
         """Bytes of an object; see ``ObjectStore.read``."""
-        check_range(start, length)
+        part = CheckedRead(**options)
         path = self._path(key)
         doing = f"read {key!r} of {self.url}"
-        version = _generation(if_version, doing)
-        if length == 0:  # HTTP has no such range.
+        version = _generation(part.if_version, doing)
+        if part.length == 0:  # HTTP has no such range.
             self._stat(key, doing, version)
             return b""
         clock = self._retry.clock
         reading = ObjectRead(self._http, path, doing, version=version, clock=clock)
         try:
-            return self._retry.call(lambda _: reading.attempt(start, length))
+            return self._retry.call(lambda _: reading.attempt(part.start, part.length))
         except StoreForbidden as error:
             raise self._told_apart(key, doing, error) from error
 

@@ -13,13 +13,12 @@ Not here: client-side encryption, caches, downloads to files.
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Unpack
 
 from cloud_adapters.storage.object_keys import (
-    check_conditions,
-    check_metadata,
-    check_range,
+    CheckedPut,
+    CheckedRead,
     folder_of,
     key_in,
     name_in,
@@ -42,7 +41,7 @@ from cloud_adapters.storage.s3.calls import (
 )
 from cloud_adapters.storage.s3.read import Read
 from federation.errors import ObjectChanged, ObjectNotFound
-from federation.protocols import Buffer, ObjectInfo
+from federation.protocols import Buffer, ObjectInfo, PutArguments, ReadArguments
 
 MAX_URL_SECONDS = 7 * 24 * 3600
 
@@ -107,71 +106,43 @@ class S3Store:
         return self._calls.where().removesuffix("/")
 
     def put(
-        self,
-        key: str,
-        data: Iterable[Buffer],
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write an object whole or not at all; see ``ObjectStore.put``.
 
         Content of more than one part (8 MiB) goes up in parallel parts, with at most
         about 100 MiB of memory for objects of up to 60 GiB.
         """
-        write = self._write(
-            key, if_absent=if_absent, if_version=if_version, metadata=metadata
-        )
-        return s3_upload.put(self._calls, write, data)
+        return s3_upload.put(self._calls, self._write(key, options), data)
 
     def put_in_parts(
-        self,
-        key: str,
-        content: bytes,
-        *,
-        if_absent: bool = False,
-        if_version: str | None = None,
+        self, key: str, content: bytes, **options: Unpack[PutArguments]
     ) -> ObjectInfo:
         """Write even a small content in parts; see ``probe.WritesInParts``."""
-        write = self._write(key, if_absent=if_absent, if_version=if_version)
+        write = self._write(key, options)
         return s3_upload.put(self._calls, write, [content], in_parts=True)
 
-    def _write(
-        self,
-        key: str,
-        *,
-        if_absent: bool,
-        if_version: str | None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> s3_upload.Write:
-        check_conditions(if_absent=if_absent, if_version=if_version)
+    def _write(self, key: str, options: PutArguments) -> s3_upload.Write:
+        put = CheckedPut(**options)
         return s3_upload.Write(
             key=self._check(key),
-            metadata=check_metadata(metadata),
+            metadata=put.kept,
             put_id=secrets.token_hex(16),
-            if_absent=if_absent,
-            if_version=if_version,
+            if_absent=put.if_absent,
+            if_version=put.if_version,
         )
 
-    def read(
-        self,
-        key: str,
-        *,
-        start: int = 0,
-        length: int | None = None,
-        if_version: str | None = None,
-    ) -> bytes:
+    def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
         """Bytes of an object; see ``ObjectStore.read``."""
         self._check(key)
-        check_range(start, length)
-        if length == 0:  # HTTP has no empty range.
+        part = CheckedRead(**options)
+        if part.length == 0:  # HTTP has no empty range.
             found = self.stat(key)
-            if if_version is not None and found.version != if_version:
+            if part.if_version not in {None, found.version}:
                 raise ObjectChanged(f"{self._calls.where(key)} has changed")
             return b""
-        read = Read(self._calls, key, start=start, length=length)
-        return self._calls.retry.call(lambda _: read.attempt(if_version))
+        read = Read(self._calls, key, start=part.start, length=part.length)
+        return self._calls.retry.call(lambda _: read.attempt(part.if_version))
 
     def stat(self, key: str) -> ObjectInfo:
         """All that is known of an object; see ``ObjectStore.stat``."""
