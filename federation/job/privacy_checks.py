@@ -4,8 +4,6 @@ Each refusal names the key and says why: most of these would train happily and p
 nothing.
 """
 
-from collections.abc import Iterable
-
 from federation.errors import JobError
 from federation.job.privacy_job import DifferentialPrivacySpec
 from federation.job.spec import JobSpec
@@ -21,85 +19,73 @@ def check_secure_aggregation(job: JobSpec) -> None:
     if not secure.enabled:
         return
     rule, num_sites = job.aggregation.combine, len(job.sites)
-    refused = (
-        (
-            rule != "mean" and secure.groups is None,
-            "aggregation.combine",
-            (
-                f"{rule} compares updates, and the server sees their sum: set {table}."
-                "groups, so that it compares sums of groups; or use mean, where "
-                "nothing but the clip norm bounds what a bad site does"
-            ),
-        ),
-        (
-            not job.communication.links.up.is_linear,
-            "communication.codec.name",
-            (
-                "updates travel as masked words of the ring, which rounds them to "
-                f"{table}.ring_bits: choose identity here, and fewer bits there"
-            ),
-        ),
-        (
-            job.aggregation.weights == "dynamic",
-            "aggregation.weights",
-            "dynamic weights need each site's loss, which is hidden: use examples",
-        ),
-        (
-            job.schedule.sites_per_round is not None,
-            "schedule.sites_per_round",
-            "secure aggregation asks every site in every round: leave it out",
-        ),
-        (
-            job.schedule.minimum_sites not in {None, job.minimum_sites},
-            "schedule.minimum_sites",
-            "under secure aggregation the quorum is its threshold: leave it out",
-        ),
-        (
-            secure.ring_bits not in {16, 24, 32},
-            f"{table}.ring_bits",
-            f"{secure.ring_bits} is not a ring: choose 16, 24 or 32",
-        ),
-        (
-            secure.ring_bits == 16 and num_sites > 16,  # noqa: PLR2004
-            f"{table}.ring_bits",
-            f"16 bits are too coarse for {num_sites} sites, beyond 16: use 24 or 32",
-        ),
-        (
-            secure.element_bound is not None
-            and secure.element_bound > job.update_clip_norm,
-            f"{table}.element_bound",
-            (
-                f"no element exceeds clip_norm = {job.update_clip_norm}: choose less, "
-                "or none"
-            ),
-        ),
-        (
-            secure.clip_elements and secure.element_bound is None,
-            f"{table}.clip_elements",
-            "there is nothing to clip to: set element_bound",
-        ),
-        (
-            num_sites < 2,  # noqa: PLR2004
-            "sites",
-            "a sum over one site hides nothing: name at least two",
-        ),
-        (
-            num_sites > 64,  # noqa: PLR2004  # The protocol's limit, where we measured.
-            "sites",
-            f"secure aggregation is for at most 64 sites, not {num_sites}",
-        ),
-        (
-            num_sites == 2  # noqa: PLR2004
-            and not secure.two_sites_waiver
-            and job.privacy.differential_privacy.unit != "record",
-            f"{table}.two_sites_waiver",
-            (
-                "each of two sites can compute the other's update; true accepts that, "
-                "or protect records with privacy.differential_privacy"
-            ),
-        ),
+    _refuse(
+        rule != "mean" and secure.groups is None,
+        "aggregation.combine",
+        f"{rule} compares updates, and the server sees their sum: set {table}."
+        "groups, so that it compares sums of groups; or use mean, where "
+        "nothing but the clip norm bounds what a bad site does",
     )
-    _refuse(refused)
+    _refuse(
+        not job.communication.links.up.is_linear,
+        "communication.codec.name",
+        "updates travel as masked words of the ring, which rounds them to "
+        f"{table}.ring_bits: choose identity here, and fewer bits there",
+    )
+    _refuse(
+        job.aggregation.weights == "dynamic",
+        "aggregation.weights",
+        "dynamic weights need each site's loss, which is hidden: use examples",
+    )
+    _refuse(
+        job.schedule.sites_per_round is not None,
+        "schedule.sites_per_round",
+        "secure aggregation asks every site in every round: leave it out",
+    )
+    _refuse(
+        job.schedule.minimum_sites not in {None, job.minimum_sites},
+        "schedule.minimum_sites",
+        "under secure aggregation the quorum is its threshold: leave it out",
+    )
+    _refuse(
+        secure.ring_bits not in {16, 24, 32},
+        f"{table}.ring_bits",
+        f"{secure.ring_bits} is not a ring: choose 16, 24 or 32",
+    )
+    _refuse(
+        secure.ring_bits == 16 and num_sites > 16,  # noqa: PLR2004
+        f"{table}.ring_bits",
+        f"16 bits are too coarse for {num_sites} sites, beyond 16: use 24 or 32",
+    )
+    _refuse(
+        secure.element_bound is not None
+        and secure.element_bound > job.update_clip_norm,
+        f"{table}.element_bound",
+        f"no element exceeds clip_norm = {job.update_clip_norm}: choose less, or none",
+    )
+    _refuse(
+        secure.clip_elements and secure.element_bound is None,
+        f"{table}.clip_elements",
+        "there is nothing to clip to: set element_bound",
+    )
+    _refuse(
+        num_sites < 2,  # noqa: PLR2004
+        "sites",
+        "a sum over one site hides nothing: name at least two",
+    )
+    _refuse(
+        num_sites > 64,  # noqa: PLR2004  # The protocol's limit, where we measured.
+        "sites",
+        f"secure aggregation is for at most 64 sites, not {num_sites}",
+    )
+    _refuse(
+        num_sites == 2  # noqa: PLR2004
+        and not secure.two_sites_waiver
+        and job.privacy.differential_privacy.unit != "record",
+        f"{table}.two_sites_waiver",
+        "each of two sites can compute the other's update; true accepts that, "
+        "or protect records with privacy.differential_privacy",
+    )
     _check_threshold(job)
     _check_groups(job)
 
@@ -111,42 +97,31 @@ def _check_groups(job: JobSpec) -> None:
     if groups is None:
         return
     fewest = 2 if private.unit == "record" else 3
-    refused = (
-        (
-            rule == "mean",
-            f"{table}.groups",
-            (
-                "a mean does not compare groups, and smaller sums hide less: leave it "
-                "out, or choose a robust aggregation.combine"
-            ),
-        ),
-        (
-            job.sites_in_sum < fewest,
-            f"{table}.groups",
-            (
-                f"{len(job.sites)} sites make {groups} groups of {job.sites_in_sum}, "
-                f"and a sum must hold {fewest} updates: name fewer groups or more sites"
-            ),
-        ),
-        (
-            job.privacy.secure_aggregation.threshold is not None,
-            f"{table}.threshold",
-            (
-                "in a group all sites must answer; the rule goes on without a group: "
-                "leave it out"
-            ),
-        ),
-        (
-            private.in_sum,
-            f"{table}.groups",
-            (
-                f'the noise of unit = "{private.unit}" is planned for the sum of all '
-                'sites, and a group holds too little of it: use unit = "record", or '
-                "leave groups out"
-            ),
-        ),
+    _refuse(
+        rule == "mean",
+        f"{table}.groups",
+        "a mean does not compare groups, and smaller sums hide less: leave it "
+        "out, or choose a robust aggregation.combine",
     )
-    _refuse(refused)
+    _refuse(
+        job.sites_in_sum < fewest,
+        f"{table}.groups",
+        f"{len(job.sites)} sites make {groups} groups of {job.sites_in_sum}, "
+        f"and a sum must hold {fewest} updates: name fewer groups or more sites",
+    )
+    _refuse(
+        job.privacy.secure_aggregation.threshold is not None,
+        f"{table}.threshold",
+        "in a group all sites must answer; the rule goes on without a group: "
+        "leave it out",
+    )
+    _refuse(
+        private.in_sum,
+        f"{table}.groups",
+        f'the noise of unit = "{private.unit}" is planned for the sum of all '
+        'sites, and a group holds too little of it: use unit = "record", or '
+        "leave groups out",
+    )
 
 
 def check_differential_privacy(job: JobSpec) -> None:
@@ -179,33 +154,24 @@ def check_differential_privacy(job: JobSpec) -> None:
         _check_joint(job)
     if private.unit == "site":
         _check_site(job)
-    refused = (
-        (
-            private.target_epsilon is None,
-            f"{table}.target_epsilon",
-            (
-                "say how much may be spent: differential privacy without a bound on "
-                "epsilon promises nothing"
-            ),
-        ),
-        (
-            job.aggregation.weights != "uniform",
-            "aggregation.weights",
-            (
-                f"{job.aggregation.weights} weights tell how many records a site "
-                'holds, which differential privacy hides: set weights = "uniform"'
-            ),
-        ),
-        (
-            job.training.clip_grad_norm is not None and private.unit != "site",
-            "training.clip_grad_norm",
-            (
-                "the gradient of a whole batch is not what bounds one record's part; "
-                f"{table}.clip_norm bounds each record's: leave it out"
-            ),
-        ),
+    _refuse(
+        private.target_epsilon is None,
+        f"{table}.target_epsilon",
+        "say how much may be spent: differential privacy without a bound on "
+        "epsilon promises nothing",
     )
-    _refuse(refused)
+    _refuse(
+        job.aggregation.weights != "uniform",
+        "aggregation.weights",
+        f"{job.aggregation.weights} weights tell how many records a site "
+        'holds, which differential privacy hides: set weights = "uniform"',
+    )
+    _refuse(
+        job.training.clip_grad_norm is not None and private.unit != "site",
+        "training.clip_grad_norm",
+        "the gradient of a whole batch is not what bounds one record's part; "
+        f"{table}.clip_norm bounds each record's: leave it out",
+    )
 
 
 def _check_standardise(job: JobSpec, table: str) -> None:
@@ -222,36 +188,29 @@ def _check_standardise(job: JobSpec, table: str) -> None:
         strict=False,
     )
     unit = private.unit
-    refused = (
-        (
-            unit not in {"record", "joint"},
-            table,
-            (
-                f'unit = "{unit}" charges nothing for a record, and lets a source use '
-                "exact statistics of its own site: standardise there, and leave this "
-                "table out"
-            ),
-        ),
-        (
-            job.training.task == "causal_lm",
-            table,
-            "tokens have no mean: leave this table out",
-        ),
-        (
-            not num_low or not num_high or len({1, num_low, num_high}) > 2,  # noqa: PLR2004
-            f"{table}.high",
-            (
-                f"there are {num_low} lower and {num_high} upper bounds: give one for "
-                "each feature, or one for all"
-            ),
-        ),
-        (
-            not all(low < high for low, high in pairs),
-            f"{table}.high",
-            "each upper bound must exceed the lower one",
-        ),
+    _refuse(
+        unit not in {"record", "joint"},
+        table,
+        f'unit = "{unit}" charges nothing for a record, and lets a source use '
+        "exact statistics of its own site: standardise there, and leave this "
+        "table out",
     )
-    _refuse(refused)
+    _refuse(
+        job.training.task == "causal_lm",
+        table,
+        "tokens have no mean: leave this table out",
+    )
+    _refuse(
+        not num_low or not num_high or len({1, num_low, num_high}) > 2,  # noqa: PLR2004
+        f"{table}.high",
+        f"there are {num_low} lower and {num_high} upper bounds: give one for "
+        "each feature, or one for all",
+    )
+    _refuse(
+        not all(low < high for low, high in pairs),
+        f"{table}.high",
+        "each upper bound must exceed the lower one",
+    )
 
 
 def _check_unused(private: DifferentialPrivacySpec, table: str) -> None:
@@ -276,116 +235,92 @@ def _check_noise_in_sum(job: JobSpec) -> None:
     private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
     secure, num_sites = job.privacy.secure_aggregation, len(job.sites)
     opened_once = 2 * job.minimum_sites - num_sites - 1
-    refused = (
-        (
-            not secure.enabled,
-            "privacy.secure_aggregation.enabled",
-            (
-                f'with unit = "{private.unit}" one site\'s noise alone does not '
-                "protect it: nobody may see its update, so set it to true"
-            ),
-        ),
-        (
-            private.colluding_sites >= job.minimum_sites,
-            f"{table}.colluding_sites",
-            (
-                f"a sum may hold {job.minimum_sites} updates: if "
-                f"{private.colluding_sites} are the adversary's, nobody's noise is left"
-            ),
-        ),
-        (
-            # Of all sites there is but one sum. Else 2 t > N + n_C, as in
-            # privacy.secagg.agreement.thresholds.
-            opened_once < private.colluding_sites and job.minimum_sites < num_sites,
-            f"{table}.colluding_sites",
-            (
-                f"with {private.colluding_sites} of them a lying aggregator could "
-                f"open two sums of {job.minimum_sites} of {num_sites} sites, whose "
-                "difference holds too little noise: raise "
-                "privacy.secure_aggregation.threshold"
-            ),
-        ),
-        (
-            secure.ring_bits == 16,  # noqa: PLR2004
-            "privacy.secure_aggregation.ring_bits",
-            "16 bits have no room for noise: use 24 or 32",
-        ),
-        (
-            secure.element_bound is not None,
-            "privacy.secure_aggregation.element_bound",
-            "the noise is made for a grid that clip_norm sets: leave it out",
-        ),
+    _refuse(
+        not secure.enabled,
+        "privacy.secure_aggregation.enabled",
+        f'with unit = "{private.unit}" one site\'s noise alone does not '
+        "protect it: nobody may see its update, so set it to true",
     )
-    _refuse(refused)
+    _refuse(
+        private.colluding_sites >= job.minimum_sites,
+        f"{table}.colluding_sites",
+        f"a sum may hold {job.minimum_sites} updates: if "
+        f"{private.colluding_sites} are the adversary's, nobody's noise is left",
+    )
+    _refuse(
+        # Of all sites there is but one sum. Else 2 t > N + n_C, as in
+        # privacy.secagg.agreement.thresholds.
+        opened_once < private.colluding_sites and job.minimum_sites < num_sites,
+        f"{table}.colluding_sites",
+        f"with {private.colluding_sites} of them a lying aggregator could "
+        f"open two sums of {job.minimum_sites} of {num_sites} sites, whose "
+        "difference holds too little noise: raise "
+        "privacy.secure_aggregation.threshold",
+    )
+    _refuse(
+        secure.ring_bits == 16,  # noqa: PLR2004
+        "privacy.secure_aggregation.ring_bits",
+        "16 bits have no room for noise: use 24 or 32",
+    )
+    _refuse(
+        secure.element_bound is not None,
+        "privacy.secure_aggregation.element_bound",
+        "the noise is made for a grid that clip_norm sets: leave it out",
+    )
 
 
 def _check_joint(job: JobSpec) -> None:
     training, optimizer = job.training, job.training.optimizer
-    refused = (
-        (
-            training.local_steps != 1,
-            "training.local_steps",
-            (
-                "noise that is shared protects one step a round: after it a site's own "
-                'weights hold its own share alone. Set it to 1, or unit = "record"'
-            ),
-        ),
-        (
-            optimizer.name != "sgd" or bool(optimizer.momentum),
-            "training.optimizer",
-            (
-                "joint noise is calibrated to one plain step, which adam and momentum "
-                "are not: use sgd here, and aggregation.server_optimizer for the rest"
-            ),
-        ),
-        (
-            bool(optimizer.weight_decay),
-            "training.optimizer.weight_decay",
-            "the sum holds clipped gradients and nothing else: set it to 0",
-        ),
-        (
-            bool(training.proximal_mu),
-            "training.proximal_mu",
-            "one step from the global weights is not pulled back to them: set it to 0",
-        ),
-        (
-            training.learning_rate.name != "constant"
-            or training.learning_rate.warmup_steps > 0,
-            "training.learning_rate",
-            (
-                "the noise is calibrated to one learning rate: leave it constant, "
-                "without warm-up"
-            ),
-        ),
+    _refuse(
+        training.local_steps != 1,
+        "training.local_steps",
+        "noise that is shared protects one step a round: after it a site's own "
+        'weights hold its own share alone. Set it to 1, or unit = "record"',
     )
-    _refuse(refused)
+    _refuse(
+        optimizer.name != "sgd" or bool(optimizer.momentum),
+        "training.optimizer",
+        "joint noise is calibrated to one plain step, which adam and momentum "
+        "are not: use sgd here, and aggregation.server_optimizer for the rest",
+    )
+    _refuse(
+        bool(optimizer.weight_decay),
+        "training.optimizer.weight_decay",
+        "the sum holds clipped gradients and nothing else: set it to 0",
+    )
+    _refuse(
+        bool(training.proximal_mu),
+        "training.proximal_mu",
+        "one step from the global weights is not pulled back to them: set it to 0",
+    )
+    _refuse(
+        training.learning_rate.name != "constant"
+        or training.learning_rate.warmup_steps > 0,
+        "training.learning_rate",
+        "the noise is calibrated to one learning rate: leave it constant, "
+        "without warm-up",
+    )
 
 
 def _check_site(job: JobSpec) -> None:
     private, table = job.privacy.differential_privacy, "privacy.differential_privacy"
-    refused = (
-        (
-            job.privacy.secure_aggregation.clip_norm is not None,
-            "privacy.secure_aggregation.clip_norm",
-            f"updates are clipped once, to {table}.clip_norm: leave it out",
-        ),
-        (
-            private.held_out == "noise" and job.evaluation.every > 0,
-            f"{table}.held_out",
-            (
-                "its noise hides a held-out record and not a site, which is the unit: "
-                'declare the held-out data "public", or set evaluation.every = 0'
-            ),
-        ),
+    _refuse(
+        job.privacy.secure_aggregation.clip_norm is not None,
+        "privacy.secure_aggregation.clip_norm",
+        f"updates are clipped once, to {table}.clip_norm: leave it out",
     )
-    _refuse(refused)
+    _refuse(
+        private.held_out == "noise" and job.evaluation.every > 0,
+        f"{table}.held_out",
+        "its noise hides a held-out record and not a site, which is the unit: "
+        'declare the held-out data "public", or set evaluation.every = 0',
+    )
 
 
-def _refuse(rules: Iterable[tuple[bool, str, str]]) -> None:
-    """Raise for the first rule that is broken: (whether it is, the key, why)."""
-    for is_broken, name, text in rules:
-        if is_broken:
-            raise JobError(text, key=name)
+def _refuse(is_broken: bool, key: str, text: str) -> None:  # noqa: FBT001 -- a rule's
+    """Raise if a rule is broken."""
+    if is_broken:
+        raise JobError(text, key=key)
 
 
 def _check_threshold(job: JobSpec) -> None:
