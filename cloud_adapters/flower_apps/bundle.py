@@ -20,31 +20,7 @@ from cloud_adapters.flower.private.bundle import (
 from cloud_adapters.flower_apps import app_shim as flower_app_shim
 from federation.errors import ProtocolError
 
-PYPROJECT = b"""\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "crossfed-run"
-version = "1.0.0"
-description = "Imports what is installed"
-license = { file = "LICENSE" }
-dependencies = ["flwr>=1.41.0"]
-
-[tool.flwr.app]
-publisher = "crossfed"
-fab-format-version = 1
-flwr-version-target = "1.41.0"
-
-[tool.flwr.app.components]
-serverapp = "crossfed_run.server:app"
-clientapp = "crossfed_run.client:app"
-
-[tool.flwr.app.config]
-folder = ""
-config = ""
-"""
+PYPROJECT = Path(__file__).with_name("bundle_pyproject.toml").read_bytes()
 _SERVER = b"from deploy.aggregator_host.server_app import app  # noqa: F401\n"
 
 

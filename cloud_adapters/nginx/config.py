@@ -43,148 +43,8 @@ CHECK_SECONDS = 60.0
 OWN_USER = "run crossfed aggregator as a user of its own, who owns the folder"
 
 _PROGRAMS = ("/usr/sbin/nginx", "/usr/local/sbin/nginx", "/usr/local/bin/nginx")
+_TEMPLATE = Path(__file__).with_name("nginx.conf.j2")
 _NOT_QUOTED = frozenset("\"'\\${};\n\r")
-
-_TEXT = """\
-# Made by crossfed aggregator up: changes are lost.
-daemon off;
-pid {pid};
-error_log {error_log} warn;
-worker_processes 2;
-# So that a revoked site's long request ends, too.
-worker_shutdown_timeout 10s;
-
-events {{
-    worker_connections 1024;
-}}
-
-http {{
-    server_tokens off;
-    default_type application/octet-stream;
-    client_body_temp_path "{temporary}/body";
-    proxy_temp_path "{temporary}/proxy";
-    fastcgi_temp_path "{temporary}/fastcgi";
-    uwsgi_temp_path "{temporary}/uwsgi";
-    scgi_temp_path "{temporary}/scgi";
-
-    # Sites ask ten times a second: only what fails, and enrolments, are worth a line.
-    # No header is written: one of them signs for the node.
-    map "$status $crossfed_way" $crossfed_logged {{
-        default 1;
-        "~^2.. (fleet|health)$" 0;
-    }}
-    log_format crossfed escape=json
-        '{{"time":"$time_iso8601","from":"$remote_addr","certificate":"$ssl_client_verify",'
-        '"site":"$ssl_client_s_dn","request":"$request","status":$status,'
-        '"bytes_in":$request_length,"bytes_out":$bytes_sent,"seconds":$request_time}}';
-    access_log {access_log} crossfed if=$crossfed_logged;
-
-    # The whole request line as it came, and nothing else, decides.
-    map $request $crossfed_way {{
-        default "";
-        "~^POST /v1/fleet/({calls}) HTTP/1\\.1$" fleet;
-        # Load balancers ask in HTTP/1.0, some of them.
-        "~^GET /health HTTP/1\\.[01]$" health;
-        "~^(GET|POST) /enroll HTTP/1\\.1$" enroll;
-    }}
-    limit_req_zone $binary_remote_addr zone=health:1m rate=10r/s;
-    limit_req_zone $binary_remote_addr zone=enroll:1m rate=2r/s;
-    limit_conn_zone $binary_remote_addr zone=connections:1m;
-    limit_req_status 429;
-    limit_conn_status 429;
-
-    upstream superlink {{
-        server 127.0.0.1:{superlink_port};
-        keepalive 16;
-        # Less than the SuperLink's own 5 s, or one of its closings meets a request.
-        keepalive_timeout 3s;
-    }}
-
-    server {{
-        listen {listen} ssl;
-        ssl_certificate {certificate};
-        ssl_certificate_key {key};
-        ssl_protocols TLSv1.3;
-        ssl_client_certificate {authority};
-        ssl_crl {revoked};
-        ssl_verify_client optional;
-        ssl_verify_depth 1;
-        # A session that is taken up again would bring back a revoked certificate.
-        ssl_session_tickets off;
-        ssl_session_cache off;
-
-        client_header_timeout 10s;
-        client_body_timeout 30s;
-        send_timeout 30s;
-        keepalive_timeout 75s;
-        keepalive_requests 100000;
-        # Nginx looks at a certificate when a connection begins: one that expires
-        # meanwhile is good for so long at most.
-        keepalive_time {connection_seconds}s;
-        reset_timedout_connection on;
-        client_header_buffer_size 4k;
-        large_client_header_buffers 4 8k;
-        client_max_body_size {max_enrolment_bytes};
-        limit_conn connections {max_connections};
-
-        proxy_http_version 1.1;
-        proxy_set_header Host localhost;
-        proxy_set_header Connection "";
-        proxy_set_header X-Forwarded-For "";
-        proxy_set_header X-Forwarded-Proto "";
-        proxy_set_header Forwarded "";
-        # Of the host alone: see cloud_adapters/superlink/guard.py.
-        proxy_set_header X-Crossfed-Secret "";
-        proxy_next_upstream off;
-        proxy_connect_timeout 5s;
-        proxy_max_temp_file_size 0;
-
-        # A certificate that is expired, revoked or not ours.
-        error_page 495 = @refused;
-
-        if ($crossfed_way = "") {{
-            return 404;
-        }}
-
-        location /v1/fleet/ {{
-            if ($ssl_client_verify != SUCCESS) {{
-                return 403;
-            }}
-            client_max_body_size {max_fleet_bytes};
-            proxy_request_buffering off;
-            proxy_read_timeout 60s;
-            proxy_send_timeout 60s;
-            proxy_ssl_protocols TLSv1.3;
-            proxy_ssl_verify on;
-            proxy_ssl_name {upstream_name};
-            proxy_ssl_server_name on;
-            proxy_ssl_trusted_certificate {authority};
-            proxy_pass https://superlink;
-        }}
-
-        location = /health {{
-            limit_req zone=health burst=20 nodelay;
-            proxy_read_timeout 10s;
-            proxy_pass http://127.0.0.1:{service_port};
-        }}
-
-        location = /enroll {{
-            limit_req zone=enroll burst=20 nodelay;
-            client_body_buffer_size {max_enrolment_bytes};
-            proxy_read_timeout 30s;
-            proxy_pass http://127.0.0.1:{service_port};
-        }}
-
-        location / {{
-            return 404;
-        }}
-
-        location @refused {{
-            return 403;
-        }}
-    }}
-}}
-"""
 
 
 class ProxyFailed(FederationError):
@@ -237,7 +97,12 @@ def config_text(settings: ProxySettings) -> str:
     """
     host, port = parse_address(settings.listen, key="listen")
     folder, work = settings.folder.resolve(), settings.work.resolve()
-    return _TEXT.format(
+    import jinja2  # noqa: PLC0415 -- what starts nginx imports this module, too
+
+    environment = jinja2.Environment(  # noqa: S701 -- paths are checked, and no HTML
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         listen=f"{_plain(bracketed(host))}:{port}",
         superlink_port=settings.superlink_port,
         service_port=settings.service_port,

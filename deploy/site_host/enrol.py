@@ -46,46 +46,7 @@ PATIENCE_SECONDS, _AGAIN_SECONDS = 30.0, 2.0
 # Opens it: address, root certificate (PEM), and the file of the site's certificate.
 Connect = Callable[[str, bytes, Path | None], Way]
 
-_SITE_TOML = """\
-# What this site's operator decides; no job can change it.
-# docs/howto/enrol-a-site.md explains it.
-
-name = "{name}"
-certificate = "site.pem"        # crossfed enroll --renew replaces it
-
-[aggregator]
-address = "{address}"
-authority = "ca.crt"            # the only authority that may speak for it
-
-[data]
-# A function of yours, `module:function`, that returns (train, held_out), or the URL of
-# shards. As long as it is empty the site takes its part of the job's own dataset.
-source = ""
-# What the source takes from the data to prepare records, if it does not declare it:
-# "none" (each record by itself), "public" (constants from elsewhere), "own" (a mean of
-# this site's data, say) or "pooled" (of several sites). You vouch for it.
-# preprocessing = "none"
-# name = "records"              # keep it for good; after a rehearsal choose another
-
-[policy]
-# What every job must promise, or this site does not take part.
-privacy = "record"              # "none" for jobs without differential privacy
-max_epsilon = 8.0               # of one run
-# Of all runs on these records together: every release of every run counts, on training
-# and held-out records alike, and no deleted folder gives any of it back. One run at
-# epsilon 8 that also evaluates comes to about 12. When it is spent, no job with
-# differential privacy trains here any more.
-total_epsilon = 16.0
-max_delta = 1e-4
-secure_aggregation = true
-# min_sites = 3                 # fewest updates in a sum; 2 do with "record" above
-# Without differential privacy, sums over different sites tell of the sites in which
-# they differ. No fewer than `min_sites` sites may differ, over all runs on this data,
-# unless you say here what you accept instead.
-# min_group = 1                 # a run may be repeated without a single site
-accept_dropouts = false         # true: rounds may go on while a few sites are absent
-max_clip_norm = 100.0           # largest clip norm of an update in it
-"""
+_SITE_TOML = Path(__file__).with_name("first_site.toml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +114,8 @@ def enroll(
     _replace(folder / "roster.toml", roster.dumps(members).encode())
     _replace(folder / "site.pem", found.certificate.encode() + key_pem(key))
     if not (folder / "site.toml").exists():
-        text = _SITE_TOML.format(name=token.site, address=token.address)
+        text = _SITE_TOML.read_text(encoding="utf-8")
+        text = text.format(name=token.site, address=token.address)
         _replace(folder / "site.toml", text.encode())
     return SiteEnrolled(
         site=token.site,

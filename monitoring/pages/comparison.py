@@ -14,7 +14,7 @@ from typing import Any
 from federation.events import PrivacyPlanned
 from monitoring import privacy_words, units
 from monitoring.pages import comparison_plots
-from monitoring.pages.panels import Panel
+from monitoring.pages.panels import Panel, captions
 from monitoring.pages.report import environment, write_page
 from monitoring.views.round_view import accuracy_of, loss_of, perplexity
 from monitoring.views.run_view import RunView
@@ -195,39 +195,17 @@ def _panels(
     noisy = ""
     if any(privacy_words.has_noise(view.privacy) for view in views.values()):
         noisy = " Where results carry noise, curves go up and down with it."
-    captions = {
-        "privacy-utility": (
-            "Privacy and utility",
-            (
-                "The last evaluated model of each run against the largest epsilon that "
-                f"any of its sites has spent. {better} and further left is better. "
-                "Dashed lines: runs without differential privacy. Bars: two standard "
-                "deviations of the noise on held-out results."
-            ),
-        ),
-        "loss": (
-            "Loss",
-            "Held-out loss over all sites after each round. Lower is better." + noisy,
-        ),
-        "accuracy": (
-            "Accuracy",
-            (
-                "Share of right held-out predictions after each round. Higher is "
-                f"better.{noisy}"
-            ),
-        ),
-    }
     return tuple(
         Panel(
             name=name,
-            title=title,
-            caption=caption,
+            title=said["title"],
+            caption=said["caption"].format(better=better, noisy=noisy),
             svg=drawn[name],
             key=colours,
             is_wide=name == "privacy-utility",
             has_pooled=False,
         )
-        for name, (title, caption) in captions.items()
+        for name, said in captions("comparison").items()
         if name in drawn
     )
 

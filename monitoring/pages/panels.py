@@ -1,7 +1,10 @@
 """The figures of a run's report, each with a title and a caption."""
 
+import functools
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from monitoring import privacy_words, units
 from monitoring.pages import plots, report_privacy
@@ -10,69 +13,6 @@ from monitoring.views.run_view import RunView
 
 _TOGETHER = "known of all sites together only"
 _EACH = "all sites together (thick), each site's own data (thin)"
-
-# Name, title and caption of every figure, in reading order.
-_FIGURES = (
-    (
-        "loss",
-        "Loss",
-        (
-            "Held-out loss of the global model after each round: {whose}. Lower "
-            "is better.{shade}"
-        ),
-    ),
-    (
-        "accuracy",
-        "Accuracy",
-        (
-            "Share of right predictions on the same held-out data{alone}. Higher "
-            "is better.{shade}"
-        ),
-    ),
-    (
-        "perplexity",
-        "Perplexity",
-        (
-            "Exponential of the loss on the same held-out data{alone}: among how many "
-            "tokens the model hesitates. Lower is better."
-        ),
-    ),
-    (
-        "epsilon",
-        "Epsilon",
-        (
-            "{spender} by the end of each round, and its cap ({terms}). Lower is more "
-            "private."
-        ),
-    ),
-    ("data", "Who holds what", "Training examples{by}."),
-    (
-        "bytes",
-        "Traffic by site",
-        "Bytes that crossed between the aggregator and each site.",
-    ),
-    (
-        "answers",
-        "Who answered",
-        "Sites of each round whose update counted, and tasks that failed.",
-    ),
-    (
-        "update-norm",
-        "Size of the steps",
-        (
-            "Norm of the combined update. It shrinks as training settles; a jump is "
-            "worth a look.{adaptive_clip}"
-        ),
-    ),
-    (
-        "timeline",
-        "Where the time went",
-        (
-            "The last {timed}. Pale stretches are waiting; a site's work is placed "
-            "from the moment it was asked."
-        ),
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +28,30 @@ class Panel:
     has_pooled: bool = True  # a thick line for all sites
 
 
+@functools.cache
+def captions(page: str) -> Mapping[str, Mapping[str, str]]:
+    """Title and caption of each figure of a page, ``run`` or ``comparison``."""
+    path = Path(__file__).with_name("captions.toml")
+    found: Mapping[str, Mapping[str, str]] = tomllib.loads(path.read_text("utf-8"))[
+        page
+    ]
+    return found
+
+
 def of_run(view: RunView) -> Sequence[Panel]:
     """Every figure that there is, in reading order."""
     drawn, words, keys = plots.draw_all(view), _words(view), _keys(view)
     return tuple(
         Panel(
             name=name,
-            title=title,
-            caption=caption.format(**words),
+            title=said["title"],
+            caption=said["caption"].format(**words),
             svg=drawn[name],
             key=keys.get(name),
             has_pooled=name != "epsilon",
             is_wide=name == "timeline",
         )
-        for name, title, caption in _FIGURES
+        for name, said in captions("run").items()
         if name in drawn
     )
 

@@ -1,6 +1,6 @@
 """What S3 answers, in this product's errors: which one, and what to do about it.
 
-One row per code of the service, one per kind of exception of its library. A code
+One row per meaning with its codes, one per kind of exception of the library. A code
 without a row falls back on its HTTP status. Messages hold bucket, key, code and
 what the service says; never a header, a signature or a token.
 """
@@ -105,72 +105,45 @@ UNCLEAR = Meaning(
     is_temporary=True,
 )
 
-CODES: Mapping[str, Meaning] = {
-    "NoSuchKey": GONE,
-    "NoSuchVersion": GONE,
-    "NoSuchBucket": NO_BUCKET,
-    "InvalidBucketName": NO_BUCKET,
-    "PermanentRedirect": _ELSEWHERE,
-    "TemporaryRedirect": _ELSEWHERE,
-    "AuthorizationHeaderMalformed": _ELSEWHERE,
-    "IllegalLocationConstraintException": _ELSEWHERE,
-    "PreconditionFailed": CHANGED,
-    "ConditionalRequestConflict": CONFLICT,
-    "OperationAborted": CONFLICT,
-    "BadDigest": CORRUPT,
-    "XAmzContentChecksumMismatch": CORRUPT,
-    "XAmzContentSHA256Mismatch": CORRUPT,
-    "IncompleteBody": UNREACHABLE,
-    "RequestTimeout": UNREACHABLE,
-    "AccessDenied": _FORBIDDEN,
-    "AllAccessDisabled": _FORBIDDEN,
-    "AccountProblem": _FORBIDDEN,
-    "UnauthorizedAccess": _FORBIDDEN,
-    "KMS.DisabledException": _KMS_FORBIDDEN,
-    "KMS.NotFoundException": _KMS_FORBIDDEN,
-    "KMS.InvalidStateException": _KMS_FORBIDDEN,
-    "KMS.KMSInvalidStateException": _KMS_FORBIDDEN,
-    "InvalidAccessKeyId": _WRONG_KEY,
-    "SignatureDoesNotMatch": _WRONG_KEY,
-    "AccessKeyDoesNotExist": _WRONG_KEY,
-    "InvalidToken": _WRONG_KEY,
-    "InvalidClientTokenId": _WRONG_KEY,
-    "NotSignedUp": _WRONG_KEY,
-    "ExpiredToken": _EXPIRED,
-    "ExpiredTokenException": _EXPIRED,
-    "TokenRefreshRequired": _EXPIRED,
-    "RequestExpired": _EXPIRED,
-    "RequestTimeTooSkewed": _CLOCK_SKEW,
-    "SlowDown": _THROTTLED,
-    "SlowDownRead": _THROTTLED,
-    "SlowDownWrite": _THROTTLED,
-    "RequestLimitExceeded": _THROTTLED,
-    "BandwidthLimitExceeded": _THROTTLED,
-    "TooManyRequests": _THROTTLED,
-    "Throttling": _THROTTLED,
-    "ThrottlingException": _THROTTLED,
-    "KMS.ThrottlingException": _THROTTLED,
-    "InternalError": BUSY,
-    "ServiceUnavailable": BUSY,
-    "EntityTooLarge": _TOO_LARGE,
-    "EntityTooSmall": _TOO_LARGE,
-    "MaxMessageLengthExceeded": _TOO_LARGE,
-    "QuotaExceeded": QUOTA,
-    "ServiceQuotaExceeded": QUOTA,
-    "XMinioStorageFull": QUOTA,
-    "InvalidObjectState": _ARCHIVED,
-    "NoSuchUpload": _UPLOAD_GONE,
-    "NotImplemented": _UNSUPPORTED,
-    "MethodNotAllowed": _UNSUPPORTED,
-    "InvalidStorageClass": _UNSUPPORTED,
-    "KeyTooLongError": REFUSED,
-    "MetadataTooLarge": REFUSED,
-    "InvalidArgument": REFUSED,
-    "InvalidRequest": REFUSED,
-    "InvalidPart": REFUSED,
-    "InvalidPartOrder": REFUSED,
-    "MalformedXML": REFUSED,
+_CODES_OF: Mapping[Meaning, str] = {
+    GONE: "NoSuchKey NoSuchVersion",
+    NO_BUCKET: "NoSuchBucket InvalidBucketName",
+    _ELSEWHERE: (
+        "PermanentRedirect TemporaryRedirect AuthorizationHeaderMalformed "
+        "IllegalLocationConstraintException"
+    ),
+    CHANGED: "PreconditionFailed",
+    CONFLICT: "ConditionalRequestConflict OperationAborted",
+    CORRUPT: "BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch",
+    UNREACHABLE: "IncompleteBody RequestTimeout",
+    _FORBIDDEN: "AccessDenied AllAccessDisabled AccountProblem UnauthorizedAccess",
+    _KMS_FORBIDDEN: (
+        "KMS.DisabledException KMS.NotFoundException KMS.InvalidStateException "
+        "KMS.KMSInvalidStateException"
+    ),
+    _WRONG_KEY: (
+        "InvalidAccessKeyId SignatureDoesNotMatch AccessKeyDoesNotExist InvalidToken "
+        "InvalidClientTokenId NotSignedUp"
+    ),
+    _EXPIRED: "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired",
+    _CLOCK_SKEW: "RequestTimeTooSkewed",
+    _THROTTLED: (
+        "SlowDown SlowDownRead SlowDownWrite RequestLimitExceeded "
+        "BandwidthLimitExceeded TooManyRequests Throttling ThrottlingException "
+        "KMS.ThrottlingException"
+    ),
+    BUSY: "InternalError ServiceUnavailable",
+    _TOO_LARGE: "EntityTooLarge EntityTooSmall MaxMessageLengthExceeded",
+    QUOTA: "QuotaExceeded ServiceQuotaExceeded XMinioStorageFull",
+    _ARCHIVED: "InvalidObjectState",
+    _UPLOAD_GONE: "NoSuchUpload",
+    _UNSUPPORTED: "NotImplemented MethodNotAllowed InvalidStorageClass",
+    REFUSED: (
+        "KeyTooLongError MetadataTooLarge InvalidArgument InvalidRequest InvalidPart "
+        "InvalidPartOrder MalformedXML"
+    ),
 }
+CODES = {code: row for row, codes in _CODES_OF.items() for code in codes.split()}
 
 # Where the code says nothing: answers to HEAD have no body, and some endpoints
 # have codes of their own.
