@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from aggregator.weighting import most_trained_on
+from aggregator.weighting import ROUNDING, most_trained_on
+from federation.job.metrics import loss_of, metrics_of
 from federation.job.spec import JobSpec
 from privacy.counts import coarse
 from privacy.dp import adaptive_clip
-from privacy.dp.held_out import MAX_LOSS
 from privacy.secagg.agreement.contract import Contract
 from privacy.secagg.arithmetic.noise_shares import honest_shares
 from privacy.secagg.arithmetic.ring import NOISE_TAIL, WEIGHT_ERROR
@@ -88,7 +88,7 @@ def _training_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     """Sums over the training examples; under a unit of privacy nothing is said."""
     private = asked.job.privacy.differential_privacy.enabled
     is_asked = asked.training and not private
-    yield from _sum_faults(train.TRAINING, totals, is_asked=is_asked)
+    yield from _sum_faults(train.TRAINING, totals, asked, is_asked=is_asked)
     uniform = asked.contract.weight_rule == "uniform"
     largest = None if uniform else asked.contract.max_examples
     most = most_trained_on(asked.job, largest)
@@ -104,7 +104,7 @@ def _training_faults(totals: _Totals, asked: SumTerms) -> _Faults:
 
 def _evaluation_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     """Sums over the held-out examples."""
-    yield from _sum_faults(train.EVALUATION, totals, is_asked=asked.evaluation)
+    yield from _sum_faults(train.EVALUATION, totals, asked, is_asked=asked.evaluation)
     most, count = train.most_evaluated(asked.job), totals[f"{train.EVALUATION}_count"]
     if count > asked.num_updates * most:
         yield (
@@ -114,20 +114,27 @@ def _evaluation_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     private = asked.job.privacy.differential_privacy
     if not private.enabled or private.held_out != "noise":
         return
-    loss = totals[f"{train.EVALUATION}_loss"]
+    loss, high = totals[f"{train.EVALUATION}_loss"], loss_of(asked.job.training).high
     # Each site rounds its loss to a micronat.
-    if loss * _MICRO > MAX_LOSS * count + asked.num_updates * _MICRO:
-        yield f"{count:g} predictions have a loss above {MAX_LOSS} nats each"
+    if loss * _MICRO > high * count + asked.num_updates * _MICRO:
+        yield f"{count:g} predictions have a loss above {high} nats each"
 
 
-def _sum_faults(kind: str, totals: _Totals, *, is_asked: bool) -> _Faults:
-    count, loss, correct = (
-        totals[f"{kind}_{name}"] for name in ("count", "loss", "correct")
+def _sum_faults(
+    kind: str, totals: _Totals, asked: SumTerms, *, is_asked: bool
+) -> _Faults:
+    metrics = metrics_of(asked.job.training)
+    count, loss, *values = (
+        totals[f"{kind}_{name}"] for name in ("count", "loss", *metrics)
     )
-    if not is_asked and (count or loss or correct):
+    if not is_asked and (count or loss or any(values)):
         yield f"nobody was asked for the sums of {kind}, and they are not 0"
-    if correct > count:
-        yield f"of {count:g} predictions in {kind} {correct:g} are right"
+    # Each site rounds a metric to the grid of the header.
+    error = asked.num_updates * WEIGHT_ERROR
+    for (name, metric), value in zip(metrics.items(), values, strict=True):
+        slack = 0.0 if metric.is_whole else error + metric.reach * count * ROUNDING
+        if not metric.low * count - slack <= value <= metric.high * count + slack:
+            yield f"{count:g} predictions in {kind} have {name} of {value:g}"
     if count == 0 and loss:
         yield f"no prediction in {kind} has a loss"
 

@@ -12,12 +12,16 @@ from types import MappingProxyType
 
 from federation.errors import InvalidUpdate
 from federation.ids import SiteId
+from federation.job.metrics import Metric, counts_records, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
 from privacy.secagg.protocol.train import MAX_PREDICTIONS
 
 # Training examples that one site may claim to hold.
 MAX_EXAMPLES = 10**9
+
+# What float64 may take a site's sum of bounded values beyond their bounds, of the sum.
+ROUNDING = 2.0**-20
 
 # Relative improvement of the loss that counts at least and at most.
 MIN_IMPROVEMENT = 0.01
@@ -80,8 +84,8 @@ def most_trained_on(job: JobSpec, examples: int | None) -> int | None:
         examples: That the site holds at most; None if that is unknown.
     """
     training = job.training
-    if training.task != "classification":
-        return None  # Of a language model a window counts as many as it has tokens.
+    if not counts_records(training):
+        return None
     if training.local_steps is not None:
         return training.local_steps * training.accumulate * training.batch_size
     return None if examples is None else training.num_epochs * examples
@@ -96,25 +100,49 @@ def sums_fault(
         job: The job.
         introduced: What sites have signed before the first round.
     """
-    classifies = job.training.task == "classification"
+    metrics, by_record = metrics_of(job.training), counts_records(job.training)
 
     def fault(answer: SiteUpdate | SiteEvaluation) -> str:
         said = introduced.get(answer.site)
-        held_out = said.held_out if said and said.held_out and classifies else None
+        held_out = said.held_out if said and said.held_out and by_record else None
         evaluated = MAX_PREDICTIONS if held_out is None else held_out
         most = most_trained_on(job, said.examples or None) if said else None
         trained = MAX_PREDICTIONS if most is None else most
         bounds = {"evaluation": evaluated, "evaluation_after": evaluated}
         for name, bound in {**bounds, "training": trained}.items():
             sums: MetricSums | None = getattr(answer, name, None)
-            if sums is not None and sums.count > bound:
+            if sums is None:
+                continue
+            if sums.count > bound:
                 return (
                     f"counts {sums.count} predictions in {name.partition('_')[0]}; by "
                     f"what is known of its data there are {bound} at most"
                 )
+            if not _are_possible(sums, metrics):
+                return "counted predictions that cannot be"
         return ""
 
     return fault
+
+
+def _are_possible(sums: MetricSums, metrics: Mapping[str, Metric]) -> bool:
+    """Whether so many predictions can have such metrics.
+
+    Its loss may be anything: a model that diverged is honest about NaN.
+    """
+    if sums.count < 0 or sums.metrics.keys() != metrics.keys():
+        return False
+    return all(_is_possible(sums.metrics[n], m, sums.count) for n, m in metrics.items())
+
+
+def _is_possible(value: float, metric: Metric, count: int) -> bool:
+    if math.isinf(metric.reach):  # Without bounds it may be anything too.
+        return True
+    if metric.is_whole and not isinstance(value, int):
+        return False
+    # Each site sums in float64.
+    slack = 0.0 if metric.is_whole else ROUNDING * metric.reach * count
+    return metric.low * count - slack <= value <= metric.high * count + slack
 
 
 def by_examples(update: SiteUpdate) -> float:

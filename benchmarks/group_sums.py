@@ -178,7 +178,7 @@ def run(
     ends = [e for e in seen if isinstance(e, events.RoundFinished)]
     told = [e.pooled for e in seen if isinstance(e, events.ModelEvaluated)]
     return Result(
-        accuracy=told[-1].correct / told[-1].count,
+        accuracy=told[-1].accuracy,
         lost=sum(e.status != "completed" for e in ends),
         bytes_up=statistics.fmean(e.bytes_up for e in ends),
         bytes_down=statistics.fmean(e.bytes_down for e in ends),

@@ -45,7 +45,7 @@ from federation.rounds.coordinator import ServerParts, run_federation
 from federation.rounds.gather import PlainGather
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Role, Vector
 
-NOTHING = MetricSums(count=1, loss_sum=0.0, correct=0)
+NOTHING = MetricSums(count=1, loss_sum=0.0, metrics={"correct": 0})
 
 
 class AddOne:

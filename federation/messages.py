@@ -4,12 +4,17 @@
 Shape suffixes: d float values of the model, m integer values of the model.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from federation.ids import RunId, SiteId, TaskId
 from federation.vectors import ByteVector, HeaderVector, IntegerVector, Words
+
+MAX_METRICS = 16
+METRIC_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class TaskKind(StrEnum):
@@ -53,14 +58,15 @@ class MetricSums:
     """Sums over examples, so that metrics of several sites add up exactly.
 
     Attributes:
-        count: Predictions made: examples for classification, tokens for language.
+        count: Predictions made: tokens of a language model, otherwise examples.
         loss_sum: Sum of the losses of these predictions, in nats.
-        correct: How many of them were right.
+        metrics: The job's other sums over them, by name; ``correct`` of the built-in
+            tasks is the number that were right. They lie beside the other two.
     """
 
     count: int
     loss_sum: float
-    correct: int
+    metrics: Mapping[str, float]
 
     @property
     def loss(self) -> float:
@@ -70,14 +76,21 @@ class MetricSums:
     @property
     def accuracy(self) -> float:
         """Fraction of predictions that were right."""
-        return self.correct / self.count
+        return self.mean("correct")
+
+    def mean(self, metric: str) -> float:
+        """Mean of a metric over the predictions; NaN if it is not one of the job's."""
+        return self.metrics.get(metric, math.nan) / self.count
 
     def __add__(self, other: "MetricSums") -> "MetricSums":
         """Pool two sums."""
         return MetricSums(
             count=self.count + other.count,
             loss_sum=self.loss_sum + other.loss_sum,
-            correct=self.correct + other.correct,
+            metrics={
+                name: self.metrics.get(name, 0) + other.metrics.get(name, 0)
+                for name in {**self.metrics, **other.metrics}
+            },
         )
 
 

@@ -2,7 +2,8 @@
 
 JSON knows no NaN and no infinity; they are written as the strings ``"NaN"``,
 ``"Infinity"`` and ``"-Infinity"``, which only a float field turns back. Fields that are
-not known are passed over: a newer version has added them.
+not known are passed over: a newer version has added them. Numbers by name, a field that
+is a mapping, lie among the other fields of their object.
 """
 
 import dataclasses
@@ -20,10 +21,12 @@ _SHOWN_CHARS = 60
 def encode(value: Any) -> Any:
     """Spell a dataclass out in values that ``json.dumps`` takes."""
     if dataclasses.is_dataclass(value):
-        return {
-            field.name: encode(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-        }
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name)
+            named = item if isinstance(item, Mapping) else {field.name: item}
+            found |= {name: encode(inner) for name, inner in named.items()}
+        return found
     if isinstance(value, tuple):
         return [encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -89,11 +92,19 @@ def _decode_tuple(value: Any, items: tuple[Any, ...], where: str) -> tuple[Any, 
 def _decode_fields(value: Any, kind: type, where: str) -> Any:
     if not isinstance(value, dict):
         raise _unlike(value, "an object", where)
+    hints = _hints(kind)
     known = {
         name: decode(value[name], hint, where=f"{where}.{name}")
-        for name, hint in _hints(kind).items()
+        for name, hint in hints.items()
         if name in value
     }
+    for name, hint in hints.items():
+        if get_origin(hint) is Mapping:
+            known[name] = {
+                inner: _decode_number(value[inner], f"{where}.{inner}")
+                for inner in value
+                if inner not in hints
+            }
     for field in dataclasses.fields(kind):
         if field.name not in known and field.default is dataclasses.MISSING:
             raise ValueError(f"{where} has no {field.name!r}")
@@ -116,6 +127,11 @@ def _decode_float(value: Any, where: str) -> float:
         return float(value)
     except OverflowError:
         raise _unlike(value, "a number that a float can hold", where) from None
+
+
+def _decode_number(value: Any, where: str) -> float:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_whole else _decode_float(value, where)
 
 
 def _decode_int(value: Any, where: str) -> int:

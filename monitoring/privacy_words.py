@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterable, Iterator
 
 from federation.events import ModelEvaluated, PrivacyPlanned, SitePrivacy
+from federation.job.metrics import MAX_LOSS
 from federation.messages import PrivacySpent
 from monitoring.units import format_cap, format_count, format_delta, format_epsilon
 from privacy.dp.budget import MIN_SIGNAL_TO_NOISE
-from privacy.dp.held_out import MAX_LOSS
 
 NOISY = "~"  # before a number that carries noise
 
@@ -189,7 +189,7 @@ def accuracy_noise(
     Returns:
         None if the accuracy carries no noise, or if there is none.
     """
-    if event is None or not event.pooled.count:
+    if event is None or not _counts_right(event):
         return None
     noise = _count_noise(planned, event)
     return noise * math.hypot(1, event.pooled.accuracy) if noise else None
@@ -201,12 +201,18 @@ def loss_noise(
     """Standard deviation of the noise on a pooled loss, in nats; as for accuracy.
 
     A prediction adds up to ``MAX_LOSS`` to the sum of losses, and 1 to the number of
-    right ones: the noise on the first is as many times larger.
+    right ones: the noise on the first is as many times larger. The bounds of an
+    objective of a user's are not in the events, and its noise is not known here.
     """
-    if event is None or not event.pooled.count:
+    if event is None or not _counts_right(event):
         return None
     noise = _count_noise(planned, event)
     return noise * math.hypot(MAX_LOSS, event.pooled.loss) if noise else None
+
+
+def _counts_right(event: ModelEvaluated) -> bool:
+    """Whether there are predictions, and a number of right ones."""
+    return event.pooled.count > 0 and "correct" in event.pooled.metrics
 
 
 def _count_noise(planned: PrivacyPlanned | None, event: ModelEvaluated) -> float:

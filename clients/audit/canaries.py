@@ -192,8 +192,14 @@ class CanariedData:
 
 
 def record_shape(data: Dataset) -> tuple[int, ...]:
-    """Shape of one record's inputs."""
+    """Shape of one record's inputs.
+
+    Raises:
+        SiteError: A record has several.
+    """
     inputs, _ = data.batch(np.array([0]))
+    if not isinstance(inputs, torch.Tensor):
+        raise SiteError("canaries need inputs of one tensor, and these are nested")
     return tuple(inputs.shape[1:])
 
 

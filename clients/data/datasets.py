@@ -4,7 +4,8 @@ A dataset of a user's is one of
 
 - ``Examples``;
 - a tuple ``(inputs, targets)`` of NumPy arrays or torch tensors of one length;
-  ``targets`` may be None for language models;
+  ``targets`` may be None for language models; each may be a tuple, list or dict of
+  arrays, nested as you like, and an objective gets batches in the same nesting;
 - any map-style dataset: ``len(d)``, and ``d[i]`` returning ``(x, y)``; with an
   attribute ``targets`` it can be dealt out by class.
 
@@ -29,9 +30,10 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from federation.errors import SiteError
+from federation.tree import Tree, leaves, map_tree, num_records
 
 Indices = NDArray[np.int64]
-Batch = tuple[torch.Tensor, torch.Tensor | None]
+Batch = tuple[Tree, Tree]
 
 _EXPECTED = (
     "expected clients.data.Examples, a tuple (inputs, targets) of arrays, or a "
@@ -45,9 +47,10 @@ class Examples:
     """Examples in arrays.
 
     Attributes:
-        inputs: Shape ``(n, ...)``; floating point, or integer tokens.
-        targets: Shape ``(n, ...)``, or None if the inputs are their own targets;
-            integers of shape ``(n,)`` are classes.
+        inputs: Shape ``(n, ...)``; floating point, or integer tokens; or a tuple, list
+            or dict of such arrays.
+        targets: The same, or None if the inputs are their own targets; integers of
+            shape ``(n,)`` are classes.
         groups: Shape ``(n,)``: index of each example's group in ``group_names``.
         group_names: Names of the groups.
 
@@ -55,25 +58,25 @@ class Examples:
         ValueError: Lengths differ, a type is not numeric, or a group has no name.
     """
 
-    inputs: NDArray[Any]
-    targets: NDArray[Any] | None = None
+    inputs: Tree
+    targets: Tree = None
     groups: Indices | None = None
     group_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check types and lengths."""
         parts = {"inputs": self.inputs, "targets": self.targets, "groups": self.groups}
-        for what, array in parts.items():
-            if array is None:
-                continue
+        if not any(True for _ in leaves(self.inputs)):
+            raise ValueError("inputs hold no array")
+        for what, array in ((w, a) for w, part in parts.items() for a in leaves(part)):
             if array.ndim == 0 or array.dtype.kind not in "biuf":
                 raise ValueError(
                     f"{what} must be an array of numbers, one row per example, not "
                     f"{array.dtype} of shape {array.shape}"
                 )
-            if len(array) != len(self.inputs):
+            if len(array) != self.size:
                 raise ValueError(
-                    f"there are {len(self.inputs)} inputs and {len(array)} {what}"
+                    f"there are {self.size} inputs and {len(array)} {what}"
                 )
         groups = self.groups
         if groups is not None and groups.size:
@@ -84,6 +87,11 @@ class Examples:
                     f"groups must be indices into the {len(self.group_names)} "
                     "group_names"
                 )
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+        return num_records(self.inputs)
 
 
 class Dataset(Protocol):
@@ -168,22 +176,24 @@ def _from_examples(examples: Examples) -> _View:
     groups = examples.groups
     return _View(
         fetch=partial(_fetch_rows, examples),
-        index=np.arange(len(examples.inputs)),
-        all_labels=_labels_of(examples.targets, len(examples.inputs)),
+        index=np.arange(examples.size),
+        all_labels=_labels_of(examples.targets, examples.size),
         all_groups=None if groups is None else groups.astype(np.int64),
         group_names=examples.group_names,
     )
 
 
 def _fetch_rows(examples: Examples, indices: Indices) -> Batch:
-    targets = examples.targets
     return (
-        _as_tensor(examples.inputs[indices], integer_kinds="iu"),
-        None if targets is None else _as_tensor(targets[indices], integer_kinds="biu"),
+        map_tree(partial(_as_tensor, indices, "iu"), examples.inputs),
+        map_tree(partial(_as_tensor, indices, "biu"), examples.targets),
     )
 
 
-def _as_tensor(rows: NDArray[Any], *, integer_kinds: str) -> torch.Tensor:
+def _as_tensor(
+    indices: Indices, integer_kinds: str, array: NDArray[Any]
+) -> torch.Tensor:
+    rows = array[indices]
     dtype = np.int64 if rows.dtype.kind in integer_kinds else np.float32
     return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
 
@@ -191,8 +201,9 @@ def _as_tensor(rows: NDArray[Any], *, integer_kinds: str) -> torch.Tensor:
 def _examples_of_tuple(pair: tuple[object, ...], *, name: str) -> Examples:
     if len(pair) != _PAIR:
         raise SiteError(f"{name} is a tuple of {len(pair)} things: {_EXPECTED}")
-    inputs, targets = (_as_array(part) for part in pair)
-    if inputs is None or (targets is None and pair[1] is not None):
+    inputs, targets = (map_tree(_as_array, part) for part in pair)
+    arrays = list(leaves((pair[0], pair[1])))
+    if inputs is None or len(list(leaves((inputs, targets)))) < len(arrays):
         found = f"({describe(pair[0])}, {describe(pair[1])})"
         raise SiteError(f"{name} is {found}: {_EXPECTED}")
     try:
@@ -245,7 +256,7 @@ def _check_item(item: object, *, name: str) -> None:
     if not isinstance(item, (tuple, list)) or len(item) != _PAIR:
         raise SiteError(f"items of {name} are {describe(item)}: {_EXPECTED}")
     try:
-        parts = [default_collate([part]) for part in item if part is not None]
+        parts = list(leaves(map_tree(_stacked, tuple(item))))
     except TypeError as error:
         raise SiteError(
             f"items of {name} cannot be stacked into a batch: {error}; transform "
@@ -261,11 +272,15 @@ def _check_item(item: object, *, name: str) -> None:
 def _fetch_items(items: Any, indices: Indices) -> Batch:
     inputs, targets = zip(*(items[int(i)] for i in indices), strict=True)
     return (
-        _as_model_type(default_collate(list(inputs))),
-        None
-        if targets[0] is None
-        else _as_model_type(default_collate(list(targets)), bools=torch.int64),
+        map_tree(lambda *each: _as_model_type(_stacked(*each)), *inputs),
+        map_tree(
+            lambda *each: _as_model_type(_stacked(*each), bools=torch.int64), *targets
+        ),
     )
+
+
+def _stacked(*parts: object) -> Any:
+    return default_collate(list(parts))
 
 
 def _as_model_type(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from clients.factories import call_factory, import_factory
 from clients.models import weights
+from clients.models.objectives import Objective, objective_of
 from clients.models.records_apart import RecordsApart
 from clients.randomness import GlobalDraws, seeded_globally, torch_seed
 from federation.errors import JobError
@@ -90,6 +91,7 @@ class ModelPool:
     Attributes:
         device: Where the models live.
         layout: Layout of the model.
+        objective: What training minimises.
         draws: Makes models that draw random numbers reproducible.
         records_apart: Tests these models for mixing records.
         replaced: Layers that differential privacy has replaced, for people to read.
@@ -113,6 +115,7 @@ class ModelPool:
                 that cannot be trained, or the device is not there.
         """
         self._factory = import_factory(job.model.factory, key="model.factory")
+        self.objective: Objective = objective_of(job.training)
         self._options = job.model.options
         self._seed = torch_seed(job.seed, "initial weights")
         self._privacy = job.privacy.differential_privacy

@@ -1,16 +1,27 @@
 """What local training minimises, as functions of a model and a batch.
 
-Each returns tensors, so that nothing waits for the device inside the loop.
+Each returns tensors, so that nothing waits for the device inside the loop. A user's
+objective returns, for each record, its loss and its metrics by name.
 Shape suffixes: B batch, K classes, T tokens, V vocabulary.
 """
 
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
-from federation.errors import SiteError
+from clients.data.datasets import Batch
+from clients.factories import import_factory
+from federation.errors import FederationError, SiteError
+from federation.job.metrics import BUILT_IN, LOSS, Metric, loss_of, metrics_of
+from federation.job.spec import TrainingSpec
+from federation.tree import Tree, num_records
+
+_KEY = "training.task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +29,16 @@ class BatchLoss:
     """Loss of a batch.
 
     Attributes:
-        total: Sum of the losses of all predictions, in nats; carries the gradient.
+        total: Sum of the losses of all predictions; carries the gradient.
         count: Number of predictions.
-        correct: How many were right, as a tensor.
+        loss: The same sum as it is reported: clipped, where the job bounds it.
+        metrics: Sums of the job's metrics, by name.
     """
 
     total: torch.Tensor
     count: int
-    correct: torch.Tensor
+    loss: torch.Tensor
+    metrics: Mapping[str, torch.Tensor]
 
 
 class Objective(Protocol):
@@ -34,8 +47,8 @@ class Objective(Protocol):
     def __call__(
         self,
         model: torch.nn.Module,
-        inputs: torch.Tensor,
-        targets: torch.Tensor | None,
+        inputs: Tree,
+        targets: Tree,
         /,
         *,
         max_loss: float | None = None,
@@ -44,10 +57,21 @@ class Objective(Protocol):
         ...
 
 
+def objective_of(training: TrainingSpec) -> Objective:
+    """Find the objective that a job names.
+
+    Raises:
+        JobError: There is no such function.
+    """
+    if training.task in BUILT_IN:
+        return OBJECTIVES[training.task]
+    return UserObjective(training)
+
+
 def classification(
     model: torch.nn.Module,
-    inputs: torch.Tensor,
-    labels: torch.Tensor | None,
+    inputs: Tree,
+    labels: Tree,
     /,
     *,
     max_loss: float | None = None,
@@ -59,6 +83,7 @@ def classification(
     """
     if labels is None:
         raise SiteError("classification needs targets, and the data has none")
+    labels = _one_tensor(labels, "targets of classification")
     if labels.ndim != 1 or labels.is_floating_point():
         raise SiteError(
             "classification needs one integer class per example; the targets are "
@@ -70,15 +95,13 @@ def classification(
             f"classification needs logits of shape ({len(labels)}, classes); the "
             f"model gave {tuple(logits_bk.shape)}"
         )
-    total = _total(logits_bk, labels, max_loss)
-    correct = (logits_bk.argmax(1) == labels).sum()
-    return BatchLoss(total, len(labels), correct)
+    return _cross_entropy(logits_bk, labels, max_loss)
 
 
 def causal_lm(
     model: torch.nn.Module,
-    tokens: torch.Tensor,
-    _: torch.Tensor | None,
+    tokens: Tree,
+    _: Tree,
     /,
     *,
     max_loss: float | None = None,
@@ -88,6 +111,7 @@ def causal_lm(
     Raises:
         SiteError: Tokens or logits have another shape or type.
     """
+    tokens = _one_tensor(tokens, "inputs of causal_lm")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():  # noqa: PLR2004
         raise SiteError(
             "causal_lm needs windows of at least two integer tokens; the inputs are "
@@ -100,24 +124,137 @@ def causal_lm(
             f"causal_lm needs logits of shape {tuple(targets_bt.shape)} and the "
             f"vocabulary; the model gave {tuple(logits_btv.shape)}"
         )
-    targets = targets_bt.reshape(-1)
-    logits = logits_btv.flatten(0, 1)
-    total = _total(logits, targets, max_loss)
-    correct = (logits.argmax(1) == targets).sum()
-    return BatchLoss(total, targets.numel(), correct)
+    return _cross_entropy(logits_btv.flatten(0, 1), targets_bt.reshape(-1), max_loss)
 
 
-def _total(
+OBJECTIVES: Mapping[str, Objective] = {
+    "classification": classification,
+    "causal_lm": causal_lm,
+}
+
+
+class UserObjective:
+    """A function of a user's: model, inputs and targets to values of each record.
+
+    It returns a dict of tensors of shape ``(B,)``: ``loss``, and the job's metrics.
+    """
+
+    def __init__(self, training: TrainingSpec) -> None:
+        """Import the function.
+
+        Raises:
+            JobError: There is no such function.
+        """
+        self._name = training.task
+        self._function = import_factory(training.task, key=_KEY)
+        self._bounds = {LOSS: loss_of(training), **metrics_of(training)}
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        inputs: Tree,
+        targets: Tree,
+        /,
+        *,
+        max_loss: float | None = None,  # noqa: ARG002 -- the job's bounds hold anyway
+    ) -> BatchLoss:
+        """Add up what the function gives for each record.
+
+        Raises:
+            SiteError: It failed, or gave something else.
+        """
+        values = self.values(model, inputs, targets)
+        sums = {name: self._bounded_sum(name, values[name]) for name in self._bounds}
+        loss = sums.pop(LOSS)
+        return BatchLoss(values[LOSS].sum(), num_records(inputs), loss, sums)
+
+    def values(
+        self, model: torch.nn.Module, inputs: Tree, targets: Tree
+    ) -> Mapping[str, torch.Tensor]:
+        """What the function gives for each record, shape ``(B,)``, by name."""
+        try:
+            found = self._function(model, inputs, targets)
+        except FederationError:
+            raise
+        except Exception as error:
+            # Foreign code may raise anything. This translates and does not go on.
+            raise SiteError(
+                f"{self._name} failed with {type(error).__name__}: {error}"
+                f"{_place(error, self._function)}"
+            ) from error
+        if not isinstance(found, Mapping) or found.keys() != self._bounds.keys():
+            names = list(found) if isinstance(found, Mapping) else type(found).__name__
+            raise SiteError(
+                f"{self._name} returned {names}, and the job expects a dict of "
+                f"{list(self._bounds)}: name its metrics in training.metrics"
+            )
+        shape = (num_records(inputs),)
+        for name, values in found.items():
+            if not isinstance(values, torch.Tensor) or values.shape != shape:
+                raise SiteError(
+                    f"{self._name} returned {name!r} as {_describe(values)}, and not "
+                    f"as a tensor with one value for each record, shape {shape}: leave "
+                    "out mean() and sum() over the records"
+                )
+        return found
+
+    def by_record(
+        self, model: torch.nn.Module, batch: Batch, *, gradients: bool
+    ) -> torch.Tensor:
+        """What is compared between batches: the losses, or all values as columns."""
+        values = self.values(model, *batch)
+        if gradients:
+            return values[LOSS]
+        return torch.stack([v.double() for v in values.values()], dim=1)
+
+    def _bounded_sum(self, name: str, values_b: torch.Tensor) -> torch.Tensor:
+        metric: Metric = self._bounds[name]
+        exact = values_b.detach().double()
+        if metric != Metric():
+            # NaN counts as the worst, so that nothing is infinitely good.
+            exact = exact.nan_to_num(nan=metric.high).clamp(metric.low, metric.high)
+        return exact.sum()
+
+
+def results_by_record(
+    objective: Objective, training: TrainingSpec, *, gradients: bool
+) -> Callable[[torch.nn.Module, Batch], object]:
+    """What a model and its objective make of each record, to compare batches by.
+
+    The built-in tasks treat each result of the model by itself, so that the results
+    are enough. What a user's objective does is looked at with the model.
+
+    Args:
+        objective: From ``objective_of``.
+        training: The job's.
+        gradients: Only what gradients are computed from.
+    """
+    if isinstance(objective, UserObjective):
+        return partial(objective.by_record, gradients=gradients)
+    by_window = training.task == "causal_lm"
+    return lambda model, batch: model(batch[0][:, :-1] if by_window else batch[0])
+
+
+def _cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, max_loss: float | None
-) -> torch.Tensor:
+) -> BatchLoss:
     """Sum of the cross-entropies; one that is not a number counts ``max_loss``."""
     if max_loss is None:
-        return functional.cross_entropy(logits, targets, reduction="sum")
-    losses = functional.cross_entropy(logits, targets, reduction="none")
-    return losses.nan_to_num(nan=max_loss).clamp(max=max_loss).sum()
+        total = functional.cross_entropy(logits, targets, reduction="sum")
+    else:
+        losses = functional.cross_entropy(logits, targets, reduction="none")
+        total = losses.nan_to_num(nan=max_loss).clamp(max=max_loss).sum()
+    correct = (logits.argmax(1) == targets).sum()
+    return BatchLoss(total, targets.numel(), total.detach(), {"correct": correct})
 
 
-def _logits(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def _one_tensor(values: Tree, what: str) -> torch.Tensor:
+    if not isinstance(values, torch.Tensor):
+        raise SiteError(f"{what} are {_describe(values)}, and must be one tensor")
+    return values
+
+
+def _logits(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
     """Apply the model; losses are taken with float32 at least."""
     logits = model(inputs)
     if not isinstance(logits, torch.Tensor):
@@ -128,12 +265,18 @@ def _logits(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype is torch.float64 else logits.float()
 
 
-def inputs_of_model(task: str, inputs: torch.Tensor) -> torch.Tensor:
-    """What an objective applies the model to: of a window, all tokens but the last."""
-    return inputs[:, :-1] if task == "causal_lm" else inputs
+def _describe(values: Any) -> str:
+    if isinstance(values, torch.Tensor):
+        return f"a tensor of shape {tuple(values.shape)}"
+    return f"a {type(values).__name__}"
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "classification": classification,
-    "causal_lm": causal_lm,
-}
+def _place(error: Exception, function: Callable[..., Any]) -> str:
+    """File and line of the user's own where an error comes from."""
+    code = getattr(function, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if code is not None and f.filename == code.co_filename]
+    if not own:
+        return ""
+    name = own[-1].filename.replace("\\", "/").rpartition("/")[2]
+    return f" ({name}, line {own[-1].lineno})"

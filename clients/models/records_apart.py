@@ -5,9 +5,12 @@ from contextlib import AbstractContextManager
 import torch
 
 from clients.randomness import seeded_globally
+from federation.tree import Tree, leaves, num_records
 from privacy.dp_sgd.probe import Forward, check_records_apart
 
-_Use = tuple[bool, tuple[int, ...], torch.dtype, tuple[bool, ...]]
+_Use = tuple[
+    bool, tuple[tuple[int, ...], ...], tuple[torch.dtype, ...], tuple[bool, ...]
+]
 
 
 class RecordsApart:
@@ -32,7 +35,7 @@ class RecordsApart:
     def check(
         self,
         model: torch.nn.Module,
-        inputs: torch.Tensor,
+        inputs: Tree,
         forward: Forward,
         *,
         gradients: bool,
@@ -43,16 +46,18 @@ class RecordsApart:
             model: As it is about to be used; nothing of it is changed.
             inputs: Of the batch that it is about to be used on. One record has no
                 other that it could be mixed with.
-            forward: Applies a model to inputs.
+            forward: Applies a model to inputs, and perhaps an objective.
             gradients: It is used for gradients, and not for losses alone.
 
         Raises:
             JobError: It mixes records.
         """
-        if len(inputs) < 2:  # noqa: PLR2004 - a record and another one.
+        if num_records(inputs) < 2:  # noqa: PLR2004 - a record and another one.
             return
         modes = tuple(module.training for module in model.modules())
-        use = (gradients, tuple(inputs.shape[1:]), inputs.dtype, modes)
+        parts = tuple(leaves(inputs))
+        shapes = tuple(tuple(part.shape[1:]) for part in parts)
+        use = (gradients, shapes, tuple(part.dtype for part in parts), modes)
         if use in self.passed:
             return
         check_records_apart(

@@ -12,6 +12,7 @@ import torch
 from clients.data.datasets import Dataset
 from clients.randomness import seeded_globally
 from clients.shards.dataset import ShardedDataset
+from federation.tree import leaves
 
 SAMPLED_EXAMPLES = 128
 _AT_ONCE = 16
@@ -42,7 +43,6 @@ def _sample(part: Dataset) -> bytes:
     found = hashlib.sha256()
     with seeded_globally(0, _CPU):  # What a transform draws, training must not miss.
         for start in range(0, len(places), _AT_ONCE):
-            for values in part.batch(places[start : start + _AT_ONCE]):
-                if values is not None:
-                    found.update(values.numpy().tobytes())
+            for values in leaves(part.batch(places[start : start + _AT_ONCE])):
+                found.update(values.numpy().tobytes())
     return found.digest()

@@ -133,12 +133,12 @@ class Masking:
         """Mask what is reported beside the update; ``sealed`` is None without one."""
         if train.counts_coarsely(self.contract):
             training, evaluation = map(train.coarse_sums, (training, evaluation))
+        names = self.contract.header_slots
         values: dict[str, float] = {
             train.WEIGHT: 0.0 if sealed is None else sealed.weight,
-            **train.write_sums(train.TRAINING, training),
-            **train.write_sums(train.EVALUATION, evaluation),
+            **train.write_sums(train.TRAINING, training, names),
+            **train.write_sums(train.EVALUATION, evaluation, names),
         }
-        names = self.contract.header_slots
         if train.WITHIN_CLIP in names:
             values[train.WITHIN_CLIP] = (
                 0.0 if sealed is None else self._within_clip(is_within=sealed.is_within)

@@ -58,9 +58,9 @@ class PolicySpec:
         accept_two_sites: Whether a run of two sites without record-level differential
             privacy is accepted: the other site can tell this one's update.
         max_rounds: Most rounds of a run.
-        functions: What a job may name as model, `module:function`, or `module:*` for
-            every function that the module itself defines. They are called with the
-            job's options, so name nothing that can call something else.
+        functions: What a job may name as model or objective, `module:function`, or
+            `module:*` for every function that the module itself defines. Models are
+            called with the job's options, so name nothing that can call something else.
     """
 
     privacy: str = key(default="record", choices=UNITS)

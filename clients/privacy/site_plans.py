@@ -39,6 +39,7 @@ from federation.errors import JobError
 from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
+from federation.job.metrics import MAX_LOSS, counts_records, loss_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, Trainer
@@ -47,7 +48,7 @@ from privacy.dp import accountant
 from privacy.dp.calibration import noise_multiplier
 from privacy.dp.errors import LedgerBehind
 from privacy.dp.events import PrivacyEvent
-from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
+from privacy.dp.held_out import HeldOutMechanism
 from privacy.dp.ledger import ledger_recovery
 from privacy.dp.ledger.ledger import FileLedger, InMemoryLedger, Ledger
 from privacy.dp.ledger.ledger_files import (
@@ -582,6 +583,8 @@ def _held_out(job: JobSpec, data: Dataset, delta: float) -> HeldOutMechanism | N
         noise_multiplier=multiplier,
         predictions=_predictions(job, data),
         num_records=coarse(len(data)),
+        loss=loss_of(job.training),
+        metrics=metrics_of(job.training),
     )
 
 
@@ -596,10 +599,10 @@ def _num_evaluations(job: JobSpec) -> int:
 
 def _predictions(job: JobSpec, data: Dataset) -> int:
     """Most predictions of one held-out record."""
-    if job.training.task == "classification":
+    if counts_records(job.training):
         return 1
     windows, _ = data.batch(np.array([0]))
-    return windows.shape[1] - 1
+    return int(windows.shape[1]) - 1
 
 
 def _promise(name: SiteId, plan: SitePlan) -> SitePrivacy:

@@ -145,6 +145,11 @@ def num_features(data: Dataset) -> int:
         SiteError: Records are tokens, or single numbers.
     """
     inputs, _ = data.batch(np.array([0]))
+    if not isinstance(inputs, torch.Tensor):
+        raise SiteError(
+            "records of several arrays are not standardised: leave "
+            f"{_TABLE} out of the job"
+        )
     if not inputs.is_floating_point() or inputs.ndim < 2:  # noqa: PLR2004
         raise SiteError(
             f"records of type {inputs.dtype} and shape {list(inputs.shape[1:])} have "

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import socket
 import struct
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,14 +91,14 @@ class FitReply:
         num_steps: Optimiser steps.
         count: Predictions of all ranks; -1 if the sums are not to be told.
         loss_sum: Their losses, in nats.
-        correct: How many were right.
+        metrics: The job's metrics over them.
     """
 
     num_examples: int
     num_steps: int
     count: int
     loss_sum: float
-    correct: int
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class EvaluateReply:
 
     count: int
     loss_sum: float
-    correct: int
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ _KINDS: dict[str, type[Message]] = {
 def metric_sums(message: FitReply | EvaluateReply) -> MetricSums:
     """Sums that a message tells."""
     return MetricSums(
-        count=message.count, loss_sum=message.loss_sum, correct=message.correct
+        count=message.count, loss_sum=message.loss_sum, metrics=message.metrics
     )
 
 
@@ -189,7 +190,8 @@ def _decode(body: bytes) -> Message:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError("what a rank says is no message") from error
     for field in dataclasses.fields(kind):
-        if type(getattr(message, field.name)) is not field.type:
+        kind_of_field = typing.get_origin(field.type) or field.type
+        if type(getattr(message, field.name)) is not kind_of_field:
             raise ProtocolError(f"{field.name} in a message of a rank is no value")
     return message
 

@@ -5,7 +5,7 @@ Gradients are averaged by ``DistributedDataParallel``, or by the sharded model i
 and they do nothing. Starting processes is not here: see ``group``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clients.data.batches import ALONE, Indices, Rank
 from clients.randomness import GlobalDraws, seeded_globally
+from federation.job.metrics import Metric
 from federation.messages import MetricSums
 
 _Result = TypeVar("_Result")
@@ -114,17 +115,26 @@ NO_PEERS = Peers()
 class Sums:
     """Adds up losses on the device and reads them once, at the end."""
 
-    def __init__(self, device: torch.device, peers: Peers) -> None:
+    def __init__(
+        self, device: torch.device, peers: Peers, metrics: Mapping[str, Metric]
+    ) -> None:
         """Begin with nothing."""
         self._peers = peers
+        self._metrics = metrics
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._correct = torch.zeros((), dtype=torch.int64, device=device)
+        self._sums = {
+            name: torch.zeros((), dtype=torch.float64, device=device)
+            for name in metrics
+        }
         self._count = 0
 
-    def add(self, total: torch.Tensor, count: int, correct: torch.Tensor) -> None:
+    def add(
+        self, loss: torch.Tensor, count: int, metrics: Mapping[str, torch.Tensor]
+    ) -> None:
         """Count a batch of this rank."""
-        self._loss += total.detach()
-        self._correct += correct
+        self._loss += loss
+        for name, value in metrics.items():
+            self._sums[name] += value
         self._count += count
 
     def metrics(self) -> MetricSums:
@@ -132,5 +142,9 @@ class Sums:
         return MetricSums(
             count=self._peers.total(self._count),
             loss_sum=float(self._peers.sum_(self._loss)),
-            correct=int(self._peers.sum_(self._correct)),
+            metrics={name: self._read(name) for name in self._metrics},
         )
+
+    def _read(self, name: str) -> float:
+        value = float(self._peers.sum_(self._sums[name]))
+        return int(value) if self._metrics[name].is_whole else value

@@ -315,6 +315,11 @@ class _Writer:
 
 def _rows(dataset: Dataset, chosen: Indices) -> Rows:
     inputs, targets = dataset.batch(chosen)
+    if not all(isinstance(part, torch.Tensor | None) for part in (inputs, targets)):
+        raise SiteError(
+            "shards hold inputs and targets of one array each, and these are nested: "
+            "name the function itself as the source"
+        )
     groups = None if dataset.groups is None else dataset.groups[chosen]
     if targets is None:
         return Rows(inputs=inputs.numpy(), groups=groups)

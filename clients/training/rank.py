@@ -141,7 +141,7 @@ def _work(
             max_loss=task.max_loss or None,
         )
         return EvaluateReply(
-            count=sums.count, loss_sum=sums.loss_sum, correct=sums.correct
+            count=sums.count, loss_sum=sums.loss_sum, metrics=dict(sums.metrics)
         )
     if not isinstance(task, Fit):
         raise ProtocolError("the agent asks for something unknown")
@@ -158,7 +158,7 @@ def _work(
         num_steps=result.num_steps,
         count=-1 if training is None else training.count,
         loss_sum=0.0 if training is None else training.loss_sum,
-        correct=0 if training is None else training.correct,
+        metrics={} if training is None else dict(training.metrics),
     )
 
 

@@ -18,7 +18,7 @@ from clients.data.batches import ALONE, Rank
 from clients.data.datasets import Batch, Dataset, Indices
 from clients.models import weights
 from clients.models.model_pool import ModelPool
-from clients.models.objectives import OBJECTIVES, inputs_of_model
+from clients.models.objectives import results_by_record
 from clients.randomness import torch_seed
 from clients.ranks.checks import check_shares
 from clients.ranks.peers import NO_PEERS, Peers, Sums
@@ -33,9 +33,11 @@ from clients.training.private_steps import (
 )
 from federation.errors import SiteError
 from federation.ids import SiteId
+from federation.job.metrics import metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
 from federation.protocols import LocalUpdate, LocalWeights
+from federation.tree import map_tree, num_records
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 
 
@@ -98,7 +100,8 @@ class TorchTrainer:
         self._held_out = held_out
         self._peers = peers
         self._seed = job.seed if seed is None else seed
-        self._objective = OBJECTIVES[job.training.task]
+        self._objective = pool.objective
+        self._metrics = metrics_of(job.training)
         if private is None:
             # Data that is far away begins to come while the first task is on its way
             # and held-out data is read. After a resume this is the wrong guess.
@@ -213,7 +216,7 @@ class TorchTrainer:
         """Take this round's local steps."""
         training = self._job.training
         model.train()
-        sums = Sums(self._pool.device, self._peers)
+        sums = Sums(self._pool.device, self._peers, self._metrics)
         wrapped = self._peers.wrap(model)
         step = first_step = (round_index - 1) * self._steps_per_round()
         for group in groups(self._indices(round_index), training.accumulate):
@@ -242,7 +245,7 @@ class TorchTrainer:
         share = len(chosen) * self._peers.count / num_examples
         mean = loss.total / (loss.count / share)
         mean.backward()  # type: ignore[no-untyped-call]
-        sums.add(loss.total, loss.count, loss.correct)
+        sums.add(loss.loss, loss.count, loss.metrics)
 
     def _private_steps(
         self,
@@ -307,7 +310,7 @@ class TorchTrainer:
             JobError: The model mixes records.
         """
         batch = self._on_device(self._train_data.batch(chosen))
-        self._check_apart(model, batch[0], gradients=True)
+        self._check_apart(model, batch, gradients=True)
         return partial(self._sum_of_means, model, batch)
 
     def _sum_of_means(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -315,22 +318,25 @@ class TorchTrainer:
         inputs, targets = batch
         with self._autocast():
             loss = self._objective(model, inputs, targets)
-        return loss.total / (loss.count / len(inputs))
+        return loss.total / (loss.count / num_records(inputs))
 
     def _check_apart(
-        self, model: torch.nn.Module, inputs: torch.Tensor, *, gradients: bool
+        self, model: torch.nn.Module, batch: Batch, *, gradients: bool
     ) -> None:
-        def forward(model: torch.nn.Module, inputs: torch.Tensor) -> object:
-            with self._autocast():
-                return model(inputs)
+        results = results_by_record(
+            self._objective, self._job.training, gradients=gradients
+        )
 
-        inputs = inputs_of_model(self._job.training.task, inputs)
-        self._pool.records_apart.check(model, inputs, forward, gradients=gradients)
+        def forward(model: torch.nn.Module, batch: Batch) -> object:
+            with self._autocast():
+                return results(model, batch)
+
+        self._pool.records_apart.check(model, batch, forward, gradients=gradients)
 
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, max_loss: float | None) -> MetricSums:
         model.eval()
-        sums = Sums(self._pool.device, self._peers)
+        sums = Sums(self._pool.device, self._peers, self._metrics)
         size = self._job.evaluation.batch_size
         total, rank = len(self._held_out), self._peers.rank
         starts = range(rank.rank * size, total, rank.world_size * size)
@@ -341,11 +347,11 @@ class TorchTrainer:
             inputs, targets = self._on_device(self._held_out.batch(chosen))
             if self._private is not None and max_loss is not None:
                 # What one record adds to the sums is promised here too.
-                self._check_apart(model, inputs, gradients=False)
+                self._check_apart(model, (inputs, targets), gradients=False)
             with self._autocast():
                 loss = self._objective(model, inputs, targets, max_loss=max_loss)
             if number < len(starts):
-                sums.add(loss.total, loss.count, loss.correct)
+                sums.add(loss.loss, loss.count, loss.metrics)
         return sums.metrics()
 
     def _steps_per_round(self) -> int:
@@ -400,12 +406,9 @@ class TorchTrainer:
         return telling_ahead(data, walk, num_epochs * per_epoch)
 
     def _on_device(self, batch: Batch) -> Batch:
-        inputs, targets = batch
         device = self._pool.device
-        return (
-            inputs.to(device, non_blocking=True),
-            None if targets is None else targets.to(device, non_blocking=True),
-        )
+        moved: Batch = map_tree(lambda t: t.to(device, non_blocking=True), batch)
+        return moved
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._job.training.precision == "fp32":

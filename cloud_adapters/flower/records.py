@@ -159,7 +159,7 @@ def read_evaluation(
         evaluation=MetricSums(
             count=count,
             loss_sum=_number(metrics, spec.eval_loss) * count,
-            correct=round(accuracy * count),
+            metrics={"correct": round(accuracy * count)},
         ),
         phases=(),
         based_on=task.based_on,
@@ -251,7 +251,9 @@ def _training(
         return None
     loss = _number(metrics, spec.train_loss)
     # How many predictions were right it does not tell; nobody looks at it.
-    return MetricSums(count=num_examples, loss_sum=loss * num_examples, correct=0)
+    return MetricSums(
+        count=num_examples, loss_sum=loss * num_examples, metrics={"correct": 0}
+    )
 
 
 def _count(metrics: MetricRecord, name: str) -> int:

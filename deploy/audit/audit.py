@@ -26,6 +26,7 @@ from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.events import Emit
 from federation.ids import SiteId
+from federation.job.metrics import BUILT_IN
 from federation.job.spec import JobSpec
 from monitoring.audit_findings import AuditFindings
 from privacy.dp.auditing import epsilon_lower_bound
@@ -114,6 +115,12 @@ def _check(job: JobSpec, attack: Attack) -> None:
     if not 0 < attack.confidence < 1:
         raise JobError(
             f"a confidence lies between 0 and 1, which {attack.confidence} does not"
+        )
+    if job.training.task not in BUILT_IN:
+        raise JobError(
+            "canaries and their scores are made for cross-entropy, and an audit of an "
+            f"objective of your own would show nothing: name {' or '.join(BUILT_IN)}",
+            key="training.task",
         )
     if job.privacy.differential_privacy.unit == "site":
         raise JobError(

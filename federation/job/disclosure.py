@@ -141,7 +141,8 @@ PARTS: Mapping[str, str] = {
     "SitePrivacy": "site epsilon_cap delta noise_multiplier sampling_rate "
     "steps_per_round held_out_noise",
     "StoreUse": "operation calls failed sent_bytes received_bytes seconds requests",
-    "MetricSums": "count loss_sum correct",
+    # Names of metrics are those of the job; their sums are judged as losses are.
+    "MetricSums": "count loss_sum metrics",
     "Phase": "name start_seconds seconds",
     "Resources": "busy_seconds cpu_seconds peak_memory_bytes method",
     "PrivacySpent": "epsilon delta held_out_epsilon anchor",

@@ -6,6 +6,7 @@ Whatever must happen at the site beyond that does not happen there.
 
 from federation.errors import JobError
 from federation.job.flower_app_job import FlowerAppSpec
+from federation.job.metrics import BUILT_IN
 from federation.job.spec import JobSpec
 
 # What the record of settings says by itself.
@@ -99,6 +100,11 @@ def _check_job(job: JobSpec, name: str) -> None:
             job.aggregation.weights == "dynamic",
             "it does not evaluate what it has trained; use examples or uniform",
             "aggregation.weights",
+        ),
+        (
+            job.training.task not in BUILT_IN,
+            "it reports loss and accuracy, and not the metrics of an objective",
+            "training.task",
         ),
         (
             job.training.proximal_mu != 0.0,

@@ -9,6 +9,7 @@ import math
 from federation.errors import JobError
 from federation.ids import check_name
 from federation.job.flower_app_checks import check_flower_apps
+from federation.job.metrics import check_objective
 from federation.job.privacy_checks import (
     check_differential_privacy,
     check_secure_aggregation,
@@ -26,6 +27,7 @@ def check(job: JobSpec) -> JobSpec:
         _check_names,
         check_flower_apps,
         _check_data,
+        check_objective,
         _check_training,
         _check_optimizer,
         check_secure_aggregation,  # First: it sets the quorum.

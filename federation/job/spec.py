@@ -136,8 +136,14 @@ class TrainingSpec:
     """Local training, the same at every site.
 
     Attributes:
-        task: `classification` (cross-entropy of one label per example) or `causal_lm`
-            (cross-entropy of each next token).
+        task: What is minimised: `classification` (cross-entropy of one label per
+            example), `causal_lm` (cross-entropy of each next token), or
+            `module:function`, an objective of your own; called with model, inputs and
+            targets.
+        metrics: Metrics that an objective of your own returns, by name, each with the
+            bounds `[low, high]` of one record; what is reported is clipped to them.
+            `loss` bounds the reported loss. `[]` states no bounds; differential privacy
+            and secure aggregation need them.
         local_steps: Optimiser steps of each site in a round. Either this or
             `local_epochs`. 1 is FedSGD: the round then combines gradients.
         local_epochs: Passes of each site over its own data in a round.
@@ -156,7 +162,8 @@ class TrainingSpec:
             depend on it in the last bits, and on nothing else of the machine.
     """
 
-    task: str = key(default="classification", choices=("classification", "causal_lm"))
+    task: str = "classification"
+    metrics: Mapping[str, tuple[float, ...]] = key(default={})
     local_steps: int | None = key(default=None, low=1)
     local_epochs: int | None = key(default=None, low=1)
     batch_size: int = key(default=32, low=1)

@@ -5,7 +5,7 @@ here, so that the round loop handles sound updates only.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -14,9 +14,7 @@ from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
-    MetricSums,
     SecureAnswer,
-    SiteEvaluation,
     SiteFailure,
     SiteMessage,
     SiteUpdate,
@@ -166,9 +164,6 @@ class RoundState:
         if asked is not self._kind:
             text = f"answered {asked.value} where it was asked to {self._kind.value}"
             return self._invalid(message.site, text)
-        if not all(map(_is_possible, _sums_of(message))):
-            text = "counted predictions that cannot be"
-            return self._invalid(message.site, text)
         return self._judge_update(message) if isinstance(message, SiteUpdate) else None
 
     def _judge_secret(self, message: SiteMessage) -> SiteFailure | None:
@@ -216,17 +211,3 @@ class RoundState:
             kind=kind,
             message=text,
         )
-
-
-def _sums_of(answer: SiteUpdate | SiteEvaluation) -> Iterator[MetricSums]:
-    if isinstance(answer, SiteEvaluation):
-        yield answer.evaluation
-        return
-    for sums in (answer.training, answer.evaluation, answer.evaluation_after):
-        if sums is not None:
-            yield sums
-
-
-def _is_possible(sums: MetricSums) -> bool:
-    # Its loss may be anything: a model that diverged is honest about NaN.
-    return 0 <= sums.correct <= sums.count

@@ -17,6 +17,7 @@ import numpy as np
 
 from federation.compression.codec import Codec
 from federation.ids import RunId, SiteId
+from federation.job.metrics import metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import (
     LedgerAnchor,
@@ -223,7 +224,7 @@ class Traffic:
     ) -> SiteMessage:
         facts, secure = self.facts[site], self.secure
         spent = self._spent(index, end)
-        held_out = _sums(facts.held_out, end)
+        held_out = _sums(self.job, facts.held_out, end)
         if secure is not None:
             values = self.layout.size if kind is TaskKind.TRAIN else 0
             return MaskedUpdate(
@@ -261,7 +262,7 @@ class Traffic:
             integers_m=_nothing(self.layout.num_integers, "i8"),
             num_examples=0 if private else facts.train,
             num_steps=trained if end else 1,
-            training=None if private else _sums(trained, end),
+            training=None if private else _sums(self.job, trained, end),
             evaluation=held_out if before else None,
             evaluation_after=held_out if after else None,
             phases=self._phases((*names, "prepare"), end),
@@ -329,9 +330,13 @@ def _nothing(size: int, kind: str | np.dtype[np.generic]) -> np.ndarray:
     return np.broadcast_to(np.zeros(1, kind), (size,))
 
 
-def _sums(count: int, end: int) -> MetricSums:
-    loss = _LONG if end else _SHORT
-    return MetricSums(count=count, loss_sum=loss, correct=count if end else 0)
+def _sums(job: JobSpec, count: int, end: int) -> MetricSums:
+    number = _LONG if end else _SHORT
+    metrics = {
+        name: end * count if metric.is_whole else number
+        for name, metric in metrics_of(job.training).items()
+    }
+    return MetricSums(count=count, loss_sum=number, metrics=metrics)
 
 
 def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:

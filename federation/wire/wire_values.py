@@ -6,11 +6,14 @@ message has is in ``wire_fields``.
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from federation.errors import WireError
 from federation.ids import check_name
 from federation.messages import (
+    MAX_METRICS,
+    METRIC_NAME,
     FailureKind,
     LedgerAnchor,
     MetricSums,
@@ -51,7 +54,7 @@ def one_line(text: str) -> str:
 
 # Both directions: a value that is spelt as it is, checked.
 
-_SUMS = frozenset({"count", "loss_sum", "correct"})
+_SUMS = ("count", "loss_sum")
 _PHASE = frozenset({"name", "start_seconds", "seconds"})
 _SPENT = frozenset({"epsilon", "delta", "held_out_epsilon", "anchor"})
 _RESOURCES = frozenset({"busy_seconds", "cpu_seconds", "peak_memory_bytes", "method"})
@@ -124,6 +127,12 @@ def _delta(delta: float, name: str) -> float:
     return delta
 
 
+def _metrics(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    if len(found) > MAX_METRICS or not all(map(METRIC_NAME.fullmatch, found)):
+        raise WireError(f"metrics are not at most {MAX_METRICS} names and numbers")
+    return found
+
+
 # Reading.
 
 
@@ -151,12 +160,17 @@ def _seconds(value: Any, name: str) -> float:
 
 
 def read_sums(value: object, _name: str) -> MetricSums:
-    """Read sums over examples."""
-    fields = check_members(value, _SUMS)
+    """Read sums over examples; what is neither count nor loss is a metric."""
+    names = value.keys() - {*_SUMS} if isinstance(value, dict) else set()
+    fields = check_members(value, frozenset({*_SUMS, *names}))
+    found = {name: fields[name] for name in sorted(names)}
     return MetricSums(
         count=count(fields["count"], "count"),
         loss_sum=_float(fields["loss_sum"], "loss_sum"),
-        correct=count(fields["correct"], "correct"),
+        metrics={
+            name: _float(item, name) if isinstance(item, str) else count(item, name)
+            for name, item in _metrics(found).items()
+        },
     )
 
 
@@ -220,7 +234,10 @@ def write_sums(sums: MetricSums, _name: str) -> Fields:
     return {
         "count": count(sums.count, "count"),
         "loss_sum": float(sums.loss_sum).hex(),
-        "correct": count(sums.correct, "correct"),
+        **{
+            name: count(item, name) if isinstance(item, int) else float(item).hex()
+            for name, item in _metrics(sums.metrics).items()
+        },
     }
 
 

@@ -54,7 +54,7 @@ def run_colours(runs: Runs) -> Mapping[str, str]:
 
 def has_accuracy(runs: Runs) -> bool:
     """Whether the runs can be held against each other by their accuracy."""
-    return not any(view.is_language for view in runs.values())
+    return not any(view.is_language or not view.loss_unit for view in runs.values())
 
 
 def _privacy_utility(runs: Runs) -> Figure | None:

@@ -90,7 +90,7 @@ def site_colours(view: RunView) -> Mapping[str, str]:
 def _loss(view: RunView) -> Figure | None:
     pooled = _pooled(view, lambda loss, _: loss)
     lines = [(site.site, site.loss) for site in shown_sites(view)]
-    figure = _lines(view, pooled, lines, "loss in nats")
+    figure = _lines(view, pooled, lines, f"loss{view.loss_unit}")
     if figure is not None:
         _shade_noise(figure.axes[0], view, by_loss=True)
     return figure

@@ -25,6 +25,7 @@ from monitoring.views.round_view import (
     RoundView,
     accuracy_of,
     loss_of,
+    metrics_of,
     perplexity,
 )
 from monitoring.views.run_view import COMPLETED, VIRTUAL, RunView
@@ -148,7 +149,10 @@ def environment() -> Environment:
         utc=_utc,
     )
     found.globals.update(
-        count=units.format_count, perplexity_of=_perplexity, last_of=_last
+        count=units.format_count,
+        perplexity_of=_perplexity,
+        accuracy_of=accuracy_of,
+        last_of=_last,
     )
     return found
 
@@ -206,6 +210,12 @@ def _tiles(view: RunView) -> Sequence[Tile]:
             value=f"{noisy}{_perplexity(loss)}",
             note="of a held-out token",
         )
+    own = tuple(
+        Tile(
+            label=name, value=f"{noisy}{units.format_number(mean)}", note="of a record"
+        )
+        for name, mean in metrics_of(last.pooled if last else None).items()
+    )
     up, down = units.format_bytes(view.bytes_up), units.format_bytes(view.bytes_down)
     failures = units.format_count(len(view.failures), "failure")
     resumes = units.format_count(view.coordinators - 1, "resume")
@@ -216,7 +226,7 @@ def _tiles(view: RunView) -> Sequence[Tile]:
             note=after
             + ("" if loss_noise is None else f", with noise of {loss_noise:.2g}"),
         ),
-        quality,
+        *(own or (quality,)),
         *_privacy_tiles(view),
         Tile(
             label="Rounds",

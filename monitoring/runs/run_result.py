@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.result_json import result
-from monitoring.views.round_view import accuracy_of, loss_of
+from monitoring.views.round_view import accuracy_of, loss_of, metrics_of
 from monitoring.views.run_view import RunView
 
 
@@ -26,7 +26,9 @@ class RunResult:
         rounds_now: Rounds that this call ran: 0 if all were done before.
         loss: Pooled held-out loss of the final model, in nats; None if it was not
             evaluated.
-        accuracy: Its pooled held-out accuracy; None if it was not evaluated.
+        accuracy: Its pooled held-out accuracy; None if it was not evaluated, or by an
+            objective of your own.
+        metrics: Means of your own objective's metrics, by name.
         view: Everything else that the run's events tell: rounds, sites, bytes.
         weights: The final model: arrays by tensor name, float32 and int64; frozen ones
             in the model's own types.
@@ -39,6 +41,7 @@ class RunResult:
     rounds_now: int
     loss: float | None
     accuracy: float | None
+    metrics: Mapping[str, float]
     view: RunView
     weights: Mapping[str, NDArray[Any]]
     folder: Path | None
@@ -79,6 +82,7 @@ def result_of(
         rounds_now=rounds_now,
         loss=loss_of(sums),
         accuracy=accuracy_of(sums),
+        metrics=metrics_of(sums),
         view=view,
         weights=weights,
         folder=None if run is None else run.path,

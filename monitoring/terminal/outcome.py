@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from monitoring import privacy_words
+from monitoring.units import format_number
 from monitoring.views import storage_use
-from monitoring.views.round_view import accuracy_of, loss_of, perplexity
+from monitoring.views.round_view import accuracy_of, loss_of, metrics_of, perplexity
 from monitoring.views.run_view import RunView
 
 
@@ -33,13 +34,17 @@ def quality(view: RunView) -> Iterator[tuple[str, str]]:
     last = view.last_evaluated
     sums = None if last is None else last.pooled
     loss, accuracy = loss_of(sums), accuracy_of(sums)
-    if loss is None or accuracy is None:
+    if loss is None:
         return
     noisy = privacy_words.NOISY if privacy_words.has_noise(view.privacy) else ""
     noise = privacy_words.plus_minus(privacy_words.loss_noise(view.privacy, last))
-    yield "loss", f"{noisy}{loss:.4f}{noise} nats, {_on_what(view)}"
+    unit = view.loss_unit.removeprefix(" in")
+    yield "loss", f"{noisy}{loss:.4f}{noise}{unit}, {_on_what(view)}"
+    for name, mean in metrics_of(sums).items():
+        yield name, f"{noisy}{format_number(mean)}"
     if view.is_language:
         yield "perplexity", f"{noisy}{perplexity(loss):.2f}"
+    if view.is_language or accuracy is None:
         return
     of_right = privacy_words.accuracy_noise(view.privacy, last)
     legend = ""

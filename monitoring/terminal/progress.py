@@ -33,7 +33,7 @@ from monitoring.units import (
     format_fraction,
     format_number,
 )
-from monitoring.views.round_view import accuracy_of, loss_of, perplexity
+from monitoring.views.round_view import accuracy_of, loss_of, metrics_of, perplexity
 from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED, LANGUAGE
 
 # With more sites than this, only failures get a line of their own.
@@ -239,7 +239,9 @@ class PlainProgress:
         if self._is_language:
             value = None if loss is None else perplexity(loss)
             text += f"  perplexity {noisy}{format_number(value)}"
-        else:
+        for name, mean in metrics_of(event.pooled).items():
+            text += f"  {name} {noisy}{format_number(mean)}"
+        if not self._is_language and not metrics_of(event.pooled):
             text += f"  accuracy {noisy}{format_fraction(accuracy_of(event.pooled))}"
             noise = privacy_words.accuracy_noise(self._privacy, event)
             text += "" if noise is None else f" +-{privacy_words.format_points(noise)}"

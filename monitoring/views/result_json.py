@@ -5,8 +5,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from federation.messages import Resources
-from monitoring.views.round_view import RoundView, accuracy_of, loss_of, perplexity
+from federation.messages import MetricSums, Resources
+from monitoring.views.round_view import (
+    RoundView,
+    accuracy_of,
+    loss_of,
+    metrics_of,
+    perplexity,
+)
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import SiteView
 
@@ -40,7 +46,12 @@ def result(view: RunView) -> dict[str, Any]:
     }
 
 
-def _final(view: RunView) -> Mapping[str, float | int | None]:
+def _own_metrics(sums: MetricSums | None) -> Mapping[str, Any]:
+    means = metrics_of(sums)
+    return {"metrics": {n: _finite(v) for n, v in means.items()}} if means else {}
+
+
+def _final(view: RunView) -> Mapping[str, Any]:
     event = view.last_evaluated
     sums = None if event is None else event.pooled
     loss = loss_of(sums)
@@ -52,7 +63,7 @@ def _final(view: RunView) -> Mapping[str, float | int | None]:
     }
     if view.is_language:
         final["perplexity"] = None if loss is None else _finite(perplexity(loss))
-    return final
+    return {**final, **_own_metrics(sums)}
 
 
 def _privacy_result(view: RunView) -> Mapping[str, Any]:
@@ -92,6 +103,7 @@ def _round_result(row: RoundView, *, is_private: bool) -> Mapping[str, Any]:
         "sites_evaluated": row.sites_evaluated,
         "loss": _finite(row.loss),
         "accuracy": _finite(row.accuracy),
+        **_own_metrics(row.evaluated.pooled if row.evaluated else None),
         "asked": len(row.cohort),
         "answered": row.answered,
         "failed": row.failures,

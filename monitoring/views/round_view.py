@@ -1,6 +1,7 @@
 """One round of a run, as its events tell it, and what its sums mean."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from federation.events import (
@@ -142,8 +143,17 @@ def loss_of(sums: MetricSums | None) -> float | None:
 
 
 def accuracy_of(sums: MetricSums | None) -> float | None:
-    """Fraction of right predictions, or None if nothing was predicted."""
-    return sums.accuracy if sums is not None and sums.count else None
+    """Fraction of right predictions, or None if nothing was predicted or counted."""
+    if sums is None or not sums.count or "correct" not in sums.metrics:
+        return None
+    return sums.accuracy
+
+
+def metrics_of(sums: MetricSums | None) -> Mapping[str, float]:
+    """Means of the metrics of a user's objective, by name."""
+    if sums is None or not sums.count or "correct" in sums.metrics:
+        return {}
+    return {name: sums.mean(name) for name in sums.metrics}
 
 
 def perplexity(loss: float) -> float:

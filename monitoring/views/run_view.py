@@ -27,6 +27,7 @@ from federation.events import (
     StoreUsed,
     Warned,
 )
+from federation.job.metrics import BUILT_IN
 from federation.messages import PrivacySpent
 from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.site_view import (
@@ -129,6 +130,11 @@ class RunView:
     def is_language(self) -> bool:
         """Whether the model predicts tokens, so that perplexity is of interest."""
         return self.started.task == LANGUAGE
+
+    @property
+    def loss_unit(self) -> str:
+        """`` in nats`` of a cross-entropy; nobody knows the unit of others."""
+        return " in nats" if self.started.task in BUILT_IN else ""
 
     @property
     def rounds_completed(self) -> int:

@@ -1,4 +1,4 @@
-"""Held-out results with noise: how many predictions, how many right, and their loss.
+"""Held-out results with noise: how many predictions, their loss and their metrics.
 
 Held-out records are other records than those that are trained on. What they cost is
 therefore accounted apart, and both guarantees hold side by side (parallel
@@ -7,21 +7,16 @@ composition; McSherry, PINQ, SIGMOD 2009, theorem 4).
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from federation.job.metrics import CORRECT, MAX_LOSS, Metric
 from federation.messages import MetricSums
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.mechanism import GaussianMechanism
 
-# The loss of a prediction is clipped to this many nats: guessing among 256 tokens
-# costs 5.5. A larger bound would need more noise; a smaller one would hide more of
-# how wrong a model is that is wrong and sure of it.
-MAX_LOSS = 6.0
-
-_NUM_SUMS = 3
 _MANTISSA_BITS = 24  # of float32
 _FINEST_GRID = 2.0**-10
 
@@ -30,20 +25,24 @@ _FINEST_GRID = 2.0**-10
 class HeldOutMechanism:
     """Adds noise to the sums over a site's held-out records.
 
-    Each record adds at most 1 to each of three sums: its predictions and its right
-    predictions over ``predictions``, and its loss over ``predictions * MAX_LOSS``.
-    So the sums of neighbouring data differ by at most ``sqrt(3)``.
+    Each record adds at most 1 to each of k sums: its predictions over ``predictions``,
+    and its loss and metrics over ``predictions`` times the most that their bounds
+    allow. So the sums of neighbouring data differ by at most ``sqrt(k)``.
 
     Attributes:
         noise_multiplier: Standard deviation of the noise over the sensitivity.
         predictions: Most predictions of one record: 1 for classification, the
             tokens of a window for a language model.
         num_records: Held-out records; only its order of magnitude is used.
+        loss: Bounds of the loss of one prediction.
+        metrics: Bounds of the job's metrics, by name.
     """
 
     noise_multiplier: float
     predictions: int
     num_records: int
+    loss: Metric = Metric(low=0.0, high=MAX_LOSS)  # noqa: RUF009 -- immutable
+    metrics: Mapping[str, Metric] = field(default_factory=lambda: CORRECT)
 
     def event(self) -> PrivacyEvent:
         """One release, as the accountant sees it: of all records, not of a sample."""
@@ -61,24 +60,31 @@ class HeldOutMechanism:
         """Add noise to sums over records of clipped loss.
 
         Args:
-            sums: Exact; the loss of each prediction was clipped to ``MAX_LOSS``.
+            sums: Exact; what each prediction adds was clipped to its bounds.
             random_bytes: Source of fresh keys.
 
         Returns:
-            Sums that may leave the site: at least one prediction, of which none to
-            all are right, and a loss of 0 to ``MAX_LOSS`` each.
+            Sums that may leave the site: at least one prediction, and loss and metrics
+            that so many predictions can have.
         """
-        scales = np.array([1, 1, MAX_LOSS]) * self.predictions
-        exact = np.array([sums.count, sums.correct, sums.loss_sum]) / scales
+        reach = [metric.reach for metric in (*self.metrics.values(), self.loss)]
+        scales = np.array([1, *reach]) * self.predictions
+        named = [sums.metrics[name] for name in self.metrics]
+        exact = np.array([sums.count, *named, sums.loss_sum]) / scales
         grid = self._grid
         noisy = (np.rint(exact / grid) * grid).astype(np.float32)
         self._mechanism().release_(noisy, random_bytes)
-        count, correct, loss = noisy.astype(np.float64) * scales
-        count = max(1, round(count))
+        first, *values, loss = (noisy.astype(np.float64) * scales).tolist()
+        count = max(1, round(first))
         return MetricSums(
             count=count,
-            loss_sum=min(max(loss, 0.0), MAX_LOSS * count),
-            correct=min(max(round(correct), 0), count),
+            loss_sum=_possible(loss, self.loss, count),
+            metrics={
+                name: _possible(value, metric, count)
+                for (name, metric), value in zip(
+                    self.metrics.items(), values, strict=True
+                )
+            },
         )
 
     def standard_deviation(self) -> float:
@@ -93,9 +99,16 @@ class HeldOutMechanism:
         return max(_FINEST_GRID, 2.0 ** (bits - _MANTISSA_BITS))
 
     def _mechanism(self) -> GaussianMechanism:
+        num_sums = 2 + len(self.metrics)
         return GaussianMechanism(
             # Bringing a sum to the grid moves each of the two by half a step.
-            clip_norm=math.sqrt(_NUM_SUMS) * (1 + self._grid),
+            clip_norm=math.sqrt(num_sums) * (1 + self._grid),
             noise_multiplier=self.noise_multiplier,
-            size=_NUM_SUMS,
+            size=num_sums,
         )
+
+
+def _possible(value: float, metric: Metric, count: int) -> float:
+    """The nearest sum that so many predictions can have."""
+    found = min(max(value, metric.low * count), metric.high * count)
+    return round(found) if metric.is_whole else found

@@ -19,7 +19,7 @@ Shape suffixes: B records.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -29,11 +29,12 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from federation.errors import JobError
+from federation.tree import Tree, leaves, map_tree, num_records
 from privacy.dp_sgd.capture import backprops_of, watched
 from privacy.dp_sgd.layers import trained_layers
 
-Forward = Callable[[nn.Module, torch.Tensor], object]
-"""Applies a model to the inputs of a batch."""
+Forward = Callable[[nn.Module, Tree], object]
+"""Applies a model, and perhaps its objective, to a batch."""
 
 Draws = Callable[[int], AbstractContextManager[object]]
 """Seeds the global generators for a block, and puts them back after it."""
@@ -51,7 +52,7 @@ _SAME_SHAPE = 1 / 32  # Kernels of one shape treat a row alike, whatever the oth
 
 def check_records_apart(
     module: nn.Module,
-    inputs: torch.Tensor,
+    inputs: Tree,
     forward: Forward,
     *,
     draws: Draws,
@@ -63,8 +64,9 @@ def check_records_apart(
 
     Args:
         module: From ``fit_for_privacy``, in the mode in which it will be used.
-        inputs: Some records, at least 2; shape ``(B, ...)``.
-        forward: Applies a model to inputs.
+        inputs: Some records, at least 2: tensors of shape ``(B, ...)``.
+        forward: Applies a model to inputs, and perhaps an objective; gives results of
+            each record, shape ``(B, ...)``.
         draws: Seeds what the model may draw from.
         gradients: Compare gradients too, and not results alone.
 
@@ -74,7 +76,7 @@ def check_records_apart(
     """
     found = None
     for attempt in range(_ATTEMPTS):
-        records = inputs.roll(-_BASE * attempt, 0)
+        records = _rolled(inputs, _BASE * attempt)
         found = _Probe(
             module=module,
             inputs=records,
@@ -119,8 +121,8 @@ class _Pass:
         rows: Where the compared ones are among them.
     """
 
-    before: torch.Tensor
-    records: torch.Tensor
+    before: Tree
+    records: Tree
     rows: slice
 
 
@@ -137,31 +139,31 @@ class _Probe:
     """Runs of one model on one choice of records; see ``check_records_apart``."""
 
     module: nn.Module
-    inputs: torch.Tensor
+    inputs: Tree
     forward: Forward
     draws: Draws
     seed: int
     gradients: bool
 
     @property
-    def base(self) -> torch.Tensor:
+    def base(self) -> Tree:
         """Records that are compared."""
-        return self.inputs[:_BASE]
+        return _rows(self.inputs, slice(_BASE))
 
     @property
-    def beside(self) -> torch.Tensor:
+    def beside(self) -> Tree:
         """Records beside them: others, as far as there are any."""
-        times = -(-_BESIDE // len(self.inputs))
-        others = self.inputs.roll(-_BASE, 0)
-        return others.repeat(times, *(1,) * (others.ndim - 1))[:_BESIDE]
+        times = -(-_BESIDE // num_records(self.inputs))
+        others = _rolled(self.inputs, _BASE)
+        return _rows(_joined(*[others] * times), slice(_BESIDE))
 
     def run(self) -> tuple[str, str] | None:
         """Return which module mixes records and how that shows, or None."""
         beside = self.beside
         expected = self._trace(self._beside_base(beside))
-        rows = slice(0, len(self.base))
+        rows = slice(0, num_records(self.base))
         for extreme in _extremes(self.inputs):
-            batch = self._beside_base(extreme.expand_as(beside))
+            batch = self._beside_base(_joined(*[extreme] * _BESIDE))
             trace = self._trace_if_possible(batch, quiet=False)
             if trace is not None:
                 found = _difference(expected, rows, trace, rows, _SAME_SHAPE)
@@ -180,9 +182,10 @@ class _Probe:
             trace = self._trace_if_possible(batch, quiet=quiet)
             if trace is None:
                 raise JobError(
-                    f"the model fails on a batch of {len(batch.records)} records, "
-                    f"although it takes {_BESIDE + len(self.base)}: a private step may "
-                    "draw any number of records, so let the model take any",
+                    f"the model fails on a batch of {num_records(batch.records)} "
+                    f"records, although it takes {_BESIDE + num_records(self.base)}: a "
+                    "private step may draw any number of records, so let the model "
+                    "take any",
                     key=_KEY,
                 )
             found = _difference(expected, among, trace, batch.rows, 1.0)
@@ -190,22 +193,22 @@ class _Probe:
                 return found
         return None
 
-    def _beside_base(self, beside: torch.Tensor) -> _Pass:
+    def _beside_base(self, beside: Tree) -> _Pass:
         base = self.base
         return _Pass(
             before=beside,
-            records=torch.cat((base, beside)),
-            rows=slice(0, len(base)),
+            records=_joined(base, beside),
+            rows=slice(0, num_records(base)),
         )
 
     def _other_sizes(self) -> Iterator[tuple[_Pass, slice]]:
         """Smaller batches and another order, and the rows of the first run."""
         base, beside = self.base, self.beside
-        rows, one = slice(0, len(base)), slice(0, 1)
+        rows, one = slice(0, num_records(base)), slice(0, 1)
         yield _Pass(before=beside, records=base, rows=rows), rows
-        yield _Pass(before=beside, records=base[one], rows=one), one
-        behind = torch.cat((beside, base))
-        place = slice(len(beside), len(behind))
+        yield _Pass(before=beside, records=_rows(base, one), rows=one), one
+        behind = _joined(beside, base)
+        place = slice(num_records(beside), num_records(behind))
         yield _Pass(before=beside, records=behind, rows=place), rows
 
     def _trace_if_possible(self, batch: _Pass, *, quiet: bool) -> _Trace | None:
@@ -229,7 +232,7 @@ class _Probe:
     def _look_again(self, module: nn.Module, batch: _Pass) -> _Trace:
         frozen = [p for p in module.parameters() if not p.requires_grad]
         kept = [(t, t.detach().clone()) for t in (*module.buffers(), *frozen)]
-        trace, device = _Trace(), batch.records.device
+        trace, device = _Trace(), next(leaves(batch.records)).device
         with self.draws(1 + self.seed), torch.set_grad_enabled(self.gradients):
             before = _generator_states(module, device)
             self.forward(module, batch.before)
@@ -260,8 +263,8 @@ class _Probe:
                     parameter.add_(noise.to(parameter))
         return module
 
-    def _look(self, module: nn.Module, records: torch.Tensor, trace: _Trace) -> None:
-        size = len(records)
+    def _look(self, module: nn.Module, records: Tree, trace: _Trace) -> None:
+        size = num_records(records)
         layers = trained_layers(module) if self.gradients else {}
         with _noting(module, size, trace.seen), watched(layers, size) as uses:
             result = self.forward(module, records)
@@ -293,8 +296,9 @@ def _noting(module: nn.Module, size: int, seen: list[_Waypoint]) -> Iterator[Non
     def hook_of(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: object, kwargs: object, out: object) -> None:
             for kind, values in (("input", (args, kwargs)), ("output", out)):
-                for tensor in _tensors(values):
-                    if tensor.ndim and len(tensor) == size:
+                for tensor in leaves(values):
+                    is_tensor = isinstance(tensor, torch.Tensor) and tensor.ndim
+                    if is_tensor and len(tensor) == size:
                         kept = tensor.detach().clone()
                         seen.append(_Waypoint(name=name, kind=kind, values=kept))
 
@@ -311,19 +315,28 @@ def _noting(module: nn.Module, size: int, seen: list[_Waypoint]) -> Iterator[Non
             handle.remove()
 
 
-def _tensors(values: object) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _tensors(value)
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)
+def _rows(records: Tree, rows: slice) -> Tree:
+    return map_tree(lambda values: values[rows], records)
 
 
-def _extremes(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two records of small and of large values, shape ``(1, ...)``.
+def _rolled(records: Tree, places: int) -> Tree:
+    return map_tree(lambda values: values.roll(-places, 0), records)
+
+
+def _joined(*records: Tree) -> Tree:
+    return map_tree(lambda *values: torch.cat(values), *records)
+
+
+def _extremes(records: Tree) -> tuple[Tree, Tree]:
+    """Two records of small and of large values: see ``_extreme``."""
+    return (
+        map_tree(lambda values: _extreme(values)[0], records),
+        map_tree(lambda values: _extreme(values)[1], records),
+    )
+
+
+def _extreme(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Small and large values, shape ``(1, ...)``.
 
     Whole numbers may be tokens or classes, of which a model takes only so many: where
     all records have some, no record gets another one.
@@ -411,7 +424,7 @@ def _differ(a: torch.Tensor, b: torch.Tensor, tolerance: float, floor: float) ->
     """Whether any record's values are further apart than rounding takes them."""
     if a.shape != b.shape:
         return True
-    a, b = a.flatten(1).double(), b.flatten(1).double()
+    a, b = _flat(a).double(), _flat(b).double()
     if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
         return True
     a, b = _finite(a), _finite(b)
@@ -420,12 +433,16 @@ def _differ(a: torch.Tensor, b: torch.Tensor, tolerance: float, floor: float) ->
     return bool((apart > tolerance * scale).any())
 
 
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    return values.flatten(1) if values.ndim > 1 else values[:, None]
+
+
 def _finite(values: torch.Tensor) -> torch.Tensor:
     return values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _norms(values: torch.Tensor) -> torch.Tensor:
-    norms: torch.Tensor = torch.linalg.vector_norm(values.flatten(1), dim=1)
+    norms: torch.Tensor = torch.linalg.vector_norm(_flat(values), dim=1)
     return norms
 
 
@@ -439,7 +456,9 @@ def _tolerance(values: list[torch.Tensor]) -> float:
 def _mixing(module: nn.Module, name: str, how: str) -> JobError:
     kind = type(module.get_submodule(name)).__name__
     who = (
-        f"{name!r} (a {kind})" if name else f"the model (a {kind}), between its layers,"
+        f"{name!r} (a {kind})"
+        if name
+        else f"the model (a {kind}), between its layers or in the objective,"
     )
     return JobError(
         f"{who} {how} for a record when others are beside it: differential privacy "

@@ -282,7 +282,7 @@ def test_fields_arrive_as_they_were_sent(played: Played):
     for reply in played.train:
         update = reply.message
         assert update.num_examples == sum(update.site.encode())
-        assert update.training.correct == len(JOB_TEXT)
+        assert update.training.metrics["correct"] == len(JOB_TEXT)
         assert (update.run_id, update.round_index) == ("run-1", 1)
         assert update.layout_digest == TASK.layout_digest
         assert (update.evaluation is None, update.evaluation_after) == (False, None)

@@ -103,7 +103,7 @@ def test_an_event_that_says_too_much_is_concealed(job: JobSpec, tmp_path: Path) 
         for event in samples:
             if isinstance(event, SiteAnswered):
                 # Larger than any other: nothing that shows it goes unseen.
-                own = MetricSums(count=8, loss_sum=8 * LOSS, correct=1)
+                own = MetricSums(count=8, loss_sum=8 * LOSS, metrics={"correct": 1})
                 record.emit(replace(event, training=own, num_examples=EXAMPLES))
             elif not isinstance(event, RunStarted):
                 record.emit(event)

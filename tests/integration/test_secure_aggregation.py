@@ -183,7 +183,7 @@ def test_sums_of_what_sites_report_are_exact():
         run.of(events.RoundFinished) for run in (quick_run(1, 32), quick_run(1))
     )
     assert secure.training.count == plain.training.count
-    assert secure.training.correct == plain.training.correct
+    assert secure.training.metrics == plain.training.metrics
     assert secure.training.loss_sum == pytest.approx(plain.training.loss_sum, abs=2e-6)
 
 
@@ -265,7 +265,8 @@ def with_examples(result: Any) -> Any:
 
 def with_loss(result: Any) -> Any:
     return replace(
-        result, training=MetricSums(count=1, loss_sum=float("nan"), correct=0)
+        result,
+        training=MetricSums(count=1, loss_sum=float("nan"), metrics={"correct": 0}),
     )
 
 
@@ -347,7 +348,7 @@ def cut(name: str) -> Callable[[MaskedUpdate], SiteMessage]:
 
 
 def in_clear(update: MaskedUpdate) -> SiteUpdate:
-    sums = MetricSums(count=1, loss_sum=1.0, correct=1)
+    sums = MetricSums(count=1, loss_sum=1.0, metrics={"correct": 1})
     return SiteUpdate(
         run_id=update.run_id,
         round_index=update.round_index,

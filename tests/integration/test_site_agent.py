@@ -266,7 +266,7 @@ class Judge(SiteAgent):
         """Evaluate, and claim more hits than it has examples."""
         answer = super().answer(task)
         assert isinstance(answer, SiteUpdate | SiteEvaluation)
-        lie = MetricSums(count=10**15, loss_sum=0.0, correct=10**15)
+        lie = MetricSums(count=10**15, loss_sum=0.0, metrics={"correct": 10**15})
         return replace(answer, evaluation=lie)
 
 

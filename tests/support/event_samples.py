@@ -492,7 +492,9 @@ class _Play:
         loss = 0.2 + 2.1 * fall + self._skew[site] * (1 + fall)
         right = min(0.99, 0.97 - 0.87 * fall - self._skew[site] / 2)
         return MetricSums(
-            count=count, loss_sum=count * loss, correct=int(count * max(0.05, right))
+            count=count,
+            loss_sum=count * loss,
+            metrics={"correct": int(count * max(0.05, right))},
         )
 
 

@@ -100,7 +100,10 @@ def assert_like_one(
         measured = trainer.evaluate(weights_d, integers_m, round_index=1)
         reference = one.evaluate(weights_d, integers_m, round_index=1)
         assert reference.count == measured.count
-        assert abs(reference.correct - measured.correct) <= rtol * measured.count
+        assert (
+            abs(reference.metrics["correct"] - measured.metrics["correct"])
+            <= rtol * measured.count
+        )
         assert reference.loss == pytest.approx(measured.loss, rel=rtol)
 
 

@@ -150,7 +150,7 @@ class QuadraticTrainer:
     ) -> MetricSums:
         """Squared distance to the optimum."""
         distance = float(np.square(weights_d - self.optimum_d).sum())
-        return MetricSums(count=10, loss_sum=10 * distance, correct=5)
+        return MetricSums(count=10, loss_sum=10 * distance, metrics={"correct": 5})
 
     def spent(self) -> None:
         """Keep no privacy ledger."""
@@ -285,7 +285,7 @@ def update(site: SiteId = SITES[0], **changes: Any) -> SiteUpdate:
         "integers_m": np.zeros(LAYOUT.num_integers, dtype=np.int64),
         "num_examples": 10,
         "num_steps": 1,
-        "training": MetricSums(count=10, loss_sum=1.0, correct=5),
+        "training": MetricSums(count=10, loss_sum=1.0, metrics={"correct": 5}),
         "evaluation": None,
         "evaluation_after": None,
         "phases": (),
@@ -325,7 +325,7 @@ def evaluation(site: SiteId = SITES[0], **changes: Any) -> SiteEvaluation:
         "run_id": RUN,
         "round_index": 1,
         "site": site,
-        "evaluation": MetricSums(count=10, loss_sum=1.0, correct=5),
+        "evaluation": MetricSums(count=10, loss_sum=1.0, metrics={"correct": 5}),
         "phases": (),
     }
     return SiteEvaluation(**_based(usual | changes))

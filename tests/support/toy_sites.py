@@ -65,7 +65,9 @@ class EchoSite:
         if isinstance(task, SecureTask):
             return SecureAnswer(**about, step=task.step, body=task.body[::-1])
         about |= {"based_on": task.based_on, "fragment": task.fragment}
-        sums = MetricSums(count=10, loss_sum=0.1, correct=len(self._job_text))
+        sums = MetricSums(
+            count=10, loss_sum=0.1, metrics={"correct": len(self._job_text)}
+        )
         phases = (Phase(name="echo", start_seconds=0.25, seconds=0.5),)
         if task.kind is TaskKind.EVALUATE:
             return SiteEvaluation(**about, evaluation=sums, phases=phases)

@@ -1,6 +1,7 @@
 """What a user might name in a job file: modules and data of their own."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -208,3 +209,77 @@ def late_dropout(quiet: int = 1) -> nn.Module:
 def leaves() -> None:
     """Ends the program."""
     raise SystemExit(0)
+
+
+def two_parts(size: int = 96):
+    """Records of two parts, and a target that depends on both: nested in a dict."""
+    rng = np.random.default_rng(8)
+    point, offset = rng.normal(size=(size, 3)), rng.normal(size=(size, 1))
+    target = point @ [0.5, -0.3, 0.2] + 0.4 * offset[:, 0]
+    cut = size * 3 // 4
+    parts = [
+        ({"point": point[rows], "more": (offset[rows],)}, target[rows])
+        for rows in (slice(cut), slice(cut, None))
+    ]
+    return tuple(parts)
+
+
+two_parts.preprocessing = "none"
+
+
+class _TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.point = nn.Linear(3, 1)
+        self.offset = nn.Linear(1, 1, bias=False)
+
+    def forward(self, point: torch.Tensor, more: tuple[torch.Tensor]) -> torch.Tensor:
+        return (self.point(point) + self.offset(more[0]))[:, 0]
+
+
+def regression() -> nn.Module:
+    """A linear model of two parts."""
+    return _TwoParts()
+
+
+def squared_error(model: nn.Module, inputs: Any, targets: torch.Tensor):
+    """An objective of the user's own, with a metric."""
+    error = model(**inputs) - targets
+    return {"loss": error.square(), "absolute_error": error.abs()}
+
+
+def error_to_the_mean(model: nn.Module, inputs: Any, targets: torch.Tensor):
+    """An objective that mixes records: each is held against all of its batch."""
+    error = model(**inputs) - targets
+    return {"loss": (error - error.mean()).square(), "absolute_error": error.abs()}
+
+
+def gradient_of_others(model: nn.Module, inputs: Any, targets: torch.Tensor):
+    """Losses of single records, whose gradient depends on the others."""
+    error = model(**inputs) - targets
+    others = error.sum() - error.sum().detach()
+    return {"loss": error.square() + others, "absolute_error": error.abs()}
+
+
+def rank_of_error(model: nn.Module, inputs: Any, targets: torch.Tensor):
+    """A metric that mixes records: the place of each among its batch."""
+    error = model(**inputs) - targets
+    place = error.detach().abs().argsort().argsort() / len(error)
+    return {"loss": error.square(), "absolute_error": place}
+
+
+def mean_error(model: nn.Module, inputs: Any, targets: torch.Tensor):
+    """One number for the whole batch."""
+    error = model(**inputs) - targets
+    return {"loss": error.square().mean(), "absolute_error": error.abs()}
+
+
+def wrong_name(model: nn.Module, inputs: Any, targets: torch.Tensor):
+    """A metric that no job names."""
+    return {"loss": (model(**inputs) - targets).square(), "other": targets}
+
+
+def broken(model: nn.Module, inputs: Any, targets: torch.Tensor):
+    """A mistake of the user's own."""
+    prediction = model(**inputs)
+    return {"loss": prediction - targets.no_such_thing, "absolute_error": prediction}

@@ -42,7 +42,12 @@ header_vectors = st.lists(
     st.integers(0, 2**64 - 1), max_size=wire.MAX_MASKED_HEADER_WORDS
 ).map(lambda values: np.array(values, dtype=np.uint64))
 bodies = st.binary(max_size=200)
-sums = st.builds(MetricSums, count=counts, loss_sum=st.floats(), correct=counts)
+sums = st.builds(
+    MetricSums,
+    count=counts,
+    loss_sum=st.floats(),
+    metrics=st.fixed_dictionaries({"correct": counts}),
+)
 phases = st.lists(
     st.builds(Phase, name=lines, start_seconds=seconds, seconds=seconds), max_size=5
 ).map(tuple)

@@ -75,8 +75,8 @@ WIRE_MESSAGES: dict[str, wire.WireMessage] = {
         integers_m=np.array([7], dtype=np.int64),
         num_examples=1234,
         num_steps=20,
-        training=MetricSums(count=640, loss_sum=float("nan"), correct=320),
-        evaluation=MetricSums(count=100, loss_sum=12.1, correct=99),
+        training=MetricSums(count=640, loss_sum=float("nan"), metrics={"correct": 320}),
+        evaluation=MetricSums(count=100, loss_sum=12.1, metrics={"correct": 99}),
         evaluation_after=None,
         phases=(Phase(name="train", start_seconds=0.1, seconds=2.5),),
         resources=Resources(
@@ -140,7 +140,9 @@ WIRE_MESSAGES: dict[str, wire.WireMessage] = {
         round_index=4,
         site=_SITE,
         based_on=2,
-        evaluation=MetricSums(count=100, loss_sum=-float("inf"), correct=0),
+        evaluation=MetricSums(
+            count=100, loss_sum=-float("inf"), metrics={"correct": 0}
+        ),
         phases=(),
     ),
     "failure": SiteFailure(

@@ -7,6 +7,7 @@ from federation.errors import JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
+from federation.job.metrics import metrics_of
 from federation.job.spec import JobSpec
 from federation.vectors import Layout, Role
 from privacy.counts import coarse
@@ -15,7 +16,7 @@ from privacy.secagg.agreement.contract import Contract, members_of
 from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.agreement.terms import NO_PRIVACY, PrivacyTerms
 from privacy.secagg.arithmetic.ring import RingSpec
-from privacy.secagg.protocol.train import ADAPTIVE_SLOTS, HEADER_SLOTS
+from privacy.secagg.protocol.train import slots_of
 
 _MECHANISMS = {"record": "dp-sgd", "joint": "dp-sgd", "site": "gaussian-sum"}
 
@@ -109,7 +110,7 @@ def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
 def header_slots(job: JobSpec) -> tuple[str, ...]:
     """Slots of the header that a site of this job sends."""
     adapts = job.privacy.differential_privacy.adaptive_clip
-    return ADAPTIVE_SLOTS if adapts else HEADER_SLOTS
+    return slots_of(metrics_of(job.training), adapts=adapts)
 
 
 def _privacy_terms(

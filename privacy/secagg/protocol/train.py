@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from federation.job.metrics import CORRECT, counts_records
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Words
@@ -35,19 +36,31 @@ _LARGEST_COUNT = 1 << 56
 # On held-out data of one site, if the job does not say how many examples it may have.
 MAX_PREDICTIONS = 10**12
 _LARGEST_NOISE = 1 << 16
+_LARGEST_METRIC = 1 << 24  # of an objective of a user's, summed over a site's records
 _MICRO = 1e6
 
 WEIGHT = "weight"
 TRAINING, EVALUATION = "training", "evaluation"
-_SUMS = ("count", "loss", "correct")
-
-HEADER_SLOTS = (
-    WEIGHT,
-    *(f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _SUMS),
-)
+_COUNTS = ("count", "loss", *CORRECT)
 # Where the clip norm follows the updates: +-1/2, with noise.
 WITHIN_CLIP = "within_clip"
-ADAPTIVE_SLOTS = (*HEADER_SLOTS, WITHIN_CLIP)
+
+
+def slots_of(metrics: Iterable[str], *, adapts: bool = False) -> tuple[str, ...]:
+    """Name the slots of a header.
+
+    Args:
+        metrics: Names of the job's metrics.
+        adapts: Whether the clip norm follows the updates.
+    """
+    sums = ("count", "loss", *metrics)
+    kinds = (TRAINING, EVALUATION)
+    slots = (WEIGHT, *(f"{kind}_{name}" for kind in kinds for name in sums))
+    return (*slots, WITHIN_CLIP) if adapts else slots
+
+
+HEADER_SLOTS = slots_of(CORRECT)
+ADAPTIVE_SLOTS = slots_of(CORRECT, adapts=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +115,18 @@ def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSp
 
     Args:
         num_sites: N.
-        names: ``HEADER_SLOTS`` or ``ADAPTIVE_SLOTS``.
+        names: Of ``slots_of``.
     """
     fractions = {WEIGHT: 1, WITHIN_CLIP: _LARGEST_NOISE}
+    counts = [f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _COUNTS]
     slots = [
-        Slot(name=name, kind=SlotKind.FRACTION, bound=fractions[name])
-        if name in fractions
-        else Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
+        Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
+        if name in counts
+        else Slot(
+            name=name,
+            kind=SlotKind.FRACTION,
+            bound=fractions.get(name, _LARGEST_METRIC),
+        )
         for name in names
     ]
     return HeaderSpec(slots=tuple(slots), num_sites=num_sites)
@@ -139,14 +157,17 @@ def _scaled(sums: MetricSums, count: int) -> MetricSums:
     return MetricSums(
         count=count,
         loss_sum=sums.loss_sum * factor,
-        correct=round(sums.correct * factor),
+        metrics={
+            name: round(value * factor) if isinstance(value, int) else value * factor
+            for name, value in sums.metrics.items()
+        },
     )
 
 
 def most_evaluated(job: JobSpec) -> int:
     """Most predictions on its held-out data that a site reports; see ``bounded``."""
     most = job.privacy.secure_aggregation.max_examples
-    if most is None or job.training.task != "classification":
+    if most is None or not counts_records(job.training):
         most = MAX_PREDICTIONS
     return coarse(most)
 
@@ -159,29 +180,41 @@ def bounded(sums: MetricSums | None, most: int) -> MetricSums | None:
     return sums if sums is None or sums.count <= most else _scaled(sums, most)
 
 
-def write_sums(kind: str, sums: MetricSums | None) -> dict[str, float]:
+def write_sums(
+    kind: str, sums: MetricSums | None, slots: Sequence[str]
+) -> dict[str, float]:
     """Header values of a site's sums; all 0 if there are none.
+
+    Args:
+        kind: ``TRAINING`` or ``EVALUATION``.
+        sums: What the site reports.
+        slots: Of the contract.
 
     Raises:
         UpdateOutOfRange: The loss is not a number that fits, for example NaN.
     """
     if sums is None:
-        return dict.fromkeys((f"{kind}_{name}" for name in _SUMS), 0)
+        return dict.fromkeys((s for s in slots if s.startswith(f"{kind}_")), 0)
     if not 0 <= sums.loss_sum * _MICRO <= _LARGEST_COUNT:
         raise UpdateOutOfRange(f"the {kind} loss is {sums.loss_sum} and does not fit")
     return {
         f"{kind}_count": sums.count,
         f"{kind}_loss": round(sums.loss_sum * _MICRO),
-        f"{kind}_correct": sums.correct,
+        **{f"{kind}_{name}": value for name, value in sums.metrics.items()},
     }
 
 
 def read_sums(kind: str, totals: Mapping[str, float]) -> MetricSums | None:
     """Sums over all sites out of a decoded header; None if nothing was predicted."""
-    count, loss, correct = (int(totals[f"{kind}_{name}"]) for name in _SUMS)
+    named = {
+        slot.removeprefix(f"{kind}_"): value
+        for slot, value in totals.items()
+        if slot.startswith(f"{kind}_")
+    }
+    count, loss = int(named.pop("count")), named.pop("loss")
     if count == 0:
         return None
-    return MetricSums(count=count, loss_sum=loss / _MICRO, correct=correct)
+    return MetricSums(count=count, loss_sum=loss / _MICRO, metrics=named)
 
 
 def write_train(body: TrainBody) -> bytes:

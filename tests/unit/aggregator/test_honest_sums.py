@@ -87,9 +87,9 @@ def test_honest_sums_pass():
         ({"weight": 0.0003}, "each of them being from 1/10000 to 1"),
         ({"weight": 4.001}, "each of them being from"),
         ({"weight": 0.0}, "each of them being from"),
-        ({"training_correct": 61}, "of 60 predictions in training 61 are right"),
+        ({"training_correct": 61}, "60 predictions in training have correct of 61"),
         ({"training_count": 97}, "97 predictions in training, 24 at most each"),
-        ({"evaluation_correct": 31}, "of 30 predictions in evaluation 31 are right"),
+        ({"evaluation_correct": 31}, "30 predictions in evaluation have correct of 31"),
         (
             {"evaluation_count": 0, "evaluation_correct": 0},
             "no prediction in evaluation has a loss",
@@ -116,10 +116,12 @@ def test_evaluation_counts_for_what_the_job_lets_a_site_hold():
 
 def test_site_with_more_held_out_data_counts_for_no_more():
     """Its mean loss and its accuracy stay."""
-    sums = MetricSums(count=400, loss_sum=100.0, correct=300)
+    sums = MetricSums(count=400, loss_sum=100.0, metrics={"correct": 300})
     assert train.bounded(sums, 400) == sums
     assert train.bounded(None, 1) is None
-    assert train.bounded(sums, 40) == MetricSums(count=40, loss_sum=10.0, correct=30)
+    assert train.bounded(sums, 40) == MetricSums(
+        count=40, loss_sum=10.0, metrics={"correct": 30}
+    )
 
 
 def test_uniform_weights_sum_to_the_number_of_sites():

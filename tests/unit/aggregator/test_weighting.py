@@ -17,7 +17,7 @@ from privacy.secagg.protocol.train import MAX_PREDICTIONS
 
 
 def _sums(loss: float, count: int = 10) -> MetricSums:
-    return MetricSums(count=count, loss_sum=loss * count, correct=0)
+    return MetricSums(count=count, loss_sum=loss * count, metrics={"correct": 0})
 
 
 def _update(
@@ -155,3 +155,59 @@ def test_site_that_tells_nothing_counts_no_more_than_anybody_could(said: Any):
     for count in (MAX_PREDICTIONS, MAX_PREDICTIONS + 1):
         answer = replace(_update(100), evaluation=_sums(1.0, count))
         assert bool(fault(answer)) == (count > MAX_PREDICTIONS)
+
+
+BOUNDED = small_job(
+    training={
+        "local_steps": 1,
+        "task": "m:f",
+        "metrics": {"error": [-1.0, 2.0], "free": []},
+    }
+)
+
+
+def judged(job: JobSpec, metrics: dict[str, float]) -> str:
+    """What is said of ten predictions."""
+    sums = MetricSums(count=10, loss_sum=1.0, metrics=metrics)
+    return sums_fault(job)(replace(_update(100), training=sums))
+
+
+@pytest.mark.parametrize(
+    ("job", "metrics"),
+    [
+        (IN_STEPS, {"correct": 0}),
+        (IN_STEPS, {"correct": 10}),
+        (BOUNDED, {"error": 20.0, "free": math.inf}),
+        (BOUNDED, {"error": -10.0, "free": math.nan}),
+    ],
+)
+def test_possible_metrics(job: JobSpec, metrics: dict[str, float]):
+    """Of a metric without bounds anything is believed."""
+    assert judged(job, metrics) == ""
+
+
+@pytest.mark.parametrize(
+    ("job", "metrics"),
+    [
+        (IN_STEPS, {"correct": 11}),
+        (IN_STEPS, {"correct": -1}),
+        (IN_STEPS, {"correct": 5.0}),
+        (IN_STEPS, {"correct": math.nan}),
+        (IN_STEPS, {}),
+        (IN_STEPS, {"correct": 1, "other": 1}),
+        (BOUNDED, {"error": 20.1, "free": 0.0}),
+        (BOUNDED, {"error": -10.1, "free": 0.0}),
+        (BOUNDED, {"error": math.nan, "free": 0.0}),
+        (BOUNDED, {"correct": 1}),
+    ],
+)
+def test_impossible_metrics(job: JobSpec, metrics: dict[str, float]):
+    """Beyond their bounds, of another kind, or not the job's."""
+    assert judged(job, metrics) == "counted predictions that cannot be"
+
+
+def test_count_below_zero_is_none():
+    """Not even of no predictions."""
+    sums = MetricSums(count=-1, loss_sum=1.0, metrics={"correct": -1})
+    fault = sums_fault(IN_STEPS)(replace(_update(100), training=sums))
+    assert fault == "counted predictions that cannot be"

@@ -74,7 +74,7 @@ class Watched:
             integers_m=integers_m.copy(),
             num_examples=50,
             num_steps=1,
-            training=MetricSums(count=50, loss_sum=1.0, correct=50),
+            training=MetricSums(count=50, loss_sum=1.0, metrics={"correct": 50}),
         )
 
     def evaluate(
@@ -86,7 +86,7 @@ class Watched:
         max_loss: float | None = None,
     ) -> MetricSums:
         self._note("evaluate in the clear" if max_loss is None else "evaluate")
-        return MetricSums(count=50, loss_sum=1.0, correct=50)
+        return MetricSums(count=50, loss_sum=1.0, metrics={"correct": 50})
 
     def spent(self) -> None:
         return None
@@ -251,7 +251,9 @@ def test_public_results_cost_nothing():
     place = make(held_out=None)
     answer = place.site.handle(task(1))
     assert isinstance(answer, SiteUpdate)
-    assert answer.evaluation == MetricSums(count=50, loss_sum=1.0, correct=50)
+    assert answer.evaluation == MetricSums(
+        count=50, loss_sum=1.0, metrics={"correct": 50}
+    )
     assert charged(place.ledger) == [(1, "train")]
     assert answer.spent is not None
     assert answer.spent.held_out_epsilon is None

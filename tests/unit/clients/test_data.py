@@ -85,6 +85,52 @@ def test_forms_of_data_read_alike(obj: object):
     assert targets.tolist() == [0, 1]
 
 
+NESTED = {"point": INPUTS, "more": (CLASSES, [INPUTS[:, :1] > 3])}
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        (NESTED, (CLASSES, INPUTS)),
+        Examples(inputs=NESTED, targets=(CLASSES, INPUTS)),
+        [
+            (
+                {"point": INPUTS[i], "more": (CLASSES[i], [INPUTS[i, :1] > 3])},
+                (CLASSES[i], INPUTS[i]),
+            )
+            for i in range(6)
+        ],
+    ],
+    ids=["tuple", "examples", "list"],
+)
+def test_batches_keep_the_nesting_of_the_data(obj: object):
+    """Tuples, lists and dicts; each leaf has the chosen records on its first axis."""
+    dataset = read(obj)
+    inputs, targets = dataset.subset(np.array([5, 4, 1])).batch(np.array([1, 2]))
+    assert len(dataset) == 6
+    assert dataset.labels() is None
+    assert inputs["point"].tolist() == [[8.0, 9.0], [2.0, 3.0]]
+    codes, (flags,) = inputs["more"]
+    assert (codes.dtype, codes.tolist()) == (torch.int64, [0, 1])
+    assert (flags.dtype, flags.tolist()) == (torch.float32, [[1.0], [0.0]])
+    assert targets[0].tolist() == [0, 1]
+    assert targets[1].tolist() == [[8.0, 9.0], [2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"a": INPUTS, "b": INPUTS[:5]}, "there are 6 inputs and 5 inputs"),
+        ({"a": INPUTS, "b": "text"}, "expected"),
+        ({}, "no array"),
+    ],
+)
+def test_nested_data_of_other_things(inputs: object, said: str):
+    """Every leaf is an array with one row for each record."""
+    with pytest.raises(SiteError, match=said):
+        read((inputs, CLASSES))
+
+
 def test_tokens_become_int64_in_the_batch():
     """Byte windows stay bytes until a model needs them; they have no targets."""
     windows = np.full((4, 9), 200, np.uint8)

@@ -33,7 +33,7 @@ def test_classification_sums_over_examples():
     expected = -2 + math.log(math.exp(2) + 2)
     expected += -1 + math.log(math.exp(3) + math.e + 1)
     assert loss.total.item() == pytest.approx(expected)
-    assert (loss.count, loss.correct.item()) == (2, 1)
+    assert (loss.count, loss.metrics["correct"].item()) == (2, 1)
 
 
 def test_causal_lm_sums_over_next_tokens():
@@ -43,7 +43,7 @@ def test_causal_lm_sums_over_next_tokens():
     loss = causal_lm(Fixed(logits), TOKENS, None)
     expected = 3 * math.log(4) + math.log(math.exp(5) + 3) - 5
     assert loss.total.item() == pytest.approx(expected)
-    assert (loss.count, loss.correct.item()) == (4, 2)
+    assert (loss.count, loss.metrics["correct"].item()) == (4, 2)
 
 
 def test_causal_lm_hides_the_last_token():

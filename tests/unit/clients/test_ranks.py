@@ -34,6 +34,7 @@ from clients.training.trainer import TorchTrainer
 from cloud_adapters.storage.memory import MemoryStore
 from federation.errors import JobError, ProtocolError, SiteError
 from federation.ids import SiteId
+from federation.job.metrics import CORRECT
 from federation.vectors import Layout, Role
 
 SITE = SiteId("site-0")
@@ -64,8 +65,14 @@ def start() -> Start:
         Ready(),
         Fit(round_index=3),
         Evaluate(round_index=1),
-        FitReply(num_examples=1, num_steps=2, count=3, loss_sum=0.1 + 0.2, correct=0),
-        EvaluateReply(count=3, loss_sum=float("inf"), correct=0),
+        FitReply(
+            num_examples=1,
+            num_steps=2,
+            count=3,
+            loss_sum=0.1 + 0.2,
+            metrics={"correct": 0},
+        ),
+        EvaluateReply(count=3, loss_sum=float("inf"), metrics={"correct": 0}),
         ErrorReply(message="no"),
     ],
 )
@@ -166,10 +173,14 @@ def test_alone_nothing_is_summed_or_wrapped():
     peers = Peers()
     assert peers.wrap(module) is module
     assert peers.total(5) == 5
-    sums = Sums(torch.device("cpu"), peers)
-    sums.add(torch.tensor(1.5), 2, torch.tensor(1))
+    sums = Sums(torch.device("cpu"), peers, CORRECT)
+    sums.add(torch.tensor(1.5), 2, {"correct": torch.tensor(1)})
     metrics = sums.metrics()
-    assert (metrics.count, metrics.loss_sum, metrics.correct) == (2, 1.5, 1)
+    assert (metrics.count, metrics.loss_sum, metrics.metrics) == (
+        2,
+        1.5,
+        {"correct": 1},
+    )
 
 
 def walks(train: Dataset, batch_size: int, num_ranks: int) -> list[list[np.ndarray]]:

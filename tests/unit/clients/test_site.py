@@ -40,7 +40,7 @@ LAYOUT = Layout.build(
 
 
 def sums(loss: float):
-    return MetricSums(count=2, loss_sum=loss, correct=1)
+    return MetricSums(count=2, loss_sum=loss, metrics={"correct": 1})
 
 
 class AddOne:

@@ -314,7 +314,7 @@ def test_evaluation_does_not_depend_on_its_batches(batch_size: int):
     job = job_of({"local_steps": 1}, evaluation={"batch_size": batch_size})
     trainer, pool = trainer_of(job)
     sums = trainer.evaluate(*pool.initial_weights(), round_index=1)
-    assert (sums.count, sums.correct) == (12, 4)
+    assert (sums.count, sums.metrics) == (12, {"correct": 4})
     assert sums.loss == pytest.approx(np.log(3))
 
 

@@ -17,7 +17,7 @@ def result(weights_d: NDArray[np.float32]):
         integers_m=np.zeros(0, np.int64),
         num_examples=1,
         num_steps=1,
-        training=MetricSums(count=1, loss_sum=1.0, correct=1),
+        training=MetricSums(count=1, loss_sum=1.0, metrics={"correct": 1}),
     )
 
 

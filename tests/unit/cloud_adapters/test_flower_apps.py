@@ -230,8 +230,10 @@ def test_sites_of_both_kinds_answer(nodes: Nodes):
     assert update.delta_d.tolist() == [0.5] * LAYOUT.size
     assert update.integers_m.tolist() == [7, 1]
     assert update.num_examples == 8
-    assert update.training == MetricSums(count=8, loss_sum=12.0, correct=0)
-    assert update.evaluation == MetricSums(count=4, loss_sum=1.0, correct=2)
+    assert update.training == MetricSums(count=8, loss_sum=12.0, metrics={"correct": 0})
+    assert update.evaluation == MetricSums(
+        count=4, loss_sum=1.0, metrics={"correct": 2}
+    )
     assert len(replies) == 2
     assert all(reply.bytes_up > 0 for reply in replies)
 

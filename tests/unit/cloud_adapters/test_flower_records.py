@@ -132,7 +132,7 @@ def test_update_is_what_the_app_changed():
     assert (update.site, update.round_index) == ("lab", 4)
     assert update.layout_digest == LAYOUT.digest
     assert update.num_examples == 5
-    assert update.training == MetricSums(count=5, loss_sum=2.5, correct=0)
+    assert update.training == MetricSums(count=5, loss_sum=2.5, metrics={"correct": 0})
 
 
 def test_list_of_arrays_is_taken_in_order():
@@ -151,7 +151,9 @@ def test_order_of_columns_does_not_matter():
 def test_evaluation_is_turned_into_sums():
     """So that metrics of several sites add up."""
     found = flower_records.read_evaluation(answer(), TASK, SPEC)
-    assert found.evaluation == MetricSums(count=5, loss_sum=10.0, correct=2)
+    assert found.evaluation == MetricSums(
+        count=5, loss_sum=10.0, metrics={"correct": 2}
+    )
 
 
 def test_app_without_training_loss():

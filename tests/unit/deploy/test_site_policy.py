@@ -187,6 +187,12 @@ def test_default_policy_accepts_no_job_without_privacy():
             "does not accept 'support.small_jobs:blobs' (policy.functions)",
         ),
         (
+            small_job(training={"task": "os:system", "local_steps": 1}),
+            OPEN,
+            "training.task",
+            "does not accept 'os:system' (policy.functions)",
+        ),
+        (
             small_job(sites=[{"name": "site-0", "data": {"source": "os:system"}}]),
             OPEN,
             "sites[0].data.source",

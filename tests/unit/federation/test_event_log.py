@@ -246,3 +246,24 @@ def test_events_hold_only_what_the_log_can_rebuild():
         fields = {field.name for field in dataclasses.fields(kind)}
         assert "event" not in fields
         assert "at" in fields
+
+
+def test_metrics_lie_beside_the_loss():
+    """As the number of right predictions does in logs of older releases."""
+    line = (
+        '{"event": "RoundFinished", "at": 1.0, "round_index": 1, '
+        '"status": "completed", '
+        '"asked": [], "answered": [], "failed": [], "training": {"count": 4, '
+        '"loss_sum": 1.5, "correct": 3, "absolute_error": 0.5, "far": "Infinity"}, '
+        '"bytes_down": 0, "bytes_up": 0, "seconds": 1.0, "phases": [], '
+        '"update_norm": null, "update_clip": null, "epsilon": null}'
+    )
+    event = from_line(line)
+    assert isinstance(event, RoundFinished)
+    assert event.training is not None
+    assert event.training.metrics == {
+        "correct": 3,
+        "absolute_error": 0.5,
+        "far": math.inf,
+    }
+    assert json.loads(to_line(event))["training"] == json.loads(line)["training"]

@@ -55,7 +55,61 @@ def with_app(changes: dict[str, Any] | None = None, **app: Any) -> dict[str, Any
     return {"sites": sites} | (changes or {})
 
 
+def own(task: str = "m:f", *, table: Any = None, **metrics: Any) -> dict[str, Any]:
+    """A job with an objective of the user's own, and other tables."""
+    training = {"local_steps": 1, "task": task, "metrics": metrics}
+    return {"training": training} | (table or {})
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "task": (own("regression"), "training.task", "neither one of classification"),
+    "metrics of a built-in task": (
+        own("causal_lm", error=[0.0, 1.0]),
+        "training.metrics",
+        "reports its own metrics",
+    ),
+    "name of a metric": (
+        own(Error=[]),
+        "training.metrics.Error",
+        "no name of a metric",
+    ),
+    "taken name": (
+        own(loss_sum=[]),
+        "training.metrics.loss_sum",
+        "no name of a metric",
+    ),
+    "one bound": (own(error=[1.0]), "training.metrics.error", "[low, high]"),
+    "bounds the wrong way": (
+        own(error=[1.0, 1.0]),
+        "training.metrics.error",
+        "[low, high]",
+    ),
+    "loss below 0": (own(loss=[-1.0, 1.0]), "training.metrics.loss", "begins below 0"),
+    "too many metrics": (
+        own(**{f"m{i}": [] for i in range(17)}),
+        "training.metrics",
+        "more than 16",
+    ),
+    "noise on an unbounded metric": (
+        own(table=private(), loss=[0.0, 1.0], error=[]),
+        "training.metrics.error",
+        "differential privacy adds noise",
+    ),
+    "noise on an unbounded loss": (
+        own(table=private(), error=[0.0, 1.0]),
+        "training.metrics.loss",
+        "has no bounds",
+    ),
+    "secure sum of an unbounded metric": (
+        own(table=secret(max_examples=9), loss=[0.0, 1.0], error=[]),
+        "training.metrics.error",
+        "secure aggregation sums it without seeing",
+    ),
+    "app of Flower with an objective": (
+        own(table=with_app()),
+        "training.task",
+        "not the metrics of an objective",
+    ),
     "name": ({"name": "My Job"}, "name", "'My Job' is not a name: use 1 to 64"),
     "no site": ({"sites": []}, "sites", "name at least one site"),
     "site name": (
@@ -433,6 +487,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     },
     "app of Flower": with_app(settings={"lr": 0.1, "mode": "fast", "warm": True}),
     "app that does not evaluate": with_app(evaluate=False, eval_accuracy=""),
+    "objective without metrics": own(),
+    "metric without bounds": own(error=[]),
+    "metric with bounds": own(table=private(), loss=[0.0, 1.0], error=[-1.0, 1.0]),
     "no secure aggregation": {"privacy": {"secure_aggregation": {"enabled": False}}},
 }
 

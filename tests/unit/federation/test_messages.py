@@ -9,22 +9,22 @@ from federation.messages import FailureKind, MetricSums, Phase, SiteFailure
 
 def test_metrics_are_means_over_the_count():
     """Sums become means only when a person looks at them."""
-    sums = MetricSums(count=8, loss_sum=2.0, correct=6)
+    sums = MetricSums(count=8, loss_sum=2.0, metrics={"correct": 6})
     assert (sums.loss, sums.accuracy) == (0.25, 0.75)
 
 
 def test_pooled_metrics_are_those_of_all_examples():
     """Pooling two sites is not averaging their averages."""
-    small = MetricSums(count=1, loss_sum=1.0, correct=0)
-    large = MetricSums(count=9, loss_sum=0.0, correct=9)
-    assert small + large == MetricSums(count=10, loss_sum=1.0, correct=9)
+    small = MetricSums(count=1, loss_sum=1.0, metrics={"correct": 0})
+    large = MetricSums(count=9, loss_sum=0.0, metrics={"correct": 9})
+    assert small + large == MetricSums(count=10, loss_sum=1.0, metrics={"correct": 9})
     assert (small + large).accuracy == 0.9
 
 
 def test_pooling_forgets_the_order():
     """Sums of representable values commute."""
-    one = MetricSums(count=3, loss_sum=0.1, correct=1)
-    two = MetricSums(count=4, loss_sum=0.2, correct=2)
+    one = MetricSums(count=3, loss_sum=0.1, metrics={"correct": 1})
+    two = MetricSums(count=4, loss_sum=0.2, metrics={"correct": 2})
     assert one + two == two + one
 
 
@@ -32,7 +32,7 @@ def test_pooling_forgets_the_order():
 def test_metrics_of_nothing_have_no_mean(name: str):
     """A site without held-out data has sums and no mean."""
     with pytest.raises(ZeroDivisionError):
-        getattr(MetricSums(count=0, loss_sum=0.0, correct=0), name)
+        getattr(MetricSums(count=0, loss_sum=0.0, metrics={"correct": 0}), name)
 
 
 def test_messages_are_frozen():

@@ -31,7 +31,7 @@ from federation.rounds.round_record import RoundRecord
 
 SITE, OTHER, THIRD = toy.SITES
 ANSWER = toy.secure_answer(SITE)
-SUMS = MetricSums(count=10, loss_sum=5.0, correct=5)
+SUMS = MetricSums(count=10, loss_sum=5.0, metrics={"correct": 5})
 
 
 def opened(

@@ -123,16 +123,6 @@ REFUSED = {
         FailureKind.NOT_FINITE,
         "sent NaN or infinite values",
     ),
-    "more right than counted": (
-        replace(SOUND, training=impossible(correct=11)),
-        FailureKind.INVALID,
-        "counted predictions that cannot be",
-    ),
-    "negative count": (
-        replace(SOUND, evaluation=impossible(count=-1, correct=-1)),
-        FailureKind.INVALID,
-        "counted predictions that cannot be",
-    ),
     "masked update": (
         toy.masked(round_index=ROUND),
         FailureKind.INVALID,
@@ -293,16 +283,6 @@ def test_revoked_answer_does_not_count():
     assert (failure.kind, failure.message) == (FailureKind.INVALID, "claims 0 examples")
     assert (state.answered, state.failed) == ((), (("invalid", 1),))
     assert [missing.site for missing in state.close()] == [OTHER]
-
-
-def test_evaluation_is_judged_by_its_sums():
-    """It has no vectors."""
-    state = opened(TaskKind.EVALUATE)
-    assert state.accept(toy.evaluation(SITE, round_index=ROUND)) is None
-    bad = toy.evaluation(OTHER, round_index=ROUND, evaluation=impossible(correct=-1))
-    refused = state.accept(bad)
-    assert refused is not None
-    assert refused.kind is FailureKind.INVALID
 
 
 def test_update_where_an_evaluation_was_asked():

@@ -31,7 +31,7 @@ from federation.messages import (
 from federation.wire import frame as wire, wire_fields
 
 ABOUT = {"run_id": "run-1", "round_index": 2, "site": "site-a"}
-SUMS = MetricSums(count=10, loss_sum=2.5, correct=7)
+SUMS = MetricSums(count=10, loss_sum=2.5, metrics={"correct": 7})
 TASK = RoundTask(
     **ABOUT,
     kind=TaskKind.TRAIN,
@@ -305,7 +305,7 @@ def _spent(**fields: Any) -> dict[str, Any]:
         ({"layout_digest": "AB" * 32}, "layout_digest"),
         ({"num_steps": 2**53}, "num_steps"),
         ({"training": replace(SUMS, count=-1)}, "count is -1"),
-        ({"evaluation": replace(SUMS, correct=2.0)}, "correct is 2.0"),
+        ({"evaluation": replace(SUMS, metrics={"correct": -2})}, "correct is -2"),
         ({"phases": (Phase(name="a", start_seconds=0, seconds=0),) * 65}, "at most 64"),
         (_phases(name="two\nlines"), "name"),
         (_phases(name="x" * 65), "name"),
@@ -604,3 +604,29 @@ def test_long_phase_name_is_refused():
     """The name of a phase is bounded."""
     phase = {"name": "x" * 65, "start_seconds": (0.0).hex(), "seconds": (0.0).hex()}
     refused(changed(EVALUATION, {"phases": [phase]}), "at most 64")
+
+
+def test_metrics_of_a_job_lie_beside_the_loss():
+    """Floats as the same bits, whole numbers as such."""
+    sums = MetricSums(
+        count=3, loss_sum=0.1, metrics={"absolute_error": 0.1 + 0.2, "hits": 2}
+    )
+    answer = replace(EVALUATION, evaluation=sums)
+    frame = wire.encode_bytes(answer)
+    assert b'"absolute_error":"0x1.3333333333334p-2"' in frame
+    assert wire.decode(frame) == answer
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"Error": 1},
+        {"a b": 1},
+        {f"m{i}": 1 for i in range(17)},
+    ],
+)
+def test_metrics_that_no_job_can_name(metrics: dict[str, int]):
+    """The aggregator shows these names to people."""
+    sums = replace(SUMS, metrics=metrics)
+    with pytest.raises(WireError, match="metrics are not at most 16 names"):
+        wire.decode(wire.encode_bytes(replace(EVALUATION, evaluation=sums)))

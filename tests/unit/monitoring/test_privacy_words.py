@@ -106,7 +106,7 @@ def _evaluated(count: int, correct: int, sites: tuple[str, ...]) -> ModelEvaluat
     return ModelEvaluated(
         at=0.0,
         round_index=1,
-        pooled=MetricSums(count=count, loss_sum=0.0, correct=correct),
+        pooled=MetricSums(count=count, loss_sum=0.0, metrics={"correct": correct}),
         sites=sites,
         by_site=(),
         bytes_down=(),
@@ -138,7 +138,7 @@ def test_noise_of_a_loss():
 def test_noise_is_that_of_the_mechanism(size: int):
     """To first order: what is said is what many releases show."""
     mechanism = HeldOutMechanism(noise_multiplier=3.0, predictions=1, num_records=size)
-    exact = MetricSums(count=size, loss_sum=1.5 * size, correct=size // 2)
+    exact = MetricSums(count=size, loss_sum=1.5 * size, metrics={"correct": size // 2})
     keys = random.Random(5)  # noqa: S311
     found = [mechanism.release(exact, keys.randbytes) for _ in range(300)]
     planned = _planned()

@@ -365,7 +365,7 @@ LARGEST = sys.float_info.max
 @pytest.mark.filterwarnings("error::RuntimeWarning", "error::UserWarning")
 def test_no_number_of_a_site_spoils_the_report(extreme: float):
     """What the wire lets through is shown or left out: a run has its end."""
-    sums = MetricSums(count=1, loss_sum=extreme, correct=1)
+    sums = MetricSums(count=1, loss_sum=extreme, metrics={"correct": 1})
     phases = tuple(
         Phase(name=f"phase {number}", start_seconds=start, seconds=LARGEST)
         for number, start in enumerate((0.0, LARGEST) * 32)

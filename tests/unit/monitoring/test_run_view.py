@@ -264,7 +264,7 @@ def test_language_has_perplexity():
 
 def test_nothing_predicted_has_no_mean():
     """No predictions, no loss; and a loss may be too large to exponentiate."""
-    nothing = MetricSums(count=0, loss_sum=0.0, correct=0)
+    nothing = MetricSums(count=0, loss_sum=0.0, metrics={"correct": 0})
     assert (loss_of(nothing), accuracy_of(nothing), loss_of(None)) == (None, None, None)
     assert math.inf == perplexity(1e6)
 

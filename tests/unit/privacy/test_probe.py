@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from clients import models
 from clients.frozen_features import oriented_gradients
-from clients.models.objectives import inputs_of_model
 from clients.models.records_apart import RecordsApart
 from clients.randomness import seeded_globally
 from federation.errors import JobError
@@ -459,7 +458,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
     "logistic regression": (lambda: models.logistic_regression(8, 3), flat),
     "gpt": (
         lambda: models.gpt(20, 8, 2, 2, 16),
-        lambda n: inputs_of_model("causal_lm", tokens(n)),
+        lambda n: tokens(n)[:, :-1],
     ),
 }
 

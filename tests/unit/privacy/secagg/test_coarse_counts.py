@@ -29,13 +29,15 @@ def test_grid_is_above_and_near_and_in_order(one: int, other: int):
 @given(st.integers(1, 1 << 40), st.floats(0, 10), st.floats(0, 1))
 def test_means_stay(count: int, loss: float, accuracy: float):
     """Mean loss and, to half a prediction, accuracy."""
-    sums = MetricSums(count=count, loss_sum=loss * count, correct=int(accuracy * count))
+    sums = MetricSums(
+        count=count, loss_sum=loss * count, metrics={"correct": int(accuracy * count)}
+    )
     found = train.coarse_sums(sums)
     assert found is not None
     assert found.count == coarse(count)
     assert found.loss_sum / found.count == pytest.approx(loss)
-    assert 0 <= found.correct <= found.count
-    gap = abs(found.correct / found.count - sums.correct / count)
+    assert 0 <= found.metrics["correct"] <= found.count
+    gap = abs(found.accuracy - sums.metrics["correct"] / count)
     assert gap <= 0.5 / found.count + 1e-12
 
 
@@ -57,6 +59,6 @@ def test_grid_is_used_where_sites_may_be_absent(
 
 def test_nothing_counted_stays_nothing():
     """No sums, or sums over no prediction."""
-    empty = MetricSums(count=0, loss_sum=0.0, correct=0)
+    empty = MetricSums(count=0, loss_sum=0.0, metrics={"correct": 0})
     assert train.coarse_sums(None) is None
     assert train.coarse_sums(empty) == empty

@@ -1,0 +1,145 @@
+"""What a job's objective reports beside its model: a loss and named sums, with bounds.
+
+A metric is a sum over predictions. What one prediction adds to it lies in bounds that
+the job states: noise on held-out results is made for them. Names and bounds are keys of
+the job, and so part of its digest, which every site accepts and every mask key holds.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from federation.errors import JobError
+from federation.job.spec import JobSpec, TrainingSpec
+from federation.messages import MAX_METRICS, METRIC_NAME
+
+LOSS = "loss"
+# The loss of a prediction of a built-in task is clipped to this many nats before it
+# gets noise: guessing among 256 tokens costs 5.5. A larger bound would need more noise;
+# a smaller one would hide more of how wrong a model is that is wrong and sure of it.
+MAX_LOSS = 6.0
+
+_RESERVED = ("count", "loss_sum", "metrics")
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_PAIR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A sum over predictions.
+
+    Attributes:
+        low: Least that one prediction adds to it.
+        high: Most that one prediction adds to it.
+        is_whole: Whether it counts predictions.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    is_whole: bool = False
+
+    @property
+    def reach(self) -> float:
+        """Largest absolute value of one prediction."""
+        return max(-self.low, self.high)
+
+
+CORRECT: Mapping[str, Metric] = {"correct": Metric(low=0.0, high=1.0, is_whole=True)}
+BUILT_IN: Mapping[str, Mapping[str, Metric]] = {
+    "classification": CORRECT,
+    "causal_lm": CORRECT,
+}
+
+
+def metrics_of(training: TrainingSpec) -> Mapping[str, Metric]:
+    """Metrics of the job's objective, by name, in the order in which they travel."""
+    built_in = BUILT_IN.get(training.task)
+    if built_in is not None:
+        return built_in
+    return {name: _bounds(training, name) for name in training.metrics if name != LOSS}
+
+
+def loss_of(training: TrainingSpec) -> Metric:
+    """Bounds of the loss of one prediction, where noise is added."""
+    if training.task in BUILT_IN:
+        return Metric(low=0.0, high=MAX_LOSS)
+    return _bounds(training, LOSS)
+
+
+def counts_records(training: TrainingSpec) -> bool:
+    """Whether a record is one prediction; a window of tokens is as many as it has."""
+    return training.task != "causal_lm"
+
+
+def _bounds(training: TrainingSpec, name: str) -> Metric:
+    stated = training.metrics.get(name, ())
+    return Metric(low=stated[0], high=stated[1]) if stated else Metric()
+
+
+def check_objective(job: JobSpec) -> None:
+    """Refuse an objective that is none, and metrics that cannot be reported.
+
+    Raises:
+        JobError: The first such thing.
+    """
+    training, key = job.training, "training.metrics"
+    if training.task in BUILT_IN:
+        if training.metrics:
+            raise JobError(
+                f"{training.task} reports its own metrics: leave the table out, or "
+                "name an objective of your own in training.task",
+                key=key,
+            )
+        return
+    if not _FUNCTION.fullmatch(training.task):
+        raise JobError(
+            f"{training.task!r:.80} is neither one of {', '.join(BUILT_IN)} nor of the "
+            "form module:function",
+            key="training.task",
+        )
+    if len(training.metrics) > MAX_METRICS:
+        raise JobError(f"names more than {MAX_METRICS} metrics", key=key)
+    for name, stated in training.metrics.items():
+        fault = _fault(name, stated)
+        if fault:
+            raise JobError(fault, key=f"{key}.{name}")
+    _check_bounded(job)
+
+
+def _fault(name: str, stated: tuple[float, ...]) -> str:
+    if not METRIC_NAME.fullmatch(name) or name in _RESERVED:
+        return (
+            "is no name of a metric: use up to 32 small letters, digits and _, and "
+            f"none of {', '.join(_RESERVED)}"
+        )
+    if stated and (len(stated) != _PAIR or not stated[0] < stated[1]):
+        return (
+            "must be [low, high], what one record adds at least and at most; or [] "
+            "without bounds"
+        )
+    if name == LOSS and stated and stated[0] < 0:
+        return (
+            "begins below 0: add a constant to a loss that can be negative, so that "
+            "its sum can be read"
+        )
+    return ""
+
+
+def _check_bounded(job: JobSpec) -> None:
+    """Ask for bounds where they decide how much noise there is, or what is possible."""
+    secure = job.privacy.secure_aggregation.enabled
+    if not secure and not job.privacy.differential_privacy.enabled:
+        return
+    why = (
+        "differential privacy adds noise to its sum in proportion to what one record "
+        "may add"
+        if job.privacy.differential_privacy.enabled
+        else "secure aggregation sums it without seeing what a site sends"
+    )
+    for name in (LOSS, *metrics_of(job.training)):
+        if not job.training.metrics.get(name):
+            raise JobError(
+                f"has no bounds, and {why}: set {name} = [low, high]",
+                key=f"training.metrics.{name}",
+            )
