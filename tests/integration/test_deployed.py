@@ -159,6 +159,34 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
         assert found[name].tobytes() == values.tobytes(), name
 
 
+@pytest.mark.long  # With restarts in one process: test_site_agent.py.
+def test_kept_optimisers_outlive_a_kill_on_either_side(
+    federation: Deployment, tmp_path: Path
+):
+    """A site and its coordinator are killed in a round, which is then done again."""
+    job, settings = (
+        plain_job(tmp_path),
+        ["rounds=12", "name=kept", 'training.optimizer.state="keep"'],
+    )
+    earlier = federation.num_runs()
+    process = federation.run(job, *settings)
+    wait_for(lambda: federation.num_runs() > earlier, "the run begins")
+    wait_for(lambda: federation.rounds() > 2, "rounds go on")
+    federation.kill_any("coordinator_process")  # First: it would count the site out.
+    federation.kill_any(SITES[1])
+    assert federation.rounds() < 12
+    federation.start_site(SITES[1])
+    result = finish(process)
+    assert (result["status"], result["rounds_completed"]) == ("completed", 12)
+    run = max((federation.folder / "aggregator" / "runs" / "kept").iterdir())
+    expected = simulate(job_file.load(job, settings), folder=None)
+    found = load_file(run / "model.safetensors")
+    for name, values in expected.weights.items():
+        assert found[name].tobytes() == values.tobytes(), name
+    log = (federation.folder / f"{SITES[1]}.log").read_text()
+    assert "has no state of a round" not in log
+
+
 def test_sites_plan_the_noise_of_a_simulation(federation: Deployment, tmp_path: Path):
     """Over Flower, in two questions, though neither site sees the other's data."""
     head, *blocks = (JOBS / "joint.toml").read_text().split("[[sites]]")

@@ -178,6 +178,27 @@ def test_run_that_was_stopped_goes_on_to_the_same_model(place: Place):
     assert same(resumed, simulate(plain))
 
 
+def test_kept_optimisers_outlive_coordinator_and_agents(place: Place):
+    """Both end in the middle of a round that a site has answered. The round is done
+    again, with the optimisers that it began with."""
+    keep = 'training.optimizer.state="keep"'
+    plain = job("quickstart", IN_THE_CLEAR, "rounds=4", keep)
+    place.submit(plain)
+
+    def kill(event: events.Event) -> None:
+        if isinstance(event, events.SiteAnswered) and event.round_index == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        place.run(listen=kill)
+    for name in SITES:
+        place.restart(name)
+    resumed = place.run()
+    assert [index for index, _ in place.rounds()] == [1, 2, 3, 4]
+    assert same(resumed, simulate(plain))
+    assert not same(resumed, simulate(job("quickstart", IN_THE_CLEAR, "rounds=4")))
+
+
 @pytest.mark.parametrize("name", ["quickstart", "private"])
 def test_secure_run_whose_coordinator_is_killed_goes_on(place: Place, name: str):
     """In the middle of a round that sites have answered: they do not answer it twice.
