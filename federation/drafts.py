@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from federation.durable_files import flush
+
 _SUFFIX = ".new"
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -35,11 +37,7 @@ def private_draft(path: Path, data: bytes) -> Iterator[Path]:
             file.write(data)
         os.fsync(handle)
         yield draft
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(path.parent)
     finally:
         draft.unlink(missing_ok=True)
         os.close(handle)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from federation.durable_files import flush
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import check_name
 from privacy.secret_files import replace_private
@@ -117,11 +118,7 @@ class FileMemory:
         if self._folder.is_dir():
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(self._folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)  # The folder's name must outlive a power cut, too.
-        finally:
-            os.close(handle)
+        flush(self._folder.parent)  # Its name must outlive a power cut, too.
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{check_name(name)}.json"

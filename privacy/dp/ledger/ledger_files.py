@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from federation.durable_files import flush
 from federation.errors import FederationError, StoreUnavailable
 from privacy.dp.errors import LedgerBusy, LedgerDamaged, LedgerShortened
 from privacy.dp.ledger import ledger_format
@@ -83,8 +84,8 @@ def open_locked(folder: Path) -> int:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The names must be as durable as what is written under them.
-        _flush_folder(folder)
-        _flush_folder(folder.parent)
+        flush(folder)
+        flush(folder.parent)
     except BlockingIOError as error:
         os.close(handle)
         raise LedgerBusy(
@@ -156,7 +157,7 @@ def replace_head(
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    _flush_folder(folder)
+    flush(folder)
 
 
 def _canonical(document: dict[str, str | int]) -> bytes:
@@ -242,11 +243,3 @@ def _shortened(name: str, what: str, seq: int) -> LedgerShortened:
         "what was spent is not known and nothing is released. Bring the whole "
         f"file back. {RECOVER}"
     )
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -8,7 +8,6 @@ long as the folder is not part of the snapshot.
 """
 
 import fcntl
-import os
 import threading
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +15,7 @@ from typing import Protocol
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import RunId, check_name
 from privacy.secagg.errors import ReplayedRound
+from privacy.secret_files import replace_private
 
 _MAX_BYTES = 32
 
@@ -83,7 +83,7 @@ class FileRounds:
             with (self._folder / f"{run_id}.lock").open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 _check_above(run_id, round_index, _read(path))
-                _replace(path, f"{round_index}\n".encode())
+                replace_private(path, f"{round_index}\n".encode())
         except OSError as error:
             raise StoreUnavailable(
                 f"cannot record round {round_index} in {path}: {error.strerror}; "
@@ -112,17 +112,3 @@ def _read(path: Path) -> int:
             f"{path} does not hold a round number: this run cannot go on at this site"
         )
     return int(text)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_suffix(".new")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
