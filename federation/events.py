@@ -155,6 +155,24 @@ class PrivacyPlanned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CostPredicted:
+    """What the whole run will take, if every site answers every task.
+
+    Attributes:
+        at: When.
+        bytes_down: Least and most bytes to all sites.
+        bytes_up: Least and most bytes from them.
+        seconds: How long it takes; None unless the job states speeds and the run
+            keeps to them, as in virtual time.
+    """
+
+    at: float
+    bytes_down: tuple[int, int]
+    bytes_up: tuple[int, int]
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStarted:
     """Tasks are about to go out.
 
@@ -521,6 +539,7 @@ Event = (
     | DataDistributed
     | SitesIntroduced
     | PrivacyPlanned
+    | CostPredicted
     | RoundStarted
     | SiteAnswered
     | SiteFailed

@@ -26,6 +26,12 @@ def format_bytes(size: float) -> str:
     return f"{size / _KILO ** _UNITS.index(unit):.1f} {unit}"
 
 
+def format_span(ends: tuple[int, int]) -> str:
+    """Least and most: ``1,200 to 1,264``; one number if they are the same."""
+    low, high = ends
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def format_duration(seconds: float) -> str:
     """A duration: ``12 ms``, ``0.8 s``, ``42 s``, ``3 min 05 s``, ``2 h 05 min``."""
     if 0 < seconds < _SHOWN_IN_MILLISECONDS:

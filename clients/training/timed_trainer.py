@@ -4,6 +4,7 @@ from clients.training.forwarding import ForwardingTrainer
 from federation.clock import VirtualClock
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights, Trainer
+from federation.rounds.cost import WorkSeconds
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Vector
 
 
@@ -15,21 +16,18 @@ class TimedTrainer(ForwardingTrainer):
         *,
         trainer: Trainer,
         clock: VirtualClock,
-        seconds_per_step: float,
-        seconds_per_evaluation: float,
+        work: WorkSeconds,
     ) -> None:
         """Give work its time; paying takes none.
 
         Args:
             trainer: Does the work.
             clock: The site's; moves on by what the work takes.
-            seconds_per_step: Time of an optimiser step.
-            seconds_per_evaluation: Time of an evaluation.
+            work: Time of a round's training, and of an evaluation.
         """
         super().__init__(trainer)
         self._clock = clock
-        self._seconds_per_step = seconds_per_step
-        self._seconds_per_evaluation = seconds_per_evaluation
+        self._work = work
 
     def fit(
         self,
@@ -39,9 +37,9 @@ class TimedTrainer(ForwardingTrainer):
         round_index: int,
         kept: Arrays = NO_ARRAYS,
     ) -> LocalWeights | LocalUpdate:
-        """Train; every step takes its time."""
+        """Train; that takes its time."""
         result = super().fit(weights_d, integers_m, round_index=round_index, kept=kept)
-        self._clock.sleep(result.num_steps * self._seconds_per_step)
+        self._clock.sleep(self._work.train)
         return result
 
     def evaluate(
@@ -49,5 +47,5 @@ class TimedTrainer(ForwardingTrainer):
     ) -> MetricSums:
         """Evaluate; that takes its time, too."""
         sums = super().evaluate(weights_d, integers_m, round_index=round_index)
-        self._clock.sleep(self._seconds_per_evaluation)
+        self._clock.sleep(self._work.evaluate)
         return sums

@@ -7,16 +7,16 @@ from typing import Any
 
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
-from deploy.wiring.rehearsal import dropout_notice, rehearse
+from deploy.wiring.rehearsal import dropout_notice, rehearse, traffic_of
 from federation.clock import SystemClock
+from federation.errors import JobError
 from federation.ids import SiteId, new_run_id
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds import cost
 from federation.rounds.cost import Cost, Speeds
-from federation.rounds.traffic import SiteFacts, Span, Traffic
+from federation.rounds.traffic import Span, Traffic
 from monitoring import privacy_words, units
-from privacy.secagg.protocol.sizes import sizes
 
 _MAX_SITES_WITH_LINES = 8
 
@@ -86,35 +86,26 @@ def forecast(federation: Federation, speeds: Path | None = None) -> Forecast:
     run_id, private = new_run_id(0.0, bytes(3)), None
     if job.privacy.differential_privacy.enabled:
         private = PrivateSites(federation, run_id=run_id, folder=None, clock=clock)
-    secure = None
+    contract = None
     if job.privacy.secure_aggregation.enabled:
-        secure = sizes(rehearse(federation, run_id, private).contract)
+        contract = rehearse(federation, run_id, private).contract
     lines = [text for text in (dropout_notice(job), bad_site_notice(job)) if text]
     if private is not None:
         planned = private.planned(at=clock.now())
         lines = [*privacy_words.lines(planned, _MAX_SITES_WITH_LINES), *lines]
-    traffic = Traffic(
-        job=job,
-        layout=federation.pool.layout,
-        facts={
-            site: SiteFacts(len(train), len(held_out))
-            for site, (train, held_out) in federation.site_data.items()
-        },
-        secure=secure,
-    )
-    by_group = job.privacy.secure_aggregation.groups is not None
-    if by_group or len(traffic.facts) < len(job.sites):
-        return Forecast(promises=lines, traffic=None)
-    if speeds is None:
+    traffic = traffic_of(federation, contract)
+    if speeds is None or traffic is None:
         return Forecast(promises=lines, traffic=traffic)
     stated = job_file.load_table(speeds, Speeds, lambda _: None)
-    return Forecast(promises=lines, traffic=traffic, cost=cost.of_run(traffic, stated))
+    try:
+        found = cost.of_run(traffic, stated)
+    except JobError as error:
+        raise JobError(error.reason, key=f"{speeds}: {error.key}") from error
+    return Forecast(promises=lines, traffic=traffic, cost=found)
 
 
 def _bytes(spans: tuple[Span, Span]) -> str:
-    down, up = (
-        f"{s.low:,}" if s.low == s.high else f"{s.low:,} to {s.high:,}" for s in spans
-    )
+    down, up = (units.format_span((s.low, s.high)) for s in spans)
     return f"{down} bytes down, {up} up"
 
 

@@ -95,8 +95,9 @@ def complain(error: Exception, options: argparse.Namespace) -> int:
             tell("this is not an error that crossfed expects; add -v for the traceback")
         return FAILED
     text = str(error)
-    job = getattr(options, "job", None)
-    if isinstance(error, (JobError, SiteError)) and job and str(job) not in text:
+    job, speeds = (getattr(options, name, None) for name in ("job", "speeds"))
+    is_named = any(str(file) in text for file in (job, speeds) if file)
+    if isinstance(error, (JobError, SiteError)) and job and not is_named:
         text = f"{job}: {text}"
     tell(text)
     return exit_codes.of_error(error)

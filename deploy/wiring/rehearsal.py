@@ -2,7 +2,7 @@
 
 A simulation makes the identities of the aggregator and of all sites afresh: it
 rehearses the protocol, message for message, and protects nobody, since all parties
-live in one process.
+live in one process. From the rehearsed contract follows what a run will send.
 """
 
 import hashlib
@@ -19,9 +19,12 @@ from clients.privacy.site_plans import PrivateSites
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from deploy.wiring.run import SecureContext
+from federation.events import CostPredicted
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
 from federation.job.spec import JobSpec
+from federation.rounds import cost
+from federation.rounds.traffic import SiteFacts, Traffic
 from federation.vectors import Layout
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement.code_hash import code_hash
@@ -36,6 +39,7 @@ from privacy.secagg.protocol.round_memory import (
     InMemoryRounds,
     RoundMemory,
 )
+from privacy.secagg.protocol.sizes import sizes
 from privacy.secagg.protocol.train import most_evaluated
 
 
@@ -221,3 +225,50 @@ def _ring_noise_std(private: PrivateSites | None) -> float:
     if private is None or private.in_sum is None:
         return 0.0
     return private.in_sum.ring.noise_std
+
+
+def traffic_of(
+    federation: Federation, contract: Contract | None, *, measured: bool = True
+) -> Traffic | None:
+    """Size a job's messages.
+
+    Args:
+        federation: The job, its model and its data.
+        contract: Between its sites, if it has secure aggregation.
+        measured: Whether its sites measure more than time.
+
+    Returns:
+        None for sums over groups, which the sites draw, and with sites that run apps
+        of Flower, whose answers nobody here knows.
+    """
+    job = federation.job
+    facts = {
+        site: SiteFacts(len(train), len(held_out))
+        for site, (train, held_out) in federation.site_data.items()
+    }
+    by_group = job.privacy.secure_aggregation.groups is not None
+    if by_group or len(facts) < len(job.sites):
+        return None
+    return Traffic(
+        job=job,
+        layout=federation.pool.layout,
+        facts=facts,
+        secure=None if contract is None else sizes(contract),
+        measured=measured,
+    )
+
+
+def predicted(traffic: Traffic, *, at: float, virtual: bool) -> CostPredicted:
+    """Predict a run; its seconds only in virtual time, where speeds are stated."""
+    down, up = traffic.of_run()
+    seconds = None
+    if virtual:
+        seconds = cost.of_run(
+            traffic, cost.machine_speeds(traffic.job.simulation.machines)
+        ).seconds
+    return CostPredicted(
+        at=at,
+        bytes_down=(down.low, down.high),
+        bytes_up=(up.low, up.high),
+        seconds=seconds,
+    )

@@ -14,7 +14,13 @@ from clients.privacy.site_plans import LedgerContext, PrivateSites
 from clients.training.local_federation import Federation
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import parts as wiring, run_store, virtual_engine
-from deploy.wiring.rehearsal import Rehearsal, dropout_notice, rehearse
+from deploy.wiring.rehearsal import (
+    Rehearsal,
+    dropout_notice,
+    predicted,
+    rehearse,
+    traffic_of,
+)
 from deploy.wiring.run import InProcess, Run, SiteSource
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
@@ -252,6 +258,11 @@ class _Simulation:
             yield Warned(at=self._clock.now(), message=notice)
         if self._private is not None:
             yield self._private.planned(at=self._clock.now())
+        virtual = isinstance(self._clock, VirtualClock)
+        contract = None if self._rehearsal is None else self._rehearsal.contract
+        traffic = traffic_of(self._federation, contract, measured=not virtual)
+        if traffic is not None:
+            yield predicted(traffic, at=self._clock.now(), virtual=virtual)
 
     def _drive(self) -> RunState:
         """Run the round loop over the chosen engine."""

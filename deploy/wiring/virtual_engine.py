@@ -17,12 +17,13 @@ from deploy.wiring.run import Rounds
 from federation.clock import VirtualClock
 from federation.errors import JobError
 from federation.ids import SiteId
-from federation.job.spec import JobSpec, MachineSpec
+from federation.job.spec import JobSpec
 from federation.protocols import RunState, SiteHandler, Trainer
+from federation.rounds import cost
+from federation.rounds.cost import SiteSpeed
+from federation.rounds.traffic import SiteFacts
 from monitoring.runs.run_folder import RunFolder
 from monitoring.views.run_view import VIRTUAL
-
-_BYTES_PER_MBIT = 125_000
 
 
 def clock(job: JobSpec, run: RunFolder | None) -> VirtualClock:
@@ -32,7 +33,7 @@ def clock(job: JobSpec, run: RunFolder | None) -> VirtualClock:
         JobError: The job does not say how fast every site is.
     """
     for site in job.sites:
-        _machine(job, SiteId(site.name))
+        _speed(job, SiteId(site.name))
     told = run.read_events() if run is not None and run.exists() else []
     return VirtualClock(max((event.at for event in told), default=0.0))
 
@@ -85,13 +86,13 @@ class VirtualMachines:
             )
 
     def _machine(self, name: SiteId, handler: SiteHandler) -> Machine:
-        spec = _machine(self.job, name)
+        speed = _speed(self.job, name)
         return Machine(
             handler=handler,
             clock=self.clocks[name],
-            down=spec.down_mbit * _BYTES_PER_MBIT,
-            up=spec.up_mbit * _BYTES_PER_MBIT,
-            latency_seconds=spec.latency_seconds,
+            down=speed.down_bytes_per_second,
+            up=speed.up_bytes_per_second,
+            latency_seconds=speed.latency_seconds,
         )
 
 
@@ -100,22 +101,20 @@ def timed(
 ) -> Trainer:
     """Have a site's work take its time."""
     train, held_out = federation.site_data[name]
-    speed = _machine(federation.job, name).examples_per_second
-    batch = min(federation.job.training.batch_size, len(train))
+    job, facts = federation.job, SiteFacts(len(train), len(held_out))
     return TimedTrainer(
         trainer=trainer,
         clock=clock,
-        seconds_per_step=batch / speed,
-        seconds_per_evaluation=len(held_out) / speed,
+        work=cost.work_seconds(job.training, facts, _speed(job, name)),
     )
 
 
-def _machine(job: JobSpec, name: SiteId) -> MachineSpec:
-    for machine in job.simulation.machines:
-        if machine.site == name:
-            return machine
-    raise JobError(
-        f"virtual time needs the speed of every site, and {name!r} has none: add an "
-        "entry with its name and examples_per_second, or use --engine inproc",
-        key="simulation.machines",
-    )
+def _speed(job: JobSpec, name: SiteId) -> SiteSpeed:
+    try:
+        return cost.speed_of(cost.machine_speeds(job.simulation.machines), name)
+    except JobError as error:
+        raise JobError(
+            f"virtual time needs the speed of every site, and {name!r} has none: add "
+            "an entry with its name and examples_per_second, or use --engine inproc",
+            key="simulation.machines",
+        ) from error

@@ -91,6 +91,7 @@ TABLE: Mapping[str, Rows] = {
         (PUBLIC, _SITES): "at unit relation accountant sampling holds_against "
         "signal_to_noise sites replaced withheld"
     },
+    "CostPredicted": {(PUBLIC, _SUMS): "at bytes_down bytes_up seconds"},
     "RoundStarted": {(PUBLIC, _SUMS): "at round_index cohort"},
     "SiteAnswered": {
         (PUBLIC, _SUMS): "at round_index site",

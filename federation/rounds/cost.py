@@ -4,16 +4,18 @@ Pure functions. A speeds file states what a user knows or has measured of sites 
 lines, and what they pay; no price and no speed is assumed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from federation.errors import JobError
 from federation.ids import SiteId
 from federation.job.job_keys import key
-from federation.rounds.traffic import Span, Traffic, examples_trained
+from federation.job.spec import MachineSpec, TrainingSpec
+from federation.rounds.traffic import SiteFacts, Span, Traffic, examples_trained
 
 _GIGA = 1e9
 _HOUR = 3600
+_BYTES_PER_MBIT = 125_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,31 @@ class Cost:
     dollars: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class WorkSeconds:
+    """Seconds of a round's training, and of one evaluation."""
+
+    train: float
+    evaluate: float
+
+
+def machine_speeds(machines: Sequence[MachineSpec]) -> Speeds:
+    """State the speeds of simulated machines as a speeds file would."""
+    return Speeds(
+        sites=tuple(
+            SiteSpeed(
+                name=machine.site,
+                train_examples_per_second=machine.examples_per_second,
+                evaluate_examples_per_second=machine.examples_per_second,
+                down_bytes_per_second=machine.down_mbit * _BYTES_PER_MBIT,
+                up_bytes_per_second=machine.up_mbit * _BYTES_PER_MBIT,
+                latency_seconds=machine.latency_seconds,
+            )
+            for machine in machines
+        )
+    )
+
+
 def speed_of(speeds: Speeds, site: SiteId) -> SiteSpeed:
     """Find what is stated of a site.
 
@@ -83,6 +110,16 @@ def speed_of(speeds: Speeds, site: SiteId) -> SiteSpeed:
     raise JobError(f"has no table for site {site!r}: state its speeds", key="sites")
 
 
+def work_seconds(
+    training: TrainingSpec, facts: SiteFacts, speed: SiteSpeed
+) -> WorkSeconds:
+    """Seconds of a site's work: as predicted, and as virtual time passes."""
+    return WorkSeconds(
+        train=examples_trained(training, facts) / speed.train_examples_per_second,
+        evaluate=facts.held_out / speed.evaluate_examples_per_second,
+    )
+
+
 def site_seconds(
     traffic: Traffic, site: SiteId, round_index: int, speed: SiteSpeed
 ) -> Mapping[str, float]:
@@ -92,12 +129,11 @@ def site_seconds(
     down = sum((leg.down for leg in legs), Span()).high
     up = sum((leg.up for leg in legs), Span()).high
     trains = round_index <= traffic.job.rounds
-    trained = examples_trained(traffic.job, facts) if trains else 0
-    evaluated = traffic.evaluations(round_index) * facts.held_out
+    work = work_seconds(traffic.job.training, facts, speed)
     return {
         "send": latency + down / speed.down_bytes_per_second,
-        "evaluate": evaluated / speed.evaluate_examples_per_second,
-        "train": trained / speed.train_examples_per_second,
+        "evaluate": traffic.evaluations(round_index) * work.evaluate,
+        "train": trains * work.train,
         "return": latency + up / speed.up_bytes_per_second,
     }
 

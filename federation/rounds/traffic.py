@@ -18,7 +18,7 @@ import numpy as np
 from federation.compression.codec import Codec
 from federation.ids import RunId, SiteId
 from federation.job.metrics import metrics_of
-from federation.job.spec import JobSpec
+from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import (
     LedgerAnchor,
     MaskedUpdate,
@@ -251,7 +251,7 @@ class Traffic:
         before = self.evaluations(index) > 0
         after = self.job.aggregation.weights == "dynamic"
         names = ("evaluate",) * before + ("train",) + ("evaluate",) * after
-        trained = examples_trained(self.job, facts)
+        trained = examples_trained(self.job.training, facts)
         private = self._is_private
         return SiteUpdate(
             run_id=_RUN,
@@ -300,9 +300,8 @@ class Traffic:
         )
 
 
-def examples_trained(job: JobSpec, facts: SiteFacts) -> int:
+def examples_trained(training: TrainingSpec, facts: SiteFacts) -> int:
     """Examples that a site's steps of a round go through."""
-    training = job.training
     if training.local_steps is not None:
         return training.local_steps * training.batch_size * training.accumulate
     return training.num_epochs * facts.train

@@ -149,6 +149,7 @@ def environment() -> Environment:
         utc=_utc,
     )
     found.globals.update(
+        span=units.format_span,
         count=units.format_count,
         perplexity_of=_perplexity,
         accuracy_of=accuracy_of,

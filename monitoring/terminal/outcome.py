@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from monitoring import privacy_words
-from monitoring.units import format_number
+from monitoring.units import format_number, format_span
 from monitoring.views import storage_use
 from monitoring.views.round_view import accuracy_of, loss_of, metrics_of, perplexity
 from monitoring.views.run_view import RunView
@@ -24,6 +24,12 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
         yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
     if view.left_out is not None and view.left_out.sites:
         yield f"left out    {', '.join(view.left_out.sites)}"
+    if view.predicted is not None:
+        down, up = view.predicted.bytes_down, view.predicted.bytes_up
+        yield (
+            f"bytes       {view.bytes_down:,} down of {format_span(down)} "
+            f"predicted, {view.bytes_up:,} up of {format_span(up)}"
+        )
     storage = storage_use.line(view)
     if storage is not None:
         yield f"storage     {storage}"

@@ -43,6 +43,9 @@ def result(view: RunView) -> dict[str, Any]:
             for used in view.storage
         ],
         "seconds": view.seconds,
+        "bytes_up": view.bytes_up,
+        "bytes_down": view.bytes_down,
+        "predicted": None if view.predicted is None else asdict(view.predicted),
     }
 
 

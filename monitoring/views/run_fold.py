@@ -10,6 +10,7 @@ from dataclasses import replace
 from federation.events import (
     CheckpointSaved,
     CheckpointSkipped,
+    CostPredicted,
     DataDistributed,
     Event,
     GroupsCompared,
@@ -47,6 +48,7 @@ class RunFold:
         self._ended: dict[int, RoundFinished] = {}
         self._evaluated: dict[int, ModelEvaluated] = {}
         self._data: DataDistributed | None = None
+        self._predicted: CostPredicted | None = None
         self._privacy: PrivacyPlanned | None = None
         # Never forgotten: a round that runs again was charged all the same.
         self._spent: dict[str, PrivacySpent] = {}
@@ -82,6 +84,7 @@ class RunFold:
                 | ModelEvaluated()
                 | CheckpointSaved()
                 | GroupsCompared()
+                | CostPredicted()
             ):
                 self._take_result(event)
             case _:
@@ -118,6 +121,7 @@ class RunFold:
                 for step in self._steps[index]
             ),
             data=self._data,
+            predicted=self._predicted,
             privacy=self._privacy,
             # Without a promise a site's word for what it spent means nothing.
             spent=dict(self._spent) if self._privacy else {},
@@ -152,7 +156,11 @@ class RunFold:
 
     def _take_result(
         self,
-        event: RoundFinished | ModelEvaluated | CheckpointSaved | GroupsCompared,
+        event: RoundFinished
+        | ModelEvaluated
+        | CheckpointSaved
+        | GroupsCompared
+        | CostPredicted,
     ) -> None:
         match event:
             case RoundFinished():
@@ -165,6 +173,8 @@ class RunFold:
                 self._saved[event.round_index] = event
             case GroupsCompared():
                 self._groups = event
+            case CostPredicted():
+                self._predicted = event
 
     def _take_notice(self, event: Event) -> None:
         match event:

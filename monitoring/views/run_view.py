@@ -14,6 +14,7 @@ from itertools import repeat
 from federation.events import (
     CheckpointSaved,
     CheckpointSkipped,
+    CostPredicted,
     DataDistributed,
     GroupsCompared,
     ModelEvaluated,
@@ -65,6 +66,7 @@ class RunView:
             round.
         evaluation_steps: Steps of secure aggregation to evaluate the final model.
         data: Who holds what.
+        predicted: What the run was to take; None if nobody predicted it.
         privacy: What is promised of the sites' records; None if nothing is.
         spent: The most that each site has told to have spent, by any coordinator;
             empty without ``privacy``.
@@ -88,6 +90,7 @@ class RunView:
     unevaluated: tuple[SiteFailed, ...]
     evaluation_steps: tuple[StepTaken, ...]
     data: DataDistributed | None
+    predicted: CostPredicted | None
     privacy: PrivacyPlanned | None
     spent: Mapping[str, PrivacySpent]
     left_out: SitesLeftOut | None

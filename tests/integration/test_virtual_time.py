@@ -12,6 +12,7 @@ from deploy.wiring.simulation import simulate
 from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.events import (
+    CostPredicted,
     Event,
     RoundFinished,
     RunFinished,
@@ -20,6 +21,7 @@ from federation.events import (
     SiteFailed,
 )
 from federation.job.spec import JobSpec
+from monitoring.views.run_fold import fold
 
 MBIT = 125_000
 
@@ -106,6 +108,33 @@ def test_times_are_those_of_the_job():
         assert work >= answer.training.count / machine.examples_per_second - 1e-9
     slowest = max(a.answered_seconds for a in answers if a.round_index == 1)
     assert only(events, RoundFinished)[0].seconds == pytest.approx(slowest)
+
+
+def test_prediction_is_what_virtual_time_takes(tmp_path: Path):
+    """One model predicts a run, and moves the clocks while it runs."""
+    for evaluation in ({"every": 0}, {"every": 1}):
+        job = virtual_job(evaluation=evaluation)
+        events = events_of(job, folder=tmp_path / str(evaluation["every"]))
+        (told,) = only(events, CostPredicted)
+        view = fold(events)
+        assert told.bytes_down[0] <= view.bytes_down <= told.bytes_down[1]
+        assert told.bytes_up[0] <= view.bytes_up <= told.bytes_up[1]
+        # The thin line carries 64 bytes more or less in 6 ms.
+        assert told.seconds == pytest.approx(view.seconds, abs=0.05)
+        assert view.predicted == told
+    report = (tmp_path / "1" / "report.html").read_text()
+    assert f"{view.bytes_down:,} bytes down, {view.bytes_up:,} up" in report
+    assert "Predicted before the run" in report
+
+
+def test_prediction_of_work_is_not_the_wall_clock():
+    """Elsewhere no speed is stated, and so no time is predicted."""
+    heard: list[Event] = []
+    simulate(plain_job(), listeners=[heard.append])
+    (told,) = only(heard, CostPredicted)
+    view = fold(heard)
+    assert told.seconds is None
+    assert told.bytes_up[0] <= view.bytes_up <= told.bytes_up[1]
 
 
 def test_model_is_that_of_the_other_engine():

@@ -53,7 +53,8 @@ def test_a_site_without_stated_speeds_is_named(tmp_path: Path) -> None:
     """Nothing is assumed of it."""
     (tmp_path / "speeds.toml").write_text(SPEEDS)
     federation = wiring.build_federation(small_job(num_sites=2))
-    with pytest.raises(JobError, match="no table for site 'site-1'"):
+    told = r"speeds\.toml: sites: has no table for site 'site-1'"
+    with pytest.raises(JobError, match=told):
         job_check.forecast(federation, tmp_path / "speeds.toml")
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from deploy.cli import terminal
+from federation.errors import JobError
 from federation.typed_json import refuse_constant
 
 
@@ -24,3 +25,13 @@ def test_flower_that_is_not_installed(capsys: pytest.CaptureFixture[str], name: 
     assert terminal.complain(error, argparse.Namespace(verbose=False)) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "Flower is not installed here: pip install 'crossfed[flower]'" in line
+
+
+def test_an_error_names_one_file(capsys: pytest.CaptureFixture[str]):
+    """The job's file stands before an error, unless that names another file."""
+    options = argparse.Namespace(verbose=False, job="job.toml", speeds="speeds.toml")
+    terminal.complain(JobError("is 0", key="speeds.toml: combine_seconds"), options)
+    terminal.complain(JobError("is 0", key="rounds"), options)
+    told = capsys.readouterr().err
+    assert "job.toml: rounds: is 0" in told
+    assert "job.toml: speeds.toml" not in told

@@ -239,6 +239,9 @@ def test_result_is_json():
         "sites",
         "storage",
         "seconds",
+        "bytes_up",
+        "bytes_down",
+        "predicted",
     ]
     assert {"round", "sites_evaluated", "loss", "accuracy"} == set(found["final"])
     assert (len(found["rounds"]), len(found["sites"])) == (10, 2)
