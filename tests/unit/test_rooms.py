@@ -91,6 +91,15 @@ def test_a_class_name_is_defined_once():
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["budget", "comparison", "keys", "ledger", "run_result", "trainer", "transcript"],
+)
+def test_a_subject_has_one_module_of_its_name(name: str):
+    """Two folders do not both keep what a reader looks for under one word."""
+    assert len([file for file in MODULES if file.stem == name]) <= 1
+
+
 def test_no_class_is_named_with_a_bare_participle():
     """A class is a thing. Events say what happened, and stand in the logs of runs."""
     names = {name for name, file in classes() if file != "federation/events.py"}
