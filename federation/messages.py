@@ -211,6 +211,8 @@ class RoundTask:
             be behind it. It decides nothing but whether the site refuses.
         based_on: The round whose model the site is sent; 0 for the initial one.
         fragment: Which part of the model it is; 0 for the whole.
+        changed_to: Empty if ``weights_d`` is the whole model. If not, it is what to add
+            to the model that the site was sent before, and this is SHA-256 of the sum.
     """
 
     run_id: RunId
@@ -226,6 +228,7 @@ class RoundTask:
     anchor: LedgerAnchor = NO_ANCHOR
     based_on: int = 0
     fragment: int = 0
+    changed_to: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from federation.vectors import (
     Layout,
     Values,
     Vector,
+    Words,
 )
 
 Buffer = bytes | bytearray | memoryview
@@ -509,6 +510,19 @@ NO_SUSPICIONS = Suspicions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChange:
+    """From the model of one round to that of the next.
+
+    Attributes:
+        words: What is added, encoded.
+        after: SHA-256 of the sum, 64 hexadecimal digits.
+    """
+
+    words: Words
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """Everything that the next round depends on.
 
@@ -523,6 +537,8 @@ class RunState:
             adapts to them; otherwise None.
         anchors: The largest anchor that each site's ledger has sent.
         suspicions: What rounds have shown of sites that do not keep to the protocol.
+        change: What makes this model of that of the round before; None if nothing
+            was changed, or after a restart: it is not durable.
     """
 
     round_index: int
@@ -534,6 +550,7 @@ class RunState:
     update_clip: float | None = None
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
     suspicions: Suspicions = NO_SUSPICIONS
+    change: ModelChange | None = None
 
 
 class Checkpoints(Protocol):

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from clients.training import update
+from clients.training.held_model import HeldModel
 from clients.training.site_state import SiteState
-from federation.compression.codec import BeyondCodec, Codec, Links, decoded
+from federation.compression.codec import BeyondCodec, Codec, Links
 from federation.errors import BudgetExceeded, FederationError, ProtocolError
 from federation.ids import SiteId
 from federation.messages import (
@@ -154,7 +155,7 @@ class Site:
         self._clock = clock
         self._meter = meter
         self._withheld = withheld
-        self._links = links
+        self._held = HeldModel(links)
         self._seal: Seal = PlainSeal(links.up) if seal is None else seal
         self._trainer: Trainer | None = None
 
@@ -185,7 +186,7 @@ class Site:
             self._current_trainer,
             self._state,
             self._clock,
-            self._links.down,
+            self._held,
             meter=self._meter,
             withheld=self._withheld,
         )
@@ -211,17 +212,17 @@ class Work:
         find_trainer: Callable[[], Trainer],
         state: SiteState,
         clock: Clock,
-        codec: Codec,
+        held: HeldModel,
         *,
         meter: UsageMeter = CLOCK,
         withheld: Collection[str] = (),
     ) -> None:
-        """Prepare the work; nothing is loaded yet. The model comes in ``codec``."""
+        """Prepare the work; nothing is loaded yet. ``held`` reads the model."""
         self.task = task
         self.find_trainer = find_trainer
         self._state = state
         self._clock = clock
-        self._codec = codec
+        self._held = held
         self._meter = meter
         self._withheld = withheld
 
@@ -238,20 +239,6 @@ class Work:
                 "options"
             )
 
-    def _weights(self) -> Vector:
-        """The global weights that the task brings, decoded.
-
-        Raises:
-            ProtocolError: They come in words of another codec.
-        """
-        words, codec = self.task.weights_d, self._codec
-        if words.dtype != codec.dtype:
-            raise ProtocolError(
-                f"was sent a model of type {words.dtype}, and {codec.name} has "
-                f"{codec.dtype}: give the site the run's own job"
-            )
-        return decoded(codec, words, seed=self.task.round_index)
-
     def do(
         self, seal: Callable[[Vector, LocalWeights | LocalUpdate], SealedT]
     ) -> WorkResult[SealedT]:
@@ -263,7 +250,7 @@ class Work:
         """
         task, trainer, state = self.task, self.find_trainer(), self._state
         usage, watch = Usage(self._clock, self._meter), _Stopwatch(self._clock)
-        weights_d = self._weights()
+        weights_d = self._held.receive(task)
         evaluate = partial(trainer.evaluate, round_index=task.round_index)
         trains = task.kind is TaskKind.TRAIN
         kept = state.before(task.round_index, trains=trains)

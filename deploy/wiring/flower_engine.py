@@ -75,19 +75,36 @@ _NOT_HERE = {
 
 
 def _check(job: JobSpec, layout: Layout, folder: Path | None) -> None:
-    if job.privacy.secure_aggregation.enabled:
-        raise JobError(
-            "a site keeps its keys in one process, and Flower's simulation gives its "
-            "rounds to any; rehearse this with --engine inproc, or train in the clear "
-            "with --set privacy.secure_aggregation.enabled=false",
-            key="privacy.secure_aggregation.enabled",
-        )
-    if job.privacy.differential_privacy.enabled:
-        raise JobError(
-            "a site keeps its ledger open in one process, and Flower's simulation "
-            "gives its rounds to any; rehearse this with --engine inproc",
-            key="privacy.differential_privacy.unit",
-        )
+    privacy = job.privacy
+    for is_asked, key, keeps_what, instead in (
+        (
+            privacy.secure_aggregation.enabled,
+            "privacy.secure_aggregation.enabled",
+            "keeps its keys",
+            (
+                ", or train in the clear with --set "
+                "privacy.secure_aggregation.enabled=false"
+            ),
+        ),
+        (
+            privacy.differential_privacy.enabled,
+            "privacy.differential_privacy.unit",
+            "keeps its ledger open",
+            "",
+        ),
+        (
+            job.communication.links.changes,
+            "communication.down_content",
+            "keeps its last model",
+            ", or send whole models with --set communication.down_content=model",
+        ),
+    ):
+        if is_asked:
+            raise JobError(
+                f"a site {keeps_what} in one process, and Flower's simulation gives "
+                f"its rounds to any; rehearse this with --engine inproc{instead}",
+                key=key,
+            )
     for index, fault in enumerate(job.simulation.faults):
         if fault.kind in _NOT_HERE:
             raise JobError(

@@ -272,10 +272,23 @@ _CODECS: dict[str, Codec] = {each.name: each for each in (IDENTITY, FP16, BF16)}
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The codecs of a job: of updates on their way up, of the model on its way down."""
+    """What a job says of both ways.
+
+    Attributes:
+        up: Codec of updates.
+        down: Codec of the model, or of what changed in it.
+        changes: Whether sites that have the model before are sent what changed;
+            the others are then sent the whole of it in float32.
+    """
 
     up: Codec = IDENTITY
     down: Codec = IDENTITY
+    changes: bool = False
+
+    @property
+    def whole(self) -> Codec:
+        """Codec of a whole model."""
+        return IDENTITY if self.changes else self.down
 
 
 def codec_of(name: str) -> Codec:

@@ -85,6 +85,11 @@ def _check_job(job: JobSpec, name: str) -> None:
             "nothing clips its gradients, adds noise or keeps a ledger there",
             "privacy.differential_privacy.unit",
         ),
+        (
+            job.communication.links.changes,
+            "it keeps no model from round to round",
+            "communication.down_content",
+        ),
         *(
             (
                 spec.name != "identity",

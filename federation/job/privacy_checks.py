@@ -33,6 +33,11 @@ def check_secure_aggregation(job: JobSpec) -> None:
         f"{table}.ring_bits: choose identity here, and fewer bits there",
     )
     _refuse(
+        job.communication.links.changes,
+        "communication.down_content",
+        "sites sign the digest of the whole model that they are sent: use model",
+    )
+    _refuse(
         job.aggregation.weights == "dynamic",
         "aggregation.weights",
         "dynamic weights need each site's loss, which is hidden: use examples",

@@ -270,16 +270,21 @@ class CommunicationSpec:
             aggregation, whose ring has words of its own.
         down_codec: Encoding of the model on its way down. The aggregator keeps the
             model in float32; sites train from, and evaluate, what they receive.
+        down_content: `model`, or `change`: sites that have the model of the round
+            before are sent what changed, encoded, and check the digest of the sum; the
+            others are sent the whole model in float32. Takes one more model of memory
+            at each site. Not under secure aggregation.
     """
 
     codec: CodecSpec = CodecSpec()
     down_codec: CodecSpec = CodecSpec()
+    down_content: str = key(default="model", choices=("model", "change"))
 
     @property
     def links(self) -> codecs.Links:
         """The codecs of both directions."""
         up, down = (codecs.codec_of(s.name) for s in (self.codec, self.down_codec))
-        return codecs.Links(up=up, down=down)
+        return codecs.Links(up=up, down=down, changes=self.down_content == "change")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from federation import events
+from federation.compression.change import settle
 from federation.compression.codec import BeyondCodec
 from federation.errors import (
     BudgetExceeded,
@@ -227,9 +228,12 @@ def _step(
     )
     for start, values in averaged:
         weights_d[start : start + values.size] = values
+    change, fits = None, True
     try:
-        record.links.down.check(weights_d)
-        fits = True
+        if record.links.changes:
+            change = settle(record.links.down, state.weights_d, weights_d)
+        else:
+            record.links.down.check(weights_d)
     except BeyondCodec as error:
         record.complaints.append(f"the model: {error}")
         fits = False
@@ -244,6 +248,7 @@ def _step(
         rounds_completed=state.rounds_completed + 1,
         lost_in_a_row=0,
         update_clip=record.next_clip,
+        change=change,
     ), "completed"
 
 
@@ -294,6 +299,7 @@ def _without_result(state: RunState) -> RunState:
         state,
         round_index=state.round_index + 1,
         lost_in_a_row=state.lost_in_a_row + 1,
+        change=None,
     )
 
 

@@ -7,8 +7,9 @@ every update and combines them by the job's rule; the gather of
 Shape suffixes: d float values of the model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 from federation.errors import InvalidUpdate, QuorumNotMet
@@ -28,7 +29,7 @@ from federation.messages import (
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Desk, Schedule, ScheduleView
-from federation.vectors import Layout, Vector
+from federation.vectors import Layout, Vector, Words
 
 
 class Gather(Protocol):
@@ -90,6 +91,8 @@ class PlainGather:
         self._grid = grid
         self._weight_of = weight_of
         self._combine = combine
+        # Of each site the round of the newest model that it is known to have.
+        self._held: dict[SiteId, int] = {}
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
@@ -139,6 +142,7 @@ class PlainGather:
             run_id=self._run_id,
             layout=self._layout,
             kind=kind,
+            held=self._held,
         )
 
     def _sound_updates(
@@ -170,6 +174,7 @@ class PlainGather:
                 record.revoke(update, reply, str(error))
             else:
                 record.count(update, reply, weight)
+                self._held[update.site] = update.based_on
                 values = record.links.up.values(update.delta_d, seed=update.round_index)
                 yield WeightedUpdate(site=update.site, delta_d=values, weight=weight)
                 del values
@@ -211,13 +216,22 @@ def round_tasks(
     kind: TaskKind,
     sites: Sequence[SiteId] | None = None,
     secure: Callable[[SiteId], bytes] = lambda _site: b"",
+    held: Mapping[SiteId, int] = MappingProxyType({}),
 ) -> list[RoundTask]:
     """Write the tasks of a round's cohort, or of some sites; all share the weights.
 
-    ``secure`` gives what secure aggregation says to a site beside the model.
+    ``secure`` gives what secure aggregation says to a site beside the model, ``held``
+    the round of the model that it has.
     """
-    weights_d, integers_m = record.sent(state.weights_d), state.integers_m.view()
+    whole_d, integers_m = record.sent(state.weights_d), state.integers_m.view()
     integers_m.flags.writeable = False
+    last, change = state.round_index - 1, state.change
+
+    def model(site: SiteId) -> tuple[Words, str]:
+        if change is None or held.get(site) != last:
+            return whole_d, ""
+        return change.words, change.after
+
     return [
         RoundTask(
             run_id=run_id,
@@ -225,7 +239,8 @@ def round_tasks(
             site=site,
             kind=kind,
             layout_digest=layout.digest,
-            weights_d=weights_d,
+            weights_d=sent[0],
+            changed_to=sent[1],
             integers_m=integers_m,
             evaluate=evaluates(job, state),
             evaluate_after=job.aggregation.weights == "dynamic",
@@ -234,6 +249,7 @@ def round_tasks(
             based_on=state.round_index,
         )
         for site in (record.cohort if sites is None else sites)
+        for sent in (model(site),)
     ]
 
 

@@ -129,7 +129,7 @@ class RoundRecord:
             BeyondCodec: The codec of the way down cannot encode it.
         """
         if self._sent_d is None:
-            words = self.links.down.encode(weights_d, seed=self.round_index)
+            words = self.links.whole.encode(weights_d, seed=self.round_index)
             self._sent_d = words.view()
             self._sent_d.flags.writeable = False
         return self._sent_d

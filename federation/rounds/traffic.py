@@ -10,7 +10,7 @@ ends of a ``Span`` differ by 64 bytes for a message.
 All of it is for a run in which every site answers every task, from its first round on.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,7 +130,7 @@ class Traffic:
         kind = TaskKind.TRAIN if round_index <= job.rounds else TaskKind.EVALUATE
         main = Leg(
             kind.value,
-            _span(self._task(site, round_index, kind, end) for end in (0, 1)),
+            _span(self._tasks(site, round_index, kind)),
             _span(self._answer(site, round_index, kind, end) for end in (0, 1)),
         )
         if secure is None:
@@ -198,7 +198,18 @@ class Traffic:
     def _is_private(self) -> bool:
         return self.job.privacy.differential_privacy.enabled
 
-    def _task(self, site: SiteId, index: int, kind: TaskKind, end: int) -> RoundTask:
+    def _tasks(self, site: SiteId, index: int, kind: TaskKind) -> Iterator[RoundTask]:
+        """Every form of a task: a site that missed a round gets the whole model."""
+        changes = self.job.communication.links.changes and index > 1
+        asks_all = self.job.cohort_size == len(self.job.sites)
+        for changed in (True, False) if changes and not asks_all else (changes,):
+            for end in (0, 1):
+                yield self._task(site, index, kind, end, changed=changed)
+
+    def _task(
+        self, site: SiteId, index: int, kind: TaskKind, end: int, *, changed: bool
+    ) -> RoundTask:
+        links = self.job.communication.links
         charges = end * self._is_private * (index - 1)
         secure = 0
         if self.secure is not None:
@@ -210,7 +221,8 @@ class Traffic:
             site=site,
             kind=kind,
             layout_digest=self.layout.digest,
-            weights_d=_words(self.job.communication.links.down, self.layout),
+            weights_d=_words(links.down if changed else links.whole, self.layout),
+            changed_to=self.layout.digest if changed else "",  # A digest is as long.
             integers_m=_nothing(self.layout.num_integers, "i8"),
             evaluate=self._evaluates(index),
             evaluate_after=self.job.aggregation.weights == "dynamic",
@@ -339,8 +351,8 @@ def _sums(job: JobSpec, count: int, end: int) -> MetricSums:
 
 
 def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:
-    low, high = map(encoded_size, messages)
-    return Span(low, high)
+    sizes = list(map(encoded_size, messages))
+    return Span(min(sizes), max(sizes))
 
 
 def _draw(count: int, spans: Sequence[Span]) -> Span:

@@ -155,6 +155,8 @@ _PLAIN: Mapping[Kind, Mapping[str, _Value]] = {
     Kind.MASKED_UPDATE: {"layout_digest": _DIGEST, "spent": _SPENT, **_MODEL},
 }
 _FIELDS = {kind: {**_ABOUT, **plain} for kind, plain in _PLAIN.items()}
+# Fields that are in the header unless they are empty.
+_OPTIONAL: Mapping[Kind, Mapping[str, _Value]] = {Kind.TASK: {"changed_to": _DIGEST}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,13 +263,19 @@ def write(message: WireMessage) -> tuple[Kind, Fields]:
     kind = _KINDS[type(message)]
     fields: Fields = {
         name: form.write(getattr(message, name), name)
-        for name, form in _FIELDS[kind].items()
+        for name, form in _fields(kind, message.__getattribute__).items()
     }
     for section, held in _held(message):
         fields[section.size] = wire_values.count(
             len(held), section.size, section.maximum
         )
     return kind, fields
+
+
+def _fields(kind: Kind, find: Callable[[str], Any]) -> Mapping[str, _Value]:
+    """Fields of a message's header, without optional ones that are empty."""
+    optional = _OPTIONAL.get(kind, {})
+    return _FIELDS[kind] | {name: optional[name] for name in optional if find(name)}
 
 
 def _held(message: WireMessage) -> Iterator[tuple[_Section, Any]]:
@@ -299,12 +307,11 @@ def read(kind: Kind, fields: object, payload: memoryview) -> WireMessage:
     """
     given = fields if isinstance(fields, dict) else {}
     sections = [section.named_in(given) for section in _SECTIONS[kind]]
-    names = frozenset((*_FIELDS[kind], *(section.size for section in sections)))
+    forms = _fields(kind, given.get)
+    names = frozenset((*forms, *(section.size for section in sections)))
     members = wire_values.check_members(fields, names)
     parts = _read_sections(sections, members, payload)
-    named = {
-        name: form.read(members[name], name) for name, form in _FIELDS[kind].items()
-    }
+    named = {name: form.read(members[name], name) for name, form in forms.items()}
     message: WireMessage = _TYPES[kind](**named, **parts)
     return message
 

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 from aggregator import combine
+from federation.compression import change
 from federation.compression.codec import (
     BF16,
     FP16,
@@ -156,6 +157,29 @@ def test_a_codec_is_found_by_its_name(codec: Codec):
     assert codec_of(codec.name) is codec
     assert codec.shares_support
     assert codec.is_linear == (codec is IDENTITY)
+
+
+@each_codec
+@given(data=st.data())
+def test_both_sides_of_a_change_hold_the_same_bits(codec: Codec, data: st.DataObject):
+    """As near to the model that was wanted as the codec allows."""
+    old_d = np.resize(data.draw(vectors(100.0)), CHUNK_VALUES + 5)
+    wanted_d = old_d + np.resize(data.draw(vectors(1.0)), old_d.size)
+    new_d = wanted_d.copy()
+    sent = change.settle(codec, old_d, new_d)
+    received_d = change.add(codec, old_d, sent.words, out_d=np.empty_like(old_d))
+    assert same(received_d, new_d)
+    assert change.digest(received_d) == sent.after
+    relative = {"identity": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[codec.name]
+    # Subtraction and addition round once each, the codec once.
+    most = 2.0**-22 * 101 + relative * 1.01 + 6e-8
+    assert np.abs(new_d.astype(np.float64) - wanted_d).max() <= most
+
+
+def test_a_change_beyond_the_codec_is_refused():
+    """Nothing of it is sent."""
+    with pytest.raises(BeyondCodec, match="does not fit into fp16"):
+        change.settle(FP16, np.zeros(2, np.float32), np.float32([1.0, 1e6]))
 
 
 RULES = {

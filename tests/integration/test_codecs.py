@@ -10,10 +10,18 @@ from support.small_jobs import small_job
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
 from deploy.wiring.simulation import simulate
-from federation.errors import QuorumNotMet
+from federation.errors import JobError, QuorumNotMet
 from federation.event_log import read_events
-from federation.events import Event, ModelEvaluated, RoundFinished, RunFinished
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RoundFinished,
+    RunFinished,
+    SiteAnswered,
+    SiteFailed,
+)
 from federation.job.spec import JobSpec
+from federation.rounds.traffic import Span
 from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
@@ -30,7 +38,11 @@ def wide_job(up: str = "identity", down: str = "identity", **tables: Any) -> Job
     """Four sites that train some 35,000 values."""
     training = {"local_steps": 4, "batch_size": 8, "optimizer": {"lr": 0.1}}
     communication = {"codec": {"name": up}, "down_codec": {"name": down}}
-    given = {"rounds": ROUNDS, "training": training, "communication": communication}
+    given: dict[str, Any] = {
+        "rounds": ROUNDS,
+        "training": training,
+        "communication": communication,
+    }
     return small_job(num_sites=4, model=WIDE, **(given | tables))
 
 
@@ -131,3 +143,54 @@ def test_a_model_beyond_fp16_ends_the_run_with_the_reason():
         simulate(job, listeners=[seen.append])
     rounds = [e for e in seen if isinstance(e, RoundFinished)]
     assert [e.status for e in rounds] == ["discarded"] * 3
+
+
+def changes_job(codec: str = "bf16", **tables: Any) -> JobSpec:
+    """A job whose sites are sent what changed."""
+    communication = {"down_codec": {"name": codec}, "down_content": "change"}
+    return wide_job(communication=communication, **tables)
+
+
+@pytest.mark.parametrize("codec", ["identity", "bf16"])
+def test_changes_bring_the_same_loss_as_whole_models(codec: str):
+    """In as many bytes as predicted: the first model whole, all else in the codec."""
+    job = changes_job(codec)
+    (_, whole), (_, changes) = run(wide_job()), run(job)
+    tolerance = 1e-5 if codec == "identity" else 0.005
+    assert loss(changes) == pytest.approx(loss(whole), abs=tolerance)
+    traffic = job_check.forecast(wiring.build_federation(job)).traffic
+    assert traffic is not None
+    found = [e.bytes_down for e in changes if isinstance(e, RoundFinished)]
+    predicted = [traffic.of_round(index)[0] for index in range(1, ROUNDS + 1)]
+    assert [Span(down, down) for down in found] == predicted
+    if codec == "bf16":
+        assert all(0.5 * found[0] < down < 0.51 * found[0] for down in found[1:])
+
+
+def test_virtual_time_agrees_about_changes():
+    """Bit for bit."""
+    machines = [{"site": f"site-{i}", "examples_per_second": 9.0} for i in range(4)]
+    job = changes_job(simulation={"machines": machines})
+    ours, theirs = run(job)[0].weights, run(job, "virtual")[0].weights
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.flower
+def test_flowers_simulation_refuses_changes():
+    """It keeps no site in memory, so every other round would be lost."""
+    with pytest.raises(JobError, match=r"communication\.down_content=model"):
+        run(changes_job(), "flower")
+
+
+def test_a_restarted_site_costs_a_round_and_gets_the_whole_model():
+    """The others go on with what changed."""
+    fault = {"site": "site-1", "kind": "restart", "rounds": [3]}
+    job = changes_job(simulation={"faults": [fault]}, schedule={"minimum_sites": 3})
+    _, seen = run(job)
+    failed = [e for e in seen if isinstance(e, SiteFailed)]
+    assert [(e.site, e.round_index, e.kind) for e in failed] == [
+        ("site-1", 3, "not_set_up")
+    ]
+    answers = [e for e in seen if isinstance(e, SiteAnswered)]
+    whole = [(e.site, e.round_index) for e in answers if e.bytes_down > 100_000]
+    assert whole == [(f"site-{i}", 1) for i in range(4)] + [("site-1", 4)]

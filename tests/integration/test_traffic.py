@@ -102,10 +102,13 @@ def test_secure_rounds_send_what_was_predicted(job: JobSpec, tmp_path: Path) -> 
         small_job(num_sites=5, rounds=12, schedule={"sites_per_round": 3}),
         job_of(communication={"codec": {"name": "bf16"}}),
         job_of(communication={"down_codec": {"name": "fp16"}}),
+        job_of(
+            communication={"down_codec": {"name": "bf16"}, "down_content": "change"}
+        ),
     ],
     ids=[
         *("plain", "no evaluation", "dynamic", "frozen", "private", "sampled"),
-        *("bf16 up", "fp16 down"),
+        *("bf16 up", "fp16 down", "changes down"),
     ],
 )
 def test_rounds_in_the_clear_send_what_was_predicted(

@@ -163,6 +163,7 @@ def site(name: SiteId, job: JobSpec, *, clock: Clock) -> Site:
         make_trainer=lambda: QuadraticTrainer(name, job),
         state=SiteState(name, LAYOUT, MemoryStore()),
         clock=clock,
+        links=job.communication.links,
     )
 
 

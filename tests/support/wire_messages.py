@@ -69,6 +69,7 @@ about = {"run_id": names, "round_index": counts, "site": names}
 model = {"based_on": counts, "fragment": counts}
 tasks = st.builds(
     RoundTask,
+    changed_to=st.just("") | digests,
     **about,
     **model,
     kind=st.sampled_from(TaskKind),

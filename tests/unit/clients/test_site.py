@@ -9,6 +9,7 @@ from clients.training.site import Site
 from clients.training.site_state import SiteState
 from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
+from federation.compression import change
 from federation.compression.codec import BF16, FP16, Codec, Links, decoded
 from federation.errors import SiteError
 from federation.ids import RunId, SiteId
@@ -164,6 +165,52 @@ def test_model_in_words_of_another_codec_is_refused(store: MemoryStore, codec: C
     answer = site_of(trainer, store, Links(down=codec)).handle(task())
     assert isinstance(answer, SiteFailure)
     assert "was sent a model of type float32" in answer.message
+
+
+def change_task(words: list[float], result: list[float], **changes: Any):
+    """A task with what changed, and the model that should come of it."""
+    after = change.digest(np.float32(result))
+    return task(weights_d=np.float32(words), changed_to=after, **changes)
+
+
+def test_a_site_adds_what_changed_to_the_model_that_it_has(store: MemoryStore):
+    """Also when the same task comes twice, and when it only evaluates."""
+    site = site_of(AddOne(), store, Links(changes=True))
+    first = task()
+    site.handle(first)
+    first.weights_d.flags.writeable = True
+    first.weights_d[:] = 7  # Its memory is the sender's again.
+    one = change_task([0.5, -0.5], [1.5, 0.5], kind=TaskKind.EVALUATE)
+    for _ in range(2):
+        answer = site.handle(one)
+        assert isinstance(answer, SiteEvaluation)
+        assert answer.evaluation == sums(2.0)
+    answer = site.handle(change_task([1.0, 1.0], [2.5, 1.5], evaluate=True))
+    assert isinstance(answer, SiteUpdate)
+    assert answer.evaluation == sums(4.0)
+
+
+def test_a_change_of_a_model_that_is_not_there_is_refused(store: MemoryStore):
+    """After a restart, or if it is not what came out at the aggregator."""
+    trainer = AddOne()
+    site = site_of(trainer, store, Links(changes=True))
+    fitting = change_task([0.5, -0.5], [1.5, 0.5])
+    for first, text in (
+        (fitting, "it was restarted"),
+        (task(), ""),
+        (change_task([0.5, -0.5], [1.5, 0.75]), "has another model"),
+        (fitting, "it was restarted"),
+        (task(), ""),
+        (fitting, ""),
+        (change_task([1.0], [2.5, 1.5]), "1 words of what changed in a model of 2"),
+    ):
+        answer = site.handle(first)
+        assert isinstance(answer, SiteFailure) == bool(text)
+        if isinstance(answer, SiteFailure):
+            assert text in answer.message
+            kind = "invalid" if "words" in text else "not_set_up"
+            assert answer.kind.value == kind
+    assert len(trainer.calls) == 3
 
 
 def test_update_beyond_the_codec_does_not_leave(store: MemoryStore):

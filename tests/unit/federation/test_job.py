@@ -271,6 +271,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             "bits there"
         ),
     ),
+    "secret sum of models that are not sent whole": (
+        {"communication": {"down_content": "change"}} | secret(),
+        "communication.down_content",
+        "sites sign the digest of the whole model that they are sent: use model",
+    ),
     "secret sum over a sample": (
         {"schedule": {"sites_per_round": 2}} | secret(),
         "schedule.sites_per_round",

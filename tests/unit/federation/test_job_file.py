@@ -127,7 +127,7 @@ def test_largest_file(tmp_path: Path):
         (
             {"communication": {"zzz": 1}},
             "communication.zzz",
-            "unknown key; known here: codec, down_codec",
+            "unknown key; known here: codec, down_codec, down_content",
         ),
         (
             {"sites": [{"name": "a", "regoin": "x"}]},

@@ -1,0 +1,71 @@
+"""The global model as a site receives it: whole, or as what changed.
+
+Shape suffixes: d float values of the model.
+"""
+
+import numpy as np
+
+from federation.compression import change
+from federation.compression.codec import Codec, Links, decoded
+from federation.errors import ProtocolError
+from federation.messages import RoundTask
+from federation.vectors import Vector
+from privacy.secagg.errors import NotSetUp
+
+
+class HeldModel:
+    """Decodes a task's model; keeps it where the next task says what changed in it.
+
+    It is in memory alone: a restarted site is sent the whole model again.
+    """
+
+    def __init__(self, links: Links) -> None:
+        """Hold nothing yet."""
+        self._links = links
+        self._held_d: Vector | None = None
+        self._digest = ""  # Of what is held, if it was made of changes.
+
+    def receive(self, task: RoundTask) -> Vector:
+        """Return the float values of the task's model.
+
+        Raises:
+            ProtocolError: They come in words of another codec.
+            NotSetUp: The model that changed is not here.
+        """
+        links = self._links
+        if task.changed_to:
+            weights_d = self._changed(task)
+        else:
+            _check_type(task, links.whole)
+            weights_d = decoded(links.whole, task.weights_d, seed=task.round_index)
+            if links.changes:  # A task's memory is its sender's after the round.
+                weights_d = weights_d.copy()
+        if links.changes:
+            self._held_d, self._digest = weights_d, task.changed_to
+        return weights_d
+
+    def _changed(self, task: RoundTask) -> Vector:
+        held_d, codec, words = self._held_d, self._links.down, task.weights_d
+        if held_d is None:
+            raise NotSetUp("does not have the model that changed: it was restarted")
+        if self._digest == task.changed_to:  # The same task once more.
+            return held_d
+        _check_type(task, codec)
+        if words.shape != (codec.num_words(held_d.size),):
+            raise ProtocolError(
+                f"was sent {words.size} words of what changed in a model of "
+                f"{held_d.size} values"
+            )
+        weights_d = change.add(codec, held_d, words, out_d=np.empty_like(held_d))
+        if change.digest(weights_d) != task.changed_to:
+            self._held_d, self._digest = None, ""
+            raise NotSetUp("has another model than the one that changed")
+        return weights_d
+
+
+def _check_type(task: RoundTask, codec: Codec) -> None:
+    if task.weights_d.dtype != codec.dtype:
+        raise ProtocolError(
+            f"was sent a model of type {task.weights_d.dtype}, and {codec.name} has "
+            f"{codec.dtype}: give the site the run's own job"
+        )
