@@ -22,7 +22,7 @@ and i columns of a matrix.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -135,8 +135,9 @@ def gram_norms_square(uses: Sequence[MatrixUse]) -> torch.Tensor:
     bound = torch.stack([length for length, _ in found]).sum(0).square()
     if len(uses) == 1 and uses[0].columns_bti.shape[1] == 1:
         return bound  # One term, and nothing that could cancel.
-    products = [_inner(use, use) for use in uses]
-    products += [2 * _inner(a, b) for a, b in combinations(uses, 2)]
+    parts = [part for use in uses for part in _halves(use)]
+    products = [_inner(part, part) for part in parts]
+    products += [2 * _inner(a, b) for a, b in combinations(parts, 2)]
     total = torch.stack(products).sum(0)
     sizes = torch.stack([size for _, size in found]).sum(0)
     widest = max(_width(use) for use in uses)
@@ -202,6 +203,15 @@ def _norms(values: torch.Tensor) -> torch.Tensor:
     width = values.shape[-1]
     norms: torch.Tensor = torch.linalg.vector_norm(values, dim=-1).double()
     return norms * (1 + (width + 8) * _UNIT) + _TINY_ROOT * math.sqrt(width)
+
+
+def _halves(use: MatrixUse) -> Sequence[MatrixUse]:
+    """Split a use with many places in two: products between them are taken once."""
+    num_places = use.columns_bti.shape[1]
+    if use.is_embedding or num_places < 2 * _MANY_PLACES:
+        return (use,)
+    pieces = zip(use.rows.chunk(2, 1), use.columns_bti.chunk(2, 1), strict=True)
+    return [replace(use, rows=rows, columns_bti=columns) for rows, columns in pieces]
 
 
 def _inner(a: MatrixUse, b: MatrixUse) -> torch.Tensor:

@@ -293,7 +293,7 @@ def uses_of(columns: torch.Tensor, rows: torch.Tensor):
 
 
 @pytest.mark.parametrize("width", [1, 7, 600, 5000])
-@pytest.mark.parametrize("places", [1, 2, 9])
+@pytest.mark.parametrize("places", [1, 2, 9, 131])
 @pytest.mark.parametrize("scale", [1e-30, 3e-21, 1e-15, 1.0, 1e15])
 def test_ghost_norms_are_not_less_than_they_are(scale: float, places: int, width: int):
     """Also where terms cancel, squares underflow, and inner products are long."""
@@ -312,7 +312,7 @@ def test_ghost_norms_are_not_less_than_they_are(scale: float, places: int, width
         # One that is not finite makes a record add nothing.
         assert not (found < exact * (1 - 1e-12)).any()
         if not cancels and scale == 1.0:  # And not much more either.
-            assert (found <= exact * 1.02).all()
+            assert (found <= exact * (1.02 if places < 100 else 1.1)).all()
 
 
 def test_places_of_ghost_add_up_within_their_margin():
