@@ -8,6 +8,7 @@ from pathlib import Path
 
 from federation.clock import SystemClock
 from federation.errors import FederationError, StoreUnavailable
+from federation.os_errors import os_errors
 from federation.protocols import Clock
 
 # Whoever looks whether a lock is held (``is_held``) holds it himself for a moment.
@@ -46,15 +47,11 @@ def hold(path: Path, complaint: str) -> Iterator[None]:
         StoreUnavailable: The file cannot be made or locked.
     """
     with ExitStack() as stack:
-        try:
+        advice = "name a folder that this user can write to"
+        with os_errors(StoreUnavailable, f"lock {path}", advice):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.open("ab"))
             is_ours = acquire(lock.fileno())
-        except OSError as error:
-            raise StoreUnavailable(
-                f"cannot lock {path}: {error.strerror}; name a folder that this user "
-                "can write to"
-            ) from error
         if not is_ours:
             raise FederationError(complaint)
         yield

@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 from federation.drafts import private_draft
+from federation.os_errors import os_errors
 from privacy.secagg.errors import KeyFileRefused
 
 MAX_KEY_FILE_BYTES = 1 << 14
@@ -45,15 +46,12 @@ def read_private(path: Path) -> bytes:
     """
     # O_NONBLOCK: a pipe in the key's place must not hang the agent.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
+    with os_errors(KeyFileRefused, f"open {path}"):
         handle = os.open(path, flags)
-    except OSError as error:
-        raise KeyFileRefused(f"cannot open {path}: {error.strerror}") from error
     try:
-        _check_private(path, os.fstat(handle))
-        data = os.read(handle, MAX_KEY_FILE_BYTES + 1)
-    except OSError as error:
-        raise KeyFileRefused(f"cannot read {path}: {error.strerror}") from error
+        with os_errors(KeyFileRefused, f"read {path}"):
+            _check_private(path, os.fstat(handle))
+            data = os.read(handle, MAX_KEY_FILE_BYTES + 1)
     finally:
         os.close(handle)
     if len(data) > MAX_KEY_FILE_BYTES:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from federation.durable_files import flush
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import check_name
+from federation.os_errors import os_errors
 from privacy.secret_files import replace_private
 
 VERSION = 1
@@ -101,17 +102,13 @@ class FileMemory:
     def update(self, name: str, change: Change) -> Document:
         """See ``SiteMemory.update``."""
         path = self._path(name)
-        try:
+        advice = "free some space, or make it writable for this user"
+        with os_errors(StoreUnavailable, f"write {path}", advice):
             self._make_folder()
             with path.with_suffix(".lock").open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 after = change(self.read(name))
                 replace_private(path, _sealed(after, name))
-        except OSError as error:
-            raise StoreUnavailable(
-                f"cannot write {path}: {error.strerror or error}; free some space, or "
-                "make it writable for this user"
-            ) from error
         return after
 
     def _make_folder(self) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ def write_dataset(
         )
     before = _version_there(store)
     writer = _Writer(
-        store,
+        store=store,
         encoding=encoding,
         shard_bytes=shard_bytes,
         workers=workers,
@@ -170,33 +170,27 @@ def _delete_others(store: ObjectStore, index: DatasetIndex) -> None:
             store.delete(key)
 
 
+@dataclass(slots=True, kw_only=True)
 class _Writer:
     """Writes the shards of a dataset and counts."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        *,
-        encoding: str,
-        shard_bytes: int,
-        workers: int,
-        of_examples: int,
-        report: Callable[[Progress], None],
-    ) -> None:
-        self._store = store
-        self._codec = _CODECS[encoding]
-        self._suffix = encoding
-        self._shard_bytes = shard_bytes
-        self._workers = workers
-        self._of_examples = of_examples
-        self._report = report
-        self._examples = self._sent = self._kept = 0
-        self._counting = threading.Lock()
+    store: ObjectStore
+    encoding: str
+    shard_bytes: int
+    workers: int
+    of_examples: int
+    report: Callable[[Progress], None]
+    examples: int = 0
+    sent: int = 0
+    kept: int = 0
+    counting: threading.Lock = field(default_factory=threading.Lock)
 
     def split(self, name: str, dataset: Dataset) -> Split:
         """Write one part of the dataset."""
         probe = _rows(dataset, np.arange(min(_PROBE, len(dataset))))
-        per_shard = max(1, self._shard_bytes // self._codec.example_bytes(probe))
+        per_shard = max(
+            1, self.shard_bytes // _CODECS[self.encoding].example_bytes(probe)
+        )
         classes: list[Indices] = []
         shards = tuple(self._shards(name, dataset, probe, per_shard, classes))
         targets = "class" if probe.classes is not None else "array"
@@ -223,7 +217,7 @@ class _Writer:
     ) -> Iterator[Shard]:
         """Yield the shards in order, a few ahead in threads; append their classes."""
         waiting: deque[Future[Shard]] = deque()
-        with ThreadPoolExecutor(self._workers, "shards") as pool:
+        with ThreadPoolExecutor(self.workers, "shards") as pool:
             try:
                 for number, first in enumerate(range(0, len(dataset), per_shard)):
                     chosen = np.arange(first, min(first + per_shard, len(dataset)))
@@ -233,7 +227,7 @@ class _Writer:
                     if rows.classes is not None:
                         classes.append(rows.classes)
                     waiting.append(pool.submit(self._shard, name, number, first, rows))
-                    if len(waiting) >= self._workers:
+                    if len(waiting) >= self.workers:
                         yield self._done(waiting.popleft())
                 while waiting:
                     yield self._done(waiting.popleft())
@@ -249,9 +243,9 @@ class _Writer:
             classes=classes,
             groups=rows.groups,
         )
-        content = self._codec.encode(rows, first=first)
+        content = _CODECS[self.encoding].encode(rows, first=first)
         digest = digest_of(content)
-        key = f"{name}/{number:06d}-{digest[:16]}.{self._suffix}"
+        key = f"{name}/{number:06d}-{digest[:16]}.{self.encoding}"
         self._send(key, content)
         counts = Counter(() if classes is None else classes.tolist())
         return Shard(
@@ -288,26 +282,26 @@ class _Writer:
     def _send(self, key: str, content: bytes) -> None:
         """Write an object unless it is there with this content."""
         try:
-            there = self._store.stat(key)
+            there = self.store.stat(key)
             if there.size == len(content) and there.crc32c == crc32c(content):
-                with self._counting:
-                    self._kept += 1
+                with self.counting:
+                    self.kept += 1
                 return
         except ObjectNotFound:
             pass
-        self._store.put(key, [content])
-        with self._counting:
-            self._sent += len(content)
+        self.store.put(key, [content])
+        with self.counting:
+            self.sent += len(content)
 
     def _done(self, future: Future[Shard]) -> Shard:
         shard = future.result()
-        self._examples += shard.examples
-        self._report(
+        self.examples += shard.examples
+        self.report(
             Progress(
-                examples=self._examples,
-                of_examples=self._of_examples,
-                sent_bytes=self._sent,
-                kept_objects=self._kept,
+                examples=self.examples,
+                of_examples=self.of_examples,
+                sent_bytes=self.sent,
+                kept_objects=self.kept,
             )
         )
         return shard

@@ -31,6 +31,7 @@ from cloud_adapters.keys.context import (
 )
 from federation.drafts import private_draft
 from federation.errors import CorruptObject, KeyRefused
+from federation.os_errors import os_errors
 from federation.protocols import DataKey
 
 KIND = "file"
@@ -161,12 +162,8 @@ def add_key(path: Path) -> str:
         key_id=secrets.token_hex(_ID_BYTES), secret=secrets.token_bytes(DATA_KEY_BYTES)
     )
     content = "\n".join([_WARNING, *map(_entry, (*known, new))]).encode()
-    try:
+    with os_errors(KeyRefused, f"write the key file {path}"):
         _write_private(path, content, is_new=not known)
-    except OSError as error:
-        raise KeyRefused(
-            f"cannot write the key file {path}: {error.strerror}"
-        ) from error
     return new.key_id
 
 

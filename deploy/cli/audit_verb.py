@@ -14,6 +14,7 @@ from deploy.cli.arguments import load_job
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE, FAILED, INCONCLUSIVE
 from federation.errors import RunConflict, StoreUnavailable
+from federation.os_errors import os_errors
 
 if TYPE_CHECKING:
     from federation.events import Event
@@ -88,10 +89,8 @@ def _folder(job: "JobSpec", out: Path | None) -> Path:
 
     name = new_run_id(SystemClock().now(), os.urandom(3))
     folder = ROOT / job.name / name if out is None else out
-    try:
+    with os_errors(StoreUnavailable, f"read {folder}"):
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError as error:
-        raise StoreUnavailable(f"cannot read {folder}: {error.strerror}") from error
     if taken:
         raise RunConflict(
             f"{folder} is not empty: an audit takes a folder of its own; choose "
@@ -110,13 +109,9 @@ def leave(findings: "AuditFindings", folder: Path) -> None:
     from monitoring.pages.audit_page import write_audit  # noqa: PLC0415 -- slow to import
 
     text = json.dumps(document(findings), indent=2, allow_nan=False) + "\n"
-    try:
+    with os_errors(StoreUnavailable, f"write the audit into {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "audit.json").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreUnavailable(
-            f"cannot write the audit into {folder}: {error.strerror}"
-        ) from error
     write_audit(findings, folder / "audit.html")
 
 

@@ -20,6 +20,7 @@ from deploy.site_host.config import SiteConfig
 from deploy.site_host.enrolment_connection import Aggregator, Way
 from deploy.site_host.enrolment_roster import check_own_entry, parse_roster
 from federation.ids import SiteId
+from federation.os_errors import os_errors
 from federation.protocols import Clock
 from privacy.membership import certificates, messages as enrolment
 from privacy.membership.certificates import (
@@ -253,10 +254,8 @@ def _check_folder(folder: Path, *, clock: Clock) -> None:
             f"{folder} is an enrolled site's: crossfed enroll --renew gets it a new "
             "certificate; name another --folder for another site"
         )
-    try:
+    with os_errors(EnrolmentRefused, f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise EnrolmentRefused(f"cannot make {folder}: {error.strerror}") from error
 
 
 def _keys(folder: Path) -> Identity:
@@ -271,10 +270,8 @@ def _keys(folder: Path) -> Identity:
 def _node_key(path: Path) -> PrivateKey:
     if not path.exists():
         made = ec.generate_private_key(ec.SECP384R1())
-        try:
+        with os_errors(KeyFileRefused, f"write {path}"):
             write_new(path, key_pem(made))
-        except OSError as error:
-            raise KeyFileRefused(f"cannot write {path}: {error.strerror}") from error
     found = load_key(path)
     if not isinstance(found.curve, ec.SECP384R1):
         raise KeyFileRefused(
@@ -315,13 +312,9 @@ def _read(path: Path) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    try:
+    advice = "make room or the folder writable, and give the same command again"
+    with os_errors(KeyFileRefused, f"write {path}", advice):
         replace_private(path, data)
-    except OSError as error:
-        raise KeyFileRefused(
-            f"cannot write {path}: {error.strerror}; make room or the folder writable, "
-            "and give the same command again"
-        ) from error
 
 
 def config_of(folder: Path) -> SiteConfig:

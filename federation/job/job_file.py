@@ -21,6 +21,7 @@ from federation.errors import JobError
 from federation.job.job_checks import check
 from federation.job.job_keys import documented
 from federation.job.spec import PLANNED_KEYS, JobSpec
+from federation.os_errors import os_errors
 
 MAX_JOB_FILE_BYTES = 1 << 20
 
@@ -59,11 +60,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         JobError: It cannot be read, is too large or is not TOML.
     """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_JOB_FILE_BYTES + 1)
-    except OSError as error:
-        raise JobError(f"cannot read {path}: {error.strerror}") from error
+    with os_errors(JobError, f"read {path}"), path.open("rb") as file:
+        raw = file.read(MAX_JOB_FILE_BYTES + 1)
     if len(raw) > MAX_JOB_FILE_BYTES:
         raise JobError(f"{path} is larger than {MAX_JOB_FILE_BYTES} bytes")
     try:

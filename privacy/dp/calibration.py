@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from privacy.dp import accountant
 from privacy.dp.errors import PrivacyUnreachable
@@ -86,22 +87,15 @@ def _check_beside(
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _SpentEpsilon:
     """Epsilon as a function of the noise multiplier."""
 
-    def __init__(
-        self,
-        delta: float,
-        sampling_rate: float,
-        steps: int,
-        slack: float,
-        beside: Sequence[PrivacyEvent],
-    ) -> None:
-        self.delta = delta
-        self.sampling_rate = sampling_rate
-        self.steps = steps
-        self.slack = slack
-        self.beside = beside
+    delta: float
+    sampling_rate: float
+    steps: int
+    slack: float
+    beside: Sequence[PrivacyEvent]
 
     def __call__(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from federation.ids import check_name
+from federation.os_errors import os_errors
 from privacy.keystream import RandomBytes
 from privacy.secagg.agreement import identity
 from privacy.secagg.agreement.identity import Identity
@@ -100,14 +101,10 @@ def _passphrase(path: Path | None) -> bytes | None:
     """The first line of a file."""
     if path is None:
         return None
-    try:
-        with path.open("rb") as file:
-            line = file.readline(MAX_PASSPHRASE_BYTES + 2).rstrip(b"\r\n")
-    except OSError as error:
-        raise KeyFileRefused(
-            f"cannot read the passphrase file {path}: {error.strerror}; write the "
-            "passphrase into its first line"
-        ) from error
+    doing = f"read the passphrase file {path}"
+    advice = "write the passphrase into its first line"
+    with os_errors(KeyFileRefused, doing, advice), path.open("rb") as file:
+        line = file.readline(MAX_PASSPHRASE_BYTES + 2).rstrip(b"\r\n")
     if not 1 <= len(line) <= MAX_PASSPHRASE_BYTES:
         raise KeyFileRefused(
             f"the first line of {path} is no passphrase: write 1 to "

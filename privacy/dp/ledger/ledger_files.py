@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from federation.durable_files import flush
 from federation.errors import FederationError, StoreUnavailable
+from federation.os_errors import os_errors
 from privacy.dp.errors import LedgerBusy, LedgerDamaged, LedgerShortened
 from privacy.dp.ledger import ledger_format
 from privacy.dp.ledger.ledger_format import Contents
@@ -226,15 +227,11 @@ def read_file(path: Path, key: HeadKey | None = None) -> Contents:
         LedgerDamaged: See ``verify``.
         StoreUnavailable: It cannot be read.
     """
-    try:
+    advice = f"name a run, or a {LEDGER_NAME}"
+    with os_errors(StoreUnavailable, f"read the ledger {path}", advice):
         # The head first: a writer may go on between the two, and only forwards.
         head = read_head(path.parent)
         return verify(read_all(path), head, str(path), key)
-    except OSError as error:
-        raise StoreUnavailable(
-            f"cannot read the ledger {path}: {error.strerror}; name a run, or a "
-            f"{LEDGER_NAME}"
-        ) from error
 
 
 def _shortened(name: str, what: str, seq: int) -> LedgerShortened:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from federation.ids import SiteId, check_name
+from federation.os_errors import os_errors
 from privacy.secagg.agreement.canonical import MAX_U64, fields, u64
 from privacy.secagg.agreement.identity import KEY_BYTES, PublicIdentity
 from privacy.secagg.errors import RosterRefused, StaleRoster, UnknownSite
@@ -151,11 +152,8 @@ def load(path: Path) -> Roster:
         RosterRefused: It is missing, is no TOML, has an unknown or missing key or
             contradicts itself.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_ROSTER_BYTES + 1)
-    except OSError as error:
-        raise RosterRefused(f"cannot read {path}: {error.strerror}") from error
+    with os_errors(RosterRefused, f"read {path}"), path.open("rb") as file:
+        data = file.read(MAX_ROSTER_BYTES + 1)
     if len(data) > MAX_ROSTER_BYTES:
         raise RosterRefused(f"{path} is larger than {MAX_ROSTER_BYTES} bytes")
     try:
@@ -227,11 +225,9 @@ def save(roster: Roster, path: Path) -> None:
         RosterRefused: The file cannot be written.
     """
     draft = path.with_name(path.name + ".new")
-    try:
+    with os_errors(RosterRefused, f"write {path}"):
         draft.write_text(dumps(roster), encoding="utf-8")
         draft.replace(path)
-    except OSError as error:
-        raise RosterRefused(f"cannot write {path}: {error.strerror}") from error
 
 
 def _quote(text: str) -> str:

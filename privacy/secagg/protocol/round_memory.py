@@ -14,6 +14,7 @@ from typing import Protocol
 
 from federation.errors import CorruptObject, StoreUnavailable
 from federation.ids import RunId, check_name
+from federation.os_errors import os_errors
 from privacy.secagg.errors import ReplayedRound
 from privacy.secret_files import replace_private
 
@@ -70,26 +71,23 @@ class FileRounds:
             StoreUnavailable: It cannot be read.
         """
         path = self._folder / f"{check_name(run_id)}.round"
-        try:
+        with os_errors(StoreUnavailable, f"read {path}"):
             return _read(path)
-        except OSError as error:
-            raise StoreUnavailable(f"cannot read {path}: {error.strerror}") from error
 
     def advance(self, run_id: RunId, round_index: int) -> None:
         """See ``RoundMemory.advance``."""
         path = self._folder / f"{check_name(run_id)}.round"
-        try:
+        with os_errors(
+            StoreUnavailable,
+            f"record round {round_index} in {path}",
+            "the round is not answered: free some space, or make it writable for this "
+            "user",
+        ):
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / f"{run_id}.lock").open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 _check_above(run_id, round_index, _read(path))
                 replace_private(path, f"{round_index}\n".encode())
-        except OSError as error:
-            raise StoreUnavailable(
-                f"cannot record round {round_index} in {path}: {error.strerror}; "
-                "the round is not answered: free some space, or make it writable for "
-                "this user"
-            ) from error
 
 
 def _check_above(run_id: RunId, round_index: int, last: int) -> None:
