@@ -7,6 +7,9 @@ All contenders of a row run in turn, several times, in this process; ratios are
 medians of the ratios within a turn. The plain loops know the weights' sum before
 they start; ours learns it as updates land. Flower's time is its aggregation only:
 messages are built before. Ours reads the very bytes that Flower's arrays hold.
+
+The last line of a row is the most that a check in a pass of its own can leave of the
+best plain loop, if it only reads, at the fastest that was found (CPU time).
 """
 
 import argparse
@@ -171,6 +174,16 @@ def _check_only(inputs: Inputs) -> bool:
     return all(is_finite(delta_d) for delta_d in inputs.deltas)
 
 
+def _read_once(inputs: Inputs) -> None:
+    """Read every update, two places at once, on one thread and without a verdict."""
+    for delta_d in inputs.deltas:
+        for piece in chunks(delta_d.size, 1 << 20):
+            part_c = delta_d[piece]
+            num_rows = part_c.size // 8192  # Less than a row is left out.
+            first, second = part_c[: num_rows * 8192].reshape(2, -1, 4096)
+            np.vecdot(first, second)
+
+
 CONTENDERS: dict[str, Callable[[Inputs], object]] = {
     "flower_fedavg": _flower,
     "flower_inner": _flower_inner,
@@ -180,6 +193,7 @@ CONTENDERS: dict[str, Callable[[Inputs], object]] = {
     "ours": _ours,
     "ours_checked": _ours_checked,
     "check_only": _check_only,
+    "read_once": _read_once,
 }
 
 
@@ -197,7 +211,18 @@ def _measure(inputs: Inputs, threads: int, repetitions: int) -> list[dict[str, o
                 cpus[name].append(cpu)
     best_plain = [min(turn) for turn in zip(*(walls[n] for n in PLAIN), strict=True)]
     num_bytes = 4 * inputs.out_d.size * len(inputs.deltas)
+    plain_cpu = [min(turn) for turn in zip(*(cpus[n] for n in PLAIN), strict=True)]
+    reads = zip(plain_cpu, cpus["read_once"], strict=True)
     return [
+        {
+            "measure": "ceiling",
+            "sites": len(inputs.deltas),
+            "threads": threads,
+            "check_only_to_read_once": _ratio(cpus["check_only"], cpus["read_once"]),
+            "checked_cpu": _ratio(plain_cpu, cpus["ours_checked"]),
+            "ceiling": statistics.median(p / (p + r) for p, r in reads),
+        }
+    ] + [
         {
             "measure": "time",
             "contender": name,
@@ -281,6 +306,12 @@ def _table(rows: list[dict[str, object]]) -> None:
                 file=sys.stderr,
             )
     for r in rows:
+        if r["measure"] == "ceiling":
+            print(
+                f"{r['sites']:5} {r['threads']:7} checked: {r['checked_cpu']:.2f} of "
+                f"the best plain loop by CPU time, at most {r['ceiling']:.2f}",
+                file=sys.stderr,
+            )
         if r["measure"] == "memory":
             print(
                 f"{r['sites']:5} sites: {r['contender']} held at most "
