@@ -257,6 +257,13 @@ def test_attacks_that_make_no_sense_are_refused(attack: Attack, message: str):
         audit(small_job(), attack)
 
 
+def test_objective_of_a_users_own_is_not_audited():
+    """Canaries push along a cross-entropy, and the scores are one."""
+    job = small_job(training={"local_steps": 1, "task": "m:f"})
+    with pytest.raises(JobError, match="made for cross-entropy"):
+        audit(job, Attack())
+
+
 def test_records_of_different_shapes_cannot_carry_canaries():
     """A linear model would take them, flattened, but one code has one place."""
     sites = [

@@ -15,6 +15,7 @@ from federation.messages import MetricSums
 from privacy.dp import adaptive_clip
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.protocol import train
+from privacy.secagg.protocol.of_job import header_slots
 
 HONEST: Mapping[str, float] = {
     "weight": 1.5,
@@ -218,3 +219,31 @@ def test_clipping_bits_are_bounded_by_sites_and_noise():
         refused(lie, "clipping bits of 4 sites", adaptive)
     evaluated = replace(adaptive, training=False)
     refused({**quiet, "weight": 0, "within_clip": 0.5}, "clipping bits", evaluated)
+
+
+@pytest.mark.parametrize(
+    ("total", "is_lie"),
+    [(60.0, False), (60.01, True), (-30.0, False), (-30.01, True)],
+)
+def test_metric_of_a_job_stays_within_its_bounds(total: float, is_lie: bool):  # noqa: FBT001
+    """Of thirty predictions, each within [-1, 2]; the ring rounds a little."""
+    secure = {"enabled": True, "clip_norm": 1.0, "max_examples": 9}
+    job = small_job(
+        num_sites=4,
+        training={
+            "local_steps": 3,
+            "task": "m:f",
+            "metrics": {"loss": [0.0, 4.0], "error": [-1.0, 2.0]},
+        },
+        privacy={"secure_aggregation": secure},
+    )
+    slots = header_slots(job)
+    assert slots == train.slots_of(["error"])
+    contract = Parties(4).contract(header_slots=slots, threshold=4)
+    terms = asked(job=job, contract=contract, training=False)
+    totals = {**dict.fromkeys(slots, 0.0), "evaluation_count": 30}
+    totals["evaluation_error"] = total
+    if is_lie:
+        refused(totals, "30 predictions in evaluation have error of", terms)
+    else:
+        check_totals(totals, terms)
