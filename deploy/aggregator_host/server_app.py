@@ -32,7 +32,7 @@ from federation.errors import (
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
-from federation.protocols import Grid
+from federation.protocols import Clock, Grid
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 
@@ -59,11 +59,12 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
         StoreUnavailable: The disk is full: there is no outcome either, and the run
             goes on when there is room.
     """
+    clock = SystemClock()
     try:
         deployed = DeployedRun(
             run,
             read_own(lambda: Parties.of_run(config.folder, run)),
-            clock=SystemClock(),
+            clock=clock,
             stop_requested=(run.path / STOP).exists,
             goes_on=goes_on,
         )
@@ -71,7 +72,7 @@ def coordinate(api: FlowerApi, run: RunFolder, config: AggregatorConfig) -> None
             config.file.exchange, run.path / "scratch", watch=deployed.watch
         ) as frames:
             wait = SiteWait(stop=run.path / STOP)
-            connect = _connector(api, config, frames, deployed, wait)
+            connect = _connector(api, config, frames, deployed, wait, clock=clock)
             result = _run(deployed, run, connect, frames)
     except FederationError as error:
         if not goes_on(error):
@@ -161,6 +162,8 @@ def _connector(
     frames: Frames,
     deployed: DeployedRun,
     wait: SiteWait,
+    *,
+    clock: Clock,
 ) -> Connect:
     def connect(
         roll_call: SignedRollCall,
@@ -175,7 +178,7 @@ def _connector(
         grid = FlowerGrid(
             FlowerApps(flower_runtime.over(api), deployed.job, deployed.layout, known),
             sites,
-            clock=SystemClock(),
+            clock=clock,
             attendance=Attendance(
                 roll_call=roll_call,
                 known=known,

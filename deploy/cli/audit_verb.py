@@ -35,7 +35,7 @@ def _audit(options: argparse.Namespace) -> int:
         canaries=_given(options.canaries, audit_runs.DEFAULT_CANARIES),
         confidence=_given(options.confidence, audit_runs.DEFAULT_CONFIDENCE),
     )
-    folder = _folder(job, options.out)
+    folder = _folder(job, options)
     with unable_to_exit(), _progress() as listen:
         findings = audit.audit(job, attack, listeners=[listen])
     leave(findings, folder)
@@ -82,13 +82,12 @@ def _given(value: _Number | None, default: _Number) -> _Number:
     return default if value is None else value
 
 
-def _folder(job: "JobSpec", out: Path | None) -> Path:
+def _folder(job: "JobSpec", options: argparse.Namespace) -> Path:
     """Choose the audit's folder, which must be new or empty: nothing is mixed up."""
-    from federation.clock import SystemClock  # noqa: PLC0415
     from federation.ids import new_run_id  # noqa: PLC0415
 
-    name = new_run_id(SystemClock().now(), os.urandom(3))
-    folder = ROOT / job.name / name if out is None else out
+    name = new_run_id(options.clock.now(), os.urandom(3))
+    folder: Path = options.out or ROOT / job.name / name
     with os_errors(StoreUnavailable, f"read {folder}"):
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if taken:

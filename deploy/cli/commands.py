@@ -26,6 +26,7 @@ from deploy.cli.arguments import load_job
 from deploy.cli.terminal import complain, console, say, say_json, say_table, tell
 from deploy.cli.verb_table import Parser, parser_of
 from deploy.exit_codes import DONE, FAILED, STOPPED
+from federation.clock import SystemClock
 from privacy import own_folder
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     options = _parser().parse_args(arguments)
+    options.clock = SystemClock()  # The only one of this process.
     try:
         # A user's own models and data are found from where the command is run.
         sys.path.append(os.getcwd())  # noqa: PTH109 -- sys.path holds texts
@@ -66,7 +68,6 @@ def _check_job(options: argparse.Namespace) -> int:
     job = load_job(options)
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
     from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
-    from federation.clock import SystemClock  # noqa: PLC0415
     from federation.job import job_file  # noqa: PLC0415
     from monitoring.runs.find import runs_root  # noqa: PLC0415 -- imports torch
     from monitoring.terminal.data_table import data_table  # noqa: PLC0415
@@ -74,8 +75,8 @@ def _check_job(options: argparse.Namespace) -> int:
     runs_root(job)  # It refuses a storage.url that names no place.
     with unable_to_exit():
         federation = wiring.build_federation(job)
-        found = job_check.forecast(federation, options.speeds)
-    dealt = wiring.data_distributed(federation, at=SystemClock().now())
+        found = job_check.forecast(federation, options.clock, options.speeds)
+    dealt = wiring.data_distributed(federation, at=options.clock.now())
     size = federation.pool.layout.size
     if options.json:
         sites = _site_rows(dealt)

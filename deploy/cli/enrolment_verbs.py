@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from deploy.cli.terminal import say, say_json, tell
 from deploy.exit_codes import DONE
-from federation.clock import SystemClock
 from federation.errors import JobError
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def _enroll(options: argparse.Namespace) -> int:
         return _roster(options)
     if options.renew:
         config = enrolment_site.config_of(options.folder)
-        _print_enrolled(enrolment_site.renew(config, clock=SystemClock()), options)
+        _print_enrolled(enrolment_site.renew(config, clock=options.clock), options)
         return DONE
     # A token on the command line can be read by others on this machine while we run.
     text = sys.stdin.readline() if options.token == _STANDARD_INPUT else options.token
@@ -48,7 +47,7 @@ def _enroll(options: argparse.Namespace) -> int:
         token,
         options.folder,
         organisation=options.organisation or token.site,
-        clock=SystemClock(),
+        clock=options.clock,
     )
     _print_enrolled(found, options)
     return DONE
@@ -59,7 +58,7 @@ def _roster(options: argparse.Namespace) -> int:
     from privacy.secagg.agreement import roster  # noqa: PLC0415
 
     config = enrolment_site.config_of(options.folder)
-    newest = enrolment_site.newest_roster(config, clock=SystemClock())
+    newest = enrolment_site.newest_roster(config, clock=options.clock)
     changes = enrolment_roster.differences(roster.load(config.roster), newest)
     if options.accept is not None:
         enrolment_roster.accept_roster(config, newest, options.accept)
@@ -120,7 +119,7 @@ def _print_enrolled(found: "SiteEnrolled", options: argparse.Namespace) -> None:
 def _invite(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
 
-    clock = SystemClock()
+    clock = options.clock
     token = enrolment_operator.invite(
         aggregator_file.load(options.config),
         options.site,
@@ -150,7 +149,7 @@ def _revoke(options: argparse.Namespace) -> int:
         config,
         options.site,
         unregister=partial(_unregister, config),
-        clock=SystemClock(),
+        clock=options.clock,
     )
     if options.json:
         say_json(asdict(done))
@@ -175,7 +174,7 @@ def _sites(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import config as aggregator_file, enrolment_operator  # noqa: PLC0415
 
     config = aggregator_file.load(options.config)
-    found = enrolment_operator.overview(config, clock=SystemClock())
+    found = enrolment_operator.overview(config, clock=options.clock)
     if options.json:
         say_json(asdict(found))
         return DONE

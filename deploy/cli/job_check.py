@@ -8,11 +8,11 @@ from typing import Any
 from clients.privacy.site_plans import PrivateSites
 from clients.training.local_federation import Federation
 from deploy.wiring.rehearsal import dropout_notice, rehearse, traffic_of
-from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.ids import SiteId, new_run_id
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.protocols import Clock
 from federation.rounds import cost
 from federation.rounds.cost import Cost, Speeds
 from federation.rounds.traffic import Span, Traffic
@@ -70,18 +70,21 @@ class Forecast:
         return found
 
 
-def forecast(federation: Federation, speeds: Path | None = None) -> Forecast:
+def forecast(
+    federation: Federation, clock: Clock, speeds: Path | None = None
+) -> Forecast:
     """Plan privacy and secure aggregation as a run would, and size its messages.
 
     Args:
         federation: The job, its model and its data.
+        clock: Of the plan of privacy.
         speeds: A speeds file.
 
     Raises:
         JobError: The job's promises cannot be kept with these sites, data, rounds and
             batches; or the speeds file is not one for its sites.
     """
-    job, clock = federation.job, SystemClock()
+    job = federation.job
     # As long as the id of a run: it is part of every message.
     run_id, private = new_run_id(0.0, bytes(3)), None
     if job.privacy.differential_privacy.enabled:

@@ -45,7 +45,6 @@ def _export(options: argparse.Namespace) -> int:
 
 def _checkpoints(options: argparse.Namespace) -> int:
     from deploy.tools import checkpoints  # noqa: PLC0415 -- keeps `--help` fast
-    from federation.clock import SystemClock  # noqa: PLC0415
 
     try:
         findings = checkpoints.examine(
@@ -53,7 +52,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
             options.root,
             verify=options.verify,
             keep=options.prune,
-            clock=SystemClock(),
+            clock=options.clock,
             encryption=key(options),
             service=service(options),
         )

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from federation.events import Emit, Event
+    from federation.protocols import Clock
 
 
 @contextmanager
-def run_progress() -> Iterator["Emit"]:
+def run_progress(clock: "Clock") -> Iterator["Emit"]:
     """Progress that outlives its reader."""
-    with _progress() as progress:
+    with _progress(clock) as progress:
         yield _while_read(progress)
 
 
 @contextmanager
-def _progress() -> Iterator["Emit"]:
+def _progress(clock: "Clock") -> Iterator["Emit"]:
     """Choose how a run shows itself: a picture on a terminal, lines in a pipe."""
     from rich.console import Console  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -27,7 +28,7 @@ def _progress() -> Iterator["Emit"]:
 
     console = Console(stderr=True)
     if sys.stderr.isatty() and not console.is_dumb_terminal:
-        with LiveProgress(console) as live:
+        with LiveProgress(console, clock=clock) as live:
             yield live
     else:
         plain = PlainProgress(sys.stderr)

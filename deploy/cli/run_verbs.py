@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from deploy.cli.arguments import load_job
 from deploy.cli.run_progress import run_progress
 from deploy.cli.terminal import say, say_json, say_table, tell
 from deploy.exit_codes import DONE
-from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, RunNotFound
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> int:
     from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
 
     config = _config(options)
-    now = SystemClock().now()
+    now = options.clock.now()
     if options.resume:
         run = run_queue.find_ended(job, config.runs)
         resumed = run.run_id() is not None
@@ -61,10 +61,11 @@ def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
 
     try:
-        _await_start(run, SystemClock())
-        with run_progress() as show:
-            pauses = _Pauses(run, SystemClock(), lock=_config(options).lock)
-            for line in _lines(run, lambda: _is_over(run), idle=pauses.look):
+        _await_start(run, options.clock)
+        with run_progress(options.clock) as show:
+            pauses = _Pauses(run, options.clock, lock=_config(options).lock)
+            over = partial(_is_over, run)
+            for line in _lines(run, over, options.clock, idle=pauses.look):
                 event = from_line(line)
                 if event is not None:
                     show(event)
@@ -170,11 +171,11 @@ class _Pauses:
 def _lines(
     run: "RunFolder",
     is_over: Callable[[], bool],
+    clock: "Clock",
     *,
     idle: Callable[[], None] = lambda: None,
 ) -> Iterator[bytes]:
     """Yield the lines of a run's events as they are written, until it is over."""
-    clock = SystemClock()
     while not run.events.exists():
         if is_over():
             return
@@ -225,7 +226,7 @@ def _watch(options: argparse.Namespace) -> int:
 def _logs(options: argparse.Namespace) -> int:
     run = _find(options)
     with contextlib.suppress(KeyboardInterrupt):
-        for line in _lines(run, lambda: _is_over(run)):
+        for line in _lines(run, partial(_is_over, run), options.clock):
             print(line.decode(errors="replace"), flush=True)  # noqa: T201
     return DONE
 

@@ -7,7 +7,6 @@ import threading
 
 from deploy.cli.terminal import interrupts, say_json, tell
 from deploy.exit_codes import DONE
-from federation.clock import SystemClock
 
 _AGGREGATOR_TOML = """\
 # See docs/howto/two-machines.md. Keys that are left out have their defaults.
@@ -30,7 +29,7 @@ def _init(options: argparse.Namespace) -> int:
             listen=options.listen, hosts=tuple(hosts), proxy=not options.no_proxy
         )
     )
-    authority = initialise(folder, hosts, clock=SystemClock())
+    authority = initialise(folder, hosts, clock=options.clock)
     made = keys.new(
         "aggregator", random_bytes=os.urandom, out=folder / "aggregator.pem"
     )
@@ -62,7 +61,7 @@ def _aggregator_up(options: argparse.Namespace) -> int:
     service = AggregatorService(
         config=aggregator_file.load(options.config),
         config_path=options.config,
-        clock=SystemClock(),
+        clock=options.clock,
         listener=tell,
     )
     with interrupts(service.stopped.set):
@@ -80,6 +79,7 @@ def _site_up(options: argparse.Namespace) -> int:
         serve(
             options.config,
             stopped=stopped,
+            clock=options.clock,
             listener=tell,
             begun=lambda node: end.say_before(node.leave),
         )
@@ -92,7 +92,13 @@ def _site_relay(options: argparse.Namespace) -> int:
 
     stopped = threading.Event()
     with interrupts(stopped.set):
-        serve(options.config, port=options.port, stopped=stopped, listener=tell)
+        serve(
+            options.config,
+            port=options.port,
+            stopped=stopped,
+            clock=options.clock,
+            listener=tell,
+        )
     return DONE
 
 

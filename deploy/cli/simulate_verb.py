@@ -28,11 +28,15 @@ if TYPE_CHECKING:
 
 def _simulate(options: argparse.Namespace) -> int:
     job = load_job(options)
-    folder = _folder(job, options.out, resume=options.resume)
+    folder = _folder(job, options)
     from deploy.wiring.simulation import simulate  # noqa: PLC0415 -- imports torch
 
     try:
-        with _stop_on_signal() as stop, run_progress() as show, unable_to_exit():
+        with (
+            _stop_on_signal() as stop,
+            run_progress(options.clock) as show,
+            unable_to_exit(),
+        ):
             outcome = simulate(
                 job,
                 folder=folder,
@@ -41,6 +45,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 transcript=options.transcript,
                 listeners=[show],
                 stop_requested=stop,
+                clock=options.clock,
             )
     except KeyboardInterrupt:
         _say_how_to_resume(options, folder, "stopped at once")
@@ -67,21 +72,21 @@ def _simulate(options: argparse.Namespace) -> int:
     return STOPPED
 
 
-def _folder(job: "JobSpec", out: Path | None, *, resume: bool) -> Path | None:
+def _folder(job: "JobSpec", options: argparse.Namespace) -> Path | None:
     """Choose the folder of a run."""
     from deploy.wiring import run_store  # noqa: PLC0415 -- keeps `--help` fast
-    from federation.clock import SystemClock  # noqa: PLC0415
     from federation.ids import new_run_id  # noqa: PLC0415
     from monitoring.runs.find import runs_root  # noqa: PLC0415 -- keeps `--help` fast
 
     root = runs_root(job)
+    out: Path | None = options.out
     if out is not None:
         return out
     if root is None:
         return None
-    if resume:
+    if options.resume:
         return run_store.newest_folder(job, root)
-    return root / job.name / new_run_id(SystemClock().now(), os.urandom(3))
+    return root / job.name / new_run_id(options.clock.now(), os.urandom(3))
 
 
 @contextmanager

@@ -72,7 +72,6 @@ def _trust_key(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     from deploy.doctor import checks as doctor, identities  # noqa: PLC0415 -- imports torch
-    from federation.clock import SystemClock  # noqa: PLC0415
     from federation.job import job_file  # noqa: PLC0415
 
     is_own = not options.endpoint
@@ -88,7 +87,7 @@ def _doctor(options: argparse.Namespace) -> int:
             key=options.key,
             roster_file=options.roster,
             runs=Path("runs"),
-            clock=SystemClock(),
+            clock=options.clock,
         ),
         *identities.checks(needs),
     ]
@@ -100,11 +99,11 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.site is not None:
         from deploy.doctor import site as doctor_site  # noqa: PLC0415 -- imports TLS
 
-        checks += doctor_site.checks(options.site, SystemClock())
+        checks += doctor_site.checks(options.site, options.clock)
     if options.aggregator is not None:
         from deploy.doctor import aggregator as doctor_aggregator  # noqa: PLC0415 -- imports TLS
 
-        checks += doctor_aggregator.checks(options.aggregator, SystemClock())
+        checks += doctor_aggregator.checks(options.aggregator, options.clock)
     problems = sum(check.status == "problem" for check in checks)
     if options.json:
         say_json({"checks": [asdict(c) for c in checks], "problems": problems})
@@ -143,9 +142,13 @@ def _recover(options: argparse.Namespace) -> int:
     from deploy.tools import ledger_recovery  # noqa: PLC0415 -- imports torch
 
     if options.config is None:
-        found = ledger_recovery.in_simulation(options.run, options.root)
+        found = ledger_recovery.in_simulation(
+            options.run, options.root, clock=options.clock
+        )
     else:
-        found = ledger_recovery.at_site(options.config, options.run)
+        found = ledger_recovery.at_site(
+            options.config, options.run, clock=options.clock
+        )
     if options.json:
         say_json({"recovered": [ledger_recovery.facts(each) for each in found]})
         return DONE

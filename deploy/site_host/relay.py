@@ -28,7 +28,6 @@ from cloud_adapters.nginx.config import FLEET_CALLS, MAX_FLEET_BYTES
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.config import SiteConfig
 from federation.addresses import parse_address
-from federation.clock import SystemClock
 from federation.errors import FederationError, JobError, ProtocolError
 from federation.protocols import Clock
 from privacy.membership.certificates import Authority, key_pem, new_key
@@ -53,7 +52,12 @@ Listener = Callable[[str], None]
 
 
 def serve(
-    path: Path, *, port: int, stopped: threading.Event, listener: Listener
+    path: Path,
+    *,
+    port: int,
+    stopped: threading.Event,
+    clock: Clock,
+    listener: Listener,
 ) -> None:
     """Pass calls on until ``stopped`` is set.
 
@@ -61,6 +65,7 @@ def serve(
         path: ``site.toml``.
         port: Where to listen on the loopback; 0 for any that is free.
         stopped: Ends it.
+        clock: Of waits and of times in its log.
         listener: Called with a word about what happens.
 
     Raises:
@@ -69,7 +74,6 @@ def serve(
         FederationError: An agent works in the folder, or another process has the port.
     """
     config = site_file.load(path)
-    clock = SystemClock()
     with site_folder.only_one(config.folder):
         way = _Upstream.of(config)
         paths = _Paths(config.folder.resolve() / "relay")

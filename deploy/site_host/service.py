@@ -10,9 +10,9 @@ from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.agent import SiteAgent
 from deploy.wiring import exchange
-from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.ids import SiteId
+from federation.protocols import Clock
 from privacy import own_folder
 from privacy.secagg.agreement import identity, roster
 from privacy.secret_files import read_private
@@ -22,6 +22,7 @@ def serve(
     path: Path,
     *,
     stopped: threading.Event,
+    clock: Clock,
     listener: Callable[[str], None],
     begun: Callable[[FlowerNode], None] = lambda _node: None,
 ) -> None:
@@ -30,6 +31,7 @@ def serve(
     Args:
         path: ``site.toml``.
         stopped: Ends it.
+        clock: Of the agent.
         listener: Called with a word about what happens.
         begun: Called with the node before it connects.
 
@@ -53,7 +55,6 @@ def serve(
     authority = site_folder.authority(config)
     if config.certificate is not None:
         read_private(config.certificate)  # TLS would take a key that is open to others.
-    clock = SystemClock()
     agent = SiteAgent(
         config=config, identity=me, roster=members, clock=clock, listener=listener
     )

@@ -12,17 +12,17 @@ from deploy.site_host.agent import SiteAgent
 from deploy.wiring import parts as wiring, run_store
 from deploy.wiring.run import Run
 from deploy.wiring.store_meters import StoreMeters
-from federation.clock import SystemClock
 from federation.errors import RunNotFound
 from federation.ids import RunId
 from federation.job import job_file
 from federation.messages import NO_ANCHOR, join_anchors
+from federation.protocols import Clock
 from monitoring.runs.find import find_run
 from privacy.dp.ledger.ledger_recovery import RecoveryResult
 from privacy.secagg.agreement import identity, roster
 
 
-def at_site(config_path: Path, run_id: str) -> list[RecoveryResult]:
+def at_site(config_path: Path, run_id: str, *, clock: Clock) -> list[RecoveryResult]:
     """Recover a deployed site's ledger of a run; its agent must be stopped.
 
     Raises:
@@ -34,13 +34,13 @@ def at_site(config_path: Path, run_id: str) -> list[RecoveryResult]:
         config=config,
         identity=identity.load(config.identity),
         roster=roster.load(config.roster),
-        clock=SystemClock(),
+        clock=clock,
     )
     with site_folder.only_one(config.folder):
         return [agent.recover(RunId(Path(run_id).name))]
 
 
-def in_simulation(name: str, root: Path) -> list[RecoveryResult]:
+def in_simulation(name: str, root: Path, *, clock: Clock) -> list[RecoveryResult]:
     """Recover the ledgers of all sites of a run that was simulated here.
 
     Raises:
@@ -49,7 +49,7 @@ def in_simulation(name: str, root: Path) -> list[RecoveryResult]:
             be charged.
     """
     run = find_run(name, root)
-    job, run_id, clock = job_file.loads(run.read_job()), run.run_id(), SystemClock()
+    job, run_id = job_file.loads(run.read_job()), run.run_id()
     if run_id is None or not job.privacy.differential_privacy.enabled:
         raise RunNotFound(f"the run in {run.path} has no ledgers to recover")
     federation = wiring.build_federation(job)

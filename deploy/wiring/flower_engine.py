@@ -23,7 +23,7 @@ from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.messages import FailureKind, SiteMessage, Task
-from federation.protocols import Grid, RunState, SiteHandler
+from federation.protocols import Clock, Grid, RunState, SiteHandler
 from federation.resources import THREAD
 from federation.rounds.failures import failure
 from federation.vectors import Layout, Role
@@ -37,11 +37,13 @@ class FlowerSimulation:
         job: The job.
         layout: Layout of its model.
         folder: The run's folder, where sites keep what never leaves them.
+        clock: Of deadlines.
     """
 
     job: JobSpec
     layout: Layout
     folder: Path | None
+    clock: Clock
 
     @property
     def engine(self) -> str:
@@ -62,7 +64,7 @@ class FlowerSimulation:
             partial(site_handler, None if folder is None else str(folder.resolve())),
             sites=[SiteId(site.name) for site in job.sites],
             job_text=tomli_w.dumps(job_file.document(job)),
-            clock=SystemClock(),
+            clock=self.clock,
             workers=wiring.num_workers(job),
             cpus_per_site=job.training.threads,
         )

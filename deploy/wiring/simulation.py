@@ -54,6 +54,7 @@ def simulate(
     listeners: Sequence[Emit] = (),
     stop_requested: Callable[[], bool] = lambda: False,
     transcript: Path | None = None,
+    clock: Clock | None = None,
 ) -> RunResult:
     """Run a federation with every site on this machine.
 
@@ -72,6 +73,8 @@ def simulate(
         stop_requested: Asked after every round; a true answer ends the run after
             its checkpoint.
         transcript: A new folder for every message as the aggregator saw it.
+        clock: The process's; by default a system clock is made for this run. Virtual
+            time has its own.
 
     Returns:
         The result; it is also in ``folder`` as ``result.json``.
@@ -99,7 +102,7 @@ def simulate(
         return done
     with ExitStack() as stack:
         stack.enter_context(wiring.torch_threads(job))
-        clock = SystemClock() if engine != "virtual" else virtual_engine.clock(job, run)
+        clock = _clock(job, run, engine, clock)
         meters = StoreMeters(clock)
         federation = wiring.build_federation(job, meters)
         if engine == "inproc":
@@ -122,6 +125,14 @@ def simulate(
             if run.run_id() not in {None, simulation.run_id}:
                 raise RunConflict(f"{run.path} was begun by another process just now")
         return simulation.run()
+
+
+def _clock(
+    job: JobSpec, run: RunFolder | None, engine: str, given: Clock | None
+) -> Clock:
+    if engine == "virtual":
+        return virtual_engine.clock(job, run)
+    return SystemClock() if given is None else given
 
 
 def _run_folder(job: JobSpec, folder: Path | None, *, resume: bool) -> RunFolder | None:
@@ -291,6 +302,7 @@ class _Simulation:
                 job=self._job,
                 layout=self._federation.pool.layout,
                 folder=None if self._run is None else self._run.path,
+                clock=self._clock,
             )
         if isinstance(self._clock, VirtualClock):
             self._clocks = {

@@ -13,7 +13,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from federation.clock import SystemClock
 from federation.events import (
     CheckpointSkipped,
     Event,
@@ -73,14 +72,14 @@ class LiveProgress:
     happened. Failures, warnings and skipped checkpoints stay above the picture.
     """
 
-    def __init__(self, console: Console, *, clock: Clock | None = None) -> None:
+    def __init__(self, console: Console, *, clock: Clock) -> None:
         """Draw on ``console``; nothing appears before the first event.
 
         Args:
             console: A terminal; of standard error, since standard output is data.
-            clock: Tells the time since the run began; the system's by default.
+            clock: Tells the time since the run began.
         """
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._console = console
         self._fold = RunFold()
         self._rounds = 0

@@ -10,6 +10,7 @@ from support.small_jobs import small_job
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
 from deploy.wiring.simulation import simulate
+from federation.clock import VirtualClock
 from federation.errors import JobError, QuorumNotMet
 from federation.event_log import read_events
 from federation.events import (
@@ -78,7 +79,7 @@ def test_half_the_bytes_bring_the_same_loss(name: str):
     assert loss(half) != loss(whole)
     for few, many in zip(sent(half), sent(whole), strict=True):
         assert 0.5 * many < few < 0.51 * many
-    traffic = job_check.forecast(wiring.build_federation(job)).traffic
+    traffic = job_check.forecast(wiring.build_federation(job), VirtualClock()).traffic
     assert traffic is not None
     rounds = [traffic.of_round(index) for index in range(1, ROUNDS + 1)]
     for way, found in enumerate(sent(half)):
@@ -158,7 +159,7 @@ def test_changes_bring_the_same_loss_as_whole_models(codec: str):
     (_, whole), (_, changes) = run(wide_job()), run(job)
     tolerance = 1e-5 if codec == "identity" else 0.005
     assert loss(changes) == pytest.approx(loss(whole), abs=tolerance)
-    traffic = job_check.forecast(wiring.build_federation(job)).traffic
+    traffic = job_check.forecast(wiring.build_federation(job), VirtualClock()).traffic
     assert traffic is not None
     found = [e.bytes_down for e in changes if isinstance(e, RoundFinished)]
     predicted = [traffic.of_round(index)[0] for index in range(1, ROUNDS + 1)]

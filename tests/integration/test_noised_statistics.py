@@ -154,7 +154,7 @@ def test_lost_ledger_is_charged_for_statistics_too(tmp_path: Path):
     whole = charges(root / "run", site)
     for name in (LEDGER_NAME, HEAD_NAME):
         (root / "run" / "sites" / site / name).unlink()
-    ledger_recovery.in_simulation("run", root)
+    ledger_recovery.in_simulation("run", root, clock=SystemClock())
     again = charges(root / "run", site)
     assert {c.event for c in again} == {c.event for c in whole}
     assert again[-1].epsilon_after == pytest.approx(whole[-1].epsilon_after)

@@ -18,6 +18,7 @@ from support.proxy_server import RunningProxy, wait_for
 
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.nginx.config import MAX_FLEET_BYTES
+from federation.clock import SystemClock
 from federation.errors import FederationError, JobError
 from privacy.membership.certificates import key_pem, new_key
 
@@ -61,7 +62,13 @@ class Relay:
 
     def run(self) -> None:
         path = self.folder / "site.toml"
-        site_relay.serve(path, port=0, stopped=self.stopped, listener=self.said.append)
+        site_relay.serve(
+            path,
+            port=0,
+            stopped=self.stopped,
+            clock=SystemClock(),
+            listener=self.said.append,
+        )
 
     @property
     def is_up(self) -> bool:
@@ -269,5 +276,9 @@ def test_port_that_is_none(
     folder = site_folder(tmp_path / "lab", proxy, certificate)
     with pytest.raises(FederationError, match=f"cannot listen on 127.0.0.1:{port}"):
         site_relay.serve(
-            folder / "site.toml", port=port, stopped=threading.Event(), listener=print
+            folder / "site.toml",
+            port=port,
+            stopped=threading.Event(),
+            clock=SystemClock(),
+            listener=print,
         )

@@ -9,6 +9,7 @@ from support.small_jobs import small_job
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
 from deploy.wiring.simulation import simulate
+from federation.clock import VirtualClock
 from federation.event_log import read_events
 from federation.events import ModelEvaluated, RoundFinished, StepTaken
 from federation.job.spec import JobSpec
@@ -30,7 +31,7 @@ def job_of(secure: dict[str, Any] | None = None, **tables: Any) -> JobSpec:
 
 def traffic_of(job: JobSpec) -> Traffic:
     """What is predicted of a job."""
-    traffic = job_check.forecast(wiring.build_federation(job)).traffic
+    traffic = job_check.forecast(wiring.build_federation(job), VirtualClock()).traffic
     assert traffic is not None
     return traffic
 

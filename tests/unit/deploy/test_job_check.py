@@ -8,6 +8,7 @@ from support.small_jobs import small_job
 
 from deploy.cli import job_check
 from deploy.wiring import parts as wiring
+from federation.clock import VirtualClock
 from federation.errors import JobError
 
 SPEEDS = """
@@ -31,7 +32,7 @@ def test_time_and_cost_follow_from_stated_speeds(tmp_path: Path) -> None:
     """Two rounds of one site, added up by hand."""
     (tmp_path / "speeds.toml").write_text(SPEEDS)
     federation = wiring.build_federation(small_job(rounds=2))
-    found = job_check.forecast(federation, tmp_path / "speeds.toml")
+    found = job_check.forecast(federation, VirtualClock(), tmp_path / "speeds.toml")
     assert found.traffic is not None
     assert found.cost is not None
     down, up = (span.high for span in found.traffic.of_run())
@@ -55,7 +56,7 @@ def test_a_site_without_stated_speeds_is_named(tmp_path: Path) -> None:
     federation = wiring.build_federation(small_job(num_sites=2))
     told = r"speeds\.toml: sites: has no table for site 'site-1'"
     with pytest.raises(JobError, match=told):
-        job_check.forecast(federation, tmp_path / "speeds.toml")
+        job_check.forecast(federation, VirtualClock(), tmp_path / "speeds.toml")
 
 
 def checked(**secure: Any) -> str:
@@ -70,7 +71,9 @@ def checked(**secure: Any) -> str:
         data={"source": "support.small_jobs:blobs", "options": options},
         privacy={"secure_aggregation": {"enabled": bool(secure), **secure}},
     )
-    return " ".join(job_check.forecast(wiring.build_federation(job)).promises)
+    return " ".join(
+        job_check.forecast(wiring.build_federation(job), VirtualClock()).promises
+    )
 
 
 def test_check_says_what_bounds_a_bad_site() -> None:

@@ -17,7 +17,7 @@ def test_line_of_a_killed_writer_is_not_taken_for_the_next(tmp_path: Path):
     run = RunFolder(tmp_path)
     run.events.write_bytes(b"first\nto")
     over = False
-    lines = run_verbs._lines(run, lambda: over)
+    lines = run_verbs._lines(run, lambda: over, VirtualClock())
     assert next(lines) == b"first"
     run.events.write_bytes(b"first\nsecond\nthird\nto")
     assert next(lines) == b"second"

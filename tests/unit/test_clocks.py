@@ -1,0 +1,45 @@
+"""The system clock is made once in a process, and handed down."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = "aggregator clients cloud_adapters deploy federation monitoring privacy"
+
+# Where a process begins, or a caller of the library may bring none.
+DOORS = {
+    "deploy/cli/commands.py": 1,
+    "deploy/aggregator_host/server_app.py": 1,
+    "deploy/wiring/flower_engine.py": 1,
+    "deploy/wiring/simulation.py": 1,
+    "cloud_adapters/nginx/processes.py": 1,
+}
+# Not handed down yet: the clocks of throwaway runs, and that of waits for a lock.
+LEFT = {
+    "deploy/audit/audit.py": 2,
+    "deploy/audit/rounds.py": 2,
+    "deploy/audit/runs.py": 1,
+    "federation/folder_lock.py": 1,
+}
+
+
+def made(file: Path) -> int:
+    """How often a module makes a system clock."""
+    return sum(
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] == "SystemClock"
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+    )
+
+
+def test_the_system_clock_is_made_where_processes_begin():
+    """Elsewhere it is an argument, so that a test can bring another."""
+    found = Counter(
+        {
+            str(file.relative_to(ROOT)): made(file)
+            for room in ROOMS.split()
+            for file in (ROOT / room).rglob("*.py")
+        }
+    )
+    assert +found == Counter(DOORS | LEFT)
