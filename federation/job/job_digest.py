@@ -22,7 +22,12 @@ EXCLUDED_TABLES = ("storage", "simulation")
 EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
 # Keys that came after runs of earlier releases, with the value that does what those
 # did. With it they are left out, so that such a run goes on and its digest stays.
-ADDED = ((("training", "optimizer", "state"), "fresh"),)
+ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
+    (("training", "optimizer", "state"), "fresh"),
+    (("training", "metrics"), {}),
+    (("communication", "down_codec"), {"name": "identity"}),
+    (("communication", "down_content"), "model"),
+)
 
 
 def deciding(job: JobSpec) -> dict[str, Any]:
