@@ -92,10 +92,11 @@ def _training_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     uniform = asked.contract.weight_rule == "uniform"
     largest = None if uniform else asked.contract.max_examples
     most = most_trained_on(asked.job, largest)
-    if most is not None and train.counts_coarsely(asked.contract):
+    most = train.MAX_PREDICTIONS if most is None else most
+    if train.counts_coarsely(asked.contract):
         most = coarse(most)
     count = totals[f"{train.TRAINING}_count"]
-    if most is not None and count > asked.num_updates * most:
+    if count > asked.num_updates * most:
         yield (
             f"{asked.num_updates} sites report {count:g} predictions in training, "
             f"{most} at most each"

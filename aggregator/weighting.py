@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from federation.errors import InvalidUpdate
 from federation.ids import SiteId
-from federation.job.metrics import Metric, counts_records, metrics_of
+from federation.job.metrics import Metric, metrics_of, most_of_a_record
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
 from privacy.secagg.protocol.train import MAX_PREDICTIONS
@@ -83,12 +83,10 @@ def most_trained_on(job: JobSpec, examples: int | None) -> int | None:
         job: The job.
         examples: That the site holds at most; None if that is unknown.
     """
-    training = job.training
-    if not counts_records(training):
-        return None
+    training, each = job.training, most_of_a_record(job.training)
     if training.local_steps is not None:
-        return training.local_steps * training.accumulate * training.batch_size
-    return None if examples is None else training.num_epochs * examples
+        return training.local_steps * training.accumulate * training.batch_size * each
+    return None if examples is None else training.num_epochs * examples * each
 
 
 def sums_fault(
@@ -100,12 +98,12 @@ def sums_fault(
         job: The job.
         introduced: What sites have signed before the first round.
     """
-    metrics, by_record = metrics_of(job.training), counts_records(job.training)
+    metrics, each = metrics_of(job.training), most_of_a_record(job.training)
 
     def fault(answer: SiteUpdate | SiteEvaluation) -> str:
         said = introduced.get(answer.site)
-        held_out = said.held_out if said and said.held_out and by_record else None
-        evaluated = MAX_PREDICTIONS if held_out is None else held_out
+        held_out = said.held_out if said else 0
+        evaluated = held_out * each if held_out else MAX_PREDICTIONS
         most = most_trained_on(job, said.examples or None) if said else None
         trained = MAX_PREDICTIONS if most is None else most
         bounds = {"evaluation": evaluated, "evaluation_after": evaluated}

@@ -5,6 +5,7 @@ objective returns, for each record, its loss and its metrics by name.
 Shape suffixes: B batch, K classes, T tokens, V vocabulary.
 """
 
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ def objective_of(training: TrainingSpec) -> Objective:
     Raises:
         JobError: There is no such function.
     """
+    if training.task == "causal_lm":
+        return partial(causal_lm, max_tokens=training.max_tokens)
     if training.task in BUILT_IN:
         return OBJECTIVES[training.task]
     return UserObjective(training)
@@ -105,11 +108,13 @@ def causal_lm(
     /,
     *,
     max_loss: float | None = None,
+    max_tokens: float = math.inf,
 ) -> BatchLoss:
     """Cross-entropy of each next token: windows ``(B, T+1)``, logits ``(B, T, V)``.
 
     Raises:
-        SiteError: Tokens or logits have another shape or type.
+        SiteError: Tokens or logits have another shape or type, or T is more than
+            ``max_tokens``.
     """
     tokens = _one_tensor(tokens, "inputs of causal_lm")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():  # noqa: PLR2004
@@ -118,6 +123,11 @@ def causal_lm(
             f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         )
     inputs_bt, targets_bt = tokens[:, :-1], tokens[:, 1:]
+    if targets_bt.shape[1] > max_tokens:
+        raise SiteError(
+            f"a record has {targets_bt.shape[1]} predictions, and the job allows "
+            f"{max_tokens}: use shorter windows, or raise training.max_tokens"
+        )
     logits_btv = _logits(model, inputs_bt)
     if logits_btv.ndim != 3 or logits_btv.shape[:2] != targets_bt.shape:  # noqa: PLR2004
         raise SiteError(

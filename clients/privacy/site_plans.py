@@ -39,7 +39,7 @@ from federation.errors import JobError
 from federation.events import PrivacyPlanned, SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
-from federation.job.metrics import MAX_LOSS, counts_records, loss_of, metrics_of
+from federation.job.metrics import MAX_LOSS, loss_of, metrics_of, most_of_a_record
 from federation.job.spec import JobSpec
 from federation.messages import NO_ANCHOR, LedgerAnchor
 from federation.protocols import Clock, Trainer
@@ -599,7 +599,7 @@ def _num_evaluations(job: JobSpec) -> int:
 
 def _predictions(job: JobSpec, data: Dataset) -> int:
     """Most predictions of one held-out record."""
-    if counts_records(job.training):
+    if most_of_a_record(job.training) == 1:
         return 1
     windows, _ = data.batch(np.array([0]))
     return int(windows.shape[1]) - 1

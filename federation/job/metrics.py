@@ -67,9 +67,9 @@ def loss_of(training: TrainingSpec) -> Metric:
     return _bounds(training, LOSS)
 
 
-def counts_records(training: TrainingSpec) -> bool:
-    """Whether a record is one prediction; a window of tokens is as many as it has."""
-    return training.task != "causal_lm"
+def most_of_a_record(training: TrainingSpec) -> int:
+    """Most predictions of a record: one, but for windows of tokens."""
+    return training.max_tokens if training.task == "causal_lm" else 1
 
 
 def _bounds(training: TrainingSpec, name: str) -> Metric:

@@ -144,6 +144,8 @@ class TrainingSpec:
             bounds `[low, high]` of one record; what is reported is clipped to them.
             `loss` bounds the reported loss. `[]` states no bounds; differential privacy
             and secure aggregation need them.
+        max_tokens: Most predictions of one record of `causal_lm`: its tokens less one.
+            A site refuses longer records; what it may count in a sum follows from this.
         local_steps: Optimiser steps of each site in a round. Either this or
             `local_epochs`. 1 is FedSGD: the round then combines gradients.
         local_epochs: Passes of each site over its own data in a round.
@@ -164,6 +166,7 @@ class TrainingSpec:
 
     task: str = "classification"
     metrics: Mapping[str, tuple[float, ...]] = key(default={})
+    max_tokens: int = key(default=1 << 16, low=1)
     local_steps: int | None = key(default=None, low=1)
     local_epochs: int | None = key(default=None, low=1)
     batch_size: int = key(default=32, low=1)

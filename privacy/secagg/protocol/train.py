@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from federation.job.metrics import CORRECT, counts_records
+from federation.job.metrics import CORRECT, most_of_a_record
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Words
@@ -167,9 +167,9 @@ def _scaled(sums: MetricSums, count: int) -> MetricSums:
 def most_evaluated(job: JobSpec) -> int:
     """Most predictions on its held-out data that a site reports; see ``bounded``."""
     most = job.privacy.secure_aggregation.max_examples
-    if most is None or not counts_records(job.training):
-        most = MAX_PREDICTIONS
-    return coarse(most)
+    if most is None:
+        return coarse(MAX_PREDICTIONS)
+    return coarse(most * most_of_a_record(job.training))
 
 
 def bounded(sums: MetricSums | None, most: int) -> MetricSums | None:

@@ -160,14 +160,49 @@ def test_sums_under_differential_privacy(changes: Mapping[str, float], said: str
 
 
 def test_most_predictions_of_epochs_follow_from_the_most_examples():
-    """Of local steps they follow from the batches; of tokens nothing is known."""
+    """Of local steps they follow from the batches."""
     job = small_job(num_sites=4, training={"local_epochs": 2})
     epochs = asked(job=job)
     check_totals({**HONEST, "training_count": 80_000}, epochs)
     refused({**HONEST, "training_count": 80_001}, "20000 at most each", epochs)
-    training = replace(job.training, task="causal_lm")
-    tokens = replace(epochs, job=replace(job, training=training))
-    check_totals({**HONEST, "training_count": 80_001}, tokens)
+
+
+LANGUAGE = {"task": "causal_lm", "max_tokens": 128}
+
+
+@pytest.mark.parametrize(
+    ("training", "kind", "most"),
+    [
+        ({"local_epochs": 2}, "training", 2 * 10_000 * 128),
+        ({"local_steps": 3, "batch_size": 8}, "training", 3 * 8 * 128),
+        ({"local_steps": 1}, "evaluation", 10 * 128),
+    ],
+)
+def test_tokens_are_bounded_by_records_and_the_longest_of_them(
+    training: Mapping[str, int], kind: str, most: int
+):
+    """One site of a language model makes the loss its own no more than others can."""
+    secure = {"enabled": True, "clip_norm": 1.0, "max_examples": 9}
+    job = small_job(
+        num_sites=4,
+        training=LANGUAGE | training,
+        privacy={"secure_aggregation": secure},
+    )
+    language = asked(job=job)
+    check_totals({**HONEST, f"{kind}_count": 4 * most}, language)
+    said = f"predictions in {kind}, {most} at most each"
+    refused({**HONEST, f"{kind}_count": 4 * most + 1}, said, language)
+
+
+def test_training_counts_for_what_anybody_could_hold_where_nothing_is_known():
+    """In epochs with uniform weights no number of examples is in the contract."""
+    contract = Parties(4).contract(weight_rule="uniform", max_examples=1, threshold=4)
+    job = small_job(num_sites=4, training={"local_epochs": 2})
+    uniform, honest = asked(job=job, contract=contract), {**HONEST, "weight": 4.0}
+    most = train.MAX_PREDICTIONS
+    check_totals({**honest, "training_count": 4 * most}, uniform)
+    lie = {**honest, "training_count": 4 * most + 1}
+    refused(lie, f"training, {most} at most each", uniform)
 
 
 def test_counts_are_on_the_grid_where_sites_may_be_absent():

@@ -121,6 +121,12 @@ def test_unknown_rule_is_an_error():
 
 IN_EPOCHS = small_job(training={"local_epochs": 3})
 IN_STEPS = small_job(training={"local_steps": 4, "batch_size": 8})
+TOKENS_IN_EPOCHS = small_job(
+    training={"task": "causal_lm", "max_tokens": 7, "local_epochs": 3}
+)
+TOKENS_IN_STEPS = small_job(
+    training={"task": "causal_lm", "max_tokens": 7, "local_steps": 4, "batch_size": 8}
+)
 SAID = {SiteId("site"): SignedCounts(examples=100, held_out=20)}
 
 
@@ -131,6 +137,9 @@ SAID = {SiteId("site"): SignedCounts(examples=100, held_out=20)}
         (IN_EPOCHS, "evaluation_after", 20),
         (IN_EPOCHS, "training", 300),
         (IN_STEPS, "training", 32),
+        (TOKENS_IN_EPOCHS, "evaluation", 140),
+        (TOKENS_IN_EPOCHS, "training", 2100),
+        (TOKENS_IN_STEPS, "training", 224),
     ],
 )
 def test_site_counts_no_more_predictions_than_it_has_data_for(
@@ -150,7 +159,7 @@ def test_site_counts_no_more_predictions_than_it_has_data_for(
     "said", [{}, {SiteId("site"): SignedCounts(examples=0, held_out=0)}]
 )
 def test_site_that_tells_nothing_counts_no_more_than_anybody_could(said: Any):
-    """As under differential privacy, and in a language model, where tokens count."""
+    """As under differential privacy."""
     fault = sums_fault(IN_EPOCHS, said)
     for count in (MAX_PREDICTIONS, MAX_PREDICTIONS + 1):
         answer = replace(_update(100), evaluation=_sums(1.0, count))

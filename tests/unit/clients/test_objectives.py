@@ -4,9 +4,15 @@ import math
 
 import pytest
 import torch
+from support.small_jobs import small_job
 from torch import nn
 
-from clients.models.objectives import OBJECTIVES, causal_lm, classification
+from clients.models.objectives import (
+    OBJECTIVES,
+    causal_lm,
+    classification,
+    objective_of,
+)
 from federation.errors import SiteError
 
 
@@ -44,6 +50,18 @@ def test_causal_lm_sums_over_next_tokens():
     expected = 3 * math.log(4) + math.log(math.exp(5) + 3) - 5
     assert loss.total.item() == pytest.approx(expected)
     assert (loss.count, loss.metrics["correct"].item()) == (4, 2)
+
+
+def test_record_of_more_tokens_than_the_job_allows_is_refused():
+    """It would count for more than a sum over sites believes."""
+    model, job = Fixed(torch.zeros(2, 2, 4)), {"task": "causal_lm", "local_steps": 1}
+    allowed, short = (
+        objective_of(small_job(training=job | {"max_tokens": most}).training)
+        for most in (2, 1)
+    )
+    assert allowed(model, TOKENS, None).count == 4
+    with pytest.raises(SiteError, match=r"has 2 pred.*allows 1: .*training.max_tokens"):
+        short(model, TOKENS, None)
 
 
 def test_causal_lm_hides_the_last_token():

@@ -33,6 +33,7 @@ def digest(*overrides: str) -> str:
         "training.optimizer.lr=1e-30",
         "training.local_steps=6",
         "training.batch_size=7",
+        "training.max_tokens=128",
         "model.options.inputs=31",
         "data.source=clients.data:digits",
         "data.partition.kind=iid",
