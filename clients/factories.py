@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from federation.errors import FederationError, JobError, SiteError
+from federation.errors import FederationError, JobError, UserCodeError
 
 Factory = Callable[..., Any]
 
@@ -63,7 +63,7 @@ def call_factory(
 
     Raises:
         JobError: The factory does not take these options, or needs others.
-        SiteError: The factory itself failed; the cause is kept.
+        UserCodeError: The factory itself failed; the cause is kept.
     """
     _check_options(factory, options, key=key)
     try:
@@ -72,9 +72,7 @@ def call_factory(
         raise
     except Exception as error:
         # Foreign code may raise anything. This translates and does not go on.
-        raise SiteError(
-            f"{_name(factory)} failed with {type(error).__name__}: {error}"
-        ) from error
+        raise UserCodeError(_name(factory), error) from error
 
 
 def _import_module(name: str, *, key: str | None) -> ModuleType:

@@ -7,6 +7,7 @@ FederationError
 |   |-- LayoutMismatch        a model that is not shaped like the run's model
 |   `-- InvalidUpdate         a site's answer that must not be counted
 |-- SiteError                 work that failed at a site
+|   `-- UserCodeError         a function of the job or of site.toml raised something
 |-- QuorumNotMet              too few sites answered, too many rounds in a row
 |-- RunConflict               another coordinator works on the same run
 |-- CheckpointMismatch        a run that was started from another job
@@ -33,6 +34,11 @@ for a caller's bad argument and is not listed here.
 
 class FederationError(Exception):
     """Root of the errors that a caller may want to handle."""
+
+    @property
+    def outside(self) -> str:
+        """The text that may leave a deployed site."""
+        return str(self)
 
 
 class JobError(FederationError):
@@ -68,6 +74,26 @@ class InvalidUpdate(ProtocolError):
 
 class SiteError(FederationError):
     """Work failed at a site: its data, its model or its training."""
+
+
+class UserCodeError(SiteError):
+    """Code of a user failed. What it said may quote a record and stays at the site.
+
+    Args:
+        what: The function.
+        error: What it raised.
+        place: Where, to be put behind the text.
+    """
+
+    def __init__(self, what: str, error: Exception, place: str = "") -> None:
+        """Keep the text apart from the kind of the error."""
+        self._outside = f"{what} failed with {type(error).__name__}{place}"
+        super().__init__(f"{what} failed with {type(error).__name__}: {error}{place}")
+
+    @property
+    def outside(self) -> str:
+        """The kind of the error, and the place."""
+        return self._outside
 
 
 class QuorumNotMet(FederationError):

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from clients.data.datasets import Batch
 from clients.factories import import_factory
-from federation.errors import FederationError, SiteError
+from federation.errors import FederationError, SiteError, UserCodeError
 from federation.job.metrics import BUILT_IN, LOSS, Metric, loss_of, metrics_of
 from federation.job.spec import TrainingSpec
 from federation.tree import Tree, num_records
@@ -188,10 +188,8 @@ class UserObjective:
             raise
         except Exception as error:
             # Foreign code may raise anything. This translates and does not go on.
-            raise SiteError(
-                f"{self._name} failed with {type(error).__name__}: {error}"
-                f"{_place(error, self._function)}"
-            ) from error
+            place = _place(error, self._function)
+            raise UserCodeError(self._name, error, place) from error
         if not isinstance(found, Mapping) or found.keys() != self._bounds.keys():
             names = list(found) if isinstance(found, Mapping) else type(found).__name__
             raise SiteError(
@@ -206,6 +204,11 @@ class UserObjective:
                     f"as a tensor with one value for each record, shape {shape}: leave "
                     "out mean() and sum() over the records"
                 )
+        if torch.is_grad_enabled() and not found[LOSS].requires_grad:
+            raise SiteError(
+                f"{self._name} returned a loss without a gradient: compute it from "
+                "what the model returns, without detach(), item() or no_grad()"
+            )
         return found
 
     def by_record(

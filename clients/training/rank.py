@@ -111,7 +111,7 @@ def _answer(
     except FederationError as error:
         # In this order: the agent ends this process as soon as it knows.
         _LOG.error("rank %d cannot begin: %s", inherited.rank.rank, error)
-        channel.send(ErrorReply(message=str(error)))
+        channel.send(ErrorReply(message=error.outside))
         raise
     _warm_up(peers)
     memory = SharedModel(trainer.layout(), inherited.memory)
@@ -126,7 +126,8 @@ def _tried(
     try:
         return _work(task, trainer, memory, rank)
     except FederationError as error:
-        return ErrorReply(message=str(error))
+        _LOG.error("rank %d: %s", rank.rank, error)
+        return ErrorReply(message=error.outside)
 
 
 def _work(

@@ -193,7 +193,7 @@ class Site:
 
     def _text(self, error: Exception) -> str:
         if isinstance(error, FederationError):
-            return str(error)
+            return str(error) if self._tells_all else error.outside
         name = type(error).__name__
         return f"{name}: {error}" if self._tells_all else name
 

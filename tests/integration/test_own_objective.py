@@ -162,6 +162,7 @@ def test_mistake_shows_the_users_own_line():
     ("objective", "said"),
     [
         ("mean_error", r"'loss' as a tensor of shape \(\).*one value for each record"),
+        ("detached", "loss without a gradient.*detach"),
         ("wrong_name", "name its metrics in training.metrics"),
     ],
 )

@@ -11,7 +11,7 @@ from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
 from federation.compression import change
 from federation.compression.codec import BF16, FP16, Codec, Links, decoded
-from federation.errors import SiteError
+from federation.errors import SiteError, UserCodeError
 from federation.ids import RunId, SiteId
 from federation.messages import (
     NO_ANCHOR,
@@ -397,6 +397,10 @@ def test_a_deployed_site_tells_the_kind_of_an_error_alone(
     for error, told in (
         (ValueError("record 17 of J. Doe"), "ValueError"),
         (SiteError("no data"), "no data"),
+        (
+            UserCodeError("mine:loss", KeyError("record 18 of J. Doe"), " (mine.py)"),
+            "mine:loss failed with KeyError (mine.py)",
+        ),
     ):
         state = SiteState(SITE, LAYOUT, store)
         site = Site(
@@ -411,6 +415,7 @@ def test_a_deployed_site_tells_the_kind_of_an_error_alone(
         assert answer.kind is FailureKind.CRASHED
         assert answer.message == told
     assert "record 17 of J. Doe" in caplog.text
+    assert "record 18 of J. Doe" in caplog.text
 
 
 def test_a_failed_start_is_tried_again(store: MemoryStore):
