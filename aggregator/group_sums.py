@@ -117,7 +117,7 @@ class GroupGather:
         self._group_of: dict[SiteId, _OpenGroup] = {}
         self._secrets: Mapping[int, bytes] = {}
         self._exchange = SecureExchange(
-            contract.run_id,
+            run_id=contract.run_id,
             grid=grid,
             deadline_seconds=job.schedule.round_deadline_seconds,
             run_setup_of=self._run_setup_of,

@@ -14,7 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from aggregator.masked_round import MaskedRound, check_sender
 from aggregator.secure_setup import RunSetup
@@ -41,30 +41,22 @@ _OF_NO_ROUND = frozenset(
 )
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class SecureExchange:
     """Takes steps of the protocol with the sites of one run.
 
-    Args:
+    Attributes:
         run_id: The run.
         grid: The way to the sites.
         deadline_seconds: How long a step may take.
         run_setup_of: Where to note which keys a site has.
     """
 
-    def __init__(
-        self,
-        run_id: RunId,
-        *,
-        grid: Grid,
-        deadline_seconds: float,
-        run_setup_of: Callable[[SiteId], RunSetup | None],
-    ) -> None:
-        """Send nothing yet."""
-        self._run_id = run_id
-        self._grid = grid
-        self._deadline_seconds = deadline_seconds
-        self._run_setup_of = run_setup_of
-        self._left_out: Collection[SiteId] = ()  # As announced.
+    run_id: RunId
+    grid: Grid
+    deadline_seconds: float
+    run_setup_of: Callable[[SiteId], RunSetup | None]
+    _left_out: Collection[SiteId] = field(default=(), init=False)  # As announced.
 
     def announce(
         self, record: RoundRecord, left_out: Mapping[SiteId, str]
@@ -94,7 +86,7 @@ class SecureExchange:
         """
         tasks = [
             SecureTask(
-                run_id=self._run_id,
+                run_id=self.run_id,
                 round_index=0 if step in _OF_NO_ROUND else record.round_index,
                 site=site,
                 step=step,
@@ -102,7 +94,7 @@ class SecureExchange:
             )
             for site in sites
         ]
-        replies = exchange(self._grid, tasks, deadline_seconds=self._deadline_seconds)
+        replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
         heard = self._noting(replies)
         for answer, reply in record.protocol_answers(heard, step):
             try:
@@ -123,7 +115,7 @@ class SecureExchange:
             tasks: One for each site.
             round_of: The sum that a site is in; a ``ProtocolError`` if in none.
         """
-        replies = exchange(self._grid, tasks, deadline_seconds=self._deadline_seconds)
+        replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
         for update, reply in record.masked_updates(self._heard(replies, round_of)):
             try:
                 round_of(update.site).fold(update)
@@ -155,7 +147,7 @@ class SecureExchange:
 
     def _note_answer(self, site: SiteId) -> None:
         """Note that a site has answered a round of the setup in force."""
-        run_setup = self._run_setup_of(site)
+        run_setup = self.run_setup_of(site)
         if run_setup is not None:
             run_setup.note_answer(site)
 
@@ -174,7 +166,7 @@ class SecureExchange:
             del reply
 
     def _note_failure(self, answer: SiteFailure) -> None:
-        run_setup = self._run_setup_of(answer.site)
+        run_setup = self.run_setup_of(answer.site)
         if run_setup is None:
             return
         if answer.kind is FailureKind.NOT_SET_UP:

@@ -72,7 +72,7 @@ class SecureGather:
         self._contract = contract
         self._run_setup = RunSetup(contract)
         self._exchange = SecureExchange(
-            self._run_id,
+            run_id=self._run_id,
             grid=grid,
             deadline_seconds=self._deadline_seconds,
             run_setup_of=lambda _: self._run_setup,

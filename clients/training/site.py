@@ -182,11 +182,11 @@ class Site:
 
     def _work(self, task: RoundTask) -> "Work":
         return Work(
-            task,
-            self._current_trainer,
-            self._state,
-            self._clock,
-            self._held,
+            task=task,
+            find_trainer=self._current_trainer,
+            state=self._state,
+            clock=self._clock,
+            held=self._held,
             meter=self._meter,
             withheld=self._withheld,
         )
@@ -203,28 +203,27 @@ class Site:
         return self._trainer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a site does for one task, whatever seals it."""
+    """What a site does for one task, whatever seals it.
 
-    def __init__(
-        self,
-        task: RoundTask,
-        find_trainer: Callable[[], Trainer],
-        state: SiteState,
-        clock: Clock,
-        held: HeldModel,
-        *,
-        meter: UsageMeter = CLOCK,
-        withheld: Collection[str] = (),
-    ) -> None:
-        """Prepare the work; nothing is loaded yet. ``held`` reads the model."""
-        self.task = task
-        self.find_trainer = find_trainer
-        self._state = state
-        self._clock = clock
-        self._held = held
-        self._meter = meter
-        self._withheld = withheld
+    Attributes:
+        task: The task.
+        find_trainer: Finds the trainer, which is loaded for it.
+        state: What the site keeps of the run.
+        clock: Measures how long the work takes.
+        held: Reads the model.
+        meter: Measures what else it takes.
+        withheld: Fields of the result that the site does not send.
+    """
+
+    task: RoundTask
+    find_trainer: Callable[[], Trainer]
+    state: SiteState
+    clock: Clock
+    held: HeldModel
+    meter: UsageMeter
+    withheld: Collection[str]
 
     def check_layout(self) -> None:
         """Check that the task is about the site's model, which is loaded for it.
@@ -248,9 +247,9 @@ class Work:
             seal: Turns the global weights and what training gave, whose memory it may
                 use, into what leaves.
         """
-        task, trainer, state = self.task, self.find_trainer(), self._state
-        usage, watch = Usage(self._clock, self._meter), _Stopwatch(self._clock)
-        weights_d = self._held.receive(task)
+        task, trainer, state = self.task, self.find_trainer(), self.state
+        usage, watch = Usage(self.clock, self.meter), _Stopwatch(self.clock)
+        weights_d = self.held.receive(task)
         evaluate = partial(trainer.evaluate, round_index=task.round_index)
         trains = task.kind is TaskKind.TRAIN
         kept = state.before(task.round_index, trains=trains)
@@ -294,8 +293,8 @@ class Work:
         return WorkResult(
             trained=trained,
             evaluation=evaluation,
-            phases=() if "phases" in self._withheld else watch.phases(),
-            resources=None if "resources" in self._withheld else usage.so_far(),
+            phases=() if "phases" in self.withheld else watch.phases(),
+            resources=None if "resources" in self.withheld else usage.so_far(),
         )
 
     def spent(self) -> PrivacySpent | None:

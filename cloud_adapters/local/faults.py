@@ -5,7 +5,7 @@ site would. The site's own code is not touched.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,29 +57,22 @@ class Restartable:
         self._site.close()
 
 
+@dataclass(frozen=True, slots=True)
 class FaultInjector:
-    """Applies a job's faults to the answers of its sites."""
+    """Applies a job's faults to the answers of its sites.
 
-    def __init__(
-        self,
-        faults: Sequence[FaultSpec],
-        *,
-        clock: Clock,
-        seed: int,
-        restart: Callable[[SiteId], None] = lambda _site: None,
-    ) -> None:
-        """Rehearse ``faults``.
+    Attributes:
+        faults: Which, where and when.
+        clock: Waits.
+        seed: Makes garbage the same in every run.
+        restart: Restarts a site.
+    """
 
-        Args:
-            faults: Which, where and when.
-            clock: Waits.
-            seed: Makes garbage the same in every run.
-            restart: Restarts a site.
-        """
-        self._restart = restart
-        self._faults = tuple(faults)
-        self._clock = clock
-        self._seed = seed
+    faults: Sequence[FaultSpec]
+    _: KW_ONLY
+    clock: Clock
+    seed: int
+    restart: Callable[[SiteId], None] = lambda _site: None
 
     def __call__(
         self, task: Task, answer: Callable[[], SiteMessage]
@@ -105,7 +98,7 @@ class FaultInjector:
         else:
             trains = task.kind is TaskKind.TRAIN
         if trains:
-            for fault in self._faults:
+            for fault in self.faults:
                 if fault.site == task.site and _strikes(fault, task.round_index):
                     return fault
         return None
@@ -132,9 +125,9 @@ class FaultInjector:
     def _befall(self, fault: FaultSpec, site: SiteId) -> None:
         """Have happen what happens to a site before it answers."""
         if fault.kind == "hang":
-            self._clock.sleep(fault.seconds)
+            self.clock.sleep(fault.seconds)
         if fault.kind == "restart":
-            self._restart(site)
+            self.restart(site)
 
     def _spoil_update(self, fault: FaultSpec, update: SiteUpdate) -> SiteUpdate:
         if fault.kind == "wrong_length":
@@ -169,7 +162,7 @@ class FaultInjector:
         return update
 
     def _draws(self, update: SiteUpdate | MaskedUpdate) -> np.random.Generator:
-        entropy = [self._seed, update.round_index, *update.site.encode()]
+        entropy = [self.seed, update.round_index, *update.site.encode()]
         return np.random.default_rng(entropy)
 
 

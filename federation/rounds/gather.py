@@ -8,7 +8,7 @@ Shape suffixes: d float values of the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -63,44 +63,46 @@ class Gather(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class PlainGather:
-    """Every update is seen, checked and folded in as it lands."""
+    """Every update is seen, checked and folded in as it lands.
 
-    def __init__(
-        self,
-        job: JobSpec,
-        *,
-        run_id: RunId,
-        layout: Layout,
-        grid: Grid,
-        weight_of: Callable[[SiteUpdate], float],
-        combine: CombineRule,
-        schedule: Schedule = BARRIER,
-        fault_of: Callable[[SiteUpdate | SiteEvaluation], str] = lambda _answer: "",
-    ) -> None:
-        """Gather by ``combine`` over ``grid``, each update with its ``weight_of``.
+    Attributes:
+        job: The job.
+        run_id: The run.
+        layout: Of the model.
+        grid: The way to the sites.
+        weight_of: How much an update counts.
+        combine: Combines the updates.
+        schedule: When to ask whom.
+        fault_of: What is wrong with an answer, which then does not count.
+    """
 
-        An answer that has a fault, by ``fault_of``, does not count.
-        """
-        self.schedule = schedule
-        self._desk = Desk(grid, deadline_seconds=job.schedule.round_deadline_seconds)
-        self._fault_of = fault_of
-        self._job = job
-        self._run_id = run_id
-        self._layout = layout
-        self._grid = grid
-        self._weight_of = weight_of
-        self._combine = combine
-        # Of each site the round of the newest model that it is known to have.
-        self._held: dict[SiteId, int] = {}
+    job: JobSpec
+    _: KW_ONLY
+    run_id: RunId
+    layout: Layout
+    grid: Grid
+    weight_of: Callable[[SiteUpdate], float]
+    combine: CombineRule
+    schedule: Schedule = BARRIER
+    fault_of: Callable[[SiteUpdate | SiteEvaluation], str] = lambda _answer: ""
+    _desk: Desk = field(init=False)
+    # Of each site the round of the newest model that it is known to have.
+    _held: dict[SiteId, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Open the desk."""
+        deadline_seconds = self.job.schedule.round_deadline_seconds
+        self._desk = Desk(self.grid, deadline_seconds=deadline_seconds)
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
-        return self._grid.sites()
+        return self.grid.sites()
 
     def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
         """Train and combine; see ``Gather``."""
-        update_d = self._combine(self._sound_updates(state, record), out_d)
+        update_d = self.combine(self._sound_updates(state, record), out_d)
         record.end_phase("combine")
         return update_d
 
@@ -109,9 +111,9 @@ class PlainGather:
         self._desk.withdraw()
         tasks = self._tasks(state, record, record.cohort, TaskKind.EVALUATE)
         replies = exchange(
-            self._grid,
+            self.grid,
             tasks,
-            deadline_seconds=self._job.schedule.round_deadline_seconds,
+            deadline_seconds=self.job.schedule.round_deadline_seconds,
         )
         record.collect_evaluations(self._faultless(replies))
 
@@ -120,7 +122,7 @@ class PlainGather:
         for reply in replies:
             message = reply.message
             if isinstance(message, SiteUpdate | SiteEvaluation) and (
-                fault := self._fault_of(message)
+                fault := self.fault_of(message)
             ):
                 yield replace(reply, message=_invalid(message, fault))
             else:
@@ -138,9 +140,9 @@ class PlainGather:
             state,
             record,
             sites=sites,
-            job=self._job,
-            run_id=self._run_id,
-            layout=self._layout,
+            job=self.job,
+            run_id=self.run_id,
+            layout=self.layout,
             kind=kind,
             held=self._held,
         )
@@ -153,7 +155,7 @@ class PlainGather:
         Raises:
             QuorumNotMet: Fewer sites than the quorum gave one.
         """
-        job = self._job
+        job = self.job
         record.carry(self._desk.open)
         replies = self._desk.replies(
             self.schedule,
@@ -169,7 +171,7 @@ class PlainGather:
         )
         for update, reply in record.sound_updates(self._faultless(replies)):
             try:
-                weight = self._share(state, update) * self._weight_of(update)
+                weight = self._share(state, update) * self.weight_of(update)
             except InvalidUpdate as error:
                 record.revoke(update, reply, str(error))
             else:

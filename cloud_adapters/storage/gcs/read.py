@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import dataclass
 
 import requests
 
@@ -17,36 +18,29 @@ _OK = frozenset({200, 206, 416})
 _BEYOND = 416  # The range begins behind the object's end.
 
 
+@dataclass(eq=False)
 class ObjectRead:
     """One read, which goes on where a broken connection left it.
 
     It is of one generation of the object: the caller's, or the first that answers.
+
+    Attributes:
+        http: The way to the service.
+        path: Of the object, below the endpoint.
+        doing: For messages.
+        version: The generation that it must be of, or None.
+        clock: Tells how long a body takes.
     """
 
-    def __init__(
-        self,
-        http: GcsHttp,
-        path: str,
-        doing: str,
-        *,
-        version: str | None,
-        clock: Clock,
-    ) -> None:
-        """Prepare.
+    http: GcsHttp
+    path: str
+    doing: str
+    version: str | None
+    clock: Clock
 
-        Args:
-            http: The way to the service.
-            path: Of the object, below the endpoint.
-            doing: For messages.
-            version: The generation that it must be of, or None.
-            clock: Tells how long a body takes.
-        """
-        self._http = http
-        self._path = path
-        self._doing = doing
-        self._wanted = version
-        self._generation = version
-        self._clock = clock
+    def __post_init__(self) -> None:
+        """Begin with nothing."""
+        self._generation = self.version
         self._forget()
 
     def attempt(self, start: int, length: int | None) -> bytes:
@@ -62,9 +56,9 @@ class ObjectRead:
         if self._generation is None:
             self._forget()  # What has arrived may be of another generation.
         try:
-            response = self._http.send(self._ask(start, length))
+            response = self.http.send(self._ask(start, length))
         except ObjectChanged as error:
-            if self._wanted is not None:
+            if self.version is not None:
                 raise
             # Overwritten since the first piece: begin again with what is there now.
             self._forget()
@@ -72,8 +66,8 @@ class ObjectRead:
             raise StoreUnavailable(str(error), temporary=True) from error
         self._generation = response.headers.get("X-Goog-Generation", self._generation)
         if response.status_code != _BEYOND:
-            body = pieces(response, self._doing)
-            for piece in in_time(body, doing=self._doing, clock=self._clock):
+            body = pieces(response, self.doing)
+            for piece in in_time(body, doing=self.doing, clock=self.clock):
                 self._content.write(piece)
                 self._sums.update(piece)
         response.close()
@@ -90,9 +84,9 @@ class ObjectRead:
         if self._generation is not None:
             params["ifGenerationMatch"] = self._generation
         return Ask(
-            doing=self._doing,
+            doing=self.doing,
             method="GET",
-            url=self._path,
+            url=self.path,
             params=params,
             headers=headers,
             ok=_OK,
@@ -109,7 +103,7 @@ class ObjectRead:
             if actual != expected:
                 self._forget()
                 details = f"CRC32C {actual} instead of {expected}"
-                raise gcs_errors.corrupt(self._doing, details)
+                raise gcs_errors.corrupt(self.doing, details)
         return content
 
     def _forget(self) -> None:
