@@ -23,7 +23,7 @@ from deploy.doctor import (
     exchange as doctor_exchange,
     flower as doctor_flower,
 )
-from deploy.doctor.checks import Check, ok, problem, warning
+from deploy.doctor.checks import Check, ok, or_problem, problem, warning
 from federation import folder_lock
 from federation.addresses import parse_address
 from federation.errors import FederationError
@@ -78,19 +78,16 @@ def _confinement() -> Check:
     )
 
 
+@or_problem("authority", _RESTORE)
 def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
     """The root, the secrets of this host, and who is enrolled or revoked."""
     book_file = BookFile(folder=config.folder)
-    try:
-        authority = enrolment_book.open_authority(config.folder, clock=clock)
-        for name in (host_secrets.CONTROL, host_secrets.RUNTIME):
-            # A missing one is made when the service starts.
-            if (config.folder / name).exists():
-                host_secrets.read(config.folder / name)
-        book = book_file.read()
-    except FederationError as error:
-        yield problem("authority", str(error), _RESTORE)
-        return
+    authority = enrolment_book.open_authority(config.folder, clock=clock)
+    for name in (host_secrets.CONTROL, host_secrets.RUNTIME):
+        # A missing one is made when the service starts.
+        if (config.folder / name).exists():
+            host_secrets.read(config.folder / name)
+    book = book_file.read()
     forgotten = book.shut_out(book_file.read_revocations(authority).revoked)
     if forgotten:
         yield problem(
@@ -105,13 +102,10 @@ def _authority(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
         yield ok("sites", f"{number} are enrolled")
 
 
+@or_problem("certificate", _RESTORE)
 def _server(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
     name, advice = "certificate", "start the service again, which renews it"
-    try:
-        found = read_certificate(config.folder / "server.crt")
-    except FederationError as error:
-        yield problem(name, str(error), _RESTORE)
-        return
+    found = read_certificate(config.folder / "server.crt")
     days = (found.not_valid_after_utc.timestamp() - clock.now()) / _DAY_SECONDS
     missing = frozenset(server_names(config.file.hosts)) - names_in(found)
     if days <= 0:
@@ -124,35 +118,29 @@ def _server(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
         yield ok(name, text)
 
 
+@or_problem("programs", "install it, and look again")
 def _programs(config: AggregatorConfig) -> Iterator[Check]:
-    try:
-        found = [installed_program("flower-superlink")]
-        if config.file.proxy:
-            found.append(proxy.find_program())
-            if trouble := proxy.open_memory():
-                yield problem("user", trouble, proxy.OWN_USER)
-    except FederationError as error:
-        yield problem("programs", str(error), "install it, and look again")
-    else:
-        yield ok("programs", ", ".join(found))
+    found = [installed_program("flower-superlink")]
+    if config.file.proxy:
+        found.append(proxy.find_program())
+        if trouble := proxy.open_memory():
+            yield problem("user", trouble, proxy.OWN_USER)
+    yield ok("programs", ", ".join(found))
 
 
+@or_problem("service", "then start crossfed aggregator up")
 def _ports(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
     """Whether the service runs, or could."""
     if folder_lock.is_held(config.lock):
         yield ok("service", f"{config.folder} is served")
         return
     host, port = parse_address(config.file.listen, key="listen")
-    try:
-        ports.await_free(
-            host,
-            port,
-            advice="stop what listens there, or change listen",
-            clock=clock,
-            patience_seconds=0.0,
-        )
-    except FederationError as error:
-        yield problem("service", str(error), "then start crossfed aggregator up")
-    else:
-        found = f"it does not run; {config.file.listen} is free"
-        yield ok("service", found)
+    ports.await_free(
+        host,
+        port,
+        advice="stop what listens there, or change listen",
+        clock=clock,
+        patience_seconds=0.0,
+    )
+    found = f"it does not run; {config.file.listen} is free"
+    yield ok("service", found)

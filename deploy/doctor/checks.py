@@ -11,13 +11,14 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec
 
+from federation.errors import FederationError
 from federation.protocols import Clock
 from privacy import own_folder
 from privacy.membership.key_files import is_encrypted
@@ -29,6 +30,7 @@ from privacy.secagg.agreement.roster import Roster
 from privacy.secagg.errors import KeyFileRefused, RosterRefused
 from privacy.secret_files import MAX_KEY_FILE_BYTES
 
+P = ParamSpec("P")
 Status = Literal["ok", "warning", "problem"]
 
 # A run of a small model leaves a few megabytes, and of a large one far more.
@@ -74,6 +76,28 @@ def warning(name: str, found: str, advice: str = "") -> Check:
 def problem(name: str, found: str, advice: str) -> Check:
     """Say that something keeps this machine from taking part."""
     return Check(name=name, status="problem", found=found, advice=advice)
+
+
+def or_problem(
+    name: str, advice: str
+) -> Callable[[Callable[P, Iterator[Check]]], Callable[P, Iterator[Check]]]:
+    """Make the last line of a check of the error that ends it.
+
+    Args:
+        name: What is looked at.
+        advice: What to do about any of its errors.
+    """
+
+    def made(check: Callable[P, Iterator[Check]]) -> Callable[P, Iterator[Check]]:
+        def lines(*args: P.args, **kwargs: P.kwargs) -> Iterator[Check]:
+            try:
+                yield from check(*args, **kwargs)
+            except FederationError as error:
+                yield problem(name, str(error), advice)
+
+        return lines
+
+    return made
 
 
 def examine(

@@ -21,7 +21,7 @@ from deploy.doctor import (
     exchange as doctor_exchange,
     flower as doctor_flower,
 )
-from deploy.doctor.checks import Check, ok, problem, warning
+from deploy.doctor.checks import Check, ok, or_problem, problem, warning
 from deploy.doctor.exchange import PROBE_BYTES, SLOW_BYTES_PER_SECOND
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.config import SiteConfig
@@ -68,30 +68,23 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     yield from _aggregator(config, clock)
 
 
+@or_problem("node key", _ENROL)
 def _node_key(config: SiteConfig) -> Iterator[Check]:
-    try:
-        is_key = b"PRIVATE KEY-----" in read_private(config.node_key)
-    except FederationError as error:
-        yield problem("node key", str(error), _ENROL)
-        return
-    if is_key:
+    if b"PRIVATE KEY-----" in read_private(config.node_key):
         yield ok("node key", str(config.node_key))
     else:
         found = f"{config.node_key} holds no key"
         yield problem("node key", found, _ENROL)
 
 
+@or_problem("certificate", _ENROL)
 def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     path, renew = config.certificate, "crossfed enroll --renew"
     if path is None:
         found = "none: only an aggregator on this machine's loopback lets it in"
         yield warning("certificate", found)
         return
-    try:
-        until = parse_certificate(read_private(path)).not_valid_after_utc.timestamp()
-    except FederationError as error:
-        yield problem("certificate", str(error), _ENROL)
-        return
+    until = parse_certificate(read_private(path)).not_valid_after_utc.timestamp()
     days = (until - clock.now()) / _DAY_SECONDS
     if days <= 0:
         found = f"{path} expired {-days:.0f} days ago"
@@ -105,20 +98,17 @@ def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         yield ok("certificate", found)
 
 
+@or_problem("data", "correct [data] in site.toml")
 def _data(config: SiteConfig) -> Iterator[Check]:
     own = config.file.data
     if not own.source:
         found = "none of its own: it takes part with public data that a job names"
         yield warning("data", found)
         return
-    try:
-        with unable_to_exit():
-            train, held_out = load_data(own.source, own.options)
-    except FederationError as error:
-        yield problem("data", str(error), "correct [data] in site.toml")
-    else:
-        found = f"{len(train)} records to train on, {len(held_out)} held out"
-        yield ok("data", found)
+    with unable_to_exit():
+        train, held_out = load_data(own.source, own.options)
+    found = f"{len(train)} records to train on, {len(held_out)} held out"
+    yield ok("data", found)
 
 
 def _budget(config: SiteConfig) -> Iterator[Check]:
