@@ -7,7 +7,7 @@ follows from seed, site and epoch, so nothing is sent between them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,26 +65,35 @@ class Shuffle(Protocol):
         ...
 
 
+class Ordering(TypedDict):
+    """What decides the order of a site's epochs.
+
+    Attributes:
+        seed: The job's seed.
+        site: The site.
+        shuffle: An order of the data's own; uniformly random where it gives None.
+        rank: Who asks; ``ALONE`` by default. It gets ``rank.share(num_examples)``
+            examples of an epoch.
+    """
+
+    seed: int
+    site: SiteId
+    shuffle: NotRequired[Shuffle | None]
+    rank: NotRequired[Rank]
+
+
 def epoch_order(
-    num_examples: int,
-    *,
-    seed: int,
-    site: SiteId,
-    epoch: int,
-    shuffle: Shuffle | None = None,
-    rank: Rank = ALONE,
+    num_examples: int, *, epoch: int, **ordering: Unpack[Ordering]
 ) -> Indices:
     """Order in which a site, or one rank of it, goes through an epoch.
 
     Args:
         num_examples: Examples that the site holds.
-        seed: The job's seed.
-        site: The site.
         epoch: Counted over the run.
-        shuffle: An order of the data's own; uniformly random where it gives None.
-        rank: Who asks; it gets ``rank.share(num_examples)`` examples.
+        ordering: See ``Ordering``.
     """
-    rng = stream(seed, "epoch", site, epoch)
+    rng = stream(ordering["seed"], "epoch", ordering["site"], epoch)
+    shuffle, rank = ordering.get("shuffle"), ordering.get("rank", ALONE)
     order = None if shuffle is None else shuffle(rng, rank)
     if order is None:
         order = rng.permutation(num_examples)[rank.rank :: rank.world_size]
@@ -97,10 +106,7 @@ def stepwise(
     batch_size: int,
     first_batch: int,
     num_batches: int,
-    seed: int,
-    site: SiteId,
-    shuffle: Shuffle | None = None,
-    rank: Rank = ALONE,
+    **ordering: Unpack[Ordering],
 ) -> Iterator[Indices]:
     """Yield batches out of one endless walk through the examples, epoch by epoch.
 
@@ -113,14 +119,12 @@ def stepwise(
         batch_size: Examples of a rank's batch; at most all that it has.
         first_batch: Batches of the walk that lie behind.
         num_batches: Batches to yield.
-        seed: The job's seed.
-        site: The site.
-        shuffle: See ``epoch_order``.
-        rank: Who asks.
+        ordering: See ``Ordering``.
 
     Raises:
         ValueError: There are fewer examples than ranks.
     """
+    rank = ordering.get("rank", ALONE)
     share = rank.share(num_examples)
     # The same for all ranks, also where some have an example more.
     size = min(batch_size, num_examples // rank.world_size)
@@ -131,14 +135,7 @@ def stepwise(
         while missing:
             if position // share != epoch:
                 epoch = position // share
-                order = epoch_order(
-                    num_examples,
-                    seed=seed,
-                    site=site,
-                    epoch=epoch,
-                    shuffle=shuffle,
-                    rank=rank,
-                )
+                order = epoch_order(num_examples, epoch=epoch, **ordering)
             offset = position - epoch * share
             piece = order[offset : offset + missing]
             pieces.append(piece)
@@ -153,10 +150,7 @@ def epochwise(
     batch_size: int,
     first_epoch: int,
     num_epochs: int,
-    seed: int,
-    site: SiteId,
-    shuffle: Shuffle | None = None,
-    rank: Rank = ALONE,
+    **ordering: Unpack[Ordering],
 ) -> Iterator[Indices]:
     """Yield the batches of whole epochs; the last of each may be smaller.
 
@@ -167,18 +161,12 @@ def epochwise(
     Raises:
         ValueError: There are fewer examples than ranks.
     """
+    rank = ordering.get("rank", ALONE)
     share, most = rank.share(num_examples), -(-num_examples // rank.world_size)
     starts = list(range(0, most, batch_size))
     if starts[-1] == share and batch_size > 1:
         starts[-1] -= 1
     for epoch in range(first_epoch, first_epoch + num_epochs):
-        order = epoch_order(
-            num_examples,
-            seed=seed,
-            site=site,
-            epoch=epoch,
-            shuffle=shuffle,
-            rank=rank,
-        )
+        order = epoch_order(num_examples, epoch=epoch, **ordering)
         for start, end in zip(starts, [*starts[1:], share], strict=True):
             yield order[start:end]

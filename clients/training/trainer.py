@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from clients.data import batches
-from clients.data.batches import ALONE, Rank
+from clients.data.batches import ALONE, Ordering, Rank
 from clients.data.datasets import Batch, Dataset, Indices
 from clients.models import weights
 from clients.models.model_pool import ModelPool
@@ -378,6 +378,9 @@ class TorchTrainer:
             shuffle = data.epoch_order
             if round_index < self._job.rounds:
                 ahead = -(-data.examples_ahead // batch_size)
+        ordering = Ordering(
+            seed=self._seed, site=self._site, shuffle=shuffle, rank=rank
+        )
         if training.local_steps is not None:
             num_batches = training.local_steps * training.accumulate
             walk = batches.stepwise(
@@ -385,10 +388,7 @@ class TorchTrainer:
                 batch_size=batch_size,
                 first_batch=(round_index - 1) * num_batches,
                 num_batches=num_batches + ahead,
-                seed=self._seed,
-                site=self._site,
-                shuffle=shuffle,
-                rank=rank,
+                **ordering,
             )
             return telling_ahead(data, walk, num_batches)
         num_epochs = training.num_epochs
@@ -397,10 +397,7 @@ class TorchTrainer:
             batch_size=batch_size,
             first_epoch=(round_index - 1) * num_epochs,
             num_epochs=num_epochs + bool(ahead),
-            seed=self._seed,
-            site=self._site,
-            shuffle=shuffle,
-            rank=rank,
+            **ordering,
         )
         per_epoch = -(-len(data) // training.batch_size)
         return telling_ahead(data, walk, num_epochs * per_epoch)
