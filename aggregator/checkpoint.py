@@ -131,12 +131,7 @@ class RunCheckpoints:
         manifest = Manifest(
             key=f"{self._prefix}round-{state.round_index:06d}.json",
             run_id=self._run_id,
-            round_index=state.round_index,
-            rounds_completed=state.rounds_completed,
-            lost_in_a_row=state.lost_in_a_row,
-            update_clip=state.update_clip,
-            anchors=state.anchors,
-            suspicions=state.suspicions,
+            **state.progress(),
             job=self._job,
             layout=self._layout,
             weights=weights,
@@ -264,15 +259,10 @@ class RunCheckpoints:
         if manifest.optimizer is not None:
             self._objects.read(manifest.optimizer, list(optimizer.values()))
         return RunState(
-            round_index=manifest.round_index,
+            **manifest.progress(),
             weights_d=weights_d,
             integers_m=integers_m,
             optimizer=optimizer,
-            rounds_completed=manifest.rounds_completed,
-            lost_in_a_row=manifest.lost_in_a_row,
-            update_clip=manifest.update_clip,
-            anchors=manifest.anchors,
-            suspicions=manifest.suspicions,
         )
 
     def _skip(self, manifest_key: str, damage: BadCheckpoint) -> None:

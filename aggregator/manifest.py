@@ -7,14 +7,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
 from federation.ids import SiteId
 from federation.messages import LedgerAnchor
-from federation.protocols import NO_SUSPICIONS, Buffer, Suspicions
+from federation.protocols import Buffer, RunProgress, Suspicions
 from federation.vectors import Layout, Role
 
 FORMAT = 5
@@ -122,18 +122,12 @@ def cut(pieces: Sequence[Buffer], start: int, length: int) -> Iterator[memoryvie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(RunProgress):
     """A ``federation.protocols.RunState`` with digests in the place of vectors.
 
     Attributes:
         key: Where it lies.
         run_id: The run.
-        round_index: Rounds that have ended.
-        rounds_completed: Rounds after which the weights changed.
-        lost_in_a_row: Rounds without result since the last completed one.
-        update_clip: What updates are clipped to in the next round, if that adapts.
-        anchors: The largest anchor that each site's ledger has sent.
-        suspicions: What rounds have shown of sites.
         job: The resolved job as nested plain values.
         layout: Layout of the model.
         weights: Integer and float values of the model.
@@ -143,12 +137,6 @@ class Manifest:
 
     key: str
     run_id: str
-    round_index: int
-    rounds_completed: int
-    lost_in_a_row: int
-    update_clip: float | None = None
-    anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
-    suspicions: Suspicions = NO_SUSPICIONS
     job: Mapping[str, Any]
     layout: Layout
     weights: Blob

@@ -20,8 +20,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, field
-from typing import Protocol, TypedDict, Unpack
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypedDict, Unpack
 
 from federation.ids import SiteId, TaskId
 from federation.messages import (
@@ -523,33 +523,46 @@ class ModelChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
-    """Everything that the next round depends on.
+class RunProgress:
+    """How far a run has come, without its model.
 
     Attributes:
         round_index: Rounds that have ended; 0 before the first.
-        weights_d: The global model, shape ``(d,)``.
-        integers_m: Its integer values, shape ``(m,)``.
-        optimizer: State of the server optimiser.
         rounds_completed: Rounds after which the weights changed.
         lost_in_a_row: Rounds without result since the last completed one.
         update_clip: What updates are clipped to in the next round, where that
             adapts to them; otherwise None.
         anchors: The largest anchor that each site's ledger has sent.
         suspicions: What rounds have shown of sites that do not keep to the protocol.
-        change: What makes this model of that of the round before; None if nothing
-            was changed, or after a restart: it is not durable.
     """
 
     round_index: int
-    weights_d: Vector
-    integers_m: IntegerVector
-    optimizer: OptimizerState
     rounds_completed: int
     lost_in_a_row: int
     update_clip: float | None = None
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
     suspicions: Suspicions = NO_SUSPICIONS
+
+    def progress(self) -> Mapping[str, Any]:
+        """Its fields by name, without those of a class that has more."""
+        return {one.name: getattr(self, one.name) for one in fields(RunProgress)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState(RunProgress):
+    """Everything that the next round depends on.
+
+    Attributes:
+        weights_d: The global model, shape ``(d,)``.
+        integers_m: Its integer values, shape ``(m,)``.
+        optimizer: State of the server optimiser.
+        change: What makes this model of that of the round before; None if nothing
+            was changed, or after a restart: it is not durable.
+    """
+
+    weights_d: Vector
+    integers_m: IntegerVector
+    optimizer: OptimizerState
     change: ModelChange | None = None
 
 
