@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clients.privacy import dataset_name
-from clients.privacy.cohorts import Cohort, CohortRule
+from clients.privacy.cohorts import DOCUMENT as COHORTS, Cohort, CohortRule
 from clients.privacy.groups import group_rule
 from clients.privacy.ledger_memory import LifetimeBudget, adopt, known_anchor
 from clients.privacy.policy_spec import PolicySpec
@@ -21,7 +21,7 @@ from clients.training.local_federation import Federation
 from cloud_adapters.storage.disk.store import LocalStore
 from deploy.site_host import data as site_data, ranks as site_ranks
 from deploy.site_host.config import SiteConfig, SiteFile
-from federation.errors import JobError
+from federation.errors import CorruptObject, JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_file
@@ -376,6 +376,27 @@ def _records(config: SiteConfig, job: JobSpec) -> str:
     return dataset_name.lineage(dataset=data.name, options={"own": own, "dealt": dealt})
 
 
+def _check_sums_known(config: SiteConfig) -> None:
+    """Refuse further sums where runs show that there were some that are forgotten.
+
+    A site notes the sites of a sum before it answers a round.
+
+    Raises:
+        CorruptObject: The memory knows no sum, and a run has rounds.
+        StoreError: The memory cannot be read.
+    """
+    answered = runs_folder(config).glob(f"*/sites/{config.file.name}/{ROUNDS}/*.round")
+    runs = sorted({path.parents[3].name for path in answered})
+    if runs and not site_memory(config).read(COHORTS):
+        raise CorruptObject(
+            f"{config.folder}/memory/{COHORTS}.json is gone or empty, and this site "
+            f"has answered rounds of {', '.join(runs)}: it does not know with whom it "
+            "was summed, so another sum could single it out. Bring the file back. If "
+            "there is no copy, this site's operator can accept that: a run under "
+            "policy.min_group = 1 begins a new file"
+        )
+
+
 def _cohort_rule(
     met: ProposedRun, config: SiteConfig, promise: SitePrivacy | None
 ) -> CohortRule:
@@ -383,15 +404,18 @@ def _cohort_rule(
 
     Raises:
         JobError: Together they would single out too few sites.
-        StoreError: The site's memory cannot be read.
+        StoreError: The site's memory cannot be read, or has lost the sums.
     """
     policy, by_group = config.file.policy, met.job.privacy.secure_aggregation.groups
     num_sites = len(met.job.sites) if by_group is None else met.job.sites_in_sum
     weakness = "" if promise is None else weakness_of(met.job, policy, promise.delta)
+    smallest = policy.smallest_group(num_sites)
+    if smallest > 1:  # Otherwise the operator has given the rule up.
+        _check_sums_known(config)
     rule = CohortRule(
         memory=site_memory(config),
         lineage=name_data(config),
-        smallest=policy.smallest_group(num_sites),
+        smallest=smallest,
         accept_dropouts=policy.accept_dropouts,
         is_private=promise is not None and not weakness,
     )

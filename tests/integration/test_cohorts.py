@@ -5,6 +5,7 @@ own; the runs are short and their data is small.
 """
 
 import itertools
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -171,6 +172,47 @@ def test_cohorts_are_remembered_when_runs_are_deleted_and_agents_restart(
         world.grid.agents[name] = world.agent(name)
     with pytest.raises(SiteError, match="would single out site-4"):
         world.run(job_of(SITES[:4]))
+
+
+FORGOTTEN = r"memory/cohorts\.json is gone .* 20260102-030405-000001: .*min_group = 1"
+
+
+@pytest.mark.parametrize("lost", ["cohorts.json", ""])
+@pytest.mark.parametrize("groups", [False, True])
+def test_site_that_has_lost_its_cohorts_joins_no_sum(
+    tmp_path: Path, lost: str, *, groups: bool
+):
+    """Its runs show that there were some: one file is gone, or all of the memory."""
+    world = World(tmp_path, names=TEN[:9])
+    world.run(job_of(SITES[:5]))
+    memory, aside = tmp_path / "site-0" / "memory" / lost, tmp_path / "aside"
+    memory.rename(aside)
+    world.grid.agents["site-0"] = world.agent("site-0")
+    for _ in range(2):  # Being asked again changes nothing.
+        with pytest.raises(SiteError, match=FORGOTTEN):
+            world.run(by_groups(TEN[:9]) if groups else job_of(SITES[:4]))
+    if not lost:
+        shutil.rmtree(memory)
+    aside.rename(memory)
+    with pytest.raises(SiteError, match="would single out site-4"):
+        world.run(job_of(SITES[:4]))
+
+
+def test_operator_may_accept_that_cohorts_are_lost(tmp_path: Path):
+    """For one run, whose sites are remembered again."""
+    world = World(tmp_path)
+    world.run(job_of(SITES[:3]))
+    (tmp_path / "site-0" / "memory" / "cohorts.json").unlink()
+    with pytest.raises(SiteError, match=FORGOTTEN):
+        world.run(job_of(SITES[:3]))
+    world.grid.agents["site-0"] = agents.agent(
+        tmp_path, "site-0", world.members, policy={**POLICY, "min_group": 1}
+    )
+    world.run(job_of(SITES[:3]))
+    world.grid.agents["site-0"] = world.agent("site-0")
+    world.run(job_of(SITES[:3]))
+    with pytest.raises(SiteError, match="would single out"):
+        world.run(job_of((SITES[0], *SITES[3:6])))
 
 
 def test_data_that_move_are_remembered_and_keep_their_name(tmp_path: Path):
