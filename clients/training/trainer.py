@@ -8,6 +8,7 @@ between rounds: optimiser state comes and goes with each of them, if the job kee
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import numpy as np
@@ -41,66 +42,60 @@ from federation.tree import map_tree, num_records
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 
 
+@dataclass(eq=False)
 class TorchTrainer:
-    """Trains a job's model on the data of one site."""
+    """Trains a job's model on the data of one site.
 
-    def __init__(
-        self,
-        job: JobSpec,
-        site: SiteId,
-        *,
-        pool: ModelPool,
-        train: Dataset,
-        held_out: Dataset,
-        private: PrivateTraining | None = None,
-        peers: Peers = NO_PEERS,
-        seed: int | None = None,
-    ) -> None:
-        """Bring a job, a site's name and its data together.
+    Attributes:
+        job: The job.
+        site: Name of the site.
+        pool: Where models come from.
+        train: What to train on.
+        held_out: What to evaluate on.
+        private: Makes every gradient differentially private; None for none.
+        peers: The site's other ranks; each of them calls what this one calls.
+        seed: Of the order of examples and of what a model draws in training; the
+            job's by default.
 
-        Args:
-            job: The job.
-            site: Name of the site.
-            pool: Where models come from.
-            train: What to train on.
-            held_out: What to evaluate on.
-            private: Makes every gradient differentially private; None for none.
-            peers: The site's other ranks; each of them calls what this one calls.
-            seed: Of the order of examples and of what a model draws in training; the
-                job's by default.
+    Raises:
+        SiteError: The site has nothing to train on, or nothing to evaluate on and the
+            job asks for evaluation; or it has too few records for private steps or
+            for its ranks.
+        JobError: A batch cannot be shared out evenly, and the data needs it.
+        ValueError: The job's unit of privacy and ``private`` contradict each other,
+            or there are several ranks and noise in the secure sum.
+    """
 
-        Raises:
-            SiteError: The site has nothing to train on, or nothing to evaluate on
-                and the job asks for evaluation; or it has too few records for
-                private steps or for its ranks.
-            JobError: A batch cannot be shared out evenly, and the data needs it.
-            ValueError: The job's unit of privacy and ``private`` contradict each
-                other, or there are several ranks and noise in the secure sum.
-        """
-        if len(train) == 0:
-            raise SiteError(f"site {site!r} has no training examples")
-        if len(held_out) == 0 and job.evaluation.every > 0:
+    job: JobSpec
+    site: SiteId
+    _: KW_ONLY
+    pool: ModelPool
+    train: Dataset
+    held_out: Dataset
+    private: PrivateTraining | None = None
+    peers: Peers = NO_PEERS
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that job and data fit each other."""
+        job, private = self.job, self.private
+        if len(self.train) == 0:
+            raise SiteError(f"site {self.site!r} has no training examples")
+        if len(self.held_out) == 0 and job.evaluation.every > 0:
             raise SiteError(
-                f"site {site!r} has no held-out examples; give it some or set "
+                f"site {self.site!r} has no held-out examples; give it some or set "
                 "evaluation.every = 0"
             )
         if takes_private_steps(job) != (private is not None):
             raise ValueError("private training is what the job asks for, or is not")
         if private is not None:
-            if peers.count > 1 and private.in_sum:
+            if self.peers.count > 1 and private.in_sum:
                 raise ValueError("with noise in the sum one rank takes the step")
-            sampling_rate(job, len(train))
-        check_shares(job, site, train, peers.count)
-        self._private = private
+            sampling_rate(job, len(self.train))
+        check_shares(job, self.site, self.train, self.peers.count)
         self._is_protected = job.privacy.differential_privacy.enabled
-        self._job = job
-        self._site = site
-        self._pool = pool
-        self._train_data = train
-        self._held_out = held_out
-        self._peers = peers
-        self._seed = job.seed if seed is None else seed
-        self._objective = pool.objective
+        self._seed = job.seed if self.seed is None else self.seed
+        self._objective = self.pool.objective
         self._metrics = metrics_of(job.training)
         if private is None:
             # Data that is far away begins to come while the first task is on its way
@@ -109,13 +104,13 @@ class TorchTrainer:
 
     def layout(self) -> Layout:
         """Layout of the model."""
-        return self._pool.layout
+        return self.pool.layout
 
     def own_spans(self) -> tuple[tuple[int, int], ...]:
         """Places of the weights that this rank answers for; see ``weights``."""
-        is_first = self._peers.rank.rank == 0
-        with self._pool.borrow() as model:
-            return weights.own_spans(model.module, self._pool.layout, is_first=is_first)
+        is_first = self.peers.rank.rank == 0
+        with self.pool.borrow() as model:
+            return weights.own_spans(model.module, self.pool.layout, is_first=is_first)
 
     def pay(
         self,
@@ -137,17 +132,17 @@ class TorchTrainer:
     ) -> LocalWeights | LocalUpdate:
         """Train from the global weights; see ``federation.protocols.Trainer``."""
         # Every rank draws for itself; the first one draws what it would draw alone.
-        mine = (self._peers.rank.rank,) if self._peers.rank.rank else ()
-        seed = torch_seed(self._seed, "training", self._site, round_index, *mine)
-        with self._pool.borrow() as model:
+        mine = (self.peers.rank.rank,) if self.peers.rank.rank else ()
+        seed = torch_seed(self._seed, "training", self.site, round_index, *mine)
+        with self.pool.borrow() as model:
 
             def train() -> LocalWeights | LocalUpdate:
                 model.load(weights_d, integers_m)
-                if self._private is not None and self._private.in_sum:
-                    return self._one_step(model.module, self._private, integers_m)
+                if self.private is not None and self.private.in_sum:
+                    return self._one_step(model.module, self.private, integers_m)
                 return self._train(model.module, round_index, weights_d, kept)
 
-            return self._peers.draw(self._pool.draws, train, kind="train", seed=seed)
+            return self.peers.draw(self.pool.draws, train, kind="train", seed=seed)
 
     def evaluate(
         self,
@@ -158,15 +153,15 @@ class TorchTrainer:
         max_loss: float | None = None,
     ) -> MetricSums:
         """Sums over the held-out data, each prediction's loss clipped, in nats."""
-        seed = torch_seed(self._job.seed, "evaluation", self._site)
-        with self._pool.borrow() as model:
+        seed = torch_seed(self.job.seed, "evaluation", self.site)
+        with self.pool.borrow() as model:
 
             def evaluate() -> MetricSums:
                 model.load(weights_d, integers_m)
                 return self._evaluate(model.module, max_loss)
 
-            return self._peers.draw(
-                self._pool.draws, evaluate, kind="evaluate", seed=seed
+            return self.peers.draw(
+                self.pool.draws, evaluate, kind="evaluate", seed=seed
             )
 
     def spent(self) -> None:
@@ -180,19 +175,17 @@ class TorchTrainer:
         kept: Arrays,
     ) -> LocalWeights:
         """Train a model that holds the global weights."""
-        layout = self._pool.layout
+        layout = self.pool.layout
         lost_d = None
         if weights.is_rounded(layout):  # By bfloat16 parameters, for example.
             lost_d = weights_d - weights.read(model, layout)[0]
         before_m = weights.read(model, layout)[1]
         training: MetricSums | None = None
-        optimizer = LocalOptimizer(model, self._job, kept)
-        if self._private is None:
+        optimizer = LocalOptimizer(model, self.job, kept)
+        if self.private is None:
             training, num_steps = self._steps(model, round_index, optimizer)
         else:
-            num_steps = self._private_steps(
-                model, round_index, optimizer, self._private
-            )
+            num_steps = self._private_steps(model, round_index, optimizer, self.private)
         local_d, local_m = weights.read(model, layout)
         if lost_d is not None:
             # What the model could not hold is not what training changed.
@@ -204,7 +197,7 @@ class TorchTrainer:
         return LocalWeights(
             weights_d=local_d,
             integers_m=local_m,
-            num_examples=len(self._train_data),
+            num_examples=len(self.train),
             num_steps=num_steps,
             training=training,
             kept=optimizer.kept(),
@@ -214,15 +207,15 @@ class TorchTrainer:
         self, model: torch.nn.Module, round_index: int, optimizer: LocalOptimizer
     ) -> tuple[MetricSums, int]:
         """Take this round's local steps."""
-        training = self._job.training
+        training = self.job.training
         model.train()
-        sums = Sums(self._pool.device, self._peers, self._metrics)
-        wrapped = self._peers.wrap(model)
+        sums = Sums(self.pool.device, self.peers, self._metrics)
+        wrapped = self.peers.wrap(model)
         step = first_step = (round_index - 1) * self._steps_per_round()
         for group in groups(self._indices(round_index), training.accumulate):
-            num_examples = self._peers.total(sum(map(len, group)))
+            num_examples = self.peers.total(sum(map(len, group)))
             for number, chosen in enumerate(group, start=1):
-                with self._peers.adding(wrapped, last=number == len(group)):
+                with self.peers.adding(wrapped, last=number == len(group)):
                     self._add_gradient(wrapped, chosen, num_examples, sums)
             optimizer.step(step)
             step += 1
@@ -234,7 +227,7 @@ class TorchTrainer:
         """Add the gradient of one batch of a step of so many examples."""
         # A rank without an example goes through one all the same, and counts nothing.
         read = chosen if len(chosen) else np.zeros(1, dtype=np.int64)
-        inputs, targets = self._on_device(self._train_data.batch(read))
+        inputs, targets = self._on_device(self.train.batch(read))
         with self._autocast():
             loss = self._objective(model, inputs, targets)
         if len(chosen) == 0:
@@ -242,7 +235,7 @@ class TorchTrainer:
             return
         # Every example of a step counts the same, whatever its batch and its rank;
         # the mean over the ranks is still to be taken.
-        share = len(chosen) * self._peers.count / num_examples
+        share = len(chosen) * self.peers.count / num_examples
         mean = loss.total / (loss.count / share)
         mean.backward()  # type: ignore[no-untyped-call]
         sums.add(loss.loss, loss.count, loss.metrics)
@@ -258,12 +251,12 @@ class TorchTrainer:
 
         Nothing is counted on the way: sums over the samples would have no noise.
         """
-        size = len(self._train_data)
+        size = len(self.train)
         model.train()
         gradient = PrivateGradient(
-            model, self._job, private, num_records=size, peers=self._peers
+            model, self.job, private, num_records=size, peers=self.peers
         )
-        num_steps = num_private_steps(self._job, size)
+        num_steps = num_private_steps(self.job, size)
         first_step = (round_index - 1) * num_steps
         for step in range(first_step, first_step + num_steps):
             for chosen in gradient.draw():
@@ -282,21 +275,21 @@ class TorchTrainer:
         """Take one step of plain SGD whose noise is added inside the secure sum."""
         model.train()
         gradient = PrivateGradient(
-            model, self._job, private, num_records=len(self._train_data)
+            model, self.job, private, num_records=len(self.train)
         )
         for chosen in gradient.draw():
             gradient.add_(self._private_loss(model, chosen), len(chosen))
-        update_d = np.empty(self._pool.layout.size, dtype=np.float32)
+        update_d = np.empty(self.pool.layout.size, dtype=np.float32)
         gradient.write_update(
             model,
-            self._pool.layout,
-            lr=self._job.training.optimizer.lr,
+            self.pool.layout,
+            lr=self.job.training.optimizer.lr,
             out_d=update_d,
         )
         return LocalUpdate(
             update_d=update_d,
             integers_m=integers_m.copy(),
-            num_examples=len(self._train_data),
+            num_examples=len(self.train),
             num_steps=1,
             training=None,
         )
@@ -309,7 +302,7 @@ class TorchTrainer:
         Raises:
             JobError: The model mixes records.
         """
-        batch = self._on_device(self._train_data.batch(chosen))
+        batch = self._on_device(self.train.batch(chosen))
         self._check_apart(model, batch, gradients=True)
         return partial(self._sum_of_means, model, batch)
 
@@ -324,28 +317,28 @@ class TorchTrainer:
         self, model: torch.nn.Module, batch: Batch, *, gradients: bool
     ) -> None:
         results = results_by_record(
-            self._objective, self._job.training, gradients=gradients
+            self._objective, self.job.training, gradients=gradients
         )
 
         def forward(model: torch.nn.Module, batch: Batch) -> object:
             with self._autocast():
                 return results(model, batch)
 
-        self._pool.records_apart.check(model, batch, forward, gradients=gradients)
+        self.pool.records_apart.check(model, batch, forward, gradients=gradients)
 
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, max_loss: float | None) -> MetricSums:
         model.eval()
-        sums = Sums(self._pool.device, self._peers, self._metrics)
-        size = self._job.evaluation.batch_size
-        total, rank = len(self._held_out), self._peers.rank
+        sums = Sums(self.pool.device, self.peers, self._metrics)
+        size = self.job.evaluation.batch_size
+        total, rank = len(self.held_out), self.peers.rank
         starts = range(rank.rank * size, total, rank.world_size * size)
         walk = [np.arange(i, min(i + size, total)) for i in starts]
-        if self._peers.is_sharded and len(walk) * rank.world_size * size < total:
+        if self.peers.is_sharded and len(walk) * rank.world_size * size < total:
             walk.append(np.arange(1))  # Others need this rank's part once more.
-        for number, chosen in enumerate(telling_ahead(self._held_out, iter(walk))):
-            inputs, targets = self._on_device(self._held_out.batch(chosen))
-            if self._private is not None and max_loss is not None:
+        for number, chosen in enumerate(telling_ahead(self.held_out, iter(walk))):
+            inputs, targets = self._on_device(self.held_out.batch(chosen))
+            if self.private is not None and max_loss is not None:
                 # What one record adds to the sums is promised here too.
                 self._check_apart(model, (inputs, targets), gradients=False)
             with self._autocast():
@@ -355,32 +348,30 @@ class TorchTrainer:
         return sums.metrics()
 
     def _steps_per_round(self) -> int:
-        training = self._job.training
+        training = self.job.training
         if training.local_steps is not None:
             return training.local_steps
-        batches_per_epoch = -(-len(self._train_data) // training.batch_size)
+        batches_per_epoch = -(-len(self.train) // training.batch_size)
         num_batches = training.num_epochs * batches_per_epoch
         return -(-num_batches // training.accumulate)
 
     def _indices(self, round_index: int) -> Iterator[Indices]:
         """Yield this rank's examples of each batch of a round."""
-        if isinstance(self._train_data, ReadsAhead):  # Each rank has its own shards.
-            return self._walk(round_index, self._peers.rank)
-        return map(self._peers.part, self._walk(round_index, ALONE))
+        if isinstance(self.train, ReadsAhead):  # Each rank has its own shards.
+            return self._walk(round_index, self.peers.rank)
+        return map(self.peers.part, self._walk(round_index, ALONE))
 
     def _walk(self, round_index: int, rank: Rank) -> Iterator[Indices]:
         """Yield the examples of each batch of a round, or a rank's share of them."""
-        training, data = self._job.training, self._train_data
+        training, data = self.job.training, self.train
         batch_size = training.batch_size // rank.world_size
         # Data that is told in advance hears of the next round's first batches too.
         ahead, shuffle = 0, None
         if isinstance(data, ReadsAhead):
             shuffle = data.epoch_order
-            if round_index < self._job.rounds:
+            if round_index < self.job.rounds:
                 ahead = -(-data.examples_ahead // batch_size)
-        ordering = Ordering(
-            seed=self._seed, site=self._site, shuffle=shuffle, rank=rank
-        )
+        ordering = Ordering(seed=self._seed, site=self.site, shuffle=shuffle, rank=rank)
         if training.local_steps is not None:
             num_batches = training.local_steps * training.accumulate
             walk = batches.stepwise(
@@ -403,11 +394,11 @@ class TorchTrainer:
         return telling_ahead(data, walk, num_epochs * per_epoch)
 
     def _on_device(self, batch: Batch) -> Batch:
-        device = self._pool.device
+        device = self.pool.device
         moved: Batch = map_tree(lambda t: t.to(device, non_blocking=True), batch)
         return moved
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self._job.training.precision == "fp32":
+        if self.job.training.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self._pool.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.pool.device.type, dtype=torch.bfloat16)
