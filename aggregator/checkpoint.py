@@ -22,6 +22,7 @@ Shape suffixes: d float values of the model, m integer values of the model.
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ CHUNK_BYTES = 8 << 20
 _METADATA = {"format": "pt"}
 
 
+@dataclass(kw_only=True, eq=False)
 class RunCheckpoints:
     """The ``federation.protocols.Checkpoints`` of a run in an object store.
 
@@ -57,54 +59,43 @@ class RunCheckpoints:
         A save that is cut short at any moment leaves every earlier checkpoint
         loadable. A load returns bytes whose SHA-256 is that of the saved ones, or
         raises; it never repairs or guesses.
+
+    Attributes:
+        store: Where the checkpoints lie.
+        prefix: Of all their keys: empty, or ending in a slash.
+        run_id: The run.
+        job: The resolved job as nested plain values (``job_file.document``).
+        layout: Layout of the run's model.
+        keep: How many checkpoints to keep, at least 1.
+        emit: Takes a ``CheckpointSkipped`` for each damaged checkpoint.
+        clock: Dates the events.
+        chunk_bytes: A larger blob is stored in chunks of this size.
+
+    Raises:
+        ValueError: ``keep``, ``prefix`` or ``chunk_bytes`` is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        store: ObjectStore,
-        prefix: str,
-        run_id: str,
-        job: Mapping[str, Any],
-        layout: Layout,
-        keep: int,
-        emit: Emit,
-        clock: Clock,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
-        """Describe the run; nothing is read or written yet.
+    store: ObjectStore
+    prefix: str
+    run_id: str
+    job: Mapping[str, Any]
+    layout: Layout
+    keep: int
+    emit: Emit
+    clock: Clock
+    chunk_bytes: int = CHUNK_BYTES
 
-        Args:
-            store: Where the checkpoints lie.
-            prefix: Of all their keys: empty, or ending in a slash.
-            run_id: The run.
-            job: The resolved job as nested plain values (``job_file.document``).
-            layout: Layout of the run's model.
-            keep: How many checkpoints to keep, at least 1.
-            emit: Takes a ``CheckpointSkipped`` for each damaged checkpoint.
-            clock: Dates the events.
-            chunk_bytes: A larger blob is stored in chunks of this size.
-
-        Raises:
-            ValueError: ``keep``, ``prefix`` or ``chunk_bytes`` is out of range.
-        """
-        if chunk_bytes < 1:
-            raise ValueError(f"a chunk cannot have {chunk_bytes} bytes")
-        if keep < 1:
-            raise ValueError(f"cannot keep {keep} checkpoints: keep at least 1")
-        if prefix and not prefix.endswith("/"):
-            raise ValueError(f"the prefix {prefix!r} must end in a slash")
-        self._store = store
-        self._prefix = prefix
-        self._objects = CheckpointObjects(store, prefix)
-        self._chunk_bytes = chunk_bytes
-        self._run_id = run_id
+    def __post_init__(self) -> None:
+        """Check the values; nothing is read or written yet."""
+        if self.chunk_bytes < 1:
+            raise ValueError(f"a chunk cannot have {self.chunk_bytes} bytes")
+        if self.keep < 1:
+            raise ValueError(f"cannot keep {self.keep} checkpoints: keep at least 1")
+        if self.prefix and not self.prefix.endswith("/"):
+            raise ValueError(f"the prefix {self.prefix!r} must end in a slash")
+        self._objects = CheckpointObjects(self.store, self.prefix)
         # As it will come back: JSON has lists where Python may have tuples.
-        self._job: Mapping[str, Any] = json.loads(json.dumps(job, allow_nan=False))
-        self._layout = layout
-        self._keep = keep
-        self._emit = emit
-        self._clock = clock
+        self.job = json.loads(json.dumps(self.job, allow_nan=False))
         self._unnamed: set[str] = set()
 
     def save(self, state: RunState) -> int:
@@ -121,7 +112,7 @@ class RunCheckpoints:
         """
         self._check_shapes(state)
         # 1.
-        weights, written = self._write_blob(_weights_pieces(self._layout, state))
+        weights, written = self._write_blob(_weights_pieces(self.layout, state))
         optimizer = None
         if state.optimizer:
             optimizer, more = self._write_blob(
@@ -129,18 +120,18 @@ class RunCheckpoints:
             )
             written += more
         manifest = Manifest(
-            key=f"{self._prefix}round-{state.round_index:06d}.json",
-            run_id=self._run_id,
+            key=f"{self.prefix}round-{state.round_index:06d}.json",
+            run_id=self.run_id,
             **state.progress(),
-            job=self._job,
-            layout=self._layout,
+            job=self.job,
+            layout=self.layout,
             weights=weights,
             optimizer=optimizer,
             optimizer_names=tuple(state.optimizer),
         )
         content = manifests.encode(manifest)
         try:  # 2.
-            self._store.put(manifest.key, [content], if_absent=True)
+            self.store.put(manifest.key, [content], if_absent=True)
         except ObjectExists as error:
             raise self._conflict(manifest.key) from error
         self._retire(manifest.key)  # 3.
@@ -199,12 +190,12 @@ class RunCheckpoints:
     def _check_shapes(self, state: RunState) -> None:
         sizes = {"weights_d": state.weights_d, **state.optimizer}
         for name, vector_d in sizes.items():
-            if vector_d.shape != (self._layout.size,) or vector_d.dtype != np.float32:
+            if vector_d.shape != (self.layout.size,) or vector_d.dtype != np.float32:
                 raise ValueError(
                     f"{name} is {vector_d.dtype}{list(vector_d.shape)}, not "
-                    f"float32[{self._layout.size}]"
+                    f"float32[{self.layout.size}]"
                 )
-        num_integers = self._layout.num_integers
+        num_integers = self.layout.num_integers
         found_m = state.integers_m
         if found_m.shape != (num_integers,) or found_m.dtype != np.int64:
             raise ValueError(
@@ -214,25 +205,25 @@ class RunCheckpoints:
 
     def _write_blob(self, pieces: Sequence[Buffer]) -> tuple[Blob, int]:
         """Write what is not known to be there; also return bytes written."""
-        blob = Blob.of(pieces, self._chunk_bytes)
+        blob = Blob.of(pieces, self.chunk_bytes)
         return blob, self._objects.write(blob, pieces)
 
     def _conflict(self, key: str) -> RunConflict:
         return RunConflict(
             f"{key} was written by another coordinator that works on this run, "
-            f"{self._run_id}; leave the run to that one, or stop it and resume"
+            f"{self.run_id}; leave the run to that one, or stop it and resume"
         )
 
     def _check_ours(self, manifest: Manifest) -> None:
         """Check that a whole manifest belongs to this run, job and model."""
-        if manifest.run_id != self._run_id:
+        if manifest.run_id != self.run_id:
             raise CheckpointMismatch(
                 f"{manifest.key} belongs to the run {manifest.run_id!r}, not to "
-                f"{self._run_id!r}; resume that run, or start in an empty folder"
+                f"{self.run_id!r}; resume that run, or start in an empty folder"
             )
         # Older releases wrote keys that decide nothing, too.
         found = differences(
-            job_digest.what_decides(self._job), job_digest.what_decides(manifest.job)
+            job_digest.what_decides(self.job), job_digest.what_decides(manifest.job)
         )
         if found:
             raise CheckpointMismatch(
@@ -240,18 +231,18 @@ class RunCheckpoints:
                 f"{'; '.join(found)} (there: {manifest.key}). Set these keys back to "
                 "resume, or start a new run"
             )
-        if self._layout.num_frozen and not manifest.layout.num_frozen:
+        if self.layout.num_frozen and not manifest.layout.num_frozen:
             raise CheckpointMismatch(
                 f"{manifest.key} was written before parameters that require no "
                 "gradient stayed at the sites: resume the run with the release that "
                 "began it, or start a new run"
             )
-        self._layout.check_same(manifest.layout, whose=f"the checkpoint {manifest.key}")
+        self.layout.check_same(manifest.layout, whose=f"the checkpoint {manifest.key}")
 
     def _read_state(self, manifest: Manifest) -> RunState:
         """Fill new arrays from the blobs of a manifest and verify every byte."""
-        weights_d = np.empty(self._layout.size, dtype=np.float32)
-        integers_m = np.empty(self._layout.num_integers, dtype=np.int64)
+        weights_d = np.empty(self.layout.size, dtype=np.float32)
+        integers_m = np.empty(self.layout.num_integers, dtype=np.int64)
         self._objects.read(manifest.weights, [integers_m, weights_d])
         optimizer: dict[str, Vector] = {
             name: np.empty_like(weights_d) for name in manifest.optimizer_names
@@ -266,10 +257,8 @@ class RunCheckpoints:
         )
 
     def _skip(self, manifest_key: str, damage: BadCheckpoint) -> None:
-        self._emit(
-            CheckpointSkipped(
-                at=self._clock.now(), key=manifest_key, reason=str(damage)
-            )
+        self.emit(
+            CheckpointSkipped(at=self.clock.now(), key=manifest_key, reason=str(damage))
         )
         if damage.key is not None and damage.key != manifest_key:
             self._objects.move_aside(damage.key)
@@ -288,7 +277,7 @@ class RunCheckpoints:
         if not keys or keys[-1] != newest:
             # Their first rounds may be retired, so that ours met no manifest.
             raise self._conflict(keys[-1] if keys else newest)
-        old, kept = keys[: -self._keep], keys[-self._keep :]
+        old, kept = keys[: -self.keep], keys[-self.keep :]
         try:
             needed = {name for key in kept for name in self._objects_named_by(key)}
         except (BadCheckpoint, CheckpointMismatch):
@@ -298,7 +287,7 @@ class RunCheckpoints:
             # If it cannot be read, its blobs are found as unnamed ones.
             with contextlib.suppress(BadCheckpoint, CheckpointMismatch):
                 retired |= self._objects_named_by(key)
-            self._store.delete(key)
+            self.store.delete(key)
         unnamed = {
             info.key: info for info in self._objects.stored() if info.key not in needed
         }
@@ -310,7 +299,7 @@ class RunCheckpoints:
 
     def _objects_named_by(self, manifest_key: str) -> set[str]:
         manifest = self._objects.read_manifest(manifest_key)
-        return {self._prefix + found.key for found in manifest.objects}
+        return {self.prefix + found.key for found in manifest.objects}
 
 
 def _weights_pieces(layout: Layout, state: RunState) -> list[Buffer]:

@@ -18,7 +18,7 @@ Shape suffixes: d float values of the model.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
 from operator import add
 
@@ -85,47 +85,42 @@ class _OpenGroup:
 _Sums = Mapping[_OpenGroup, OpenedSum]  # Of the groups whose sum counts.
 
 
+@dataclass(eq=False)
 class GroupGather:
-    """The ``federation.rounds.gather.Gather`` that compares sums of groups."""
+    """The ``federation.rounds.gather.Gather`` that compares sums of groups.
 
-    schedule: Schedule = BARRIER  # A round is opened once, with all its sites.
+    Attributes:
+        job: Its ``privacy.secure_aggregation.groups`` says how many.
+        layout: Of the model.
+        grid: The way to the sites.
+        identity: The aggregator's own.
+        contract: Of all sites; those of the groups follow from it.
+        schedule: A round is opened once, with all its sites.
+    """
 
-    def __init__(
-        self,
-        job: JobSpec,
-        *,
-        layout: Layout,
-        grid: Grid,
-        identity: Identity,
-        contract: Contract,
-    ) -> None:
-        """Gather as the aggregator that ``identity`` proves.
+    job: JobSpec
+    _: KW_ONLY
+    layout: Layout
+    grid: Grid
+    identity: Identity
+    contract: Contract
+    schedule: Schedule = field(default=BARRIER, init=False)
 
-        Args:
-            job: Its ``privacy.secure_aggregation.groups`` says how many.
-            layout: Of the model.
-            grid: The way to the sites.
-            identity: The aggregator's own.
-            contract: Of all sites; those of the groups follow from it.
-        """
-        self._job = job
-        self._layout = layout
-        self._grid = grid
-        self._identity = identity
-        self._whole = contract
+    def __post_init__(self) -> None:
+        """Send nothing yet."""
         self._groups: list[_OpenGroup] = []
         self._group_of: dict[SiteId, _OpenGroup] = {}
         self._secrets: Mapping[int, bytes] = {}
         self._exchange = SecureExchange(
-            run_id=contract.run_id,
-            grid=grid,
-            deadline_seconds=job.schedule.round_deadline_seconds,
+            run_id=self.contract.run_id,
+            grid=self.grid,
+            deadline_seconds=self.job.schedule.round_deadline_seconds,
             run_setup_of=self._run_setup_of,
         )
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
-        return self._grid.sites()
+        return self.grid.sites()
 
     def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
         """Have all sites train, and combine the means of the groups.
@@ -134,7 +129,7 @@ class GroupGather:
         """
         with losing_the_round(record):
             sums, byzantine = self._sums(state, record, TaskKind.TRAIN)
-        rule = combine_rule(replace(self._job.aggregation, byzantine_sites=byzantine))
+        rule = combine_rule(replace(self.job.aggregation, byzantine_sites=byzantine))
         rule(_updates(sums), out_d)
         for group in self._groups:
             found = sums.get(group)
@@ -145,7 +140,7 @@ class GroupGather:
             training=_pooled(train.TRAINING, sums),
             evaluation=_pooled(train.EVALUATION, sums),
         )
-        record.update_clip = self._whole.clip_norm
+        record.update_clip = self.contract.clip_norm
         self._compare(record, sums, out_d)
         record.end_phase("combine")
         return out_d
@@ -188,9 +183,9 @@ class GroupGather:
         """
         record.leave_out(self._exchange.announce(record, state.suspicions.faults))
         rounds = self._exchange_updates(state, record, kind)
-        evaluation = kind is TaskKind.EVALUATE or evaluates(self._job, state)
+        evaluation = kind is TaskKind.EVALUATE or evaluates(self.job, state)
         sums: dict[_OpenGroup, OpenedSum] = {}
-        bad = self._job.aggregation.byzantine_sites
+        bad = self.job.aggregation.byzantine_sites
         for group in self._groups:
             group.remark = "it has no keys"
         for group, current in rounds.items():
@@ -198,7 +193,7 @@ class GroupGather:
             try:
                 current.protocol.close_masked()
                 sums[group] = current.open(
-                    self._job, evaluation=evaluation, update_clip=self._whole.clip_norm
+                    self.job, evaluation=evaluation, update_clip=self.contract.clip_norm
                 )
             except TooFewSites as error:
                 group.remark = str(error)
@@ -216,13 +211,13 @@ class GroupGather:
         if len(sums) < needed:
             raise TooFewSites(
                 f"{len(sums)} of {len(self._groups)} groups have a sum, and "
-                f"{self._job.aggregation.combine} needs {needed}"
+                f"{self.job.aggregation.combine} needs {needed}"
             )
         return sums, bad
 
     def _fewest_groups(self, bad: int) -> int:
         """How many groups the rule needs if a bad site may be in so many of them."""
-        is_krum = self._job.aggregation.combine in {"krum", "multi_krum"}
+        is_krum = self.job.aggregation.combine in {"krum", "multi_krum"}
         return max(len(self._groups) // 2 + 1, 2 * bad + (3 if is_krum else 1))
 
     def _exchange_updates(
@@ -232,14 +227,14 @@ class GroupGather:
         setups = self._set_up(record, state.suspicions)
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         tasks = self._tasks(state, record, kind, setups, model)
-        size = self._layout.size if kind is TaskKind.TRAIN else None
+        size = self.layout.size if kind is TaskKind.TRAIN else None
         rounds: dict[_OpenGroup, MaskedRound] = {}
         for group, setup in setups:
             facts = RoundFacts(
                 round_index=record.round_index,
                 cohort=group.contract.cohort,
                 model_digest=model,
-                task_digest=train.task_digest(tasks[0], self._whole.clip_norm),
+                task_digest=train.task_digest(tasks[0], self.contract.clip_norm),
             )
             rounds[group] = MaskedRound(setup, facts, size=size)
 
@@ -264,21 +259,21 @@ class GroupGather:
         bodies: dict[SiteId, bytes] = {}
         for group, setup in setups:
             opened = group.opened or before_rounds(setup.setup_hash)
-            certificate = certify(opened, model, self._identity)
+            certificate = certify(opened, model, self.identity)
             for site in group.sites:
                 body = train.TrainBody(
                     setup_hash=setup.setup_hash,
                     confirms=group.run_setup.confirms_for(site),
                     certificate=certificate,
-                    update_clip=self._whole.clip_norm,
+                    update_clip=self.contract.clip_norm,
                 )
                 bodies[site] = train.write_train(body)
         tasks = round_tasks(
             state,
             record,
-            job=self._job,
-            run_id=self._whole.run_id,
-            layout=self._layout,
+            job=self.job,
+            run_id=self.contract.run_id,
+            layout=self.layout,
             kind=kind,
             secure=lambda site: bodies.get(site, b""),
         )
@@ -311,7 +306,7 @@ class GroupGather:
             TooFewSites: Somebody kept the draw from ending. Who did so twice is left
                 out of the next one.
         """
-        whole, num_groups = self._whole, self._job.privacy.secure_aggregation.groups
+        whole, num_groups = self.contract, self.job.privacy.secure_aggregation.groups
         assert num_groups is not None  # noqa: S101  # Else there is one sum.
         everyone = Draw(members=whole.members, num_groups=num_groups)
         draw = everyone.without(known.faults)
@@ -351,7 +346,7 @@ class GroupGather:
         for group in due:
             group.run_setup.attempt()
             halves[group] = AggregatorSetup(
-                identity=self._identity, contract=group.contract
+                identity=self.identity, contract=group.contract
             )
         offers = {
             group: write_group_offer(self._secrets, half.offer())

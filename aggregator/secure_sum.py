@@ -17,6 +17,7 @@ Shape suffixes: d float values of the model, h words of the header.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from aggregator.blame import Blame
 from aggregator.masked_round import MaskedRound, OpenedSum
@@ -49,31 +50,34 @@ from privacy.secagg.protocol.server import AggregatorRound
 from privacy.secagg.protocol.setup import AggregatorSetup, SetupRecord
 
 
+@dataclass(eq=False)
 class SecureGather:
-    """The ``federation.rounds.gather.Gather`` that sees masked updates only."""
+    """The ``federation.rounds.gather.Gather`` that sees masked updates only.
 
-    schedule: Schedule = BARRIER  # A round is opened once, with all its sites.
+    Attributes:
+        job: The job.
+        layout: Of the model.
+        grid: The way to the sites.
+        identity: The aggregator's own.
+        contract: What all have agreed on.
+        schedule: A round is opened once, with all its sites.
+    """
 
-    def __init__(
-        self,
-        job: JobSpec,
-        *,
-        layout: Layout,
-        grid: Grid,
-        identity: Identity,
-        contract: Contract,
-    ) -> None:
-        """Gather under ``contract``, as the aggregator that ``identity`` proves."""
-        self._job = job
-        self._run_id: RunId = contract.run_id
-        self._layout = layout
-        self._grid = grid
-        self._identity = identity
-        self._contract = contract
-        self._run_setup = RunSetup(contract)
+    job: JobSpec
+    _: KW_ONLY
+    layout: Layout
+    grid: Grid
+    identity: Identity
+    contract: Contract
+    schedule: Schedule = field(default=BARRIER, init=False)
+
+    def __post_init__(self) -> None:
+        """Send nothing yet."""
+        self._run_id: RunId = self.contract.run_id
+        self._run_setup = RunSetup(self.contract)
         self._exchange = SecureExchange(
             run_id=self._run_id,
-            grid=grid,
+            grid=self.grid,
             deadline_seconds=self._deadline_seconds,
             run_setup_of=lambda _: self._run_setup,
         )
@@ -81,7 +85,7 @@ class SecureGather:
 
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
-        return self._grid.sites()
+        return self.grid.sites()
 
     def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
         """Have all sites train, and open the mean of their updates.
@@ -122,7 +126,7 @@ class SecureGather:
             BadShare: The shares of a secret contradict one another.
             SumOutOfRange: Honest sites do not make such a sum.
         """
-        blame = Blame(self._contract, state.suspicions)
+        blame = Blame(self.contract, state.suspicions)
         left_out = self._exchange.announce(record, blame.left_out())
         setup = self._set_up(record, left_out)
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
@@ -134,7 +138,7 @@ class SecureGather:
             model_digest=model,
             task_digest=train.task_digest(tasks[0], clip),
         )
-        size = self._layout.size if trains else None
+        size = self.layout.size if trains else None
         current = MaskedRound(setup, facts, size=size)
         record.leave_out(left_out)
         asked = [task for task in tasks if task.site not in left_out]
@@ -143,8 +147,8 @@ class SecureGather:
             survivors = current.protocol.close_masked()
             if setup.contract.setting is Setting.P2:
                 self._agree_and_reveal(record, current.protocol, survivors)
-            evaluation = not trains or evaluates(self._job, state)
-            return current.open(self._job, evaluation=evaluation, update_clip=clip)
+            evaluation = not trains or evaluates(self.job, state)
+            return current.open(self.job, evaluation=evaluation, update_clip=clip)
         finally:
             for said in blame.note(current.protocol):
                 record.warn(f"round {record.round_index}: {said}")
@@ -175,7 +179,7 @@ class SecureGather:
     ) -> SetupRecord:
         """Run S1 and S2 with every site that is not left out."""
         setup = AggregatorSetup(
-            identity=self._identity, contract=self._contract, left_out=left_out
+            identity=self.identity, contract=self.contract, left_out=left_out
         )
         asked = [site for site in self.sites() if site not in left_out]
         offer = setup.offer()
@@ -206,13 +210,13 @@ class SecureGather:
     ) -> list[RoundTask]:
         """Write everybody's task; a site that is new gets the confirms with it."""
         opened = self._opened or before_rounds(setup.setup_hash)
-        certificate = certify(opened, model, self._identity)
+        certificate = certify(opened, model, self.identity)
         return round_tasks(
             state,
             record,
-            job=self._job,
+            job=self.job,
             run_id=self._run_id,
-            layout=self._layout,
+            layout=self.layout,
             kind=kind,
             secure=lambda site: train.write_train(
                 train.TrainBody(
@@ -227,16 +231,16 @@ class SecureGather:
     def _clip(self, state: RunState) -> float:
         """What updates are clipped to in the next round."""
         adapted = state.update_clip
-        return self._contract.clip_norm if adapted is None else adapted
+        return self.contract.clip_norm if adapted is None else adapted
 
     def _next_clip(self, state: RunState, totals: Mapping[str, float]) -> float | None:
         """Move the clip norm by what the sites' bits say; None if it is fixed."""
-        private = self._job.privacy.differential_privacy
+        private = self.job.privacy.differential_privacy
         if train.WITHIN_CLIP not in totals:
             return None
         return next_clip(
             self._clip(state),
-            first=self._contract.clip_norm,
+            first=self.contract.clip_norm,
             within=0.5 + totals[train.WITHIN_CLIP] / totals[train.WEIGHT],
             quantile=private.clip_quantile,
             rate=private.clip_rate,
@@ -264,4 +268,4 @@ class SecureGather:
 
     @property
     def _deadline_seconds(self) -> float:
-        return self._job.schedule.round_deadline_seconds
+        return self.job.schedule.round_deadline_seconds

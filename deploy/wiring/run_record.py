@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 from aggregator import model_export
 from clients.models.model_pool import ModelPool
@@ -28,50 +29,41 @@ from monitoring.views.run_view import COMPLETED, EXHAUSTED, INTERRUPTED
 _ENDED = (KeyboardInterrupt, SystemExit)
 
 
+@dataclass(eq=False)
 class RunRecord:
     """Takes note of a run, in a folder and a bucket or in memory alone.
 
+    Nothing is written before it begins.
+
     Attributes:
+        job: The job.
+        run: The run's folder; None to keep everything in memory.
+        run_id: The run.
+        pool: Holds the model: its layout, and what of it is frozen.
+        clock: Tells time.
+        meters: Of every store of the run.
+        introduce: Makes the events that tell of data and promises, once the run has
+            begun.
+        listeners: Called with every event after it has been noted.
+        goes_on: Whether another coordinator goes on with the run after an error.
         store: Holds checkpoints, and in a simulation what sites keep.
     """
 
-    def __init__(
-        self,
-        job: JobSpec,
-        run: RunFolder | None,
-        run_id: RunId,
-        *,
-        pool: ModelPool,
-        clock: Clock,
-        meters: StoreMeters,
-        introduce: Callable[[], Iterable[Event]],
-        listeners: Sequence[Emit] = (),
-        goes_on: Callable[[BaseException], bool] = lambda _error: False,
-    ) -> None:
-        """Write nothing yet.
+    job: JobSpec
+    run: RunFolder | None
+    run_id: RunId
+    _: KW_ONLY
+    pool: ModelPool
+    clock: Clock
+    meters: StoreMeters
+    introduce: Callable[[], Iterable[Event]]
+    listeners: Sequence[Emit] = ()
+    goes_on: Callable[[BaseException], bool] = lambda _error: False
 
-        Args:
-            job: The job.
-            run: The run's folder; None to keep everything in memory.
-            run_id: The run.
-            pool: Holds the model: its layout, and what of it is frozen.
-            clock: Tells time.
-            meters: Of every store of the run.
-            introduce: Makes the events that tell of data and promises, once the run
-                has begun.
-            listeners: Called with every event after it has been noted.
-            goes_on: Whether another coordinator goes on with the run after an error.
-        """
-        self._job = job
-        self._setting = Exposure.of(job, deployed=True)
-        self._run = run
-        self._pool = pool
-        self._clock = clock
-        self._meters = meters
-        self._introduce = introduce
-        self._listeners = listeners
-        self._goes_on = goes_on
-        self._start = clock.monotonic()
+    def __post_init__(self) -> None:
+        """Find the places that it writes to."""
+        self._setting = Exposure.of(self.job, deployed=True)
+        self._start = self.clock.monotonic()
         self._fold = RunFold()
         # What takes note of events first; those who only look on come after it.
         self._records: list[Emit] = [self._fold.add]
@@ -79,11 +71,13 @@ class RunRecord:
         self._place: run_store.RunPlace | None = None
         self._first_round: int | None = None
         self.store: ObjectStore = MemoryStore()
-        if run is not None:
-            self._place = run_store.RunPlace(job, run, run_id, meters)
+        if self.run is not None:
+            self._place = run_store.RunPlace(
+                self.job, self.run, self.run_id, self.meters
+            )
             self.store = self._place.store
-            if run_store.in_bucket(job):
-                self._copies = run_store.Copies(run, self.store)
+            if run_store.in_bucket(self.job):
+                self._copies = run_store.Copies(self.run, self.store)
                 self._records.append(self._copies.listen)
 
     def store_of(self, name: SiteId) -> ObjectStore:
@@ -104,22 +98,22 @@ class RunRecord:
     @contextmanager
     def _open(self) -> Iterator[None]:
         with ExitStack() as stack:
-            if self._run is not None:
-                if self._run.exists():
-                    for event in self._run.read_events():
+            if self.run is not None:
+                if self.run.exists():
+                    for event in self.run.read_events():
                         self._fold.add(event)
-                log = stack.enter_context(EventWriter(self._run.events))
+                log = stack.enter_context(EventWriter(self.run.events))
                 self._records.insert(0, log)
             yield
 
     def emit(self, event: Event) -> None:
         """Note an event, without what may not be revealed of it."""
         if isinstance(event, RunStarted):
-            self._setting = Exposure.of(self._job, deployed=event.engine == "deployed")
+            self._setting = Exposure.of(self.job, deployed=event.engine == "deployed")
         event = conceal(event, self._setting)
         if isinstance(event, RunFinished):  # It is the last one.
             self._tell_use()
-        for listener in (*self._records, *self._listeners):
+        for listener in (*self._records, *self.listeners):
             listener(event)
         if isinstance(event, RunStarted):
             self._begin(event)
@@ -127,37 +121,37 @@ class RunRecord:
             self._tell_use()
 
     def _tell_use(self) -> None:
-        for used in self._meters.used():
+        for used in self.meters.used():
             self.emit(used)
 
     def _begin(self, event: RunStarted) -> None:
         """From here on the run is this coordinator's: leave what tells of it."""
         self._first_round = event.first_round
-        if self._run is not None:
-            self._run.write_job(self._job)
-            self._run.flush_events()
+        if self.run is not None:
+            self.run.write_job(self.job)
+            self.run.flush_events()
         if self._place is not None:
             self._place.try_out()
         if self._copies is not None:
             self._copies.begin()
-        for fact in self._introduce():
+        for fact in self.introduce():
             self.emit(fact)
 
     def _leave(self, state: RunState) -> RunResult:
         """Write what a run leaves, the most precious file first."""
         view = self._fold.view()
-        layout = self._pool.layout
-        weights = model_export.named_arrays(layout, state, self._pool.frozen_arrays())
-        if self._run is not None:
+        layout = self.pool.layout
+        weights = model_export.named_arrays(layout, state, self.pool.frozen_arrays())
+        if self.run is not None:
             if view.status in {COMPLETED, EXHAUSTED}:
-                replace_file(self._run.model, model_export.file_pieces(layout, weights))
-            self._run.write_result(result(view))
-            leave_report(self._run)
+                replace_file(self.run.model, model_export.file_pieces(layout, weights))
+            self.run.write_result(result(view))
+            leave_report(self.run)
         if self._copies is not None:
             self._copies.leave()
         first = self._first_round or 1
         rounds_now = sum(row.index >= first for row in view.rounds)
-        return result_of(view, weights, self._run, rounds_now=rounds_now)
+        return result_of(view, weights, self.run, rounds_now=rounds_now)
 
     def _leave_failure(self, error: BaseException) -> None:
         """Write what is known of a run that ends before its time.
@@ -169,18 +163,18 @@ class RunRecord:
         with contextlib.suppress(FederationError):
             if self._fold.view().finished is None:
                 self._note_end(error)
-        if self._run is None:
+        if self.run is None:
             return
         with contextlib.suppress(FederationError):
-            self._run.write_result(result(self._fold.view()))
+            self.run.write_result(result(self._fold.view()))
             # Drawing takes seconds, and an interrupted person waits.
             if not isinstance(error, _ENDED):
-                leave_report(self._run)
+                leave_report(self.run)
             if self._copies is not None:
                 self._copies.leave()
 
     def _status_after(self, error: BaseException) -> str:
-        if self._goes_on(error):
+        if self.goes_on(error):
             return INTERRUPTED
         return "stopped" if isinstance(error, _ENDED) else "failed"
 
@@ -188,14 +182,14 @@ class RunRecord:
         """Record an end that the round loop did not foresee."""
         view = self._fold.view()
         event = RunFinished(
-            at=self._clock.now(),
+            at=self.clock.now(),
             status=self._status_after(error),
             rounds_completed=view.rounds_completed,
             last_round=view.rounds[-1].index if view.rounds else 0,
             message=_reason(error),
-            seconds=self._clock.monotonic() - self._start,
+            seconds=self.clock.monotonic() - self._start,
         )
-        ends: list[Event] = [*self._meters.used(), event]
+        ends: list[Event] = [*self.meters.used(), event]
         for last in ends:
             for record in reversed(self._records):
                 record(last)

@@ -6,6 +6,7 @@ here, so that the round loop handles sound updates only.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,43 +25,43 @@ from federation.rounds.schedule import OpenTask
 from federation.vectors import Layout, is_finite
 
 
+@dataclass(kw_only=True, eq=False)
 class RoundState:
     """The answers to the tasks of one round.
 
     Each asked site is open until it is settled: by its first sound answer, by its
     own or the grid's word that it failed, or by an answer that must not be counted.
     Messages of strangers, of other rounds and second answers settle nothing.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round.
+        kind: What the sites were asked for.
+        cohort: Who was asked.
+        layout: Of the model.
+        in_secret: Whether there is secure aggregation: then the only sound answer is
+            a ``MaskedUpdate``.
+        based_on: The round whose model answers are based on; by default the one
+            before.
+        codec: In whose words answers come.
     """
 
-    def __init__(
-        self,
-        *,
-        run_id: RunId,
-        round_index: int,
-        kind: TaskKind,
-        cohort: Sequence[SiteId],
-        layout: Layout,
-        in_secret: bool = False,
-        based_on: int | None = None,
-        codec: Codec = IDENTITY,
-    ) -> None:
-        """Open a round in which every site of ``cohort`` was asked.
+    run_id: RunId
+    round_index: int
+    kind: TaskKind
+    cohort: Sequence[SiteId]
+    layout: Layout
+    in_secret: bool = False
+    based_on: int | None = None
+    codec: Codec = IDENTITY
 
-        Under secure aggregation the only sound answer is a ``MaskedUpdate``. Answers
-        are based on the model of round ``based_on``, by default the one before, and
-        come in words of ``codec``.
-        """
-        based_on = round_index - 1 if based_on is None else based_on
-        self._in_secret = in_secret
-        self._run_id = run_id
-        self._round_index = round_index
-        self._kind = kind
-        self._layout = layout
-        self._codec = codec
+    def __post_init__(self) -> None:
+        """Open the round."""
+        based_on = self.round_index - 1 if self.based_on is None else self.based_on
         # Of each site the round that it was asked in, and the model that it was sent.
-        self._open = dict.fromkeys(cohort, (round_index, based_on))
+        self._open = dict.fromkeys(self.cohort, (self.round_index, based_on))
         self._carried: Collection[OpenTask] = ()
-        self._asked = frozenset(cohort)
+        self._asked = frozenset(self.cohort)
         self._overdue: set[SiteId] = set()
         self._answered: list[SiteId] = []
         self._failed: Counter[FailureKind] = Counter()
@@ -129,14 +130,14 @@ class RoundState:
     def _judge_stray(self, message: SiteMessage) -> SiteFailure | None:
         """Find a message that answers no open question of this round."""
         site, of_round = message.site, message.round_index
-        if message.run_id != self._run_id:
-            text = f"answered run {message.run_id}, not {self._run_id}"
+        if message.run_id != self.run_id:
+            text = f"answered run {message.run_id}, not {self.run_id}"
             return self._failure(site, FailureKind.UNKNOWN, text)
-        asked_in, _ = self._open.get(site, (self._round_index, 0))
+        asked_in, _ = self._open.get(site, (self.round_index, 0))
         if of_round != asked_in:
-            early = of_round > self._round_index
+            early = of_round > self.round_index
             kind = FailureKind.INVALID if early else FailureKind.LATE
-            text = f"answered round {of_round} in round {self._round_index}"
+            text = f"answered round {of_round} in round {self.round_index}"
             return self._failure(site, kind, text)
         if site not in self._asked:
             return self._failure(site, FailureKind.UNKNOWN, "was not asked")
@@ -158,29 +159,29 @@ class RoundState:
                 f"round {message.based_on}, not the whole of {based_on}"
             )
             return self._invalid(message.site, text)
-        if self._in_secret or isinstance(message, MaskedUpdate | SecureAnswer):
+        if self.in_secret or isinstance(message, MaskedUpdate | SecureAnswer):
             return self._judge_secret(message)
         asked = TaskKind.TRAIN if isinstance(message, SiteUpdate) else TaskKind.EVALUATE
-        if asked is not self._kind:
-            text = f"answered {asked.value} where it was asked to {self._kind.value}"
+        if asked is not self.kind:
+            text = f"answered {asked.value} where it was asked to {self.kind.value}"
             return self._invalid(message.site, text)
         return self._judge_update(message) if isinstance(message, SiteUpdate) else None
 
     def _judge_secret(self, message: SiteMessage) -> SiteFailure | None:
-        if not self._in_secret:
+        if not self.in_secret:
             text = "answered in secret where the job has no secure aggregation"
         elif isinstance(message, SecureAnswer):
             text = "declined to answer"
         elif not isinstance(message, MaskedUpdate):
             text = "answered in the clear where the job has secure aggregation"
-        elif message.layout_digest != self._layout.digest:
+        elif message.layout_digest != self.layout.digest:
             text = "trained a model of another layout than this run's"
         else:
             return None
         return self._invalid(message.site, text)
 
     def _judge_update(self, update: SiteUpdate) -> SiteFailure | None:
-        layout, codec = self._layout, self._codec
+        layout, codec = self.layout, self.codec
         if update.layout_digest != layout.digest:
             text = "trained a model of another layout than this run's"
             return self._invalid(update.site, text)
@@ -205,8 +206,8 @@ class RoundState:
 
     def _failure(self, site: SiteId, kind: FailureKind, text: str) -> SiteFailure:
         return SiteFailure(
-            run_id=self._run_id,
-            round_index=self._round_index,
+            run_id=self.run_id,
+            round_index=self.round_index,
             site=site,
             kind=kind,
             message=text,
