@@ -17,8 +17,9 @@ import os
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self, cast, get_args
+from typing import cast, get_args
 
+from federation.closing import Closing
 from federation.errors import CorruptObject, RunNotFound, StoreUnavailable
 from federation.events import Event
 from federation.typed_json import decode, encode, refuse_constant
@@ -28,7 +29,7 @@ KINDS: Mapping[str, type[Event]] = types.MappingProxyType(
 )
 
 
-class EventWriter:
+class EventWriter(Closing):
     """Append events to a file; an ``Emit`` callable and a context manager.
 
     Each event is handed to the operating system before the call returns, so a
@@ -72,14 +73,6 @@ class EventWriter:
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        """Return the writer itself."""
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Close the file."""
-        self.close()
 
 
 def to_line(event: Event) -> str:

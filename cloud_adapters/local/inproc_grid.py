@@ -21,9 +21,8 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
+from federation.closing import Closing
 from federation.errors import WireError
 from federation.ids import SiteId, TaskId
 from federation.messages import (
@@ -96,7 +95,7 @@ class _TaskBatch:
     ahead: int
 
 
-class InProcessGrid:
+class InProcessGrid(Closing):
     """Sites in threads of this process.
 
     Use it as a context manager: threads end with it, except those in which a site
@@ -140,19 +139,6 @@ class InProcessGrid:
         self._threads: set[threading.Thread] = set()  # Without those given up.
         for _ in range(self._num_workers):
             self._start_thread()
-
-    def __enter__(self) -> Self:
-        """Return the grid."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End the threads."""
-        self.close()
 
     def close(self) -> None:
         """End the threads.

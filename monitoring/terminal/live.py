@@ -5,7 +5,6 @@
 
 from collections.abc import Iterator
 from threading import Lock
-from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from federation.closing import Closing
 from federation.events import (
     CheckpointSkipped,
     Event,
@@ -65,7 +65,7 @@ _STATUS_STYLES = {
 _ASCII_BARS = "_.-=+*#@"
 
 
-class LiveProgress:
+class LiveProgress(Closing):
     """A picture of the run that redraws itself in a terminal.
 
     Use it in a ``with`` statement: leaving it restores the terminal, whatever
@@ -111,14 +111,6 @@ class LiveProgress:
         """Draw once more and give the terminal back; a second call does nothing."""
         self._is_closed = True
         self._live.stop()
-
-    def __enter__(self) -> Self:
-        """Return the progress itself."""
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Give the terminal back."""
-        self.close()
 
     def _draw(self) -> RenderableType:
         with self._lock:

@@ -5,8 +5,9 @@ Names and messages come from sites: whatever is not printable is replaced before
 reaches a terminal. The picture for a terminal is in ``live``.
 """
 
-from typing import Self, TextIO
+from typing import TextIO
 
+from federation.closing import Closing
 from federation.events import (
     CheckpointSkipped,
     Event,
@@ -78,7 +79,7 @@ def killed_before(event: RunStarted) -> str:
     )
 
 
-class PlainProgress:
+class PlainProgress(Closing):
     """One line for every round and site task, for pipes and log files.
 
     A round's line waits for the evaluation of its model, which comes during the
@@ -120,14 +121,6 @@ class PlainProgress:
     def close(self) -> None:
         """Write the rounds that still wait for an evaluation."""
         self._write_rounds(before=None)
-
-    def __enter__(self) -> Self:
-        """Return the progress itself."""
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Write what is left."""
-        self.close()
 
     def _start(self, event: RunStarted) -> None:
         if self._is_at_work:

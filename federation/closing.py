@@ -1,0 +1,20 @@
+"""Things that are closed where the ``with`` statement ends that they were made for."""
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+
+class Closing(ABC):
+    """A context manager that closes itself."""
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close it."""
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds; a second call does nothing."""
