@@ -137,7 +137,9 @@ def test_what_each_site_reads_is_told(bucket: tuple[str, str], tmp_path: Path):
         who: next(use for use in used.uses if use.operation == "read")
         for who, used in first.items()
     }
-    assert all(use.requests >= use.calls > 1 for use in reads.values())
+    # They share a cache: what one has fetched, the other need not.
+    assert all(use.requests >= use.calls >= 1 for use in reads.values())
+    assert sum(use.calls for use in reads.values()) > 2
     shards_bytes = sum(p.stat().st_size for p in (tmp_path / "cache").iterdir())
     assert sum(use.received_bytes for use in reads.values()) >= shards_bytes
     again = {used.who: used for used in simulate(ours, folder=None).view.storage}
