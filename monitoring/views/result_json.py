@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from federation.events import CostPredicted
 from federation.messages import MetricSums, Resources
 from monitoring.views.round_view import (
     RoundView,
@@ -45,7 +46,17 @@ def result(view: RunView) -> dict[str, Any]:
         "seconds": view.seconds,
         "bytes_up": view.bytes_up,
         "bytes_down": view.bytes_down,
-        "predicted": None if view.predicted is None else asdict(view.predicted),
+        "predicted": _predicted(view.predicted),
+    }
+
+
+def _predicted(event: CostPredicted | None) -> Mapping[str, Any] | None:
+    if event is None:
+        return None
+    return {
+        "bytes_up": list(event.bytes_up),
+        "bytes_down": list(event.bytes_down),
+        "seconds": event.seconds,
     }
 
 
