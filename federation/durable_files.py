@@ -8,9 +8,12 @@ import errno
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from federation.errors import StoreUnavailable
-from federation.protocols import Buffer
+
+if TYPE_CHECKING:  # At run time it brings numpy, whose threads nothing would confine.
+    from federation.protocols import Buffer
 
 _ADVICE: Mapping[int, str] = {
     errno.ENOSPC: "free some space and resume the run",
@@ -23,7 +26,7 @@ _ADVICE: Mapping[int, str] = {
 _OTHER_ADVICE = "make it writable for this user, or choose another folder with --out"
 
 
-def replace_file(path: Path, pieces: Iterable[Buffer]) -> None:
+def replace_file(path: Path, pieces: Iterable["Buffer"]) -> None:
     """Write a file whole or not at all, durably.
 
     Raises:
