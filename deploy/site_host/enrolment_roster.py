@@ -81,7 +81,8 @@ def differences(before: Roster, after: Roster) -> list[str]:
         if site not in old:
             lines.append(f"adds site {said}")
         elif old[site] != entry:
-            lines.append(f"changes site {said}")
+            same = "the same party with the same data; others need a name of their own"
+            lines.append(f"changes site {said}: accept it only for {same}")
     if before.aggregator_key != after.aggregator_key:
         lines.append("changes the key of the aggregator")
     return lines

@@ -215,6 +215,40 @@ def test_operator_may_accept_that_cohorts_are_lost(tmp_path: Path):
         world.run(job_of((SITES[0], *SITES[3:6])))
 
 
+@pytest.mark.parametrize(
+    ("serial", "said"),
+    [(1, "holds another roster with the same serial"), (2, "holds roster 1")],
+)
+def test_name_with_another_key_is_in_a_sum_only_by_every_operators_roster(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, serial: int, said: str
+):
+    """A stranger under its name, and a difference of sums, would give a site away.
+
+    Cohorts go by name, so that a site may replace its key. Which key a name has is in
+    the roster that each site's operator has compared.
+    """
+    world = World(tmp_path)
+    world.run(job_of(SITES[:5]))
+    old = world.members
+    stranger = consortium("site-4").sites["site-4"]
+    changed = tuple(
+        replace(e, public_key=stranger.public.key) if e.site == "site-4" else e
+        for e in old.roster.sites
+    )
+    world.members = replace(
+        old,
+        sites={**old.sites, "site-4": stranger},
+        roster=replace(old.roster, serial=serial, sites=changed),
+    )
+    world.grid.agents["site-4"] = world.agent("site-4")
+    with pytest.raises(QuorumNotMet):
+        world.run(job_of(SITES[:5]))
+    assert caplog.text.count(said) == 4
+    for name in SITES[:4]:  # As after the operators have taken the roster.
+        world.grid.agents[name] = world.agent(name)
+    world.run(job_of(SITES[:5]))
+
+
 def test_data_that_move_are_remembered_and_keep_their_name(tmp_path: Path):
     """By the name that their operator gives them, and cannot change in passing."""
     world = World(tmp_path)

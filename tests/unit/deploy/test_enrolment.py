@@ -771,6 +771,20 @@ def test_roster_with_another_key_for_this_site_is_not_taken(federation: Federati
     assert roster.load(site.config.roster) == before
 
 
+def test_operator_is_asked_who_has_a_name_whose_key_changes(federation: Federation):
+    """Sums of before count for the name, whoever has it."""
+    before = roster.load(federation.site("site-a").config.roster)
+    other = replace(
+        before.sites[0], public_key=identity.generate(lambda n: b"z" * n).public.key
+    )
+    (change,) = enrolment_roster.differences(before, replace(before, sites=(other,)))
+    assert change.startswith("changes site 'site-a' of ")
+    assert change.endswith(
+        ": accept it only for the same party with the same data; others need a name of "
+        "their own"
+    )
+
+
 def test_answer_that_is_not_ours_is_refused(federation: Federation):
     """A certificate of another key, or of another authority, is not written."""
     token = federation.invite("site-a")
