@@ -20,7 +20,8 @@ LOSS = "loss"
 # a smaller one would hide more of how wrong a model is that is wrong and sure of it.
 MAX_LOSS = 6.0
 
-_RESERVED = ("count", "loss_sum", "metrics")
+# Whoever finds ``correct`` takes it for the number of right predictions.
+_RESERVED = ("count", "loss_sum", "metrics", "correct")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PAIR = 2
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from federation.job.metrics import BUILT_IN
 from monitoring import privacy_words, units
 from monitoring.pages import plots, report_privacy
 from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE
@@ -59,12 +60,13 @@ def of_run(view: RunView) -> Sequence[Panel]:
 def _words(view: RunView) -> Mapping[str, str]:
     """What captions say of this run."""
     kind = view.data.label_kind if view.data else ""
-    has_noise = privacy_words.has_noise(view.privacy)
+    # How much noise an objective of a user's has is in no event.
+    shades = privacy_words.has_noise(view.privacy) and view.started.task in BUILT_IN
     num_timed = min(len(view.rounds), MAX_ROUNDS_IN_TIMELINE)
     return {
         "whose": _TOGETHER if view.is_secret else _EACH,
         "alone": f", {_TOGETHER}" if view.is_secret else "",
-        "shade": " Shaded: two standard deviations of the noise." if has_noise else "",
+        "shade": " Shaded: two standard deviations of the noise." if shades else "",
         "spender": report_privacy.spender(view),
         "terms": report_privacy.terms(view),
         "by": f" by site and {kind}" if kind else "",

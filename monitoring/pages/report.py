@@ -37,7 +37,7 @@ MAX_NOTICE_ROWS = 100
 
 FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.CRASHED: "the site raised an error",
-    FailureKind.NOT_SET_UP: "the site had no keys of the run, as after a restart",
+    FailureKind.NOT_SET_UP: "the site had no keys or no model, as after a restart",
     FailureKind.DEADLINE: "no answer before the round's deadline",
     FailureKind.UNREACHABLE: "the site was not connected",
     FailureKind.DISCONNECTED: "the connection of the site ended",

@@ -78,6 +78,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "training.metrics.loss_sum",
         "no name of a metric",
     ),
+    "name of right predictions": (
+        own(correct=[0.0, 40.0]),
+        "training.metrics.correct",
+        "no name of a metric",
+    ),
     "one bound": (own(error=[1.0]), "training.metrics.error", "[low, high]"),
     "bounds the wrong way": (
         own(error=[1.0, 1.0]),

@@ -20,6 +20,7 @@ from federation.events import (
     Event,
     ModelEvaluated,
     RoundFinished,
+    RunStarted,
     SiteAnswered,
     StoreUsed,
 )
@@ -201,6 +202,22 @@ def test_private_tiles_and_tables(private_page: str):
     assert "Training loss</th>" not in page
     assert "Shaded: two standard deviations of the noise" in page
     assert "3 completed 7.92 ~0." in _section(page, "rounds")
+
+
+def test_noise_on_results_of_an_own_objective_has_no_size():
+    """No event holds it, so nothing is shaded, and there is no accuracy to mark."""
+    sums = MetricSums(count=90, loss_sum=45.0, metrics={"error": 9.0})
+    log = [
+        replace(event, task="mine:loss")
+        if isinstance(event, RunStarted)
+        else replace(event, pooled=sums, by_site=(sums, sums))
+        if isinstance(event, ModelEvaluated)
+        else event
+        for event in event_samples.private(3)
+    ]
+    page = render(fold(log), JOB, VERSIONS)
+    assert "Shaded" not in page
+    assert "~-" not in page
 
 
 def test_joint_noise_needs_the_sum():
