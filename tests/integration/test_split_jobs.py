@@ -295,6 +295,7 @@ TASK = {
     "anchor": "compared with the site's own ledger; nothing is computed from it",
     "based_on": "copied into the answer; nothing is computed from it",
     "fragment": "copied into the answer; nothing is computed from it",
+    "changed_to": "refused: secure jobs have no changes, so a site keeps no model",
 }
 BODY = {
     "setup_hash": "context",
