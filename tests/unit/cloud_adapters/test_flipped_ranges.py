@@ -67,7 +67,8 @@ def test_all_who_read_ranges_are_known():
 def _reads_a_range(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    if not {"start", "length"} & {keyword.arg for keyword in node.keywords}:
+    # None is for ``**options``, which may hold both.
+    if not {"start", "length", None} & {keyword.arg for keyword in node.keywords}:
         return False
     called = node.func
     name = called.attr if isinstance(called, ast.Attribute) else ""
