@@ -38,6 +38,9 @@ _Environ = dict[str, Any]
 _StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 App = Callable[[_Environ, _StartResponse], Iterable[bytes]]
 
+# Of all servers of this process: moto keeps one set of buckets for all of them.
+_numbers = itertools.count(1)
+
 _BAD_DIGEST = "The CRC32C that you specified did not match the content received."
 
 
@@ -47,7 +50,6 @@ class S3Server:
     def __init__(self, url: str, requests: list[str]) -> None:
         self.url = url
         self.requests = requests
-        self._numbers = itertools.count(1)
         self._client: Any = None
 
     def client(self) -> Any:
@@ -57,7 +59,7 @@ class S3Server:
 
     def bucket(self) -> str:
         """Make a new bucket and return its name."""
-        name = f"bucket-{os.getpid()}-{next(self._numbers)}"
+        name = f"bucket-{os.getpid()}-{next(_numbers)}"
         self.client().create_bucket(Bucket=name)
         return name
 
