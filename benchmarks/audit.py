@@ -33,6 +33,7 @@ from deploy.audit.audit import audit, plan_sites
 from deploy.audit.runs import Attack
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.protocols import Clock
 from monitoring.audit_findings import AuditFindings
 
 JOB = Path(__file__).parents[1] / "jobs" / "private.toml"
@@ -41,8 +42,8 @@ JOB = Path(__file__).parents[1] / "jobs" / "private.toml"
 def audited(job: JobSpec, canaries: int, noise: float, seed: int) -> AuditFindings:
     """Audit sites that add less noise than they charge their ledgers for."""
 
-    def plan(federation: Federation) -> PrivateSites | None:
-        found = plan_sites(federation)
+    def plan(federation: Federation, clock: Clock) -> PrivateSites | None:
+        found = plan_sites(federation, clock)
         if found is None:
             raise SystemExit("audit.py: the job has no differential privacy")
         found.plans = {

@@ -15,6 +15,7 @@ from federation.protocols import Clock
 TRIES = 5
 PAUSE_SECONDS = 0.05
 
+# Who holds a lock is another process: virtual time does not make it let go.
 _SYSTEM_CLOCK = SystemClock()
 
 

@@ -28,6 +28,7 @@ from federation.events import Emit
 from federation.ids import SiteId
 from federation.job.metrics import BUILT_IN
 from federation.job.spec import JobSpec
+from federation.protocols import Clock
 from monitoring.audit_findings import AuditFindings
 from privacy.dp.auditing import epsilon_lower_bound
 from privacy.dp.budget import default_delta
@@ -35,17 +36,19 @@ from privacy.dp.budget import default_delta
 LEAST_CANARIES = 100
 
 
-def plan_sites(federation: Federation) -> PrivateSites | None:
+def plan_sites(federation: Federation, clock: Clock) -> PrivateSites | None:
     """Plan what each site does to keep its promise, as in a run of the job.
+
+    Args:
+        federation: The job, its model and its data.
+        clock: Dates what ledgers note.
 
     Raises:
         JobError: The promise cannot be kept.
     """
     if not federation.job.privacy.differential_privacy.enabled:
         return None
-    return PrivateSites(
-        federation, run_id=throwaway_id(), folder=None, clock=SystemClock()
-    )
+    return PrivateSites(federation, run_id=throwaway_id(), folder=None, clock=clock)
 
 
 def audit(
@@ -54,6 +57,7 @@ def audit(
     *,
     listeners: Sequence[Emit] = (),
     plan_sites: PlanSites = plan_sites,
+    clock: Clock | None = None,
 ) -> AuditFindings:
     """Audit a job.
 
@@ -64,6 +68,7 @@ def audit(
         plan_sites: What sites do to keep their promise, and what their ledgers are
             told of it, by default as in a run of the job. It is asked twice: for the
             job's model, and for that with canaries.
+        clock: Measures how long it takes; the system's by default.
 
     Returns:
         ``AuditFindings.broken`` names the sites whose promise did not hold.
@@ -73,15 +78,15 @@ def audit(
         SiteError: A site did not take part.
     """
     _check(job, attack)
-    clock = SystemClock()
+    clock = SystemClock() if clock is None else clock
     start = clock.monotonic()
     job = as_attacked(job)
     with ExitStack() as stack:
         stack.enter_context(wiring.torch_threads(job))
         federation = _standardised(wiring.build_federation(job))
         names = [SiteId(name) for name in attack.sites] or list(federation.site_data)
-        second = PlainRun(federation, plan_sites, names)
-        first = CanaryRun(federation, plan_sites, attack, names)
+        second = PlainRun(federation, plan_sites, names, clock)
+        first = CanaryRun(federation, plan_sites, attack, names, clock)
         first.run(listeners)
         second.run(listeners)
     return AuditFindings(

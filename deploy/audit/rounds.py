@@ -4,7 +4,7 @@ In the open, where the promise holds against who sees every update; in secret, w
 job's own secure sum and noise shares, where it holds against who sees what is opened.
 """
 
-import os
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -15,10 +15,9 @@ from clients.training.local_federation import Federation
 from cloud_adapters.storage.memory import MemoryStore
 from deploy.wiring.rehearsal import rehearse
 from deploy.wiring.run import InProcess, Run, SecureContext
-from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.events import Emit, Event, SiteFailed
-from federation.ids import RunId, SiteId, new_run_id
+from federation.ids import RunId, SiteId
 from federation.messages import FailureKind
 from federation.protocols import (
     Clock,
@@ -166,7 +165,10 @@ class _ObservedGather:
 
 
 def run_rounds(
-    stage: Stage, trainers: Mapping[SiteId, Trainer], listeners: Sequence[Emit]
+    stage: Stage,
+    trainers: Mapping[SiteId, Trainer],
+    listeners: Sequence[Emit],
+    clock: Clock,
 ) -> RunState:
     """Run the job's rounds in this process and keep nothing.
 
@@ -174,7 +176,7 @@ def run_rounds(
         SiteError: A site failed in some round: the promises were not put to the test
             as they were made.
     """
-    federation, clock, store = stage.federation, SystemClock(), MemoryStore()
+    federation, store = stage.federation, MemoryStore()
     failures: list[SiteFailed] = []
 
     def emit(event: Event) -> None:
@@ -208,7 +210,7 @@ def run_rounds(
 
 def throwaway_id() -> RunId:
     """Name a run that nobody keeps."""
-    return new_run_id(SystemClock().now(), os.urandom(3))
+    return RunId(f"audit-{secrets.token_hex(8)}")
 
 
 def absent(name: str, message: str) -> SiteError:

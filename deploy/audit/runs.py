@@ -36,12 +36,11 @@ from deploy.audit.rounds import (
     run_rounds,
     throwaway_id,
 )
-from federation.clock import SystemClock
 from federation.errors import JobError
 from federation.events import Emit
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
-from federation.protocols import LocalWeights, RunState, Trainer
+from federation.protocols import Clock, LocalWeights, RunState, Trainer
 from federation.vectors import Vector
 from monitoring.audit_findings import (
     CurveFindings,
@@ -73,7 +72,7 @@ MAX_RECORDS = 20_000
 
 _FREE_DELTA = 1e-5  # Where nothing is promised.
 
-PlanSites = Callable[[Federation], PrivateSites | None]
+PlanSites = Callable[[Federation, Clock], PrivateSites | None]
 _Plans = Mapping[SiteId, SitePlan]
 
 
@@ -114,6 +113,7 @@ class CanaryRun:
         plan_sites: PlanSites,
         attack: Attack,
         names: Sequence[SiteId],
+        clock: Clock,
     ) -> None:
         """Draw canaries for the sites that are named, and build the model for them.
 
@@ -122,6 +122,7 @@ class CanaryRun:
                 with so many of them.
         """
         self._attack = attack
+        self._clock = clock
         self._num_trained = federation.pool.num_trained
         apart = attack.canaries if is_summed(federation.job) else 0
         self._first = {name: place * apart for place, name in enumerate(names)}
@@ -139,7 +140,9 @@ class CanaryRun:
         )
         pool = ModelPool(job)
         # Delta is for all that the job releases, evaluated or not.
-        self._private = _planned(plan_sites, replace(federation, pool=pool), attack)
+        self._private = _planned(
+            plan_sites, replace(federation, pool=pool), attack, clock
+        )
         self._federation = replace(federation, job=job, pool=pool)
         self._scores = {
             name: CanaryScores(pool.layout, attack.canaries, first=first)
@@ -162,14 +165,14 @@ class CanaryRun:
             federation = replace(self._federation, job=job)
             plan = self._plan(name)
             if plan is not None:
-                self._ledgers[name] = _ledger(federation, name, plan)
+                self._ledgers[name] = _ledger(federation, name, plan, self._clock)
             ledger = self._ledgers.get(name)
             trainer = _trainer(federation, name, data, plan, ledger)
             scores = self._scores.get(name)
             if scores is not None and self.noise_shares is None:
                 trainer = ObservedTrainer(trainer, _see_update(scores))
             self._trainers[name] = trainer
-        run_rounds(stage, self._trainers, listeners)
+        run_rounds(stage, self._trainers, listeners, self._clock)
 
     def _stage(self) -> Stage:
         if self._private is None or self.noise_shares is None:
@@ -276,7 +279,11 @@ class PlainRun:
     """A run of the job as it is, and attacks on its models."""
 
     def __init__(
-        self, federation: Federation, plan_sites: PlanSites, names: Sequence[SiteId]
+        self,
+        federation: Federation,
+        plan_sites: PlanSites,
+        names: Sequence[SiteId],
+        clock: Clock,
     ) -> None:
         """Bring together what is attacked, and at which sites.
 
@@ -284,7 +291,8 @@ class PlainRun:
             JobError: The promise cannot be kept.
         """
         self._federation = federation
-        self._private = plan_sites(federation)
+        self._clock = clock
+        self._private = plan_sites(federation, clock)
         self._last: dict[SiteId, tuple[Vector, Any]] = {}
         # What nobody sees is not attacked.
         self._seen = () if is_summed(federation.job) else names
@@ -296,12 +304,14 @@ class PlainRun:
         plans = _plans(self._private)
         for name, data in self._federation.site_data.items():
             plan = plans.get(name)
-            ledger = None if plan is None else _ledger(self._federation, name, plan)
+            ledger = (
+                _ledger(self._federation, name, plan, self._clock) if plan else None
+            )
             trainer = _trainer(self._federation, name, data, plan, ledger)
             if name in self._seen:
                 trainer = ObservedTrainer(trainer, self._keep(name))
             trainers[name] = trainer
-        self._state = run_rounds(self._stage(), trainers, listeners)
+        self._state = run_rounds(self._stage(), trainers, listeners, self._clock)
 
     def _stage(self) -> Stage:
         if self._private is None or self._private.in_sum is None:
@@ -352,7 +362,7 @@ def _plans(private: PrivateSites | None) -> _Plans:
 
 
 def _planned(
-    plan_sites: PlanSites, federation: Federation, attack: Attack
+    plan_sites: PlanSites, federation: Federation, attack: Attack, clock: Clock
 ) -> PrivateSites | None:
     """Plan for a model with canaries; the job's own model could be planned for.
 
@@ -360,7 +370,7 @@ def _planned(
         JobError: There are too many of them for a grid of the job's bits.
     """
     try:
-        return plan_sites(federation)
+        return plan_sites(federation, clock)
     except JobError as error:
         raise JobError(
             f"with {attack.canaries} canaries at each audited site, of which fewer may "
@@ -391,7 +401,9 @@ def _trainer(
     return plan.budgeted(trainer, ledger)
 
 
-def _ledger(federation: Federation, name: SiteId, plan: SitePlan) -> InMemoryLedger:
+def _ledger(
+    federation: Federation, name: SiteId, plan: SitePlan, clock: Clock
+) -> InMemoryLedger:
     """Make a ledger that nobody keeps."""
     terms = Terms(
         run_id=throwaway_id(),
@@ -401,7 +413,7 @@ def _ledger(federation: Federation, name: SiteId, plan: SitePlan) -> InMemoryLed
         epsilon_cap=plan.epsilon_cap,
         unit=federation.job.privacy.differential_privacy.unit,
     )
-    return InMemoryLedger(terms, clock=SystemClock())
+    return InMemoryLedger(terms, clock=clock)
 
 
 def _see_update(scores: CanaryScores) -> Callable[[Vector, LocalWeights], None]:

@@ -37,7 +37,7 @@ def _audit(options: argparse.Namespace) -> int:
     )
     folder = _folder(job, options)
     with unable_to_exit(), _progress() as listen:
-        findings = audit.audit(job, attack, listeners=[listen])
+        findings = audit.audit(job, attack, listeners=[listen], clock=options.clock)
     leave(findings, folder)
     return show(findings, folder, as_json=options.json)
 

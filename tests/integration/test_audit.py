@@ -30,6 +30,7 @@ from federation.events import RunFinished
 from federation.ids import SiteId
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.protocols import Clock
 from monitoring.audit_findings import AuditFindings, Verdict, document
 
 pytestmark = pytest.mark.slow
@@ -72,8 +73,8 @@ def audited(
     """Audit sites whose noise is not what they tell their ledgers."""
     random_bytes = np.random.default_rng(seed).bytes
 
-    def plan(federation: Federation) -> PrivateSites | None:
-        found = plan_sites(federation)
+    def plan(federation: Federation, clock: Clock) -> PrivateSites | None:
+        found = plan_sites(federation, clock)
         assert found is not None
         found.plans = {
             name: with_noise(plan, noise_times, random_bytes)

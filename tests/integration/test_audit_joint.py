@@ -24,6 +24,7 @@ from deploy.cli import audit_verb
 from federation.errors import JobError
 from federation.job import job_file
 from federation.job.spec import JobSpec
+from federation.protocols import Clock
 from monitoring.audit_findings import AuditFindings, document, lines
 from monitoring.pages.audit_page import render
 
@@ -82,8 +83,8 @@ def audited(
     """Audit shares of the noise that are not what sites tell their ledgers."""
     random_bytes = np.random.default_rng(seed).bytes
 
-    def plan(federation: Federation) -> PrivateSites | None:
-        found = plan_sites(federation)
+    def plan(federation: Federation, clock: Clock) -> PrivateSites | None:
+        found = plan_sites(federation, clock)
         assert found is not None
         return with_shares(found, federation.job, noise_times, random_bytes)
 
