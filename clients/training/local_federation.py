@@ -58,6 +58,7 @@ class Federation:
         tells_all: bool = True,
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
+        optimizer = self.job.training.optimizer
         return Site(
             name,
             make_trainer=make_trainer,
@@ -66,7 +67,7 @@ class Federation:
                 self.pool.layout,
                 store,
                 rounds=self.job.storage.keep_checkpoints + 1,
-                carries=self.job.training.optimizer.state == "keep",
+                carries=optimizer.name if optimizer.state == "keep" else "",
             ),
             clock=clock,
             meter=meter,

@@ -252,7 +252,7 @@ class Work:
         weights_d = self.held.receive(task)
         evaluate = partial(trainer.evaluate, round_index=task.round_index)
         trains = task.kind is TaskKind.TRAIN
-        kept = state.before(task.round_index, trains=trains)
+        kept = state.before(task.run_id, task.round_index, trains=trains)
         integers_m = state.restore_integers(task.integers_m, kept)
         after = trains and task.evaluate_after
         before = task.evaluate or after or not trains
@@ -281,7 +281,7 @@ class Work:
             with watch.phase("prepare"):
                 sealed = seal(weights_d, result)
                 own = state.own_integers(result.integers_m)
-                state.keep(task.round_index, {**own, **result.kept})
+                state.keep(task.run_id, task.round_index, {**own, **result.kept})
             trained = TrainResult(
                 sealed=sealed,
                 integers_m=state.conceal(result.integers_m),

@@ -5,12 +5,12 @@ site's own: encrypted if that store is. A round that is repeated begins from wha
 earlier round left, whatever came after, so that a run killed on either side goes on as
 if nothing had happened.
 
-Nothing is invented. Where there is no state of an earlier round, the site logs that it
-begins afresh; an object that is damaged, of another model or of another version is
-refused until somebody deletes it.
+Nothing is invented. Where there is no state of an earlier round, or one of another run,
+model or optimiser, the site logs that it begins afresh; an object that is damaged or of
+another version is refused until somebody deletes it.
 
-An object: one line of JSON (version, site, round, facts), one line with the SHA-256 of
-all else, and the arrays as safetensors.
+An object: one line of JSON (version, site, round, what it is of, facts), one line with
+the SHA-256 of all else, and the arrays as safetensors.
 
 Shape suffixes: m integer values of the model.
 """
@@ -29,11 +29,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from federation.errors import CorruptObject
-from federation.ids import SiteId
+from federation.ids import RunId, SiteId
 from federation.protocols import ObjectStore
 from federation.vectors import Arrays, IntegerVector, Layout, Role
 
-VERSION = 1
+VERSION = 2
 Fact = str | int | float | bool
 
 _LOG = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class SiteState:
         store: ObjectStore,
         *,
         rounds: int = 4,
-        carries: bool = False,
+        carries: str = "",
     ) -> None:
         """Keep a site's state under ``sites/<name>/`` of a store; nothing is read yet.
 
@@ -77,22 +77,25 @@ class SiteState:
             store: The site's own.
             rounds: States that stay, newest first: one more than the rounds that a
                 coordinator may go back.
-            carries: Whether training leaves something for the next round.
+            carries: The optimiser whose state goes on to the next round, by its name
+                in the job; empty for none.
         """
         self._site = site
-        self._layout = layout.digest
+        self._of = {"model": layout.digest, "optimizer": carries}
         self._folder = f"sites/{site}/"
         self._prefix = f"{self._folder}state-"
         self._store = store
         self._rounds = rounds
-        self._carries = carries
         self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)
         self._any = bool(self._mine.any())
 
-    def before(self, round_index: int, *, trains: bool = True) -> KeptState:
+    def before(
+        self, run_id: RunId, round_index: int, *, trains: bool = True
+    ) -> KeptState:
         """Return the state that a round begins with: what the last one before it left.
 
         Args:
+            run_id: The run; what another one left is not used.
             round_index: The round; what later ones left, which a resumed run does
                 again, is not used.
             trains: Whether it trains; what training left is not read otherwise.
@@ -100,11 +103,11 @@ class SiteState:
         Raises:
             CorruptObject: The stored state is not what was stored.
         """
-        if not (self._any or (trains and self._carries)):
+        if not (self._any or (trains and self._of["optimizer"])):
             return NOTHING
         earlier = self._before(round_index)
         if earlier:
-            return self._read(earlier[-1])
+            return self._read(earlier[-1], run_id)
         if any(True for _ in self._store.list(self._folder + _EARLIER)):
             raise CorruptObject(
                 f"{self._folder}{_EARLIER}* is what an earlier release kept of this "
@@ -121,6 +124,7 @@ class SiteState:
 
     def keep(
         self,
+        run_id: RunId,
         round_index: int,
         arrays: Arrays,
         facts: Mapping[str, Fact] = MappingProxyType({}),
@@ -132,7 +136,7 @@ class SiteState:
             "version": VERSION,
             "site": self._site,
             "round": round_index,
-            "layout": self._layout,
+            "of": {"run": run_id, **self._of},
             "facts": dict(facts),
         }
         line = json.dumps(head, sort_keys=True, allow_nan=False).encode() + b"\n"
@@ -167,7 +171,7 @@ class SiteState:
     def _key(self, round_index: int) -> str:
         return f"{self._prefix}{round_index:010d}"
 
-    def _read(self, key: str) -> KeptState:
+    def _read(self, key: str, run_id: RunId) -> KeptState:
         try:
             line, digest, body = self._store.read(key).split(b"\n", 2)
             head = json.loads(line)
@@ -175,7 +179,18 @@ class SiteState:
             if digest.decode("ascii") != _digest(line + b"\n", body):
                 fault = "its content does not match its digest"
             if not fault:
-                return KeptState(arrays=load(body), facts=head["facts"])
+                of = {"run": run_id, **self._of}
+                others = [name for name, its in of.items() if head["of"][name] != its]
+                if not others:
+                    return KeptState(arrays=load(body), facts=head["facts"])
+                _LOG.warning(
+                    "site %s does not use %s, which is of another %s: it begins "
+                    "afresh; put the state of this run back to go on from it",
+                    self._site,
+                    key,
+                    " and ".join(others),
+                )
+                return NOTHING
         except (ValueError, KeyError, TypeError, SafetensorError) as error:
             fault = f"it cannot be read: {error}"
         raise CorruptObject(
@@ -190,7 +205,7 @@ class SiteState:
             return f"it has version {version} and this release reads {VERSION}"
         if (head["site"], self._key(head["round"])) != (self._site, key):
             return "it is of another site or round"
-        return "" if head["layout"] == self._layout else "it is of another model"
+        return ""
 
 
 def _digest(line: bytes, body: bytes) -> str:

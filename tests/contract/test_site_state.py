@@ -14,7 +14,7 @@ from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.encrypted import EncryptedStore
 from cloud_adapters.storage.memory import MemoryStore
 from federation.errors import CorruptObject
-from federation.ids import SiteId
+from federation.ids import RunId, SiteId
 from federation.protocols import ObjectStore
 from federation.vectors import Layout, Role
 
@@ -28,6 +28,7 @@ LAYOUT = Layout.build(
 )
 PLAIN = Layout.build([("w", (2,), "float32", Role.PARAMETER)])
 ROUNDS = 3
+RUN = RunId("run")
 
 
 @pytest.fixture(params=["memory", "file", "encrypted"])
@@ -41,8 +42,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     return EncryptedStore(files, KeyFile(tmp_path / "keys.toml"))
 
 
-def state_in(store: ObjectStore, layout: Layout = PLAIN, site: SiteId = SITE):
-    return SiteState(site, layout, store, rounds=ROUNDS, carries=True)
+def state_in(
+    store: ObjectStore,
+    layout: Layout = PLAIN,
+    site: SiteId = SITE,
+    carries: str = "adam",
+):
+    return SiteState(site, layout, store, rounds=ROUNDS, carries=carries)
 
 
 @pytest.fixture
@@ -51,11 +57,11 @@ def state(store: ObjectStore) -> SiteState:
 
 
 def keep(state: SiteState, round_index: int) -> None:
-    state.keep(round_index, {"v": np.array([round_index])})
+    state.keep(RUN, round_index, {"v": np.array([round_index])})
 
 
 def found(state: SiteState, round_index: int) -> int:
-    return int(state.before(round_index).arrays["v"][0])
+    return int(state.before(RUN, round_index).arrays["v"][0])
 
 
 def test_what_is_kept_comes_back_bit_by_bit(state: SiteState, store: ObjectStore):
@@ -68,9 +74,9 @@ def test_what_is_kept_comes_back_bit_by_bit(state: SiteState, store: ObjectStore
         "position": np.array([2**62], np.int64),
     }
     facts = {"position": 2**53 + 1, "ratio": 0.1, "name": "\N{GREEK SMALL LETTER PI}"}
-    state.keep(3, arrays, facts)
+    state.keep(RUN, 3, arrays, facts)
     for again in (state, state_in(store)):
-        kept = again.before(4)
+        kept = again.before(RUN, 4)
         assert kept.facts == facts
         assert kept.arrays.keys() == arrays.keys()
         for name, array in arrays.items():
@@ -85,7 +91,7 @@ def test_a_round_that_is_repeated_begins_where_it_began(state: SiteState):
     keep(state, 2)
     assert found(state, 2) == 1
     assert found(state, 3) == 2
-    state.keep(1, {"v": np.array([10])})
+    state.keep(RUN, 1, {"v": np.array([10])})
     assert found(state, 2) == 10
     assert found(state, 3) == 2
 
@@ -110,8 +116,8 @@ def test_rounds_sort_as_numbers(state: SiteState):
 def test_sites_and_runs_are_apart(state: SiteState, store: ObjectStore):
     """Sites share a store in a simulation; each run has a store of its own."""
     keep(state, 1)
-    assert state_in(store, site=SiteId("b")).before(2) == NOTHING
-    assert state_in(store, site=SiteId("a.b")).before(2) == NOTHING
+    assert state_in(store, site=SiteId("b")).before(RUN, 2) == NOTHING
+    assert state_in(store, site=SiteId("a.b")).before(RUN, 2) == NOTHING
 
 
 def test_nothing_is_stored_and_nothing_read_without_need(
@@ -119,11 +125,11 @@ def test_nothing_is_stored_and_nothing_read_without_need(
 ):
     """A job that keeps nothing leaves no trace; an evaluation reads no optimiser."""
     state = SiteState(SITE, PLAIN, store)
-    state.keep(1, {})
-    assert state.before(2) == NOTHING
+    state.keep(RUN, 1, {})
+    assert state.before(RUN, 2) == NOTHING
     assert list(store.list()) == []
     keep(state_in(store), 1)
-    assert state_in(store).before(2, trains=False) == NOTHING
+    assert state_in(store).before(RUN, 2, trains=False) == NOTHING
     assert caplog.text == ""
 
 
@@ -132,12 +138,12 @@ def test_lost_state_is_said_and_the_site_begins_afresh(
 ):
     """Round 1 has none to lose."""
     with caplog.at_level(logging.WARNING):
-        assert state.before(1) == NOTHING
+        assert state.before(RUN, 1) == NOTHING
         assert caplog.text == ""
         keep(state, 1)
         for info in list(store.list()):
             store.delete(info.key)
-        assert state.before(2) == NOTHING
+        assert state.before(RUN, 2) == NOTHING
     assert "site a has no state of a round before round 2" in caplog.text
     assert "begins afresh" in caplog.text
 
@@ -156,7 +162,7 @@ def _torn(content: bytes) -> bytes:
 
 def _newer(content: bytes) -> bytes:
     line, _, rest = content.partition(b"\n")
-    return json.dumps({**json.loads(line), "version": 2}).encode() + b"\n" + rest
+    return json.dumps({**json.loads(line), "version": 3}).encode() + b"\n" + rest
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,7 @@ def _newer(content: bytes) -> bytes:
         (_changed, "does not match its digest"),
         (_other_fact, "does not match its digest"),
         (_torn, "does not match its digest|cannot be read"),
-        (_newer, "version 2 and this release reads 1|does not match its digest"),
+        (_newer, "version 3 and this release reads 2|does not match its digest"),
         (lambda _: b"", "cannot be read"),
         (lambda _: b"garbage", "cannot be read"),
         (lambda _: b"{}\n\n", "cannot be read"),
@@ -175,16 +181,16 @@ def test_damaged_state_is_refused(
     state: SiteState, store: ObjectStore, spoil: Callable[[bytes], bytes], fault: str
 ):
     """The message says what to do."""
-    state.keep(1, {"v": np.arange(9.0)}, {"epoch": 1})
+    state.keep(RUN, 1, {"v": np.arange(9.0)}, {"epoch": 1})
     (info,) = store.list()
     store.put(info.key, [spoil(store.read(info.key))])
     with pytest.raises(
         CorruptObject, match=rf"{fault}.*[Dd]elete every sites/a/state-"
     ):
-        state.before(2)
+        state.before(RUN, 2)
 
 
-def test_state_of_another_round_site_or_model_is_refused(
+def test_state_of_another_round_or_site_is_refused(
     state: SiteState, store: ObjectStore
 ):
     """Under the right name; nothing of it is used."""
@@ -193,12 +199,40 @@ def test_state_of_another_round_site_or_model_is_refused(
     content = store.read(info.key)
     store.put(info.key.replace("1", "2"), [content])
     with pytest.raises(CorruptObject, match="another site or round"):
-        state.before(3)
+        state.before(RUN, 3)
     store.put(info.key.replace("/a/", "/b/"), [content])
     with pytest.raises(CorruptObject, match="another site or round"):
-        state_in(store, site=SiteId("b")).before(2)
-    with pytest.raises(CorruptObject, match="another model"):
-        state_in(store, LAYOUT).before(2)
+        state_in(store, site=SiteId("b")).before(RUN, 2)
+
+
+@pytest.mark.parametrize(
+    ("of", "other"),
+    [
+        (("again", PLAIN, "adam"), "run"),
+        (("run", LAYOUT, "adam"), "model"),
+        (("run", PLAIN, "sgd"), "optimizer"),
+        (("again", LAYOUT, "sgd"), "run and model and optimizer"),
+    ],
+)
+def test_state_of_another_run_model_or_optimiser_is_not_used(
+    store: ObjectStore,
+    caplog: pytest.LogCaptureFixture,
+    of: tuple[str, Layout, str],
+    other: str,
+):
+    """The site says which file and begins afresh; what it keeps then is used."""
+    run, layout, optimizer = of
+    keep(state_in(store), 1)
+    state = state_in(store, layout, carries=optimizer)
+    with caplog.at_level(logging.WARNING):
+        assert state.before(RunId(run), 2) == NOTHING
+    assert (
+        f"site a does not use sites/a/state-0000000001, which is of another {other}"
+        in caplog.text
+    )
+    assert "begins afresh" in caplog.text
+    state.keep(RunId(run), 2, {"v": np.array([2])})
+    assert state.before(RunId(run), 3).arrays["v"] == 2
 
 
 def test_what_an_earlier_release_kept_is_not_forgotten_in_silence(
@@ -207,7 +241,7 @@ def test_what_an_earlier_release_kept_is_not_forgotten_in_silence(
     """Its run ends with that release, or begins afresh when somebody says so."""
     store.put("sites/a/kept-000000001.safetensors", [b"integers"])
     with pytest.raises(CorruptObject, match="earlier release"):
-        state.before(2)
+        state.before(RUN, 2)
 
 
 def integers(*values: int):
@@ -219,10 +253,10 @@ def integers(*values: int):
 def test_a_site_gets_its_own_integers_back(store: ObjectStore):
     """Values of role ``keep`` replace the server's; the others are the server's."""
     state = state_in(store, LAYOUT)
-    first = state.before(1)
+    first = state.before(RUN, 1)
     assert state.restore_integers(integers(1, 2, 3), first).tolist() == [1, 2, 3]
-    state.keep(1, state.own_integers(integers(7, 8, 9)))
-    kept = state.before(2, trains=False)
+    state.keep(RUN, 1, state.own_integers(integers(7, 8, 9)))
+    kept = state.before(RUN, 2, trains=False)
     assert state.restore_integers(integers(1, 0, 0), kept).tolist() == [1, 8, 9]
 
 

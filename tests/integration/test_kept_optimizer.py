@@ -147,6 +147,21 @@ def test_lost_state_is_logged_and_the_run_goes_on(
     assert np.abs(values(found) - values(expected)).max() > 1e-4
 
 
+def test_state_of_another_optimiser_is_logged_and_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Somebody has mixed up two folders: the site begins afresh."""
+    job = tables(ADAM)
+    kill_at(job, tmp_path / "run", "CheckpointSaved", 2)
+    kill_at(tables(MOMENTUM), tmp_path / "other", "CheckpointSaved", 2)
+    state = "sites/site-1/state-0000000002"
+    (tmp_path / "other" / state).replace(tmp_path / "run" / state)
+    with caplog.at_level(logging.WARNING):
+        found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
+    assert caplog.text.count(f"site-1 does not use {state}, which is of another") == 1
+    assert found.rounds_completed == ROUNDS
+
+
 def test_a_site_that_loses_its_memory_goes_on_with_its_state(tmp_path: Path):
     """It is started anew before each round; what it kept is in its store."""
     job = tables(ADAM)

@@ -113,7 +113,7 @@ def site_of(trainer: AddOne, store: MemoryStore, links: Links | None = None):
     return Site(
         SITE,
         make_trainer=lambda: trainer,
-        state=SiteState(SITE, LAYOUT, store, carries=trainer.carries),
+        state=SiteState(SITE, LAYOUT, store, carries="adam" if trainer.carries else ""),
         clock=SystemClock(),
         links=links or Links(),
     )
