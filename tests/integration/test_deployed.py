@@ -98,13 +98,26 @@ def plain_job(folder: Path) -> Path:
     return job
 
 
-def test_the_model_is_that_of_a_simulation(federation: Deployment, tmp_path: Path):
-    """In the clear, where it is the same bit for bit."""
-    job = plain_job(tmp_path)
-    result = finish(federation.run(job, "rounds=3"))
+CHANGES = (
+    'communication.codec.name="bf16"',
+    'communication.down_codec.name="fp16"',
+    'communication.down_content="change"',
+)
+
+
+@pytest.mark.parametrize("settings", [(), CHANGES], ids=["whole", "changes"])
+def test_the_model_is_that_of_a_simulation(
+    federation: Deployment, tmp_path: Path, settings: tuple[str, ...]
+):
+    """In the clear, where it is the same bit for bit, and so are its bytes."""
+    job, settings = plain_job(tmp_path), ("rounds=3", *settings)
+    result = finish(federation.run(job, *settings))
     assert result["status"] == "completed"
     run = max((federation.folder / "aggregator" / "runs" / "quickstart").iterdir())
-    expected = simulate(job_file.load(job, ["rounds=3"]), folder=None)
+    expected = simulate(job_file.load(job, list(settings)), folder=None)
+    for told, row in zip(result["rounds"], expected.view.rounds, strict=True):
+        assert told["bytes_up"] == row.bytes_up
+        assert told["bytes_down"] == row.bytes_down
     found = load_file(run / "model.safetensors")
     for name, values in expected.weights.items():
         assert found[name].tobytes() == values.tobytes(), name
@@ -153,7 +166,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
         stopped + 1,
     ]
     run = max((federation.folder / "aggregator" / "runs" / "resumed").iterdir())
-    expected = simulate(job_file.load(job, settings), folder=None)
+    expected = simulate(job_file.load(job, list(settings)), folder=None)
     found = load_file(run / "model.safetensors")
     for name, values in expected.weights.items():
         assert found[name].tobytes() == values.tobytes(), name
@@ -179,7 +192,7 @@ def test_kept_optimisers_outlive_a_kill_on_either_side(
     result = finish(process)
     assert (result["status"], result["rounds_completed"]) == ("completed", 12)
     run = max((federation.folder / "aggregator" / "runs" / "kept").iterdir())
-    expected = simulate(job_file.load(job, settings), folder=None)
+    expected = simulate(job_file.load(job, list(settings)), folder=None)
     found = load_file(run / "model.safetensors")
     for name, values in expected.weights.items():
         assert found[name].tobytes() == values.tobytes(), name
@@ -197,7 +210,7 @@ def test_sites_plan_the_noise_of_a_simulation(federation: Deployment, tmp_path: 
     assert finish(federation.run(job, *settings))["status"] == "completed"
     (planned,) = [e for e in federation.events() if e["event"] == "PrivacyPlanned"]
     simulated: list[events.Event] = []
-    simulate(job_file.load(job, settings), listeners=[simulated.append])
+    simulate(job_file.load(job, list(settings)), listeners=[simulated.append])
     (expected,) = [e for e in simulated if isinstance(e, events.PrivacyPlanned)]
     assert planned["unit"] == "joint"
     assert planned["sites"] == [encode(site) for site in expected.sites]
