@@ -40,6 +40,7 @@ from federation.messages import (
 )
 from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
 from federation.rounds.gather import evaluates, round_tasks
+from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
 from federation.vectors import Layout, Vector, norm
@@ -140,16 +141,16 @@ class GroupGather:
             training=_pooled(train.TRAINING, sums),
             evaluation=_pooled(train.EVALUATION, sums),
         )
-        record.update_clip = self.contract.clip_norm
-        self._compare(record, sums, out_d)
-        record.end_phase("combine")
+        record.sums.update_clip = self.contract.clip_norm
+        self._compare(record.events, sums, out_d)
+        record.sums.end_phase("combine")
         return out_d
 
-    def _compare(self, record: RoundRecord, sums: _Sums, combined_d: Vector) -> None:
+    def _compare(self, events: RoundEvents, sums: _Sums, combined_d: Vector) -> None:
         """Emit how each group's mean relates to what the rule made of all."""
         means = {group: one.mean_d for group, one in sums.items()}
         found = [means.get(group) for group in self._groups]
-        record.compare_groups(
+        events.groups_compared(
             [group.sites for group in self._groups],
             norms=[None if mean_d is None else norm(mean_d) for mean_d in found],
             distances=[
@@ -181,7 +182,9 @@ class GroupGather:
             TooFewSites: Too few groups have one for the rule; the round is lost.
             DrawRefused: The groups do not follow from the draw.
         """
-        record.leave_out(self._exchange.announce(record, state.suspicions.faults))
+        record.leave_out(
+            self._exchange.announce(record.events, state.suspicions.faults)
+        )
         rounds = self._exchange_updates(state, record, kind)
         evaluation = kind is TaskKind.EVALUATE or evaluates(self.job, state)
         sums: dict[_OpenGroup, OpenedSum] = {}
@@ -197,16 +200,16 @@ class GroupGather:
                 )
             except TooFewSites as error:
                 group.remark = str(error)
-                record.warn(
+                record.events.warned(
                     f"round {record.round_index} has no sum of {names}: {error}"
                 )
             except SumOutOfRange as error:
                 group.remark = str(error)
                 bad = max(0, bad - 1)  # One bad site at least is accounted for.
-                record.warn(
+                record.events.warned(
                     f"round {record.round_index} leaves out the sum of {names}: {error}"
                 )
-                record.complaints.append(f"the sum of {names}: {error}")
+                record.verdicts.complaints.append(f"the sum of {names}: {error}")
         needed = self._fewest_groups(bad)
         if len(sums) < needed:
             raise TooFewSites(
@@ -330,8 +333,9 @@ class GroupGather:
                 )
             outcome = half.outcome()
         except TooFewSites:
-            record.suspicions = _suspected(known, draw, half.missing(), record)
-            self._exchange.announce(record, record.suspicions.faults)
+            suspected = _suspected(known, draw, half.missing(), record.events)
+            record.verdicts.suspicions = suspected
+            self._exchange.announce(record.events, suspected.faults)
             raise
         self._secrets = half.secrets
         self._groups = [
@@ -361,7 +365,7 @@ class GroupGather:
         )
         books: dict[_OpenGroup, bytes] = {}
         for group in due:
-            with _losing_the_setup(record, group):
+            with _losing_the_setup(record.events, group):
                 books[group] = halves[group].book()
         self._exchange.take(
             record,
@@ -371,7 +375,7 @@ class GroupGather:
             lambda site, data: halves[self._group_of[site]].on_confirm(data),
         )
         for group in books:
-            with _losing_the_setup(record, group):
+            with _losing_the_setup(record.events, group):
                 group.run_setup.take(halves[group].result())
 
     def _run_setup_of(self, site: SiteId) -> RunSetup | None:
@@ -380,18 +384,18 @@ class GroupGather:
 
 
 @contextmanager
-def _losing_the_setup(record: RoundRecord, group: _OpenGroup) -> Iterator[None]:
+def _losing_the_setup(events: RoundEvents, group: _OpenGroup) -> Iterator[None]:
     """Say that a group has no new keys; it may have those of the setup before."""
     try:
         yield
     except TooFewSites as error:
-        record.warn(
-            f"round {record.round_index}: no new keys of {group.names}: {error}"
+        events.warned(
+            f"round {events.round_index}: no new keys of {group.names}: {error}"
         )
 
 
 def _suspected(
-    known: Suspicions, draw: Draw, missing: Sequence[SiteId], record: RoundRecord
+    known: Suspicions, draw: Draw, missing: Sequence[SiteId], events: RoundEvents
 ) -> Suspicions:
     """Add who kept a draw from ending; who does so twice is at fault.
 
@@ -406,8 +410,8 @@ def _suspected(
         if silences[site] < DRAWS_BEFORE_FAULT:
             continue
         if left // draw.num_groups < len(draw.sites) // draw.num_groups:
-            record.warn(
-                f"round {record.round_index}: {site} keeps groups from being drawn. "
+            events.warned(
+                f"round {events.round_index}: {site} keeps groups from being drawn. "
                 "Without it they would be too small: run with another in its place"
             )
             continue

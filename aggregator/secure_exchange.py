@@ -23,6 +23,7 @@ from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     Reply,
     RoundTask,
     SecureAnswer,
@@ -32,6 +33,7 @@ from federation.messages import (
 )
 from federation.protocols import Grid
 from federation.rounds.failures import failure
+from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_record import RoundRecord
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
@@ -59,11 +61,11 @@ class SecureExchange:
     _left_out: Collection[SiteId] = field(default=(), init=False)  # As announced.
 
     def announce(
-        self, record: RoundRecord, left_out: Mapping[SiteId, str]
+        self, events: RoundEvents, left_out: Mapping[SiteId, str]
     ) -> Mapping[SiteId, str]:
         """Emit who is left out, if it has changed."""
         if set(left_out) != set(self._left_out):
-            record.announce_left_out(left_out)
+            events.left_out(left_out)
             self._left_out = set(left_out)
         return left_out
 
@@ -95,12 +97,11 @@ class SecureExchange:
             for site in sites
         ]
         replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
-        heard = self._noting(replies)
-        for answer, reply in record.protocol_answers(heard, step):
-            try:
-                check_sender(answer.site, accept(answer.site, answer.body))
-            except ProtocolError as error:
-                record.refuse(answer.site, reply, str(error))
+        record.take_step(
+            step,
+            self._noting(replies),
+            lambda answer: check_sender(answer.site, accept(answer.site, answer.body)),
+        )
 
     def fold(
         self,
@@ -116,7 +117,8 @@ class SecureExchange:
             round_of: The sum that a site is in; a ``ProtocolError`` if in none.
         """
         replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
-        for update, reply in record.masked_updates(self._heard(replies, round_of)):
+        heard = self._heard(replies, round_of)
+        for update, reply in record.sound(heard, MaskedUpdate):
             try:
                 round_of(update.site).fold(update)
             except ProtocolError as error:
@@ -181,7 +183,7 @@ def losing_the_round(record: RoundRecord) -> Iterator[None]:
     try:
         yield
     except (TooFewSites, BadShare, DrawRefused, SumOutOfRange) as error:
-        record.warn(f"round {record.round_index} has no sum: {error}")
+        record.events.warned(f"round {record.round_index} has no sum: {error}")
         if isinstance(error, SumOutOfRange):
-            record.complaints.append(f"the sum: {error}")
+            record.verdicts.complaints.append(f"the sum: {error}")
         raise QuorumNotMet(str(error)) from error

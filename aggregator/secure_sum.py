@@ -101,9 +101,9 @@ class SecureGather:
             training=train.read_sums(train.TRAINING, one.totals),
             evaluation=train.read_sums(train.EVALUATION, one.totals),
         )
-        record.update_clip = self._clip(state)
-        record.next_clip = self._next_clip(state, one.totals)
-        record.end_phase("combine")
+        record.sums.update_clip = self._clip(state)
+        record.sums.next_clip = self._next_clip(state, one.totals)
+        record.sums.end_phase("combine")
         assert one.mean_d is not None  # noqa: S101  # The sites have trained.
         return one.mean_d
 
@@ -127,7 +127,7 @@ class SecureGather:
             SumOutOfRange: Honest sites do not make such a sum.
         """
         blame = Blame(self.contract, state.suspicions)
-        left_out = self._exchange.announce(record, blame.left_out())
+        left_out = self._exchange.announce(record.events, blame.left_out())
         setup = self._set_up(record, left_out)
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         tasks = self._tasks(state, record, kind, setup, model)
@@ -151,9 +151,9 @@ class SecureGather:
             return current.open(self.job, evaluation=evaluation, update_clip=clip)
         finally:
             for said in blame.note(current.protocol):
-                record.warn(f"round {record.round_index}: {said}")
-            record.suspicions = blame.suspicions()
-            self._exchange.announce(record, blame.left_out())
+                record.events.warned(f"round {record.round_index}: {said}")
+            record.verdicts.suspicions = blame.suspicions()
+            self._exchange.announce(record.events, blame.left_out())
 
     def _set_up(self, record: RoundRecord, left_out: Collection[SiteId]) -> SetupRecord:
         """Find the setup to work under; make a new one first if that is due.
@@ -169,7 +169,9 @@ class SecureGather:
                 if self._run_setup.in_force is None:
                     raise
                 index = record.round_index
-                record.warn(f"round {index} goes on under the setup before: {error}")
+                record.events.warned(
+                    f"round {index} goes on under the setup before: {error}"
+                )
         setup = self._run_setup.in_force
         assert setup is not None  # noqa: S101  # Else a setup was due, and made.
         return setup

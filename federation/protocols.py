@@ -70,7 +70,7 @@ class Grid(Protocol):
     for all of them.
 
     Nothing is promised about the order, number or content of replies: the caller checks
-    them with ``federation.rounds.round_state``.
+    them with ``federation.rounds.round_verdicts``.
     """
 
     def sites(self) -> Sequence[SiteId]:

@@ -37,6 +37,7 @@ from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
 from federation.resources import CLOCK, UsageMeter
 from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
+from federation.rounds.round_verdicts import RoundVerdicts
 from federation.rounds.schedule import Done, ScheduleView
 from federation.vectors import Layout, Role, Vector, is_finite, norm
 
@@ -178,29 +179,29 @@ def _run_round(
         try:
             update_d = parts.gather.update(state, record, spare_d)
         except QuorumNotMet as error:
-            if record.out_of_budget:
+            if record.verdicts.out_of_budget:
                 record.finish("lost")
-                raise _out_of_budget(record) from error
+                raise _out_of_budget(record.verdicts) from error
             new_state, status = _without_result(state), "lost"
         else:
-            record.update_norm = norm(update_d)
+            record.sums.update_norm = norm(update_d)
             new_state, status = _step(parts, state, update_d, record)
-            record.end_phase("apply")
+            record.sums.end_phase("apply")
     record.finish(status)
     new_state = replace(
         new_state,
-        anchors=join_anchors(state.anchors, record.anchors),
-        suspicions=record.suspicions or state.suspicions,
+        anchors=join_anchors(state.anchors, record.sums.anchors),
+        suspicions=record.verdicts.suspicions or state.suspicions,
     )
     _save(parts, new_state)
     unused_d = state.weights_d if status == "completed" else spare_d
-    return new_state, unused_d, record.complaints
+    return new_state, unused_d, record.verdicts.complaints
 
 
-def _out_of_budget(record: RoundRecord) -> BudgetExceeded:
-    first = _first(record.out_of_budget)
+def _out_of_budget(verdicts: RoundVerdicts) -> BudgetExceeded:
+    first = _first(verdicts.out_of_budget)
     return BudgetExceeded(
-        f"round {record.round_index} is beyond the privacy budget of {first}"
+        f"round {verdicts.round_index} is beyond the privacy budget of {first}"
     )
 
 
@@ -235,7 +236,7 @@ def _step(
         else:
             record.links.down.check(weights_d)
     except BeyondCodec as error:
-        record.complaints.append(f"the model: {error}")
+        record.verdicts.complaints.append(f"the model: {error}")
         fits = False
     # An infinite second moment would stop the training and leave finite weights.
     if not (fits and all(map(is_finite, (weights_d, *optimizer.values())))):
@@ -243,11 +244,11 @@ def _step(
     return RunState(
         round_index=record.round_index,
         weights_d=weights_d,
-        integers_m=record.combined_integers(state.integers_m),
+        integers_m=record.sums.combined_integers(state.integers_m, parts.layout),
         optimizer=optimizer,
         rounds_completed=state.rounds_completed + 1,
         lost_in_a_row=0,
-        update_clip=record.next_clip,
+        update_clip=record.sums.next_clip,
         change=change,
     ), "completed"
 

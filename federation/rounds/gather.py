@@ -103,7 +103,7 @@ class PlainGather:
     def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
         """Train and combine; see ``Gather``."""
         update_d = self.combine(self._sound_updates(state, record), out_d)
-        record.end_phase("combine")
+        record.sums.end_phase("combine")
         return update_d
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
@@ -155,8 +155,8 @@ class PlainGather:
         Raises:
             QuorumNotMet: Fewer sites than the quorum gave one.
         """
-        job = self.job
-        record.carry(self._desk.open)
+        job, verdicts = self.job, record.verdicts
+        verdicts.carry(self._desk.open)
         replies = self._desk.replies(
             self.schedule,
             ScheduleView(
@@ -166,10 +166,10 @@ class PlainGather:
                 open=self._desk.open,
             ),
             write=lambda sites: self._tasks(state, record, sites, TaskKind.TRAIN),
-            num_counted=lambda: record.num_counted,
+            num_counted=lambda: len(verdicts.answered),
             now=record.clock.monotonic,
         )
-        for update, reply in record.sound_updates(self._faultless(replies)):
+        for update, reply in record.sound(self._faultless(replies), SiteUpdate):
             try:
                 weight = self._share(state, update) * self.weight_of(update)
             except InvalidUpdate as error:
@@ -181,8 +181,8 @@ class PlainGather:
                 yield WeightedUpdate(site=update.site, delta_d=values, weight=weight)
                 del values
             del update, reply  # One update at a time: the next is about to land.
-        if record.num_counted < job.minimum_sites:
-            raise QuorumNotMet(f"{record.num_counted} of {job.minimum_sites} sites")
+        if len(verdicts.answered) < job.minimum_sites:
+            raise QuorumNotMet(f"{len(verdicts.answered)} of {job.minimum_sites} sites")
 
     def _share(self, state: RunState, update: SiteUpdate) -> float:
         """What part of its weight an update keeps.

@@ -9,6 +9,7 @@ from support import toy
 from support.scripted_grid import reply_to
 
 from federation.clock import VirtualClock
+from federation.errors import ProtocolError
 from federation.events import (
     Event,
     ModelEvaluated,
@@ -20,8 +21,10 @@ from federation.events import (
 )
 from federation.messages import (
     FailureKind,
+    MaskedUpdate,
     MetricSums,
     Reply,
+    SecureAnswer,
     SecureStep,
     SiteFailure,
     SiteMessage,
@@ -71,6 +74,10 @@ def crashed(site: str) -> SiteFailure:
     )
 
 
+def keep(_answer: SecureAnswer) -> None:
+    """Use an answer, whatever it is."""
+
+
 def of_kind(told: list[Event], kind: type[Event]) -> list[Event]:
     """Events of one kind."""
     return [event for event in told if isinstance(event, kind)]
@@ -80,7 +87,9 @@ def test_step_tells_what_counted():
     """Sites and their bytes, in the order of arrival."""
     record, told = opened()
     arrived = replies(toy.secure_answer(OTHER), ANSWER)
-    assert len(list(record.protocol_answers(arrived, SecureStep.SURVIVORS))) == 2
+    used: list[SecureAnswer] = []
+    record.take_step(SecureStep.SURVIVORS, arrived, used.append)
+    assert [answer.site for answer in used] == [OTHER, SITE]
     (step,) = of_kind(told, StepTaken)
     assert (step.round_index, step.step) == (1, "survivors")
     assert (step.sites, step.bytes_down, step.bytes_up) == (
@@ -95,14 +104,19 @@ def test_failures_of_a_step_keep_their_bytes():
     record, told = opened()
     wrong = replace(toy.secure_answer(THIRD), step=SecureStep.REVEAL)
     arrived = replies(ANSWER, crashed(OTHER), wrong, ANSWER)
-    answers = record.protocol_answers(arrived, SecureStep.SURVIVORS)
-    for answer, reply in answers:
-        if reply is arrived[3]:
-            record.refuse(answer.site, reply, "answered twice")
+    used: set[str] = set()
+
+    def once(answer: SecureAnswer) -> None:
+        if answer.site in used:
+            raise ProtocolError("answered twice")
+        used.add(answer.site)
+
+    record.take_step(SecureStep.SURVIVORS, arrived, once)
     (step,) = of_kind(told, StepTaken)
     assert (step.sites, step.bytes_down, step.bytes_up) == ((SITE,), (1,), (10,))
     failed = of_kind(told, SiteFailed)
     assert [event.bytes_up for event in failed] == [20, 30, 40]
+    assert failed[2].message == "survivors: answered twice"
 
 
 def test_answer_to_an_earlier_round_is_late_in_a_step():
@@ -111,8 +125,9 @@ def test_answer_to_an_earlier_round_is_late_in_a_step():
     late = [toy.masked(SITE), toy.secure_answer(OTHER)]
     ours = replace(ANSWER, round_index=3)
     arrived = replies(*late, ours)
-    (found,) = record.protocol_answers(arrived, SecureStep.SURVIVORS)
-    assert found == (ours, arrived[2])
+    used: list[SecureAnswer] = []
+    record.take_step(SecureStep.SURVIVORS, arrived, used.append)
+    assert used == [ours]
     failed = of_kind(told, SiteFailed)
     assert [event.kind for event in failed] == [FailureKind.LATE] * 2
     assert failed[0].message == "survivors: answered round 1 too late"
@@ -121,7 +136,7 @@ def test_answer_to_an_earlier_round_is_late_in_a_step():
 def test_step_without_answers_is_told():
     """It was taken all the same."""
     record, told = opened()
-    list(record.protocol_answers([], SecureStep.REVEAL))
+    record.take_step(SecureStep.REVEAL, [], keep)
     (step,) = of_kind(told, StepTaken)
     assert (step.step, step.sites) == ("reveal", ())
 
@@ -129,11 +144,11 @@ def test_step_without_answers_is_told():
 def test_round_total_is_the_sum_of_its_events():
     """Steps, masked updates and failures make up what the round's line says."""
     record, told = opened()
-    list(record.protocol_answers(replies(ANSWER), SecureStep.ADVERTISE))
+    record.take_step(SecureStep.ADVERTISE, replies(ANSWER), keep)
     masked = replies(toy.masked(SITE), toy.masked(OTHER), crashed(THIRD))
-    for update, reply in record.masked_updates(masked):
+    for update, reply in record.sound(masked, MaskedUpdate):
         record.count_masked(update, reply)
-    list(record.protocol_answers(replies(ANSWER, ANSWER), SecureStep.SURVIVORS))
+    record.take_step(SecureStep.SURVIVORS, replies(ANSWER, ANSWER), keep)
     record.finish("completed")
     (finished,) = of_kind(told, RoundFinished)
     single = of_kind(told, SiteAnswered) + of_kind(told, SiteFailed)
@@ -147,7 +162,7 @@ def test_evaluation_counts_its_answers_with_the_metrics():
     """Or, if the sum stays closed, as a step: never both."""
     for is_open in (True, False):
         record, told = opened(TaskKind.EVALUATE)
-        for update, reply in record.masked_updates(replies(toy.masked())):
+        for update, reply in record.sound(replies(toy.masked()), MaskedUpdate):
             record.count_masked(update, reply)
         if is_open:
             record.count_sums(training=None, evaluation=SUMS)
@@ -164,7 +179,7 @@ def test_masked_update_is_let_go():
     record, _ = opened()
     update = toy.masked()
     words = weakref.ref(update.words)
-    for counted, reply in record.masked_updates(replies(update)):
+    for counted, reply in record.sound(replies(update), MaskedUpdate):
         record.count_masked(counted, reply)
     del update, counted, reply
     gc.collect()

@@ -1,4 +1,4 @@
-"""One round as a state machine: who was asked, who answered, what counts.
+"""Verdicts of one round: who was asked, who answered, what counts, and why not.
 
 Pure: messages in, verdicts out. Everything that a site may do wrong is decided
 here, so that the round loop handles sound updates only.
@@ -6,7 +6,7 @@ here, so that the round loop handles sound updates only.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,17 +16,19 @@ from federation.messages import (
     FailureKind,
     MaskedUpdate,
     SecureAnswer,
+    SecureStep,
     SiteFailure,
     SiteMessage,
     SiteUpdate,
     TaskKind,
 )
+from federation.protocols import Suspicions
 from federation.rounds.schedule import OpenTask
 from federation.vectors import Layout, is_finite
 
 
 @dataclass(kw_only=True, eq=False)
-class RoundState:
+class RoundVerdicts:
     """The answers to the tasks of one round.
 
     Each asked site is open until it is settled: by its first sound answer, by its
@@ -44,6 +46,11 @@ class RoundState:
         based_on: The round whose model answers are based on; by default the one
             before.
         codec: In whose words answers come.
+        complaints: What is wrong with each answer that does not count, or why there
+            is none, with the name of the site before it.
+        out_of_budget: Those of sites whose privacy budget does not allow the round.
+        suspicions: What all rounds have shown of sites by now; None if this round has
+            shown nothing.
     """
 
     run_id: RunId
@@ -54,6 +61,9 @@ class RoundState:
     in_secret: bool = False
     based_on: int | None = None
     codec: Codec = IDENTITY
+    complaints: list[str] = field(init=False, default_factory=list)
+    out_of_budget: list[str] = field(init=False, default_factory=list)
+    suspicions: Suspicions | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Open the round."""
@@ -99,33 +109,65 @@ class RoundState:
                 return None
             if failure.kind is FailureKind.DEADLINE:
                 self._overdue.add(message.site)
-        self._failed[failure.kind] += 1
-        return failure
+        return self._count(failure)
 
     def revoke(self, site: SiteId, reason: str) -> SiteFailure:
         """Refuse a sound answer after all, for a reason that only its use showed."""
         self._answered.remove(site)
-        self._failed[FailureKind.INVALID] += 1
-        return self._failure(site, FailureKind.INVALID, reason)
+        return self._count(self._invalid(site, reason))
 
-    def count_failed(self, kind: FailureKind) -> None:
-        """Count what failed in an exchange beside that of the round's tasks.
+    def leave_out(self, site: SiteId, reason: str) -> SiteFailure:
+        """Settle a site of the cohort that is not asked."""
+        failure = self._invalid(site, f"left out: {reason}")
+        self.accept(failure)
+        return failure
 
-        Whether the site's answer to its task counts does not depend on it.
+    def accept_step(self, message: SiteMessage, step: SecureStep) -> SiteFailure | None:
+        """Judge an answer to a step of secure aggregation beside the round's tasks.
+
+        Returns:
+            None if it may be used; otherwise what is wrong with it. A site that fails
+            here fails in this round, also if its update is in the sum.
         """
-        self._failed[kind] += 1
+        if 0 < message.round_index < self.round_index:  # Setups have no round.
+            text = f"answered round {message.round_index} too late"
+            return self.fail_step(message.site, step, text, FailureKind.LATE)
+        if isinstance(message, SecureAnswer) and message.step is step:
+            return None
+        if isinstance(message, SiteFailure):
+            return self.fail_step(message.site, step, message.message, message.kind)
+        return self.fail_step(message.site, step, "answered something else")
+
+    def fail_step(
+        self,
+        site: SiteId,
+        step: SecureStep,
+        reason: str,
+        kind: FailureKind = FailureKind.INVALID,
+    ) -> SiteFailure:
+        """Count an answer to a step that may not be used."""
+        return self._count(self._failure(site, kind, f"{step.value}: {reason}"))
 
     def close(self) -> list[SiteFailure]:
         """End the round: every site that is still open has missed the deadline."""
         text = "gave no answer that counts"
         for task in self._carried:
             self._open.pop(task.site, None)
-        missing = [self._failure(s, FailureKind.DEADLINE, text) for s in self._open]
-        if missing:
-            self._failed[FailureKind.DEADLINE] += len(missing)
+        missing = [
+            self._count(self._failure(site, FailureKind.DEADLINE, text))
+            for site in self._open
+        ]
         self._overdue.update(self._open)
         self._open.clear()
         return missing
+
+    def _count(self, failure: SiteFailure) -> SiteFailure:
+        self._failed[failure.kind] += 1
+        complaint = f"{failure.site}: {failure.message}"
+        self.complaints.append(complaint)
+        if failure.kind is FailureKind.BUDGET:
+            self.out_of_budget.append(complaint)
+        return failure
 
     def _judge_stray(self, message: SiteMessage) -> SiteFailure | None:
         """Find a message that answers no open question of this round."""

@@ -7,8 +7,14 @@ import pytest
 from support import toy
 
 from federation.compression.codec import BF16, FP16, IDENTITY, Codec
-from federation.messages import FailureKind, MetricSums, SiteMessage, TaskKind
-from federation.rounds.round_state import RoundState
+from federation.messages import (
+    FailureKind,
+    MetricSums,
+    SecureStep,
+    SiteMessage,
+    TaskKind,
+)
+from federation.rounds.round_verdicts import RoundVerdicts
 from federation.vectors import Role
 
 SITE, OTHER, _ = toy.SITES
@@ -16,9 +22,9 @@ ROUND = 2
 SOUND = toy.update(round_index=ROUND)
 
 
-def opened(kind: TaskKind = TaskKind.TRAIN, codec: Codec = IDENTITY) -> RoundState:
+def opened(kind: TaskKind = TaskKind.TRAIN, codec: Codec = IDENTITY) -> RoundVerdicts:
     """A round in which two sites were asked."""
-    return RoundState(
+    return RoundVerdicts(
         run_id=toy.RUN,
         round_index=ROUND,
         kind=kind,
@@ -183,17 +189,17 @@ def test_word_that_is_no_finite_number_is_refused(codec: Codec, word: int):
 
 def test_sound_update_counts():
     """None is no news."""
-    state = opened()
-    assert state.accept(SOUND) is None
-    assert (state.answered, state.failed) == ((SITE,), ())
+    verdicts = opened()
+    assert verdicts.accept(SOUND) is None
+    assert (verdicts.answered, verdicts.failed) == ((SITE,), ())
 
 
 def test_answers_are_in_order_of_arrival():
     """Whatever the order of the cohort."""
-    state = opened()
+    verdicts = opened()
     for site in (OTHER, SITE):
-        state.accept(replace(SOUND, site=site))
-    assert state.answered == (OTHER, SITE)
+        verdicts.accept(replace(SOUND, site=site))
+    assert verdicts.answered == (OTHER, SITE)
 
 
 def test_loss_may_be_nan():
@@ -204,12 +210,12 @@ def test_loss_may_be_nan():
 
 def test_second_answer_is_a_duplicate():
     """The first one counts, once."""
-    state = opened()
-    state.accept(SOUND)
-    second = state.accept(SOUND)
+    verdicts = opened()
+    verdicts.accept(SOUND)
+    second = verdicts.accept(SOUND)
     assert second is not None
     assert (second.kind, second.message) == (FailureKind.DUPLICATE, "answered twice")
-    assert state.answered == (SITE,)
+    assert verdicts.answered == (SITE,)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +223,9 @@ def test_second_answer_is_a_duplicate():
 )
 def test_refused_answer_settles_its_site(case: str):
     """There is no second try."""
-    state = opened()
-    state.accept(REFUSED[case][0])
-    second = state.accept(SOUND)
+    verdicts = opened()
+    verdicts.accept(REFUSED[case][0])
+    second = verdicts.accept(SOUND)
     assert second is not None
     assert second.kind is FailureKind.DUPLICATE
 
@@ -227,24 +233,24 @@ def test_refused_answer_settles_its_site(case: str):
 @pytest.mark.parametrize("case", ["other run", "earlier round", "later round"])
 def test_stray_message_settles_nothing(case: str):
     """The site's answer to this round may still come."""
-    state = opened()
-    state.accept(REFUSED[case][0])
-    assert state.accept(SOUND) is None
+    verdicts = opened()
+    verdicts.accept(REFUSED[case][0])
+    assert verdicts.accept(SOUND) is None
 
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_site_that_says_any_failure_is_settled(kind: FailureKind):
     """Also by kinds that only the server should give."""
-    state = opened()
-    assert state.accept(toy.failure(SITE, kind, round_index=ROUND)) is not None
-    assert [failure.site for failure in state.close()] == [OTHER]
+    verdicts = opened()
+    assert verdicts.accept(toy.failure(SITE, kind, round_index=ROUND)) is not None
+    assert [failure.site for failure in verdicts.close()] == [OTHER]
 
 
 def test_answer_after_the_deadline_is_late():
     """It is no duplicate: there was no first answer."""
-    state = opened()
-    state.accept(toy.failure(SITE, FailureKind.DEADLINE, round_index=ROUND))
-    late = state.accept(SOUND)
+    verdicts = opened()
+    verdicts.accept(toy.failure(SITE, FailureKind.DEADLINE, round_index=ROUND))
+    late = verdicts.accept(SOUND)
     assert late is not None
     assert (late.kind, late.message) == (
         FailureKind.LATE,
@@ -254,35 +260,35 @@ def test_answer_after_the_deadline_is_late():
 
 def test_close_reports_who_is_missing():
     """In the order of the cohort, and what comes then is late."""
-    state = opened()
-    missing = state.close()
+    verdicts = opened()
+    missing = verdicts.close()
     assert [(f.site, f.kind) for f in missing] == [
         (SITE, FailureKind.DEADLINE),
         (OTHER, FailureKind.DEADLINE),
     ]
-    assert state.failed == (("deadline", 2),)
-    late = state.accept(SOUND)
+    assert verdicts.failed == (("deadline", 2),)
+    late = verdicts.accept(SOUND)
     assert late is not None
     assert late.kind is FailureKind.LATE
 
 
 def test_close_of_a_settled_round_reports_nobody():
     """Nor does closing twice."""
-    state = opened()
-    state.accept(SOUND)
-    assert len(state.close()) == 1
-    assert state.close() == []
-    assert state.failed == (("deadline", 1),)
+    verdicts = opened()
+    verdicts.accept(SOUND)
+    assert len(verdicts.close()) == 1
+    assert verdicts.close() == []
+    assert verdicts.failed == (("deadline", 1),)
 
 
 def test_revoked_answer_does_not_count():
     """And its site stays settled."""
-    state = opened()
-    state.accept(SOUND)
-    failure = state.revoke(SITE, "claims 0 examples")
+    verdicts = opened()
+    verdicts.accept(SOUND)
+    failure = verdicts.revoke(SITE, "claims 0 examples")
     assert (failure.kind, failure.message) == (FailureKind.INVALID, "claims 0 examples")
-    assert (state.answered, state.failed) == ((), (("invalid", 1),))
-    assert [missing.site for missing in state.close()] == [OTHER]
+    assert (verdicts.answered, verdicts.failed) == ((), (("invalid", 1),))
+    assert [missing.site for missing in verdicts.close()] == [OTHER]
 
 
 def test_update_where_an_evaluation_was_asked():
@@ -290,6 +296,64 @@ def test_update_where_an_evaluation_was_asked():
     refused = opened(TaskKind.EVALUATE).accept(SOUND)
     assert refused is not None
     assert refused.message == "answered train where it was asked to evaluate"
+
+
+def test_complaints_name_sites():
+    """In the order in which answers were refused, however that came about."""
+    verdicts = opened()
+    budget = toy.failure(OTHER, FailureKind.BUDGET, round_index=ROUND)
+    verdicts.accept(SOUND)
+    verdicts.revoke(SITE, "claims 0 examples")
+    verdicts.accept(budget)
+    assert verdicts.complaints == [f"{SITE}: claims 0 examples", f"{OTHER}: no disk"]
+    assert verdicts.out_of_budget == [f"{OTHER}: no disk"]
+
+
+def test_site_that_is_left_out_is_settled():
+    """It fails the round, and is not missed at its end."""
+    verdicts = opened()
+    failure = verdicts.leave_out(SITE, "dealt a wrong share")
+    assert failure.message == "left out: dealt a wrong share"
+    assert verdicts.failed == (("invalid", 1),)
+    assert [missing.site for missing in verdicts.close()] == [OTHER]
+
+
+STEP_REFUSED = {
+    "earlier round": (
+        toy.secure_answer(round_index=1),
+        FailureKind.LATE,
+        "survivors: answered round 1 too late",
+    ),
+    "other step": (
+        replace(toy.secure_answer(round_index=ROUND), step=SecureStep.REVEAL),
+        FailureKind.INVALID,
+        "survivors: answered something else",
+    ),
+    "own word": (
+        toy.failure(round_index=ROUND),
+        FailureKind.CRASHED,
+        "survivors: no disk",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STEP_REFUSED)
+def test_refused_in_a_step(case: str):
+    """It counts as a failure of the round, and leaves the site's task open."""
+    message, *expected = STEP_REFUSED[case]
+    verdicts = opened()
+    failure = verdicts.accept_step(message, SecureStep.SURVIVORS)
+    assert failure is not None
+    assert [failure.kind, failure.message] == expected
+    assert verdicts.failed == ((failure.kind.value, 1),)
+    assert verdicts.accept(replace(SOUND, site=message.site)) is None
+
+
+def test_answer_to_a_step_may_be_used():
+    """Also to a setup, which has no round."""
+    for of_round in (0, ROUND):
+        answer = toy.secure_answer(round_index=of_round)
+        assert opened().accept_step(answer, SecureStep.SURVIVORS) is None
 
 
 def test_toy_layout_has_every_travelling_role():

@@ -1,0 +1,121 @@
+"""Sums of one round: everything that is added up beside the updates themselves.
+
+Shape suffixes: m integer values of the model.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from federation.ids import SiteId
+from federation.messages import (
+    NO_ANCHOR,
+    LedgerAnchor,
+    MetricSums,
+    Phase,
+    PrivacySpent,
+    Reply,
+    SiteUpdate,
+)
+from federation.protocols import Clock
+from federation.resources import CLOCK, Usage, UsageMeter
+from federation.vectors import IntegerVector, Layout, Role
+
+
+@dataclass(kw_only=True, eq=False)
+class RoundSums:
+    """Bytes, metrics, privacy spent, clipping and seconds.
+
+    Attributes:
+        clock: Time.
+        start: When the round began, on the monotonic clock.
+        meter: Measures what the round takes of the aggregator.
+        bytes_down: To all sites so far.
+        bytes_up: From all sites so far.
+        training: Pooled over the sites, taken while they trained.
+        evaluations: What each site made of the model, where that is known.
+        secret_evaluation: What they all made of it, where only that is known.
+        epsilon: Largest that a site has spent; None without differential privacy.
+        anchors: How many charges the ledger of each site held that answered.
+        update_norm: Euclidean norm of the combined update, once it is known.
+        update_clip: What each site's update was clipped to, in weight units, where
+            that is agreed upon.
+        next_clip: What they are clipped to in the next round, where that adapts.
+        phases: Where the aggregator's time went.
+    """
+
+    clock: Clock
+    start: float
+    meter: UsageMeter = CLOCK
+    bytes_down: int = 0
+    bytes_up: int = 0
+    training: MetricSums | None = None
+    evaluations: dict[SiteId, MetricSums] = field(default_factory=dict)
+    secret_evaluation: MetricSums | None = None
+    epsilon: float | None = None
+    anchors: dict[SiteId, LedgerAnchor] = field(default_factory=dict)
+    update_norm: float | None = None
+    update_clip: float | None = None
+    next_clip: float | None = None
+    phases: list[Phase] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin to measure."""
+        self.usage = Usage(self.clock, self.meter)
+        self._phase_start = self.start
+        self._largest_m: IntegerVector | None = None
+
+    def add_bytes(self, reply: Reply) -> None:
+        """Add what a reply and its task took of the line, whatever it says."""
+        self.bytes_down += reply.bytes_down
+        self.bytes_up += reply.bytes_up
+
+    def add_update(self, update: SiteUpdate) -> None:
+        """Add what a sound update reports beside its vector."""
+        self.add_spent(update.site, update.spent)
+        if update.training is not None:
+            self.training = _pool(self.training, update.training)
+        if update.evaluation is not None:
+            self.evaluations[update.site] = update.evaluation
+        if self._largest_m is None:
+            self._largest_m = update.integers_m.copy()
+        else:
+            np.maximum(self._largest_m, update.integers_m, out=self._largest_m)
+
+    def add_spent(self, site: SiteId, spent: PrivacySpent | None) -> None:
+        """Note what a site's privacy ledger says."""
+        if spent is not None:
+            self.epsilon = max(self.epsilon or 0.0, spent.epsilon)
+            before = self.anchors.get(site, NO_ANCHOR)
+            self.anchors[site] = before.joined(spent.anchor)
+
+    def pooled_evaluation(self) -> MetricSums | None:
+        """What all sites that evaluated the model made of it."""
+        pooled = self.secret_evaluation
+        for sums in self.evaluations.values():
+            pooled = _pool(pooled, sums)
+        return pooled
+
+    def combined_integers(
+        self, integers_m: IntegerVector, layout: Layout
+    ) -> IntegerVector:
+        """Integer values after the round: the largest where the role is ``max``."""
+        if self._largest_m is None:
+            return integers_m
+        return np.where(layout.integer_mask(Role.MAX), self._largest_m, integers_m)
+
+    def end_phase(self, name: str) -> None:
+        """Note that the aggregator's time since the last note went to ``name``."""
+        now = self.clock.monotonic()
+        self.phases.append(
+            Phase(
+                name=name,
+                start_seconds=self._phase_start - self.start,
+                seconds=now - self._phase_start,
+            )
+        )
+        self._phase_start = now
+
+
+def _pool(total: MetricSums | None, more: MetricSums) -> MetricSums:
+    return more if total is None else total + more
