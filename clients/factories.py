@@ -94,6 +94,7 @@ def _import_module(name: str, *, key: str | None) -> ModuleType:
         raise JobError(
             f"module {name!r} cannot be imported: {type(error).__name__}: {error}",
             key=key,
+            outside=f"module {name!r} cannot be imported: {type(error).__name__}",
         ) from error
 
 

@@ -18,7 +18,5 @@ def unable_to_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise JobError(
-            f"code of a user, which the job or site.toml names, ended the program: "
-            f"{error!r}"
-        ) from error
+        fault = "code of a user, which the job or site.toml names, ended the program"
+        raise JobError(f"{fault}: {error!r}", outside=fault) from error

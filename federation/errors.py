@@ -31,14 +31,53 @@ A message says what happened, where, and what to do about it. ``ValueError`` is
 for a caller's bad argument and is not listed here.
 """
 
+import traceback
+
+# Whose errors are worded for both sides.
+_OURS = (
+    "federation",
+    "privacy",
+    "clients",
+    "aggregator",
+    "cloud_adapters",
+    "monitoring",
+    "deploy",
+)
+
 
 class FederationError(Exception):
-    """Root of the errors that a caller may want to handle."""
+    """Root of the errors that a caller may want to handle.
+
+    Args:
+        message: Its text.
+        outside: What may leave a deployed site, if that is less.
+    """
+
+    _outside = ""
+
+    def __init__(self, message: str = "", *, outside: str = "") -> None:
+        """Keep the two texts apart."""
+        super().__init__(message)
+        self._outside = outside
 
     @property
     def outside(self) -> str:
-        """The text that may leave a deployed site."""
-        return str(self)
+        """The text that may leave a deployed site.
+
+        Code of a user may raise errors of ours, too, and quote a record in them.
+        """
+        if self._outside:
+            return self._outside
+        room = _OURS[0]
+        for frame, _ in traceback.walk_tb(self.__traceback__):
+            room = frame.f_globals.get("__name__", "").partition(".")[0]
+        return str(self) if room in _OURS else type(self).__name__
+
+
+def outside_of(error: BaseException) -> str:
+    """What may leave a deployed site of any error: of most, their kind alone."""
+    name = type(error).__name__
+    return f"{name}: {error.outside}" if isinstance(error, FederationError) else name
 
 
 class JobError(FederationError):
@@ -49,9 +88,12 @@ class JobError(FederationError):
         key: Dotted key in the job file, for example ``training.batch_size``.
     """
 
-    def __init__(self, message: str, *, key: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, key: str | None = None, outside: str = ""
+    ) -> None:
         """Keep message and key apart, so that callers can add to one of them."""
-        super().__init__(message if key is None else f"{key}: {message}")
+        where = "" if key is None else f"{key}: "
+        super().__init__(where + message, outside=outside and where + outside)
         self.key = key
         self.reason = message
 
@@ -87,13 +129,8 @@ class UserCodeError(SiteError):
 
     def __init__(self, what: str, error: Exception, place: str = "") -> None:
         """Keep the text apart from the kind of the error."""
-        self._outside = f"{what} failed with {type(error).__name__}{place}"
-        super().__init__(f"{what} failed with {type(error).__name__}: {error}{place}")
-
-    @property
-    def outside(self) -> str:
-        """The kind of the error, and the place."""
-        return self._outside
+        kind = f"{what} failed with {type(error).__name__}"
+        super().__init__(f"{kind}: {error}{place}", outside=kind + place)
 
 
 class QuorumNotMet(FederationError):

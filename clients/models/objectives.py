@@ -88,15 +88,15 @@ def classification(
         raise SiteError("classification needs targets, and the data has none")
     labels = _one_tensor(labels, "targets of classification")
     if labels.ndim != 1 or labels.is_floating_point():
-        raise SiteError(
-            "classification needs one integer class per example; the targets are "
-            f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise _misfit(
+            "classification needs one integer class per example",
+            f"the targets are {labels.dtype} of shape {tuple(labels.shape)}",
         )
     logits_bk = _logits(model, inputs)
     if logits_bk.ndim != 2 or len(logits_bk) != len(labels):  # noqa: PLR2004
-        raise SiteError(
-            f"classification needs logits of shape ({len(labels)}, classes); the "
-            f"model gave {tuple(logits_bk.shape)}"
+        raise _misfit(
+            "classification needs logits of shape (examples, classes)",
+            f"for {len(labels)} examples the model gave {tuple(logits_bk.shape)}",
         )
     return _cross_entropy(logits_bk, labels, max_loss)
 
@@ -118,21 +118,23 @@ def causal_lm(
     """
     tokens = _one_tensor(tokens, "inputs of causal_lm")
     if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():  # noqa: PLR2004
-        raise SiteError(
-            "causal_lm needs windows of at least two integer tokens; the inputs are "
-            f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        raise _misfit(
+            "causal_lm needs windows of at least two integer tokens",
+            f"the inputs are {tokens.dtype} of shape {tuple(tokens.shape)}",
         )
     inputs_bt, targets_bt = tokens[:, :-1], tokens[:, 1:]
     if targets_bt.shape[1] > max_tokens:
-        raise SiteError(
-            f"a record has {targets_bt.shape[1]} predictions, and the job allows "
-            f"{max_tokens}: use shorter windows, or raise training.max_tokens"
+        raise _misfit(
+            f"a record has more predictions than the job's {max_tokens}: use shorter "
+            "windows, or raise training.max_tokens",
+            f"it has {targets_bt.shape[1]}",
         )
     logits_btv = _logits(model, inputs_bt)
     if logits_btv.ndim != 3 or logits_btv.shape[:2] != targets_bt.shape:  # noqa: PLR2004
-        raise SiteError(
-            f"causal_lm needs logits of shape {tuple(targets_bt.shape)} and the "
-            f"vocabulary; the model gave {tuple(logits_btv.shape)}"
+        raise _misfit(
+            "causal_lm needs logits of shape (windows, predictions, vocabulary)",
+            f"for {tuple(targets_bt.shape)} predictions the model gave "
+            f"{tuple(logits_btv.shape)}",
         )
     return _cross_entropy(logits_btv.flatten(0, 1), targets_bt.reshape(-1), max_loss)
 
@@ -192,17 +194,23 @@ class UserObjective:
             raise UserCodeError(self._name, error, place) from error
         if not isinstance(found, Mapping) or found.keys() != self._bounds.keys():
             names = list(found) if isinstance(found, Mapping) else type(found).__name__
-            raise SiteError(
-                f"{self._name} returned {names}, and the job expects a dict of "
-                f"{list(self._bounds)}: name its metrics in training.metrics"
+            raise _misfit(
+                f"{self._name} must return a dict of {list(self._bounds)}: name its "
+                "metrics in training.metrics",
+                f"it returned {names}",
             )
         shape = (num_records(inputs),)
         for name, values in found.items():
             if not isinstance(values, torch.Tensor) or values.shape != shape:
+                raise _misfit(
+                    f"{self._name} must return {name!r} as a tensor with one value for "
+                    "each record: leave out mean() and sum() over the records",
+                    f"it returned {_describe(values)}, and not of shape {shape}",
+                )
+            if values.is_complex():
                 raise SiteError(
-                    f"{self._name} returned {name!r} as {_describe(values)}, and not "
-                    f"as a tensor with one value for each record, shape {shape}: leave "
-                    "out mean() and sum() over the records"
+                    f"{self._name} returned {name!r} as complex numbers: return their "
+                    "absolute values, or real and imaginary parts by names of their own"
                 )
         if torch.is_grad_enabled() and not found[LOSS].requires_grad:
             raise SiteError(
@@ -259,6 +267,11 @@ def _cross_entropy(
         total = losses.nan_to_num(nan=max_loss).clamp(max=max_loss).sum()
     correct = (logits.argmax(1) == targets).sum()
     return BatchLoss(total, targets.numel(), total.detach(), {"correct": correct})
+
+
+def _misfit(fault: str, found: str) -> SiteError:
+    """What was found may count or quote records, and stays at the site."""
+    return SiteError(f"{fault}; {found}", outside=fault)
 
 
 def _one_tensor(values: Tree, what: str) -> torch.Tensor:

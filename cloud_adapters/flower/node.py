@@ -53,7 +53,13 @@ from cloud_adapters.flower.private.node import (
 )
 from cloud_adapters.net.tls import client_context
 from cloud_adapters.transport.redelivery import Inbox
-from federation.errors import FederationError, JobError, ProtocolError, SiteError
+from federation.errors import (
+    FederationError,
+    JobError,
+    ProtocolError,
+    SiteError,
+    outside_of,
+)
 from federation.messages import TaskKind
 from federation.protocols import Clock
 
@@ -373,9 +379,9 @@ class FlowerNode:
             _LOG.warning(
                 "a message was refused: %s", error, exc_info=None if known else error
             )
-            text = type(error).__name__ + (f": {error}" if known else "")
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-            return Message(Error(code=code, reason=text[:500]), reply_to=message)
+            reason = outside_of(error)[:500]
+            return Message(Error(code=code, reason=reason), reply_to=message)
 
 
 class _Version:

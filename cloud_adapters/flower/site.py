@@ -32,7 +32,7 @@ from cloud_adapters.transport.frame_references import (
 )
 from cloud_adapters.transport.frames import INLINE, Frames
 from cloud_adapters.transport.redelivery import Inbox, Word
-from federation.errors import FederationError, ProtocolError, SiteError
+from federation.errors import ProtocolError, outside_of
 from federation.ids import RunId, SiteId
 from federation.messages import FailureKind, RoundTask, SecureTask, SiteMessage, Task
 from federation.protocols import SiteHandler
@@ -125,17 +125,10 @@ def agent_app(agent: Agent, frames: Frames = INLINE) -> ClientApp:
 
         def work() -> PackedFrame:
             task = head
-            try:
-                if references:
-                    sizes = Sizes.of_layout(agent.layout(head.run_id))
-                    task = frames.receive(head, references, sizes)
-                return frames.send(agent.answer(task))
-            except FederationError:
-                raise
-            except Exception as error:
-                # Its text may quote a record, and stays in the site's own log.
-                _LOG.warning("a task failed", exc_info=error)
-                raise SiteError(type(error).__name__) from error
+            if references:
+                sizes = Sizes.of_layout(agent.layout(head.run_id))
+                task = frames.receive(head, references, sizes)
+            return frames.send(agent.answer(task))
 
         packed = _within(_deadline(message), head, work)
         return Message(_content(packed), reply_to=message)
@@ -354,7 +347,9 @@ def _within(seconds: float, task: Task, work: Callable[[], PackedFrame]) -> Pack
         try:
             answers.append(work())
         except BaseException as error:  # noqa: BLE001 -- it would only end this thread
-            text = f"{type(error).__name__}: {error}"
+            # Its text may quote a record, and stays in the site's own log.
+            _LOG.warning("a task failed", exc_info=error)
+            text = outside_of(error)
             answers.append(inline(failure(task, FailureKind.CRASHED, text)))
 
     with _lock:

@@ -124,7 +124,7 @@ class SiteAgent:
                 found = answer(sealed)
         except FederationError as error:
             self.listener(f"run {wire.one_line(run_id)} is refused: {error}")
-            found = self._introduction(sealed, refused=str(error))
+            found = self._introduction(sealed, refused=error.outside)
         return introduction.seal_introduction(found, self.identity)
 
     def answer(self, task: Task) -> SiteMessage:

@@ -161,7 +161,7 @@ def test_mistake_shows_the_users_own_line():
 @pytest.mark.parametrize(
     ("objective", "said"),
     [
-        ("mean_error", r"'loss' as a tensor of shape \(\).*one value for each record"),
+        ("mean_error", r"one value for each record.*returned a tensor of shape \(\)"),
         ("detached", "loss without a gradient.*detach"),
         ("wrong_name", "name its metrics in training.metrics"),
     ],

@@ -60,7 +60,7 @@ def test_record_of_more_tokens_than_the_job_allows_is_refused():
         for most in (2, 1)
     )
     assert allowed(model, TOKENS, None).count == 4
-    with pytest.raises(SiteError, match=r"has 2 pred.*allows 1: .*training.max_tokens"):
+    with pytest.raises(SiteError, match=r"job's 1: .*training.max_tokens; it has 2"):
         short(model, TOKENS, None)
 
 
@@ -102,7 +102,7 @@ def test_total_carries_the_gradient():
     ("output", "labels", "message"),
     [
         (torch.zeros(2, 3), None, "needs targets"),
-        (torch.zeros(2), LABELS, r"shape \(2, classes\)"),
+        (torch.zeros(2), LABELS, "for 2 examples"),
         (torch.zeros(3, 3), LABELS, r"gave \(3, 3\)"),
         (torch.zeros(2, 3), LABELS.float(), "integer class"),
         (torch.zeros(2, 3), LABELS[:, None], "one integer class per example"),
@@ -120,7 +120,7 @@ def test_classification_explains_what_it_needs(
 @pytest.mark.parametrize(
     ("output", "tokens", "message"),
     [
-        (torch.zeros(2, 3, 4), TOKENS, r"shape \(2, 2\)"),
+        (torch.zeros(2, 3, 4), TOKENS, r"for \(2, 2\) predictions"),
         (torch.zeros(2, 4), TOKENS, r"gave \(2, 4\)"),
         ({"logits": torch.zeros(2, 2, 4)}, TOKENS, "gave a dict"),
         (torch.zeros(2, 0, 4), TOKENS[:, :1], "at least two"),
@@ -134,6 +134,58 @@ def test_causal_lm_explains_what_it_needs(
     """So do wrong windows of tokens."""
     with pytest.raises(SiteError, match=message):
         causal_lm(Fixed(output), tokens, None)
+
+
+def returned(found: object) -> str:
+    """What leaves a site where an objective returns something; its log has all."""
+    own = {"task": f"{__name__}:own", "metrics": {"error": [0, 1]}, "local_steps": 1}
+    objective = objective_of(small_job(training=own).training)
+    with pytest.raises(SiteError) as caught:
+        objective(Fixed(found), INPUTS, None)
+    assert caught.value.outside in str(caught.value)
+    return caught.value.outside
+
+
+def own(model: nn.Module, inputs: torch.Tensor, _: object):
+    """Whatever the test wants."""
+    return model(inputs)
+
+
+LOSS = torch.zeros(2, requires_grad=True)
+
+
+def test_what_an_objective_returned_stays_at_the_site():
+    """Names of its values may quote a record, their shape may count records."""
+    names = returned({"loss": LOSS, "record 17 of J. Doe": LOSS})
+    assert names.endswith("name its metrics in training.metrics")
+    shape = returned({"loss": LOSS, "error": LOSS[:1]})
+    assert shape.endswith("leave out mean() and sum() over the records")
+    assert "test_objectives:own must return 'error' as a tensor" in shape
+    for error in (SiteError("record 17 of J. Doe"), KeyError("record 17 of J. Doe")):
+        assert "Doe" not in returned_by(error)
+
+
+def returned_by(error: Exception) -> str:
+    """The same where it raises."""
+
+    class Raises(Fixed):
+        def forward(self, _: torch.Tensor) -> object:
+            raise error
+
+    job = {"task": f"{__name__}:own", "local_steps": 1}
+    with pytest.raises(SiteError) as caught:
+        objective_of(small_job(training=job).training)(Raises(0), INPUTS, None)
+    return caught.value.outside
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_metrics_are_refused_by_name(dtype: torch.dtype):
+    """Their imaginary part would be lost without a word."""
+    said = returned({"loss": LOSS, "error": torch.zeros(2, dtype=dtype)})
+    assert "test_objectives:own returned 'error' as complex numbers" in said
+    assert "'loss' as complex numbers" in returned(
+        {"loss": LOSS.to(dtype), "error": LOSS}
+    )
 
 
 def test_every_task_has_an_objective():

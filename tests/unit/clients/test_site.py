@@ -393,10 +393,11 @@ def test_an_error_becomes_one_line(error: Exception, expected: str, store: Memor
 def test_a_deployed_site_tells_the_kind_of_an_error_alone(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
 ):
-    """Its text may quote a record: it is in the site's log. Errors of ours do not."""
+    """Its text may quote a record: it is in the site's log. Errors of ours do not,
+    if our own code raises them."""
     for error, told in (
         (ValueError("record 17 of J. Doe"), "ValueError"),
-        (SiteError("no data"), "no data"),
+        (SiteError("record 19 of J. Doe"), "SiteError"),  # Raised by no code of ours.
         (
             UserCodeError("mine:loss", KeyError("record 18 of J. Doe"), " (mine.py)"),
             "mine:loss failed with KeyError (mine.py)",
@@ -416,6 +417,7 @@ def test_a_deployed_site_tells_the_kind_of_an_error_alone(
         assert answer.message == told
     assert "record 17 of J. Doe" in caplog.text
     assert "record 18 of J. Doe" in caplog.text
+    assert "record 19 of J. Doe" in caplog.text
 
 
 def test_a_failed_start_is_tried_again(store: MemoryStore):

@@ -329,14 +329,18 @@ def test_task_is_typed(nodes: Nodes):
     np.testing.assert_array_equal(task.weights_d, TASK.weights_d)
 
 
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, JobError])
 def test_text_of_an_error_stays_at_the_site(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ):
-    """It may quote a record; the aggregator learns what kind it is."""
+    """It may quote a record; the aggregator learns what kind it is.
+
+    An error of ours is no better where code of a user raised it.
+    """
 
     class Broken(Echo):
         def answer(self, task: Task) -> SiteMessage:
-            raise KeyError("record 17", task.site)
+            raise kind("record 17 of " + task.site)
 
     nodes = Nodes(tmp_path)
     nodes.agents[1] = flower_site.agent_app(Broken(SITES[1]), nodes.frames("broken"))
@@ -344,6 +348,6 @@ def test_text_of_an_error_stays_at_the_site(
     replies = [*exchange_over(nodes.grid(), tasks, deadline_seconds=60.0)]
     (failed,) = [r.message for r in replies if r.message.site == SITES[1]]
     assert isinstance(failed, SiteFailure)
-    assert "KeyError" in failed.message
+    assert kind.__name__ in failed.message
     assert "record" not in failed.message
     assert "record 17" in caplog.text
