@@ -14,11 +14,12 @@ MAX_WRAPPED_BYTES = 960  # What the header of an encrypted object has room for.
 
 KINDS = ("file", "aws-kms", "gcp-kms")
 
+_TO_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
 
 def context_bytes(context: Mapping[str, str]) -> bytes:
     """Write a context down in the one way that it has: JSON, sorted, in ASCII."""
-    text = json.dumps(dict(context), sort_keys=True, separators=(",", ":"))
-    return text.encode("ascii")
+    return _TO_JSON.encode(dict(context)).encode("ascii")
 
 
 def check_data_key(plaintext: bytes) -> bytes:

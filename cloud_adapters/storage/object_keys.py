@@ -5,13 +5,13 @@ copied from one to another; a key that passes is also a safe relative path.
 """
 
 import re
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_KEY_BYTES = 1024  # of S3 and of Google Cloud Storage
 MAX_METADATA_BYTES = 1500  # S3 allows 2,048, and stores add some of their own
 
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode's category Cc.
 _METADATA_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 # Neither end is a space: servers cut those off.
 _METADATA_VALUE = re.compile(r"([!-~]([ -~]*[!-~])?)?")
@@ -26,8 +26,7 @@ def check_key(key: str) -> str:
     Raises:
         ValueError: ``key`` is not such a name; the message says why.
     """
-    fault = _fault(key)
-    if fault is not None:
+    if (fault := _fault(key)) is not None:
         raise ValueError(f"{key[:80]!r} cannot be an object's key: it {fault}")
     return key
 
@@ -41,7 +40,7 @@ def _fault(key: str) -> str | None:
         return "is not valid Unicode"
     if num_bytes > MAX_KEY_BYTES:
         return f"has {num_bytes} bytes, more than {MAX_KEY_BYTES}"
-    if any(unicodedata.category(char) == "Cc" for char in key):
+    if _CONTROL_CHARACTER.search(key):
         return "holds a control character"
     for segment in key.split("/"):
         if segment in {"", ".", ".."}:
