@@ -111,7 +111,7 @@ def _answer(
     except FederationError as error:
         # In this order: the agent ends this process as soon as it knows.
         _LOG.error("rank %d cannot begin: %s", inherited.rank.rank, error)
-        channel.send(ErrorReply(message=error.outside))
+        channel.send(ErrorReply(message=""))
         raise
     _warm_up(peers)
     memory = SharedModel(trainer.layout(), inherited.memory)

@@ -207,6 +207,25 @@ def test_an_error_that_another_attempt_would_not_mend():
     assert pids_of(trainer) == []
 
 
+def test_words_of_an_objective_stay_in_the_log_of_its_rank(
+    capfd: pytest.CaptureFixture[str],
+):
+    """The agent hears from a rank what may leave the site, and no more."""
+    job = small_job(
+        training={
+            "task": "support.dying_models:quoting_loss",
+            "local_steps": 1,
+            "optimizer": {"lr": 0.5},
+        }
+    )
+    pool = ModelPool(job)
+    said = r"rank [01]: support.dying_models:quoting_loss failed with KeyError"
+    with ranked(job, pool) as trainer, pytest.raises(SiteError, match=said) as caught:
+        trainer.fit(*pool.initial_weights(), round_index=1)
+    assert "record 17" not in str(caught.value)
+    assert "record 17" in capfd.readouterr().err
+
+
 def test_what_is_wrong_with_the_data_stays_at_the_site(
     pool: ModelPool, capfd: pytest.CaptureFixture[str]
 ):

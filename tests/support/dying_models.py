@@ -14,3 +14,8 @@ class _Dying(nn.Linear):
 def dying_network() -> nn.Module:
     """A module that ends the process that uses it."""
     return _Dying(4, 3)
+
+
+def quoting_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor):
+    """A loss that fails with words that are the site's alone."""
+    raise KeyError("record 17", len(targets))

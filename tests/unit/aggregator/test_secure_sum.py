@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.noisy_jobs import noisy_job
 from support.secure_runs import MASK, Answer, Spoilt, run, secure_job, silence, step_of
 
 from federation import events
@@ -129,6 +130,28 @@ def test_answer_that_comes_twice_counts_once(step: str):
     assert found.statuses() == ["completed"]
     assert found.answered(1).count(SITE) == 1
     assert {site for site, _ in found.failures(1)} == {SITE}
+
+
+def test_sum_is_scaled_back_to_the_clip_norm_of_its_round():
+    """Updates are masked in units of the first one, and a twentieth of that."""
+    job = noisy_job(
+        "site",
+        num_sites=8,
+        private={
+            "adaptive_clip": True,
+            "accept_low_signal": True,
+            "clip_norm": 1e3,
+            "clip_rate": 6.0,
+            "target_epsilon": 300.0,
+        },
+        rounds=2,
+    )
+    seen = [e for e in run(job).seen if isinstance(e, events.RoundFinished)]
+    first, second = ((e.update_norm, e.update_clip) for e in seen)
+    assert first[1] == 1e3
+    assert second[1] < 100
+    # Nearly all of both is noise, which is in proportion to the clip norm.
+    assert second[0] / second[1] == pytest.approx(first[0] / first[1], rel=0.3)
 
 
 def test_lost_evaluation_leaves_a_model_without_metrics():

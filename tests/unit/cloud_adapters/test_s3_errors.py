@@ -74,6 +74,14 @@ def test_quota_is_named(code: str):
     assert not translated.temporary
 
 
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+def test_conflict_is_named_whatever_the_status(code: str):
+    """Another writer was faster; the same request may go well a moment later."""
+    translated = s3_errors.translate(failure(code), "write s3://bucket/key")
+    assert "others write the same object at the same time" in str(translated)
+    assert translated.temporary
+
+
 TEMPORARY = [
     *[failure(code) for code in ("SlowDown", "RequestTimeout", "InternalError")],
     *[failure("BadDigest"), failure("OperationAborted", 409)],

@@ -6,18 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import event_samples
+from support import event_samples, secure_runs
 from support.small_jobs import small_job
 
 from aggregator.checkpoint import RunCheckpoints
 from cloud_adapters.keys.key_file import add_key
 from cloud_adapters.storage.disk.store import LocalStore
+from cloud_adapters.storage.memory import MemoryStore
 from deploy.tools.checkpoints import CheckpointFindings, examine, facts, lines
 from deploy.wiring import run_store
 from deploy.wiring.encryption import encrypted
 from federation.clock import VirtualClock
 from federation.errors import JobError, RunConflict, RunNotFound
 from federation.event_log import EventWriter
+from federation.events import CheckpointSkipped
 from federation.job.spec import JobSpec
 from federation.protocols import ObjectStore, RunState
 from federation.vectors import Layout, Role
@@ -36,6 +38,19 @@ def begun(folder: Path, job: JobSpec) -> RunFolder:
             log(event)
     run.write_job(job)
     return run
+
+
+def test_a_run_says_which_damaged_checkpoint_it_passes_over():
+    """It goes on from the one before."""
+    store, job = MemoryStore(), small_job(rounds=3)
+    stop = iter([False, False, True])
+    secure_runs.run(job, store=store, stop_requested=lambda: next(stop, True))
+    newest = max(o.key for o in store.list("checkpoints/round-"))
+    store.put(newest, [b"damaged"])
+    found = secure_runs.run(job, store=store)
+    (skipped,) = (e for e in found.seen if isinstance(e, CheckpointSkipped))
+    assert skipped.key == newest
+    assert found.state.round_index == 3
 
 
 def fill(store: ObjectStore, num_rounds: int = 3) -> None:
