@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from aggregator.weighting import ROUNDING, most_trained_on
-from federation.job.metrics import loss_of, metrics_of
+from federation.job.metrics import loss_of, metrics_of, reported_loss_of
 from federation.job.spec import JobSpec
 from privacy.counts import coarse
 from privacy.dp import adaptive_clip
@@ -112,13 +112,6 @@ def _evaluation_faults(totals: _Totals, asked: SumTerms) -> _Faults:
             f"{asked.num_updates} sites report {count:g} predictions in evaluation, "
             f"{most} at most each"
         )
-    private = asked.job.privacy.differential_privacy
-    if not private.enabled or private.held_out != "noise":
-        return
-    loss, high = totals[f"{train.EVALUATION}_loss"], loss_of(asked.job.training).high
-    # Each site rounds its loss to a micronat.
-    if loss * _MICRO > high * count + asked.num_updates * _MICRO:
-        yield f"{count:g} predictions have a loss above {high} nats each"
 
 
 def _sum_faults(
@@ -128,7 +121,7 @@ def _sum_faults(
     count, loss, *values = (
         totals[f"{kind}_{name}"] for name in ("count", "loss", *metrics)
     )
-    if not is_asked and (count or loss or any(values)):
+    if not is_asked and (count or loss):
         yield f"nobody was asked for the sums of {kind}, and they are not 0"
     # Each site rounds a metric to the grid of the header.
     error = asked.num_updates * WEIGHT_ERROR
@@ -138,6 +131,18 @@ def _sum_faults(
             yield f"{count:g} predictions in {kind} have {name} of {value:g}"
     if count == 0 and loss:
         yield f"no prediction in {kind} has a loss"
+    private, training = asked.job.privacy.differential_privacy, asked.job.training
+    noised = (
+        kind == train.EVALUATION and private.enabled and private.held_out == "noise"
+    )
+    metric = loss_of(training) if noised else reported_loss_of(training)
+    # Each site rounds its loss to a micronat.
+    slack = asked.num_updates * _MICRO + metric.reach * count * ROUNDING
+    if not metric.low * count - slack <= loss * _MICRO <= metric.high * count + slack:
+        yield (
+            f"{count:g} predictions in {kind} have a loss that is not from "
+            f"{metric.low} to {metric.high} each"
+        )
 
 
 def _clip_faults(totals: _Totals, asked: SumTerms) -> _Faults:

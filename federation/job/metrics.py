@@ -19,6 +19,9 @@ LOSS = "loss"
 # gets noise: guessing among 256 tokens costs 5.5. A larger bound would need more noise;
 # a smaller one would hide more of how wrong a model is that is wrong and sure of it.
 MAX_LOSS = 6.0
+# Under secure aggregation nobody sees which site reports a loss: the mean of a site's
+# predictions counts for this many nats at most, more than guessing among 10^13 costs.
+MAX_MEAN_LOSS = 32.0
 
 # Whoever finds ``correct`` takes it for the number of right predictions.
 _RESERVED = ("count", "loss_sum", "metrics", "correct")
@@ -65,6 +68,13 @@ def loss_of(training: TrainingSpec) -> Metric:
     """Bounds of the loss of one prediction, where noise is added."""
     if training.task in BUILT_IN:
         return Metric(low=0.0, high=MAX_LOSS)
+    return _bounds(training, LOSS)
+
+
+def reported_loss_of(training: TrainingSpec) -> Metric:
+    """Bounds of a site's mean loss in a secure sum, where no noise is added."""
+    if training.task in BUILT_IN:
+        return Metric(low=0.0, high=MAX_MEAN_LOSS)
     return _bounds(training, LOSS)
 
 

@@ -10,12 +10,13 @@ rounds may go on without a site, such numbers are on a coarse public grid: see
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from federation.job.metrics import CORRECT, most_of_a_record
+from federation.job.metrics import CORRECT, MAX_MEAN_LOSS, most_of_a_record
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Words
@@ -195,11 +196,15 @@ def write_sums(
     """
     if sums is None:
         return dict.fromkeys((s for s in slots if s.startswith(f"{kind}_")), 0)
-    if not 0 <= sums.loss_sum * _MICRO <= _LARGEST_COUNT:
-        raise UpdateOutOfRange(f"the {kind} loss is {sums.loss_sum} and does not fit")
+    loss = sums.loss_sum
+    if math.isfinite(loss) and sums.metrics.keys() == CORRECT.keys():
+        # A built-in task; an objective of a user's has bounds of its own.
+        loss = min(loss, MAX_MEAN_LOSS * sums.count)
+    if not 0 <= loss * _MICRO <= _LARGEST_COUNT:
+        raise UpdateOutOfRange(f"the {kind} loss is {loss} and does not fit")
     return {
         f"{kind}_count": sums.count,
-        f"{kind}_loss": round(sums.loss_sum * _MICRO),
+        f"{kind}_loss": round(loss * _MICRO),
         **{f"{kind}_{name}": value for name, value in sums.metrics.items()},
     }
 

@@ -12,7 +12,9 @@ from support.small_jobs import small_job
 from aggregator.honest_sums import SumTerms, check_totals
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
+from privacy.counts import coarse
 from privacy.dp import adaptive_clip
+from privacy.secagg.arithmetic.ring import WEIGHT_ERROR
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.protocol import train
 from privacy.secagg.protocol.of_job import header_slots
@@ -111,8 +113,53 @@ def test_evaluation_counts_for_what_the_job_lets_a_site_hold():
     check_totals({**none, "evaluation_count": 40}, bounded)
     said = "41 predictions in evaluation, 10 at most each"
     refused({**none, "evaluation_count": 41}, said, bounded)
-    lie = {**HONEST, "evaluation_count": 10**16, "evaluation_correct": 10**16}
-    refused(lie, "predictions in evaluation", asked())
+    most = coarse(train.MAX_PREDICTIONS)
+    check_totals({**HONEST, "evaluation_count": 4 * most}, asked())
+    lie = {**HONEST, "evaluation_count": 4 * most + 1}
+    refused(lie, f"predictions in evaluation, {most} at most each", asked())
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_no_site_alone_makes_the_loss_of_a_built_in_task(kind: str):
+    """Of all sites together it is 32 nats for each prediction at most."""
+    most = round(32e6 * HONEST[f"{kind}_count"])
+    check_totals({**HONEST, f"{kind}_loss": most + 4}, asked())
+    said = f"in {kind} have a loss that is not from 0.0 to 32.0 each"
+    refused({**HONEST, f"{kind}_loss": 1.001 * most}, said, asked())
+
+
+@pytest.mark.parametrize("loss", [40.0, 1e9])
+def test_model_that_diverged_reports_the_largest_loss_in_a_sum(loss: float):
+    """An honest site is never taken for a liar; what is below stays as it is."""
+    sums = MetricSums(count=10, loss_sum=10 * loss, metrics={"correct": 1})
+    written = train.write_sums("training", sums, train.HEADER_SLOTS)
+    assert written["training_loss"] == 320_000_000
+    small = replace(sums, loss_sum=319.0)
+    written = train.write_sums("training", small, train.HEADER_SLOTS)
+    assert written["training_loss"] == 319_000_000
+    own = replace(sums, metrics={"error": 1.0})
+    written = train.write_sums("training", own, train.slots_of(["error"]))
+    assert written["training_loss"] == round(10e6 * loss)
+
+
+@pytest.mark.parametrize(("loss", "is_lie"), [(59, True), (60, False), (121, True)])
+def test_loss_of_an_objective_stays_within_its_bounds(loss: int, is_lie: bool):  # noqa: FBT001
+    """A user's own, whose job states them."""
+    own = {"task": "own:loss", "metrics": {"loss": [1, 2]}, "local_steps": 3}
+    job = small_job(num_sites=4, training={**own, "batch_size": 20})
+    contract = Parties(4).contract(header_slots=train.slots_of([]), threshold=4)
+    totals = {
+        "weight": 1.5,
+        "training_count": 60,
+        "training_loss": loss * 1_000_000,
+        "evaluation_count": 0,
+        "evaluation_loss": 0,
+    }
+    terms = asked(job=job, contract=contract)
+    if is_lie:
+        refused(totals, r"60 predictions in training .* from 1.0 to 2.0 each", terms)
+    else:
+        check_totals(totals, terms)
 
 
 def test_site_with_more_held_out_data_counts_for_no_more():
@@ -150,7 +197,7 @@ def test_nothing_is_reported_that_was_not_asked_for():
     ("changes", "said"),
     [
         ({"training_count": 1}, "nobody was asked for the sums of training"),
-        ({"evaluation_loss": 600_000_005}, "a loss above 6.0 nats"),
+        ({"evaluation_loss": 600_001_000}, "a loss that is not from 0.0 to 6.0 each"),
         ({"weight": 3.0}, "each of them being 1"),
     ],
 )
@@ -203,6 +250,18 @@ def test_training_counts_for_what_anybody_could_hold_where_nothing_is_known():
     check_totals({**honest, "training_count": 4 * most}, uniform)
     lie = {**honest, "training_count": 4 * most + 1}
     refused(lie, f"training, {most} at most each", uniform)
+
+
+def test_small_metric_is_rounded_to_the_grid_of_the_header():
+    """Values of a metric that are finer than it are no lie."""
+    own = {"task": "m:f", "metrics": {"loss": [0.0, 4.0], "error": [0.0, 1e-9]}}
+    job = small_job(num_sites=4, training={**own, "local_steps": 3})
+    contract = Parties(4).contract(header_slots=header_slots(job), threshold=4)
+    terms = asked(job=job, contract=contract, training=False)
+    totals = {**dict.fromkeys(header_slots(job), 0.0), "evaluation_count": 30}
+    check_totals({**totals, "evaluation_error": 30e-9 + 4 * WEIGHT_ERROR}, terms)
+    lie = {**totals, "evaluation_error": 31e-9 + 4 * WEIGHT_ERROR}
+    refused(lie, "30 predictions in evaluation have error of", terms)
 
 
 def test_counts_are_on_the_grid_where_sites_may_be_absent():
