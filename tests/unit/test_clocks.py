@@ -4,6 +4,8 @@ import ast
 from collections import Counter
 from pathlib import Path
 
+from support.source_code import nodes
+
 ROOT = Path(__file__).parents[2]
 ROOMS = "aggregator clients cloud_adapters deploy federation monitoring privacy"
 
@@ -24,8 +26,9 @@ def made(file: Path) -> int:
     """How often a module makes a system clock."""
     return sum(
         isinstance(node, ast.Call)
-        and ast.unparse(node.func).rpartition(".")[2] == "SystemClock"
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        and (getattr(node.func, "attr", None) or getattr(node.func, "id", None))
+        == "SystemClock"
+        for node in nodes(file)
     )
 
 

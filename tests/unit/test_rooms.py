@@ -7,6 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.source_code import nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -34,7 +35,7 @@ def short(path: Path) -> str:
 
 def imported(file: Path) -> Iterator[Path]:
     """Modules that a module names, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    for node in nodes(file):
         if not isinstance(node, ast.ImportFrom) or not node.module:
             continue
         for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
@@ -44,12 +45,11 @@ def imported(file: Path) -> Iterator[Path]:
 
 
 def starts_threads(file: Path) -> bool:
-    nodes = ast.walk(ast.parse(file.read_text("utf-8")))
     return any(
         isinstance(n, ast.Call)
         and (getattr(n.func, "attr", None) or getattr(n.func, "id", None))
         in STARTS_THREADS
-        for n in nodes
+        for n in nodes(file)
     )
 
 
@@ -78,7 +78,7 @@ def test_no_two_rooms_import_each_other():
 def classes() -> Iterator[tuple[str, str]]:
     """Name of each class, and the module that defines it."""
     for file in MODULES:
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        for node in nodes(file):
             if isinstance(node, ast.ClassDef):
                 yield node.name.lstrip("_"), short(file)
 

@@ -7,9 +7,11 @@ A claim that no test attacks says that it rests on argument alone. The tests run
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from support.source_code import nodes
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "explanation" / "threat-model.md"
@@ -40,6 +42,12 @@ every_row = pytest.mark.parametrize(
 )
 
 
+@cache
+def files_named(name: str) -> list[Path]:
+    """Files of the tests with this name, in whatever folder."""
+    return list(TESTS.rglob(name))
+
+
 def named(shown: str) -> Iterator[tuple[list[Path], str]]:
     """Files of each test that is named, and its own name; empty for all in a file.
 
@@ -51,23 +59,26 @@ def named(shown: str) -> Iterator[tuple[list[Path], str]]:
         before, _, test = name.partition("::")
         if before:
             pattern = before.removeprefix("tests/")
-            found = TESTS.rglob(Path(before).name)
-            files = [path for path in found if path.match(pattern)]
+            files = [
+                path for path in files_named(Path(before).name) if path.match(pattern)
+            ]
         yield files, test
 
 
+@cache
 def known_in(path: Path) -> dict[str, bool]:
     """Tests of a file, and whether each is among the long ones, whatever its cases."""
-    tree = ast.parse(path.read_text("utf-8"))
+    module, *_ = parts = nodes(path)
+    assert isinstance(module, ast.Module)
     all_long = any(
         isinstance(node, ast.Assign)
         and ast.unparse(node.targets[0]) == "pytestmark"
         and _is_long(node.value)
-        for node in tree.body
+        for node in module.body
     )
     return {
         node.name: all_long or any(map(_is_long, node.decorator_list))
-        for node in ast.walk(tree)
+        for node in parts
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.faulty_store import FlippingStore
+from support.source_code import nodes
 
 import aggregator
 import clients
@@ -58,8 +59,7 @@ def test_all_who_read_ranges_are_known():
     for package in (*packages, privacy):
         root = Path(package.__path__[0])
         for path in root.rglob("*.py"):
-            tree = ast.parse(path.read_text("utf-8"))
-            if any(_reads_a_range(node) for node in ast.walk(tree)):
+            if any(map(_reads_a_range, nodes(path))):
                 found.add(path.relative_to(root.parent).as_posix())
     assert found == CALLERS.keys() | PASSING_ON
 
