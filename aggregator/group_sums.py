@@ -16,7 +16,7 @@ Shape suffixes: d float values of the model.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import reduce
@@ -39,7 +39,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
-from federation.rounds.gather import evaluates, round_tasks
+from federation.rounds.gather import Gathered, evaluates, round_tasks
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
@@ -123,15 +123,13 @@ class GroupGather:
         """Every site of the run, in the order of the job."""
         return self.grid.sites()
 
-    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
-        """Have all sites train, and combine the means of the groups.
+    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+        """Have all sites train, and open the mean of each group's updates.
 
         See ``federation.rounds.gather.Gather``.
         """
         with losing_the_round(record):
             sums, byzantine = self._sums(state, record, TaskKind.TRAIN)
-        rule = combine_rule(replace(self.job.aggregation, byzantine_sites=byzantine))
-        rule(_updates(sums), out_d)
         for group in self._groups:
             found = sums.get(group)
             group.opened = (
@@ -142,9 +140,13 @@ class GroupGather:
             evaluation=_pooled(train.EVALUATION, sums),
         )
         record.sums.update_clip = self.contract.clip_norm
-        self._compare(record.events, sums, out_d)
-        record.sums.end_phase("combine")
-        return out_d
+        rule = combine_rule(replace(self.job.aggregation, byzantine_sites=byzantine))
+
+        def combine(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+            self._compare(record.events, sums, rule(updates, out_d))
+            return out_d
+
+        return _updates(sums), combine
 
     def _compare(self, events: RoundEvents, sums: _Sums, combined_d: Vector) -> None:
         """Emit how each group's mean relates to what the rule made of all."""

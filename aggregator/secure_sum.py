@@ -35,10 +35,10 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid, RunState
-from federation.rounds.gather import evaluates, round_tasks
+from federation.rounds.gather import Gathered, evaluates, round_tasks
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
-from federation.vectors import Layout, Vector
+from federation.vectors import Layout
 from privacy.dp.adaptive_clip import next_clip
 from privacy.secagg.agreement.certificate import OpenedRound, before_rounds, certify
 from privacy.secagg.agreement.contract import Contract, Setting
@@ -87,12 +87,11 @@ class SecureGather:
         """Every site of the run, in the order of the job."""
         return self.grid.sites()
 
-    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
-        """Have all sites train, and open the mean of their updates.
+    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+        """Have all sites train, and open the mean of their updates: it is all of them.
 
-        See ``federation.rounds.gather.Gather``; the sum has memory of its own.
+        See ``federation.rounds.gather.Gather``.
         """
-        del out_d
         with losing_the_round(record):
             one = self._sum(state, record, TaskKind.TRAIN)
         self._opened = one.opened
@@ -103,9 +102,9 @@ class SecureGather:
         )
         record.sums.update_clip = self._clip(state)
         record.sums.next_clip = self._next_clip(state, one.totals)
-        record.sums.end_phase("combine")
-        assert one.mean_d is not None  # noqa: S101  # The sites have trained.
-        return one.mean_d
+        mean_d = one.mean_d
+        assert mean_d is not None  # noqa: S101  # The sites have trained.
+        return (), lambda _updates, _out_d: mean_d
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Have all sites evaluate; only the sums of their results are opened."""

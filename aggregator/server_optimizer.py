@@ -1,10 +1,10 @@
-"""What the server does with a combined update: six optimisers as pairs of functions.
+"""What the server makes of a combined update: six optimisers as pairs of functions.
 
-They see the pseudo-gradient ``g = -update`` (update: local minus global weights).
-All work chunk by chunk and in place, as ``federation.protocols.ServerOptimizer``
-says: new weights over the update, state over itself, weights left alone.
+They see the pseudo-gradient ``g = -update`` (update: local minus global weights) chunk
+by chunk, and write the step over it and their state over itself, as
+``federation.protocols.ServerOptimizer`` says. The round loop adds the step to theta.
 
-Shape suffixes: d float values of the model, c values of a chunk.
+Shape suffix: c values of a chunk, p of a piece of it.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,13 @@ import numpy as np
 
 from federation.job.spec import ServerOptimizerSpec
 from federation.protocols import OptimizerState, ServerOptimizer
-from federation.vectors import CHUNK_VALUES, Vector, chunks
+from federation.vectors import Vector, chunks
 
-# Rewrites a chunk of the second moment, from (it, squared update, buffer) in place.
-_SecondMoment = Callable[[Vector, Vector, Vector], None]
+# So little memory is used again, where more would be new pages for every chunk.
+_SIGN_VALUES = 1 << 14
+
+# Rewrites a chunk of the second moment, from (it, squared update) in place.
+_SecondMoment = Callable[[Vector, Vector], None]
 
 
 def server_optimizer(spec: ServerOptimizerSpec) -> ServerOptimizer:
@@ -43,17 +46,11 @@ def average(*, lr: float) -> ServerOptimizer:
     With ``lr = 1`` this is FedAvg, exactly ``weights + update`` in float32.
     """
 
-    def apply(
-        weights_d: Vector, state: OptimizerState, update_d: Vector
-    ) -> tuple[Vector, OptimizerState]:
-        for piece in chunks(weights_d.size):
-            update_c = update_d[piece]
-            if lr != 1.0:
-                update_c *= lr
-            update_c += weights_d[piece]
-        return update_d, state
+    def step(_state: OptimizerState, update_c: Vector) -> None:
+        if lr != 1.0:
+            update_c *= lr
 
-    return ServerOptimizer(init=lambda _size: {}, apply=apply)
+    return ServerOptimizer(init=lambda _size: {}, step=step)
 
 
 def momentum(*, lr: float, decay: float) -> ServerOptimizer:
@@ -62,18 +59,13 @@ def momentum(*, lr: float, decay: float) -> ServerOptimizer:
     FedAvgM in Hsu et al., arXiv:1909.06335, Section 4.
     """
 
-    def apply(
-        weights_d: Vector, state: OptimizerState, update_d: Vector
-    ) -> tuple[Vector, OptimizerState]:
-        for piece in chunks(weights_d.size):
-            update_c, velocity_c = update_d[piece], state["velocity"][piece]
-            velocity_c *= decay
-            velocity_c -= update_c  # g = -update
-            np.multiply(velocity_c, -lr, out=update_c)
-            update_c += weights_d[piece]
-        return update_d, state
+    def step(state: OptimizerState, update_c: Vector) -> None:
+        velocity_c = state["velocity"]
+        velocity_c *= decay
+        velocity_c -= update_c  # g = -update
+        np.multiply(velocity_c, -lr, out=update_c)
 
-    return ServerOptimizer(init=_init_velocity, apply=apply)
+    return ServerOptimizer(init=_init_velocity, step=step)
 
 
 def nesterov(*, lr: float, decay: float) -> ServerOptimizer:
@@ -83,27 +75,20 @@ def nesterov(*, lr: float, decay: float) -> ServerOptimizer:
     form of ``torch.optim.SGD(nesterov=True)``.
     """
 
-    def apply(
-        weights_d: Vector, state: OptimizerState, update_d: Vector
-    ) -> tuple[Vector, OptimizerState]:
-        buffer = _buffer(weights_d)
-        for piece in chunks(weights_d.size):
-            update_c, velocity_c = update_d[piece], state["velocity"][piece]
-            velocity_c *= decay
-            velocity_c -= update_c  # g = -update
-            ahead_c = np.multiply(velocity_c, decay, out=buffer[: update_c.size])
-            update_c -= ahead_c
-            update_c *= lr
-            update_c += weights_d[piece]
-        return update_d, state
+    def step(state: OptimizerState, update_c: Vector) -> None:
+        velocity_c = state["velocity"]
+        velocity_c *= decay
+        velocity_c -= update_c  # g = -update
+        update_c -= velocity_c * decay
+        update_c *= lr
 
-    return ServerOptimizer(init=_init_velocity, apply=apply)
+    return ServerOptimizer(init=_init_velocity, step=step)
 
 
 def adagrad(*, lr: float, beta1: float, tau: float) -> ServerOptimizer:
     """FedAdagrad: ``v += update^2``; the rest as in ``adam``."""
 
-    def second_moment(second_c: Vector, square_c: Vector, _buffer_c: Vector) -> None:
+    def second_moment(second_c: Vector, square_c: Vector) -> None:
         second_c += square_c
 
     return _adaptive(second_moment, lr=lr, beta1=beta1, tau=tau)
@@ -118,7 +103,7 @@ def adam(*, lr: float, beta1: float, beta2: float, tau: float) -> ServerOptimize
     algorithm asks for ``v >= tau^2`` at the start: here it is ``tau^2``, and m is 0.
     """
 
-    def second_moment(second_c: Vector, square_c: Vector, _buffer_c: Vector) -> None:
+    def second_moment(second_c: Vector, square_c: Vector) -> None:
         square_c *= 1 - beta2
         second_c *= beta2
         second_c += square_c
@@ -129,12 +114,14 @@ def adam(*, lr: float, beta1: float, beta2: float, tau: float) -> ServerOptimize
 def yogi(*, lr: float, beta1: float, beta2: float, tau: float) -> ServerOptimizer:
     """FedYogi: ``v -= (1 - beta2) * update^2 * sign(v - update^2)``; else ``adam``."""
 
-    def second_moment(second_c: Vector, square_c: Vector, buffer_c: Vector) -> None:
-        sign_c = np.subtract(second_c, square_c, out=buffer_c)
-        np.sign(sign_c, out=sign_c)
-        square_c *= 1 - beta2
-        square_c *= sign_c
-        second_c -= square_c
+    def second_moment(second_c: Vector, square_c: Vector) -> None:
+        for piece in chunks(second_c.size, _SIGN_VALUES):
+            moment_p, square_p = second_c[piece], square_c[piece]
+            sign_p = moment_p - square_p
+            np.sign(sign_p, out=sign_p)
+            square_p *= 1 - beta2
+            square_p *= sign_p
+            moment_p -= square_p
 
     return _adaptive(second_moment, lr=lr, beta1=beta1, tau=tau)
 
@@ -150,36 +137,19 @@ def _adaptive(
             "second_moment": np.full(size, tau**2, dtype=np.float32),
         }
 
-    def apply(
-        weights_d: Vector, state: OptimizerState, update_d: Vector
-    ) -> tuple[Vector, OptimizerState]:
-        square_buffer, other_buffer = _buffer(weights_d), _buffer(weights_d)
-        for piece in chunks(weights_d.size):
-            update_c = update_d[piece]
-            first_c, second_c = (
-                state["first_moment"][piece],
-                state["second_moment"][piece],
-            )
-            square_c = np.square(update_c, out=square_buffer[: update_c.size])
-            other_c = other_buffer[: update_c.size]
-            second_moment(second_c, square_c, other_c)
-            first_c *= beta1
-            update_c *= 1 - beta1
-            first_c += update_c
-            root_c = np.sqrt(second_c, out=other_c)
-            root_c += tau
-            np.divide(first_c, root_c, out=update_c)
-            update_c *= lr
-            update_c += weights_d[piece]
-        return update_d, state
+    def step(state: OptimizerState, update_c: Vector) -> None:
+        first_c, second_c = state["first_moment"], state["second_moment"]
+        second_moment(second_c, np.square(update_c))
+        first_c *= beta1
+        update_c *= 1 - beta1
+        first_c += update_c
+        root_c = np.sqrt(second_c)
+        root_c += tau
+        np.divide(first_c, root_c, out=update_c)
+        update_c *= lr
 
-    return ServerOptimizer(init=init, apply=apply)
+    return ServerOptimizer(init=init, step=step)
 
 
 def _init_velocity(size: int) -> OptimizerState:
     return {"velocity": np.zeros(size, dtype=np.float32)}
-
-
-def _buffer(weights_d: Vector) -> Vector:
-    """Room for one chunk."""
-    return np.empty(min(weights_d.size, CHUNK_VALUES), dtype=np.float32)

@@ -264,14 +264,13 @@ class ServerOptimizer:
 
     Attributes:
         init: From the length d to a fresh state: named vectors of shape ``(d,)``.
-        apply: ``(weights_d, state, update_d) -> (new weights, new state)``, where
-            ``update_d`` is the combined update (local minus global). The new
-            weights are written over ``update_d``, the state over itself, and
-            ``weights_d`` is left alone: no other memory of size d is used.
+        step: ``(state_c, update_c)`` of a chunk, each value by itself: writes what is
+            added to the weights over the combined update (local minus global), and
+            the state over itself.
     """
 
     init: Callable[[int], OptimizerState]
-    apply: Callable[[Vector, OptimizerState, Vector], tuple[Vector, OptimizerState]]
+    step: Callable[[OptimizerState, Vector], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ job's own secure sum and noise shares, where it holds against who sees what is o
 """
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,8 +25,9 @@ from federation.protocols import (
     RunState,
     SiteHandler,
     Trainer,
+    WeightedUpdate,
 )
-from federation.rounds.gather import Gather
+from federation.rounds.gather import Gather, Gathered
 from federation.rounds.round_record import RoundRecord
 from federation.vectors import Vector
 
@@ -153,11 +154,16 @@ class _ObservedGather:
         """Every site of the run."""
         return self._gather.sites()
 
-    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
-        """Gather and tell."""
-        mean_d = self._gather.update(state, record, out_d)
-        self._see(mean_d)
-        return mean_d
+    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+        """Gather, and show what the rule makes of it."""
+        updates, combine = self._gather.updates(state, record)
+
+        def shown(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
+            mean_d = combine(updates, out_d)
+            self._see(mean_d)
+            return mean_d
+
+        return updates, shown
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Have the cohort evaluate; the witness does not hear of it."""

@@ -5,9 +5,10 @@ Reddi et al. 2021, arXiv:2003.00295, Algorithm 1):
 
     theta = initial weights, or the newest checkpoint
     for each round t:
-        S     = sample the cohort
-        Delta = combine over i in S of (train_i(theta) - theta), as answers land
-        theta = server_optimizer(theta, Delta)
+        S       = sample the cohort
+        Delta_i = train_i(theta) - theta, for i in S, as answers land
+        Delta   = combine over i of Delta_i: sum_i w_i Delta_i / sum_i w_i, or robust
+        theta   = theta + step(Delta), by the server optimiser
         save theta
 
 A round without quorum, or whose result is not finite, leaves theta as it was and
@@ -39,7 +40,7 @@ from federation.rounds.gather import Gather
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.round_verdicts import RoundVerdicts
 from federation.rounds.schedule import Done, ScheduleView
-from federation.vectors import Layout, Role, Vector, is_finite, norm
+from federation.vectors import Layout, Role, Vector, chunks, is_finite, norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,15 +178,19 @@ def _run_round(
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
-            update_d = parts.gather.update(state, record, spare_d)
+            # w_i and Delta_i of the answers that count, and Delta of them all.
+            updates, combine = parts.gather.updates(state, record)
+            delta_d = combine(updates, spare_d)
+            record.sums.end_phase("combine")
         except QuorumNotMet as error:
             if record.verdicts.out_of_budget:
                 record.finish("lost")
                 raise _out_of_budget(record.verdicts) from error
             new_state, status = _without_result(state), "lost"
         else:
-            record.sums.update_norm = norm(update_d)
-            new_state, status = _step(parts, state, update_d, record)
+            record.sums.update_norm = norm(delta_d)
+            weights_d = _step(parts, state, delta_d)
+            new_state, status = _next_state(parts, state, weights_d, record)
             record.sums.end_phase("apply")
     record.finish(status)
     new_state = replace(
@@ -196,6 +201,31 @@ def _run_round(
     _save(parts, new_state)
     unused_d = state.weights_d if status == "completed" else spare_d
     return new_state, unused_d, record.verdicts.complaints
+
+
+def _step(parts: ServerParts, state: RunState, delta_d: Vector) -> Vector:
+    """Compute ``theta + step(Delta)``, chunk by chunk and over ``delta_d``.
+
+    The optimiser's state is written over as well; theta is left alone. Running
+    statistics are combined and never stepped: a step could make a variance negative.
+    """
+    averaged = [
+        (spec.offset, (theta + delta).reshape(-1))
+        for (spec, theta), (_, delta) in zip(
+            parts.layout.float_views(state.weights_d),
+            parts.layout.float_views(delta_d),
+            strict=True,
+        )
+        if spec.role is Role.BUFFER
+    ]
+    for piece in chunks(delta_d.size):
+        moments = {name: values_d[piece] for name, values_d in state.optimizer.items()}
+        step_c = delta_d[piece]
+        parts.optimizer.step(moments, step_c)  # Delta becomes the step.
+        step_c += state.weights_d[piece]
+    for start, values in averaged:
+        delta_d[start : start + values.size] = values
+    return delta_d
 
 
 def _out_of_budget(verdicts: RoundVerdicts) -> BudgetExceeded:
@@ -219,16 +249,10 @@ def _save(parts: ServerParts, state: RunState) -> None:
     )
 
 
-def _step(
-    parts: ServerParts, state: RunState, update_d: Vector, record: RoundRecord
+def _next_state(
+    parts: ServerParts, state: RunState, weights_d: Vector, record: RoundRecord
 ) -> tuple[RunState, str]:
-    """Apply the combined update; a result that no site could be sent is discarded."""
-    averaged = _averaged_buffers(parts.layout, state.weights_d, update_d)
-    weights_d, optimizer = parts.optimizer.apply(
-        state.weights_d, state.optimizer, update_d
-    )
-    for start, values in averaged:
-        weights_d[start : start + values.size] = values
+    """Take new weights; a result that no site could be sent is discarded."""
     change, fits = None, True
     try:
         if record.links.changes:
@@ -239,35 +263,18 @@ def _step(
         record.verdicts.complaints.append(f"the model: {error}")
         fits = False
     # An infinite second moment would stop the training and leave finite weights.
-    if not (fits and all(map(is_finite, (weights_d, *optimizer.values())))):
+    if not (fits and all(map(is_finite, (weights_d, *state.optimizer.values())))):
         return _without_result(_before_step(parts, state)), "discarded"
     return RunState(
         round_index=record.round_index,
         weights_d=weights_d,
         integers_m=record.sums.combined_integers(state.integers_m, parts.layout),
-        optimizer=optimizer,
+        optimizer=state.optimizer,
         rounds_completed=state.rounds_completed + 1,
         lost_in_a_row=0,
         update_clip=record.sums.next_clip,
         change=change,
     ), "completed"
-
-
-def _averaged_buffers(
-    layout: Layout, weights_d: Vector, update_d: Vector
-) -> list[tuple[int, Vector]]:
-    """New values of floating-point buffers, each with its place in the vector.
-
-    Running statistics are combined and never stepped: a server optimiser could make
-    a variance negative.
-    """
-    return [
-        (spec.offset, (weights + update).reshape(-1))
-        for (spec, weights), (_, update) in zip(
-            layout.float_views(weights_d), layout.float_views(update_d), strict=True
-        )
-        if spec.role is Role.BUFFER
-    ]
 
 
 def _before_step(parts: ServerParts, state: RunState) -> RunState:

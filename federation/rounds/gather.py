@@ -1,8 +1,7 @@
 """How a cohort's work becomes one update of the global model.
 
 A seam between the round loop and what the aggregator may see: ``PlainGather`` reads
-every update and combines them by the job's rule; the gather of
-``aggregator.secure_sum`` learns their sum and nothing else.
+every update; the gather of ``aggregator.secure_sum`` learns their sum and nothing else.
 
 Shape suffixes: d float values of the model.
 """
@@ -29,7 +28,11 @@ from federation.messages import (
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Desk, Schedule, ScheduleView
-from federation.vectors import Layout, Vector, Words
+from federation.vectors import Layout, Words
+
+# Weighted updates, possibly from a generator that waits for the network; and the rule
+# that makes one of them.
+Gathered = tuple[Iterable[WeightedUpdate], CombineRule]
 
 
 class Gather(Protocol):
@@ -45,16 +48,15 @@ class Gather(Protocol):
         """Every site of the run, in the order of the job."""
         ...
 
-    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
-        """Have the record's cohort train, and combine what comes back.
+    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+        """Have the record's cohort train.
 
         Args:
             state: The state after the round before.
             record: The round; told of every answer.
-            out_d: Shape ``(d,)``, float32; overwritten and returned.
 
         Raises:
-            QuorumNotMet: Too few answers count.
+            QuorumNotMet: Too few answers count. What is returned may raise it too.
         """
         ...
 
@@ -100,11 +102,9 @@ class PlainGather:
         """Every site of the run, in the order of the job."""
         return self.grid.sites()
 
-    def update(self, state: RunState, record: RoundRecord, out_d: Vector) -> Vector:
-        """Train and combine; see ``Gather``."""
-        update_d = self.combine(self._sound_updates(state, record), out_d)
-        record.sums.end_phase("combine")
-        return update_d
+    def updates(self, state: RunState, record: RoundRecord) -> Gathered:
+        """Train; see ``Gather``."""
+        return self._sound_updates(state, record), self.combine
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Evaluate; see ``Gather``."""

@@ -130,7 +130,8 @@ class Splitter:
                 identity=self.members.aggregator,
                 contract=contract,
             )
-            return gather.update(state, record, np.empty_like(weights_d))
+            updates, combine = gather.updates(state, record)
+            return combine(updates, np.empty_like(weights_d))
 
     def complaints(self) -> dict[str, str]:
         """What was said of each site that failed."""

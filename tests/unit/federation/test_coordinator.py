@@ -45,7 +45,12 @@ from federation.messages import (
     Task,
     TaskKind,
 )
-from federation.protocols import RunState, ServerOptimizer, WeightedUpdate
+from federation.protocols import (
+    OptimizerState,
+    RunState,
+    ServerOptimizer,
+    WeightedUpdate,
+)
 from federation.rounds.coordinator import run_federation
 from federation.vectors import Vector
 from federation.wire import frame as wire
@@ -511,15 +516,14 @@ def breaking(run: toy.Toy, then: Callable[[], None]) -> ServerOptimizer:
     sound = run.parts(grid=None).optimizer  # type: ignore[arg-type]
     steps = [0]
 
-    def apply(weights_d: Vector, state: Any, update_d: Vector) -> Any:
-        steps[0] += 1
+    def step(state_c: OptimizerState, update_c: Vector) -> None:
+        steps[0] += 1  # The model is one chunk.
+        sound.step(state_c, update_c)
         if steps[0] == 2:
             then()
-            update_d.fill(np.nan)
-            return update_d, state
-        return sound.apply(weights_d, state, update_d)
+            update_c.fill(np.nan)
 
-    return ServerOptimizer(init=sound.init, apply=apply)
+    return ServerOptimizer(init=sound.init, step=step)
 
 
 # Stopping, resuming, conflicts.
