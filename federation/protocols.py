@@ -21,11 +21,10 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 
 from federation.ids import SiteId, TaskId
 from federation.messages import (
-    NO_ANCHOR,
     LedgerAnchor,
     MetricSums,
     PrivacySpent,
@@ -34,7 +33,6 @@ from federation.messages import (
     Task,
 )
 from federation.vectors import (
-    NO_ARRAYS,
     Arrays,
     IntegerVector,
     Layout,
@@ -165,6 +163,34 @@ class LocalUpdate(LocalResult):
     update_d: Vector
 
 
+class RoundCharges(TypedDict):
+    """What ``Trainer.pay`` is asked to charge.
+
+    Attributes:
+        round_index: The round.
+        trains: Whether ``fit`` is called in it.
+        evaluations: How often ``evaluate`` is.
+        anchor: How many charges the site's ledger must hold before this one.
+    """
+
+    round_index: int
+    trains: bool
+    evaluations: int
+    anchor: NotRequired[LedgerAnchor]
+
+
+class FitArguments(TypedDict):
+    """What ``Trainer.fit`` is given besides the global model.
+
+    Attributes:
+        round_index: The round.
+        kept: What an earlier round has kept; see ``LocalResult.kept``.
+    """
+
+    round_index: int
+    kept: NotRequired[Arrays]
+
+
 class Trainer(Protocol):
     """Local training. Implementations: torch, a toy quadratic in the tests."""
 
@@ -172,26 +198,13 @@ class Trainer(Protocol):
         """Layout of the model that this trainer trains."""
         ...
 
-    def pay(
-        self,
-        *,
-        round_index: int,
-        trains: bool,
-        evaluations: int,
-        anchor: LedgerAnchor = NO_ANCHOR,
-    ) -> None:
+    def pay(self, **charges: Unpack[RoundCharges]) -> None:
         """Charge a round to the site's privacy budget, before any of its work.
-
-        Args:
-            round_index: The round.
-            trains: Whether ``fit`` is called in it.
-            evaluations: How often ``evaluate`` is.
-            anchor: How many charges the site's ledger must hold before this one.
 
         Raises:
             BudgetExceeded: The budget does not allow all of it; nothing was charged.
-            PrivacyError: It is not known what was spent, or the ledger is behind
-                ``anchor``; nothing was charged.
+            PrivacyError: It is not known what was spent, or the ledger is behind the
+                anchor; nothing was charged.
         """
         ...
 
@@ -199,17 +212,14 @@ class Trainer(Protocol):
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
-        *,
-        round_index: int,
-        kept: Arrays = NO_ARRAYS,
+        **arguments: Unpack[FitArguments],
     ) -> LocalWeights | LocalUpdate:
         """Do a round's local training from the given weights, which stay as is.
 
         Args:
             weights_d: The global weights, shape ``(d,)``.
             integers_m: The model's integer values, shape ``(m,)``.
-            round_index: The round.
-            kept: What an earlier round has kept; see ``LocalResult.kept``.
+            arguments: The round, and what the site kept of earlier ones.
         """
         ...
 

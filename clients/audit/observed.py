@@ -4,11 +4,12 @@ For audits: the adversary of record-level privacy sees every update of a site.
 """
 
 from collections.abc import Callable
+from typing import Unpack
 
 from clients.training.forwarding import ForwardingTrainer
 from federation.errors import SiteError
-from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Vector
+from federation.protocols import FitArguments, LocalUpdate, LocalWeights, Trainer
+from federation.vectors import IntegerVector, Vector
 
 Witness = Callable[[Vector, LocalWeights], None]
 
@@ -28,12 +29,10 @@ class ObservedTrainer(ForwardingTrainer):
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
-        *,
-        round_index: int,
-        kept: Arrays = NO_ARRAYS,
+        **arguments: Unpack[FitArguments],
     ) -> LocalWeights | LocalUpdate:
         """Train and tell."""
-        result = super().fit(weights_d, integers_m, round_index=round_index, kept=kept)
+        result = super().fit(weights_d, integers_m, **arguments)
         if not isinstance(result, LocalWeights):
             raise SiteError("a single update with noise for the sum is not observed")
         self._witness(weights_d, result)

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from typing import Unpack
 
 from clients.ranks.control import (
     Evaluate,
@@ -15,8 +16,8 @@ from clients.ranks.group import RankGroup, RankLost
 from clients.ranks.shared_model import SharedModel
 from federation.errors import FederationError, ProtocolError, SiteError
 from federation.ids import SiteId
-from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
-from federation.protocols import LocalWeights
+from federation.messages import MetricSums
+from federation.protocols import LocalWeights, RoundCharges
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 
 _LOG = logging.getLogger(__name__)
@@ -63,14 +64,7 @@ class RankedTrainer:
         """Layout of the model."""
         return self._layout
 
-    def pay(
-        self,
-        *,
-        round_index: int,
-        trains: bool,
-        evaluations: int,
-        anchor: LedgerAnchor = NO_ANCHOR,
-    ) -> None:
+    def pay(self, **_: Unpack[RoundCharges]) -> None:
         """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
 
     def fit(

@@ -1,8 +1,16 @@
 """A trainer around another one, for those that change one of its answers."""
 
-from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums, PrivacySpent
-from federation.protocols import LocalUpdate, LocalWeights, Trainer
-from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
+from typing import Unpack
+
+from federation.messages import MetricSums, PrivacySpent
+from federation.protocols import (
+    FitArguments,
+    LocalUpdate,
+    LocalWeights,
+    RoundCharges,
+    Trainer,
+)
+from federation.vectors import IntegerVector, Layout, Vector
 
 
 class ForwardingTrainer:
@@ -16,34 +24,18 @@ class ForwardingTrainer:
         """Layout of the model."""
         return self._trainer.layout()
 
-    def pay(
-        self,
-        *,
-        round_index: int,
-        trains: bool,
-        evaluations: int,
-        anchor: LedgerAnchor = NO_ANCHOR,
-    ) -> None:
+    def pay(self, **charges: Unpack[RoundCharges]) -> None:
         """Charge the site's privacy budget."""
-        self._trainer.pay(
-            round_index=round_index,
-            trains=trains,
-            evaluations=evaluations,
-            anchor=anchor,
-        )
+        self._trainer.pay(**charges)
 
     def fit(
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
-        *,
-        round_index: int,
-        kept: Arrays = NO_ARRAYS,
+        **arguments: Unpack[FitArguments],
     ) -> LocalWeights | LocalUpdate:
         """Train."""
-        return self._trainer.fit(
-            weights_d, integers_m, round_index=round_index, kept=kept
-        )
+        return self._trainer.fit(weights_d, integers_m, **arguments)
 
     def evaluate(
         self, weights_d: Vector, integers_m: IntegerVector, *, round_index: int

@@ -1,11 +1,13 @@
 """A trainer whose work takes time on a virtual clock."""
 
+from typing import Unpack
+
 from clients.training.forwarding import ForwardingTrainer
 from federation.clock import VirtualClock
 from federation.messages import MetricSums
-from federation.protocols import LocalUpdate, LocalWeights, Trainer
+from federation.protocols import FitArguments, LocalUpdate, LocalWeights, Trainer
 from federation.rounds.cost import WorkSeconds
-from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Vector
+from federation.vectors import IntegerVector, Vector
 
 
 class TimedTrainer(ForwardingTrainer):
@@ -33,12 +35,10 @@ class TimedTrainer(ForwardingTrainer):
         self,
         weights_d: Vector,
         integers_m: IntegerVector,
-        *,
-        round_index: int,
-        kept: Arrays = NO_ARRAYS,
+        **arguments: Unpack[FitArguments],
     ) -> LocalWeights | LocalUpdate:
         """Train; that takes its time."""
-        result = super().fit(weights_d, integers_m, round_index=round_index, kept=kept)
+        result = super().fit(weights_d, integers_m, **arguments)
         self._clock.sleep(self._work.train)
         return result
 

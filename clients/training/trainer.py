@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -36,8 +37,8 @@ from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.metrics import metrics_of
 from federation.job.spec import JobSpec
-from federation.messages import NO_ANCHOR, LedgerAnchor, MetricSums
-from federation.protocols import LocalUpdate, LocalWeights
+from federation.messages import MetricSums
+from federation.protocols import LocalUpdate, LocalWeights, RoundCharges
 from federation.tree import map_tree, num_records
 from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
 
@@ -112,14 +113,7 @@ class TorchTrainer:
         with self.pool.borrow() as model:
             return weights.own_spans(model.module, self.pool.layout, is_first=is_first)
 
-    def pay(
-        self,
-        *,
-        round_index: int,
-        trains: bool,
-        evaluations: int,
-        anchor: LedgerAnchor = NO_ANCHOR,
-    ) -> None:
+    def pay(self, **_: Unpack[RoundCharges]) -> None:
         """Keep no ledger; see ``clients.privacy.spending`` for a trainer that does."""
 
     def fit(
