@@ -6,7 +6,7 @@ come from the same functions of ``clients.training.private_steps``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -151,50 +151,46 @@ class SitePlan:
         return BudgetedTrainer(trainer, ledger, releases)
 
 
+@dataclass(eq=False)
 class PrivateSites:
-    """Trainers that keep to a budget; a context manager, since ledgers are locked."""
+    """Trainers that keep to a budget; a context manager, since ledgers are locked.
 
-    def __init__(
-        self,
-        federation: Federation,
-        *,
-        run_id: RunId,
-        folder: Path | None,
-        clock: Clock,
-        stated: Mapping[SiteId, float] | None = None,
-        keeping: Callable[[SiteId], LedgerContext] = lambda _name: NOTHING_KEPT,
-    ) -> None:
-        """Plan every site whose data are here.
+    Attributes:
+        federation: Model and data.
+        run_id: The run that the ledgers are of.
+        folder: The run's; ledgers lie in ``sites/NAME``. None keeps nothing.
+        clock: Of the entries.
+        stated: What sites have stated that they need, where noise adds up inside
+            the secure sum and some of them are elsewhere.
+        keeping: What a site keeps beside its ledgers.
 
-        Args:
-            federation: Model and data.
-            run_id: The run that the ledgers are of.
-            folder: The run's; ledgers lie in ``sites/NAME``. None keeps nothing.
-            clock: Of the entries.
-            stated: What sites have stated that they need, where noise adds up inside
-                the secure sum and some of them are elsewhere.
-            keeping: What a site keeps beside its ledgers.
+    Raises:
+        JobError: The promise cannot be kept with these data, rounds and batches;
+            the message names the site and says what would do.
+    """
 
-        Raises:
-            JobError: The promise cannot be kept with these data, rounds and batches;
-                the message names the site and says what would do.
-        """
-        self._federation = federation
-        self._run_id = run_id
-        self._folder = folder
-        self._clock = clock
-        self._keeping = keeping
+    federation: Federation
+    _: KW_ONLY
+    run_id: RunId
+    folder: Path | None
+    clock: Clock
+    stated: InitVar[Mapping[SiteId, float] | None] = None
+    keeping: Callable[[SiteId], LedgerContext] = lambda _name: NOTHING_KEPT
+
+    def __post_init__(self, stated: Mapping[SiteId, float] | None) -> None:
+        """Plan every site whose data are here."""
         self._anchors: Mapping[SiteId, LedgerAnchor] = {}
         self._ledgers: dict[SiteId, ClosableLedger] = {}
         self._statistics: dict[SiteId, Statistics] = {}
         self.in_sum: SumPrivacy | None = None
         self.plans: Mapping[SiteId, SitePlan]
-        if federation.job.privacy.differential_privacy.in_sum:
-            self.in_sum = sum_privacy.plan(federation, stated)
-            self.plans = _plans_in_sum(federation, self.in_sum)
+        if self.federation.job.privacy.differential_privacy.in_sum:
+            self.in_sum = sum_privacy.plan(self.federation, stated)
+            self.plans = _plans_in_sum(self.federation, self.in_sum)
         else:
             self.plans = {
-                name: _named(name, federation) for name in federation.site_data
+                name: _named(name, self.federation)
+                for name in self.federation.site_data
             }
 
     def __enter__(self) -> Self:
@@ -218,7 +214,7 @@ class PrivateSites:
             StoreError: The ledger or the site's memory cannot be read or written.
         """
         plan, folder = self.plans[name], self._folder_of(name)
-        keeping = self._keeping(name)
+        keeping = self.keeping(name)
         if folder is None:
             raise ValueError("a run that keeps nothing has nothing to recover")
         events: dict[Purpose, PrivacyEvent] = {"train": plan.round_event}
@@ -226,7 +222,7 @@ class PrivateSites:
             events["evaluate"] = plan.held_out.event()
         anchor = anchor.joined(self._remembered(keeping))
         if _is_missing(folder):
-            rounds = FileRounds(folder / ROUNDS).last(self._run_id)
+            rounds = FileRounds(folder / ROUNDS).last(self.run_id)
             anchor = anchor.joined(
                 LedgerAnchor(
                     train=rounds + len(plan.once) if rounds else 0,
@@ -239,11 +235,11 @@ class PrivateSites:
             anchor=anchor,
             events=events,
             once=plan.once,
-            clock=self._clock,
+            clock=self.clock,
             key=keeping.key,
         )
         if keeping.memory is not None:
-            keep_anchor(keeping.memory, self._run_id, found.after)
+            keep_anchor(keeping.memory, self.run_id, found.after)
             charges = read_file(folder / LEDGER_NAME).charges
             terms, dataset = self._terms(name, plan), keeping.budget.dataset
             ledger_memory.adopt(keeping.memory, dataset, terms, charges)
@@ -259,7 +255,7 @@ class PrivateSites:
         Raises:
             PrivacyError: The ledger that is there cannot be gone on with.
         """
-        plan, federation = self.plans[name], self._federation
+        plan, federation = self.plans[name], self.federation
         ledger = self._ledger(name, plan)
         train, held_out = federation.site_data[name]
         statistics = self._released(name, plan, ledger)
@@ -287,8 +283,8 @@ class PrivateSites:
         if not plan.once:
             return None
         (event,) = plan.once
-        train, _ = self._federation.site_data[name]
-        make = partial(standardise.release, self._federation.job, train)
+        train, _ = self.federation.site_data[name]
+        make = partial(standardise.release, self.federation.job, train)
         if name not in self._statistics:
             remembered = self._remembered_statistics(name)
             if remembered is None or not isinstance(ledger, RememberedLedger):
@@ -300,15 +296,15 @@ class PrivateSites:
 
     def _remembered_statistics(self, name: SiteId) -> StatisticsMemory | None:
         """Where a site remembers its statistics; None if it does not, or has none."""
-        spec = self._federation.job.privacy.differential_privacy.standardise
-        keeping = self._keeping(name)
+        spec = self.federation.job.privacy.differential_privacy.standardise
+        keeping = self.keeping(name)
         if spec is None or keeping.memory is None:
             return None
         return StatisticsMemory(
             memory=keeping.memory,
             lineage=keeping.lineage,
             spec=spec,
-            run_id=self._run_id,
+            run_id=self.run_id,
         )
 
     def _planned(self, name: SiteId, plan: SitePlan) -> tuple[PrivacyEvent, ...]:
@@ -325,9 +321,9 @@ class PrivateSites:
     def planned(self, *, at: float) -> PrivacyPlanned:
         """Tell what every site promises, and what that means."""
         return planned(
-            self._federation.job,
+            self.federation.job,
             self.promises(),
-            replaced=self._federation.pool.replaced,
+            replaced=self.federation.pool.replaced,
             signal_to_noise=(
                 None if self.in_sum is None else self.in_sum.signal_to_noise
             ),
@@ -337,17 +333,17 @@ class PrivateSites:
     def _remembered(self, keeping: LedgerContext) -> LedgerAnchor:
         if keeping.memory is None or not keeping.is_anchor:
             return NO_ANCHOR
-        return known_anchor(keeping.memory, self._run_id)
+        return known_anchor(keeping.memory, self.run_id)
 
     def _folder_of(self, name: SiteId) -> Path | None:
-        return None if self._folder is None else self._folder / "sites" / name
+        return None if self.folder is None else self.folder / "sites" / name
 
     def _terms(self, name: SiteId, plan: SitePlan) -> Terms:
-        unit = self._federation.job.privacy.differential_privacy.unit
+        unit = self.federation.job.privacy.differential_privacy.unit
         return Terms(
-            run_id=self._run_id,
+            run_id=self.run_id,
             site=name,
-            job_digest=job_digest.digest(self._federation.job).hex(),
+            job_digest=job_digest.digest(self.federation.job).hex(),
             delta=plan.delta,
             epsilon_cap=plan.epsilon_cap,
             unit=unit,
@@ -368,20 +364,20 @@ class PrivateSites:
             ledger = before  # A run that keeps nothing remembers while it lasts.
         else:
             ledger = self._with_memory(
-                name, plan, InMemoryLedger(terms, clock=self._clock)
+                name, plan, InMemoryLedger(terms, clock=self.clock)
             )
         self._ledgers[name] = ledger
         return ledger
 
     def _open(self, name: SiteId, folder: Path, plan: SitePlan) -> ClosableLedger:
         """Open a ledger, and hold it against everything that is known of it."""
-        keeping = self._keeping(name)
+        keeping = self.keeping(name)
         anchor = self._anchors.get(name, NO_ANCHOR)
         if keeping.memory is not None and keeping.is_anchor:
             # Another proposal may know less, and a recovery must not.
-            keep_anchor(keeping.memory, self._run_id, anchor)
+            keep_anchor(keeping.memory, self.run_id, anchor)
         anchor = anchor.joined(self._remembered(keeping))
-        _check_rounds(folder, self._run_id)
+        _check_rounds(folder, self.run_id)
         terms = self._terms(name, plan)
         if keeping.memory is not None:  # Before anything is written of the run.
             planned = self._planned(name, plan)
@@ -389,7 +385,7 @@ class PrivateSites:
         ledger = FileLedger(
             folder,
             terms,
-            clock=self._clock,
+            clock=self.clock,
             anchor=anchor,
             key=keeping.key,
         )
@@ -403,7 +399,7 @@ class PrivateSites:
         self, name: SiteId, plan: SitePlan, ledger: ClosableLedger
     ) -> ClosableLedger:
         """Have a site's memory count what is charged to a ledger, if it has one."""
-        keeping = self._keeping(name)
+        keeping = self.keeping(name)
         if keeping.memory is None:
             return ledger
         planned = self._planned(name, plan)

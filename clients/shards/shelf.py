@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 from clients.shards import parquet_shard, tar_shard
 from clients.shards.index import (
@@ -34,40 +35,35 @@ _DECODE: dict[str, Callable[[bytes | memoryview, RowLayout], Rows]] = {
 }
 
 
+@dataclass(eq=False)
 class Shelf:
     """Opens shards, keeps the last used ones, and fetches some in advance.
 
     It may be used by several threads at once.
+
+    Attributes:
+        store: Where the dataset lies.
+        index: What it consists of.
+        cache: Where shards are kept on disk; None for nowhere.
+        window: Shards that are read together. Two windows are held, even if they
+            are larger than ``memory_bytes``.
+        memory_bytes: Of the shards that are open.
+        threads: Shards that are fetched in advance at the same time; 0 for none.
+        retry: Attempts beyond the store's own: a training waits rather than ends.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        index: DatasetIndex,
-        *,
-        cache: ObjectCache | None,
-        window: int,
-        memory_bytes: int = MEMORY_BYTES,
-        threads: int = THREADS,
-        retry: Retry = PATIENCE,
-    ) -> None:
-        """Nothing is read yet.
+    store: ObjectStore
+    index: DatasetIndex
+    _: KW_ONLY
+    cache: ObjectCache | None
+    window: InitVar[int]
+    memory_bytes: InitVar[int] = MEMORY_BYTES
+    threads: InitVar[int] = THREADS
+    retry: Retry = PATIENCE
 
-        Args:
-            store: Where the dataset lies.
-            index: What it consists of.
-            cache: Where shards are kept on disk; None for nowhere.
-            window: Shards that are read together. Two windows are held, even if they
-                are larger than ``memory_bytes``.
-            memory_bytes: Of the shards that are open.
-            threads: Shards that are fetched in advance at the same time; 0 for none.
-            retry: Attempts beyond the store's own: a training waits rather than ends.
-        """
-        self._store = store
-        self._retry = retry
-        self._index = index
-        self._cache = cache
-        shards = (*index.train.shards, *index.held_out.shards)
+    def __post_init__(self, window: int, memory_bytes: int, threads: int) -> None:
+        """Nothing is read yet."""
+        shards = (*self.index.train.shards, *self.index.held_out.shards)
         self._size = max(
             memory_bytes, 2 * (window + 1) * max(shard.bytes for shard in shards)
         )
@@ -91,7 +87,7 @@ class Shelf:
         """
         # Only who needs a shard is patient: threads that fetch in advance would keep a
         # process that wants to end.
-        return self._retry.call(lambda _: self._rows(split, number))
+        return self.retry.call(lambda _: self._rows(split, number))
 
     def expect(self, split: Split, numbers: Iterable[int]) -> None:
         """Begin to fetch shards that are not open."""
@@ -108,32 +104,32 @@ class Shelf:
 
         def fetch() -> bytes:
             try:
-                content = self._store.read(about.key)
+                content = self.store.read(about.key)
             except ObjectNotFound as error:
                 raise self._gone(about) from error
-            check_content(content, about, self._store.url)
+            check_content(content, about, self.store.url)
             return content
 
-        if self._cache is None:
+        if self.cache is None:
             return fetch()
-        return self._cache.get(about.sha256, about.bytes, fetch)
+        return self.cache.get(about.sha256, about.bytes, fetch)
 
     def _gone(self, about: Shard | Labels) -> FederationError:
         """Say why an object is not there."""
         try:
-            now = read_index(self._store).version
+            now = read_index(self.store).version
         except FederationError:
-            now = self._index.version
-        if now == self._index.version:
+            now = self.index.version
+        if now == self.index.version:
             return CorruptObject(
-                f"{about.key!r} is not in {self._store.url}, and {INDEX_KEY} names "
+                f"{about.key!r} is not in {self.store.url}, and {INDEX_KEY} names "
                 "it: write the dataset again with `crossfed data shard`, which "
                 "sends what is missing"
             )
         return SiteError(
-            f"the dataset in {self._store.url} was replaced while it was read: it is "
+            f"the dataset in {self.store.url} was replaced while it was read: it is "
             f"of version {now} now, and this process has opened version "
-            f"{self._index.version}, whose shards are gone; start again with the new "
+            f"{self.index.version}, whose shards are gone; start again with the new "
             "one, or write the old data to a URL of its own"
         )
 
@@ -207,10 +203,10 @@ class Shelf:
             target_type=shard.target_type,
         )
         try:
-            return _DECODE[self._index.encoding](self.content(shard), layout)
+            return _DECODE[self.index.encoding](self.content(shard), layout)
         except (ValueError, TypeError) as error:
             raise CorruptObject(
-                f"{shard.key!r} in {self._store.url} disagrees with {INDEX_KEY}: "
+                f"{shard.key!r} in {self.store.url} disagrees with {INDEX_KEY}: "
                 f"{error}; write the dataset again with `crossfed data shard "
                 "--replace`"
             ) from error

@@ -8,7 +8,7 @@ how it leaves: in the clear here, as masked words in ``clients.privacy.ring_seal
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -116,45 +116,38 @@ class Seal(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Site:
-    """What one site does, whichever engine brings the tasks."""
+    """What one site does, whichever engine brings the tasks.
 
-    def __init__(
-        self,
-        name: SiteId,
-        *,
-        make_trainer: Callable[[], Trainer],
-        state: SiteState,
-        clock: Clock,
-        meter: UsageMeter = CLOCK,
-        withheld: Collection[str] = (),
-        seal: Seal | None = None,
-        links: Links = Links(),  # noqa: B008 -- immutable
-        tells_all: bool = True,
-    ) -> None:
-        """Make a site.
+    Attributes:
+        name: Its name in the job.
+        make_trainer: Called before the first task; loads data and model.
+        state: What it keeps of the run.
+        clock: Measures how long work takes.
+        meter: Measures what else it takes.
+        withheld: Fields of its work that the site does not send; see
+            ``federation.job.disclosure``.
+        seal: How answers leave the site; in the clear by default.
+        links: The job's codecs.
+        tells_all: Whether the text of any error leaves the site, as is good in a
+            simulation. If not, of errors that are not ours only their kind does,
+            since they may quote a record; the rest is in the site's own log.
+    """
 
-        Args:
-            name: Its name in the job.
-            make_trainer: Called before the first task; loads data and model.
-            state: What it keeps of the run.
-            clock: Measures how long work takes.
-            meter: Measures what else it takes.
-            withheld: Fields of its work that the site does not send; see
-                ``federation.job.disclosure``.
-            seal: How answers leave the site; in the clear by default.
-            links: The job's codecs.
-            tells_all: Whether the text of any error leaves the site, as is good in a
-                simulation. If not, of errors that are not ours only their kind does,
-                since they may quote a record; the rest is in the site's own log.
-        """
-        self._name = name
-        self._tells_all = tells_all
-        self._make_trainer = make_trainer
-        self._state = state
-        self._clock = clock
-        self._meter = meter
-        self._withheld = withheld
+    name: SiteId
+    _: KW_ONLY
+    make_trainer: Callable[[], Trainer]
+    state: SiteState
+    clock: Clock
+    meter: UsageMeter = CLOCK
+    withheld: Collection[str] = ()
+    seal: InitVar[Seal | None] = None
+    links: InitVar[Links] = Links()  # noqa: RUF009 -- immutable
+    tells_all: bool = True
+
+    def __post_init__(self, seal: Seal | None, links: Links) -> None:
+        """Make a site."""
         self._held = HeldModel(links)
         self._seal: Seal = PlainSeal(links.up) if seal is None else seal
         self._trainer: Trainer | None = None
@@ -167,7 +160,7 @@ class Site:
             return self._seal.answer(task, self._work(task))
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
             kind = _kind_of(error)
-            if self._tells_all:
+            if self.tells_all:
                 _LOG.debug("site_task_failed", exc_info=True)
             elif kind is FailureKind.CRASHED:
                 _LOG.warning("round %s failed", task.round_index, exc_info=error)
@@ -184,22 +177,22 @@ class Site:
         return Work(
             task=task,
             find_trainer=self._current_trainer,
-            state=self._state,
-            clock=self._clock,
+            state=self.state,
+            clock=self.clock,
             held=self._held,
-            meter=self._meter,
-            withheld=self._withheld,
+            meter=self.meter,
+            withheld=self.withheld,
         )
 
     def _text(self, error: Exception) -> str:
         if isinstance(error, FederationError):
-            return str(error) if self._tells_all else error.outside
+            return str(error) if self.tells_all else error.outside
         name = type(error).__name__
-        return f"{name}: {error}" if self._tells_all else name
+        return f"{name}: {error}" if self.tells_all else name
 
     def _current_trainer(self) -> Trainer:
         if self._trainer is None:
-            self._trainer = self._make_trainer()
+            self._trainer = self.make_trainer()
         return self._trainer
 
 

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -57,35 +57,32 @@ class KeptState:
 NOTHING = KeptState()
 
 
+@dataclass(eq=False)
 class SiteState:
-    """The state of one site in one run."""
+    """The state of one site in one run.
 
-    def __init__(
-        self,
-        site: SiteId,
-        layout: Layout,
-        store: ObjectStore,
-        *,
-        rounds: int = 4,
-        carries: str = "",
-    ) -> None:
-        """Keep a site's state under ``sites/<name>/`` of a store; nothing is read yet.
+    Attributes:
+        site: The site.
+        layout: Of the run's model.
+        store: The site's own.
+        rounds: States that stay, newest first: one more than the rounds that a
+            coordinator may go back.
+        carries: The optimiser whose state goes on to the next round, by its name
+            in the job; empty for none.
+    """
 
-        Args:
-            site: The site.
-            layout: Of the run's model.
-            store: The site's own.
-            rounds: States that stay, newest first: one more than the rounds that a
-                coordinator may go back.
-            carries: The optimiser whose state goes on to the next round, by its name
-                in the job; empty for none.
-        """
-        self._site = site
+    site: SiteId
+    layout: InitVar[Layout]
+    store: ObjectStore
+    _: KW_ONLY
+    rounds: int = 4
+    carries: InitVar[str] = ""
+
+    def __post_init__(self, layout: Layout, carries: str) -> None:
+        """Keep state under ``sites/<name>/`` of the store; nothing is read yet."""
         self._of = {"model": layout.digest, "optimizer": carries}
-        self._folder = f"sites/{site}/"
+        self._folder = f"sites/{self.site}/"
         self._prefix = f"{self._folder}state-"
-        self._store = store
-        self._rounds = rounds
         self._mine: NDArray[np.bool_] = layout.integer_mask(Role.KEEP)
         self._any = bool(self._mine.any())
 
@@ -108,7 +105,7 @@ class SiteState:
         earlier = self._before(round_index)
         if earlier:
             return self._read(earlier[-1], run_id)
-        if any(True for _ in self._store.list(self._folder + _EARLIER)):
+        if any(True for _ in self.store.list(self._folder + _EARLIER)):
             raise CorruptObject(
                 f"{self._folder}{_EARLIER}* is what an earlier release kept of this "
                 "run: end the run with that release, or delete it to begin afresh"
@@ -117,7 +114,7 @@ class SiteState:
             _LOG.warning(
                 "site %s has no state of a round before round %d: it was not asked "
                 "before, or its state is lost; it begins afresh",
-                self._site,
+                self.site,
                 round_index,
             )
         return NOTHING
@@ -134,7 +131,7 @@ class SiteState:
             return
         head = {
             "version": VERSION,
-            "site": self._site,
+            "site": self.site,
             "round": round_index,
             "of": {"run": run_id, **self._of},
             "facts": dict(facts),
@@ -142,11 +139,11 @@ class SiteState:
         line = json.dumps(head, sort_keys=True, allow_nan=False).encode() + b"\n"
         body = save(dict(arrays))
         digest = f"{_digest(line, body)}\n".encode()
-        self._store.put(self._key(round_index), [line, digest, body])
+        self.store.put(self._key(round_index), [line, digest, body])
         # A site that is seldom asked still needs its last state: what counts is how
         # many there are, not how old they are.
-        for key in self._before(round_index + 1)[: -self._rounds]:
-            self._store.delete(key)
+        for key in self._before(round_index + 1)[: -self.rounds]:
+            self.store.delete(key)
 
     def restore_integers(
         self, integers_m: IntegerVector, kept: KeptState
@@ -166,14 +163,14 @@ class SiteState:
     def _before(self, round_index: int) -> list[str]:
         """Keys of what earlier rounds left, in their order."""
         limit = self._key(round_index)
-        return [o.key for o in self._store.list(self._prefix) if o.key < limit]
+        return [o.key for o in self.store.list(self._prefix) if o.key < limit]
 
     def _key(self, round_index: int) -> str:
         return f"{self._prefix}{round_index:010d}"
 
     def _read(self, key: str, run_id: RunId) -> KeptState:
         try:
-            line, digest, body = self._store.read(key).split(b"\n", 2)
+            line, digest, body = self.store.read(key).split(b"\n", 2)
             head = json.loads(line)
             fault = self._fault(head, key)
             if digest.decode("ascii") != _digest(line + b"\n", body):
@@ -186,7 +183,7 @@ class SiteState:
                 _LOG.warning(
                     "site %s does not use %s, which is of another %s: it begins "
                     "afresh; put the state of this run back to go on from it",
-                    self._site,
+                    self.site,
                     key,
                     " and ".join(others),
                 )
@@ -203,7 +200,7 @@ class SiteState:
         if head["version"] != VERSION:
             version = f"{head['version']!r:.20}"
             return f"it has version {version} and this release reads {VERSION}"
-        if (head["site"], self._key(head["round"])) != (self._site, key):
+        if (head["site"], self._key(head["round"])) != (self.site, key):
             return "it is of another site or round"
         return ""
 

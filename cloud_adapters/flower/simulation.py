@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from federation.errors import FederationError, JobError
@@ -112,23 +113,19 @@ def run_on_flower_simulation(
         )
 
 
+@dataclass(eq=False)
 class _ServerRun(Generic[T]):
     """The server as Flower's thread runs it, and what came of it."""
 
-    def __init__(
-        self,
-        server: Callable[[Grid], T],
-        *,
-        sites: Sequence[SiteId],
-        job_text: str,
-        clock: Clock,
-        workers: int,
-    ) -> None:
-        self.server = server
-        self.sites = sites
-        self.job_text = job_text
-        self.clock = clock
-        self.workers = workers
+    server: Callable[[Grid], T]
+    _: KW_ONLY
+    sites: Sequence[SiteId]
+    job_text: str
+    clock: Clock
+    workers: int
+
+    def __post_init__(self) -> None:
+        """Begin nothing yet."""
         self.flower_ended = threading.Event()
         self.idle = threading.Event()
         self.idle.set()

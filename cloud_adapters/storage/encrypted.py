@@ -14,7 +14,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Unpack
 
 from cloud_adapters.storage.checksums import Checksums
@@ -62,46 +62,41 @@ class _OpenObject:
     size: int
 
 
+@dataclass(eq=False, repr=False)
 class EncryptedStore:
     """A ``federation.protocols.ObjectStore`` that encrypts what another one stores.
 
     Keys, metadata and (to the byte) sizes are not hidden. Checksums that it tells are
     those of the content; the store below has the encrypted bytes' own.
+
+    Attributes:
+        store: Closed with this one.
+        keys: Wraps the data keys; closed with this one.
+        prefix: Put before an object's key where the object is bound to it: tells
+            apart what has the same key in different places of a larger store.
+        segment_bytes: Content that is encrypted in one go, and read at least.
+
+    Raises:
+        ValueError: ``segment_bytes`` is not between 1 and 64 MiB.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        keys: KeyService,
-        *,
-        prefix: str = "",
-        segment_bytes: int = SEGMENT_BYTES,
-    ) -> None:
-        """Encrypt what goes into ``store``.
+    store: ObjectStore
+    keys: KeyService
+    _: KW_ONLY
+    prefix: str = ""
+    segment_bytes: int = SEGMENT_BYTES
 
-        Args:
-            store: Closed with this one.
-            keys: Wraps the data keys; closed with this one.
-            prefix: Put before an object's key where the object is bound to it: tells
-                apart what has the same key in different places of a larger store.
-            segment_bytes: Content that is encrypted in one go, and read at least.
-
-        Raises:
-            ValueError: ``segment_bytes`` is not between 1 and 64 MiB.
-        """
-        if not 0 < segment_bytes <= MAX_SEGMENT_BYTES:
-            raise ValueError(f"segments cannot have {segment_bytes} bytes")
-        self._store = store
-        self._keys = keys
-        self._prefix = prefix
-        self._segment_bytes = segment_bytes
+    def __post_init__(self) -> None:
+        """Encrypt what goes into ``store``."""
+        if not 0 < self.segment_bytes <= MAX_SEGMENT_BYTES:
+            raise ValueError(f"segments cannot have {self.segment_bytes} bytes")
         self._lock = threading.Lock()
         self._opened: OrderedDict[tuple[str, str], _OpenObject] = OrderedDict()
 
     @property
     def url(self) -> str:
         """Where the encrypted objects are."""
-        return self._store.url
+        return self.store.url
 
     def put(
         self, key: str, data: Iterable[Buffer], **options: Unpack[PutArguments]
@@ -114,15 +109,15 @@ class EncryptedStore:
         check_key(key)
         put = CheckedPut(**options)
         kept = put.kept
-        bound = self._prefix + key
-        made = self._keys.generate(context_of(bound))
+        bound = self.prefix + key
+        made = self.keys.generate(context_of(bound))
         cipher = Cipher(
             key=bound,
-            segment_bytes=self._segment_bytes,
+            segment_bytes=self.segment_bytes,
             data_key=made.plaintext,
             where=self._where(key),
         )
-        header = Header(segment_bytes=self._segment_bytes, wrapped=made.wrapped)
+        header = Header(segment_bytes=self.segment_bytes, wrapped=made.wrapped)
         checksums = Checksums()
 
         # A generator: bytes can be asked for once. Were other content encrypted
@@ -132,7 +127,7 @@ class EncryptedStore:
             yield from cipher.encrypt(data, checksums, kept)
 
         options["metadata"] = kept
-        info = self._store.put(key, stored(), **options)
+        info = self.store.put(key, stored(), **options)
         self._remember(
             _OpenObject(
                 key=key, cipher=cipher, version=info.version, size=checksums.size
@@ -171,7 +166,7 @@ class EncryptedStore:
         Up to three requests: checksums are in the object.
         """
         for _ in range(_NUM_CHANGES):
-            info = self._store.stat(key)
+            info = self.store.stat(key)
             try:
                 opened = self._open_version(info)
                 trailer = self._read_trailer(opened)
@@ -193,13 +188,13 @@ class EncryptedStore:
         Sizes are computed from the stored ones, without a look at the object: they
         are right for what was written with this store's segment size.
         """
-        for info in self._store.list(prefix, start_after=start_after):
-            size = content_bytes(info.size, self._segment_bytes)
+        for info in self.store.list(prefix, start_after=start_after):
+            size = content_bytes(info.size, self.segment_bytes)
             yield replace(info, size=size, crc32c=None, sha256=None)
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
-        self._store.delete(key)
+        self.store.delete(key)
 
     def copy(self, source: str, target: str, *, if_absent: bool = False) -> ObjectInfo:
         """Copy an object by way of this machine; see ``ObjectStore.copy``.
@@ -232,9 +227,9 @@ class EncryptedStore:
             CorruptObject: It is damaged, or was on its way; nothing is written.
             KeyRefused: The old or the new key is not to be had; nothing is written.
         """
-        info = self._store.stat(key)
+        info = self.store.stat(key)
         opened = self._open_version(info)
-        wrapped = (keys or self._keys).wrap(
+        wrapped = (keys or self.keys).wrap(
             opened.cipher.data_key, context_of(opened.cipher.key)
         )
         header = Header(segment_bytes=opened.cipher.segment_bytes, wrapped=wrapped)
@@ -243,7 +238,7 @@ class EncryptedStore:
             yield header.encode()
             yield from self._stored(opened)
 
-        written = self._store.put(
+        written = self.store.put(
             key, stored(), if_version=info.version, metadata=info.metadata
         )
         self._remember(replace(opened, version=written.version))
@@ -261,7 +256,7 @@ class EncryptedStore:
         num_segments = max(1, _COPY_BYTES // step)
         for start in range(cipher.offset(0), end, num_segments * step):
             stop = min(end, start + num_segments * step)
-            stored = self._store.read(
+            stored = self.store.read(
                 opened.key, start=start, length=stop - start, if_version=opened.version
             )
             if len(stored) != stop - start:
@@ -270,7 +265,7 @@ class EncryptedStore:
             for _ in _decrypted(cipher, first, memoryview(stored)):
                 pass
             yield stored
-        trailer = self._store.read(
+        trailer = self.store.read(
             opened.key, start=end, length=TRAILER_BYTES, if_version=opened.version
         )
         cipher.open_trailer(trailer, opened.size)
@@ -280,14 +275,14 @@ class EncryptedStore:
         """Close the store below and the key service, and forget all data keys."""
         with self._lock:
             self._opened.clear()
-        self._store.close()
-        self._keys.close()
+        self.store.close()
+        self.keys.close()
 
     def _where(self, key: str) -> str:
-        return f"{key!r} in {self._store.url}"
+        return f"{key!r} in {self.store.url}"
 
     def _read_whole(self, key: str, if_version: str | None) -> bytes:
-        stored = memoryview(self._store.read(key, if_version=if_version))
+        stored = memoryview(self.store.read(key, if_version=if_version))
         header = Header.decode(bytes(stored[:HEADER_BYTES]), self._where(key))
         cipher = self._cipher(key, header)
         size = content_bytes(len(stored), header.segment_bytes)
@@ -313,7 +308,7 @@ class EncryptedStore:
         if tells_end:
             end = trailer_at + TRAILER_BYTES
         stored = memoryview(
-            self._store.read(
+            self.store.read(
                 opened.key,
                 start=offset,
                 length=min(end, trailer_at + TRAILER_BYTES) - offset,
@@ -331,7 +326,7 @@ class EncryptedStore:
         return bytes(content.getbuffer()[skip : skip + stop - start])
 
     def _read_trailer(self, opened: _OpenObject) -> Trailer:
-        stored = self._store.read(
+        stored = self.store.read(
             opened.key,
             start=opened.cipher.trailer_offset(opened.size),
             length=TRAILER_BYTES,
@@ -347,7 +342,7 @@ class EncryptedStore:
                 known = self._opened.get((key, if_version))
             if known is not None:
                 return known
-        info = self._store.stat(key)
+        info = self.store.stat(key)
         if if_version not in {None, info.version}:
             raise ObjectChanged(f"{self._where(key)} has changed")
         return self._open_version(info)
@@ -357,7 +352,7 @@ class EncryptedStore:
             known = self._opened.get((info.key, info.version))
         if known is not None:
             return known
-        content = self._store.read(
+        content = self.store.read(
             info.key, start=0, length=HEADER_BYTES, if_version=info.version
         )
         header = Header.decode(content, self._where(info.key))
@@ -372,9 +367,9 @@ class EncryptedStore:
         return opened
 
     def _cipher(self, key: str, header: Header) -> Cipher:
-        bound = self._prefix + key
+        bound = self.prefix + key
         try:
-            data_key = self._keys.unwrap(header.wrapped, context_of(bound))
+            data_key = self.keys.unwrap(header.wrapped, context_of(bound))
         except CorruptObject as error:
             raise CorruptObject(f"{self._where(key)} is damaged: {error}") from error
         return Cipher(

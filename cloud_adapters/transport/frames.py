@@ -75,39 +75,33 @@ _NAME_BYTES = 16
 _Message = TypeVar("_Message", bound=WireMessage)
 
 
+@dataclass(kw_only=True, eq=False)
 class Frames:
     """Sends and receives messages, large ones through a store.
 
     Attributes:
         threshold_bytes: A larger frame goes through the store.
+
+    Attributes:
+        store: Where large vectors go; None for nowhere.
+        scratch: Folder of this object alone, on a disk with room for the vectors
+            that are in use at the same time; needed with a store.
+        threshold_bytes: See above.
+        retry: Attempts beyond the store's own.
+
+    Raises:
+        ValueError: There is a store and no scratch folder.
     """
 
-    def __init__(
-        self,
-        *,
-        store: ObjectStore | None = None,
-        scratch: Path | None = None,
-        threshold_bytes: int = THRESHOLD_BYTES,
-        retry: Retry = RETRY,
-    ) -> None:
-        """Open nothing yet.
+    store: ObjectStore | None = None
+    scratch: Path | None = None
+    threshold_bytes: int = THRESHOLD_BYTES
+    retry: Retry = RETRY
 
-        Args:
-            store: Where large vectors go; None for nowhere.
-            scratch: Folder of this object alone, on a disk with room for the vectors
-                that are in use at the same time; needed with a store.
-            threshold_bytes: See above.
-            retry: Attempts beyond the store's own.
-
-        Raises:
-            ValueError: There is a store and no scratch folder.
-        """
-        if store is not None and scratch is None:
-            raise ValueError("a store needs a scratch folder")
-        self.threshold_bytes = threshold_bytes
-        self._store = store
-        self._scratch = scratch
-        self._retry = retry
+    def __post_init__(self) -> None:
+        """Open nothing yet."""
+        if self.store is not None and self.scratch is None:
+            raise ValueError("a self.store needs a self.scratch folder")
         self._shared = _WrittenVectors()
         self._is_used = False
 
@@ -125,7 +119,7 @@ class Frames:
         size = wire.encoded_size(message)
         if size <= self.threshold_bytes:
             return inline(message)
-        if self._store is None:
+        if self.store is None:
             raise JobError(
                 f"a message of {size >> 20} MiB is too large to go without a store, "
                 f"which is for more than {self.threshold_bytes >> 20} MiB: set it in "
@@ -141,7 +135,7 @@ class Frames:
             if vector.nbytes > least
         }
         references = tuple(
-            self._put(self._store, folder, name, vector)
+            self._put(self.store, folder, name, vector)
             for name, vector in large.items()
         )
         empty: dict[str, Any] = {name: vector[:0] for name, vector in large.items()}
@@ -169,7 +163,7 @@ class Frames:
         limits = {each.field: check(head, each, sizes) for each in references}
         if len(limits) != len(references):
             raise ProtocolError("two references are to the same vector")
-        if self._store is None or self._scratch is None:
+        if self.store is None or self.scratch is None:
             raise JobError(
                 "a message refers to a store, and this side has none: set the one "
                 "that the others use",
@@ -177,7 +171,7 @@ class Frames:
             )
         folder, empty = folder_of(head), vectors_of(head)
         vectors: dict[str, Any] = {
-            each.field: self._fetch(self._store, self._scratch, folder, each).view(
+            each.field: self._fetch(self.store, self.scratch, folder, each).view(
                 empty[each.field].dtype
             )
             for each in references
@@ -205,7 +199,7 @@ class Frames:
 
     @property
     def _url(self) -> str:
-        return "" if self._store is None else self._store.url
+        return "" if self.store is None else self.store.url
 
     def _put(
         self, store: ObjectStore, folder: str, name: str, vector: NDArray[Any]
@@ -235,7 +229,7 @@ class Frames:
             except ObjectExists:  # An earlier attempt, whose answer was lost.
                 return store.stat(key)
 
-        info = self._retry.call(put)
+        info = self.retry.call(put)
         sha256 = info.sha256 or pieces.sha256()  # Some stores take it on the way.
         return Reference(field="", name=name, size=vector.nbytes, sha256=sha256)
 
@@ -243,7 +237,7 @@ class Frames:
         self, store: ObjectStore, scratch: Path, folder: str, reference: Reference
     ) -> NDArray[Any]:
         key = f"{folder}/{reference.name}"
-        info = self._retry.call(lambda _: store.stat(key))
+        info = self.retry.call(lambda _: store.stat(key))
         if info.size != reference.size:
             raise CorruptObject(
                 f"{key!r} in {store.url} has {info.size} bytes, and "
@@ -252,7 +246,7 @@ class Frames:
             )
         parts = cast(
             "Generator[bytes]",
-            stream(store, key, if_version=info.version, ahead=AHEAD, retry=self._retry),
+            stream(store, key, if_version=info.version, ahead=AHEAD, retry=self.retry),
         )
         digest = hashlib.sha256()
         with contextlib.closing(parts), file_errors("write below", scratch):
@@ -272,12 +266,12 @@ class Frames:
         return np.frombuffer(mapped, dtype=np.uint8)
 
     def _tidy(self, run_id: RunId, sites: Sequence[SiteId], *, before: float) -> None:
-        if self._store is None:
+        if self.store is None:
             return
         for writer in ("model", *(f"sites/{site}" for site in sites)):
             prefix = f"{writer}/{run_id}/"
             try:
-                keys = [info.key for info in self._store.list(prefix)]
+                keys = [info.key for info in self.store.list(prefix)]
             except StoreError as error:
                 _LOG.warning("%s in %s is not tidied: %s", prefix, self._url, error)
                 continue
@@ -288,8 +282,8 @@ class Frames:
 
     def _delete(self, key: str) -> None:
         try:
-            if self._store is not None:
-                self._store.delete(key)
+            if self.store is not None:
+                self.store.delete(key)
         except StoreError as error:
             # It is deleted at the end of the run, or by the bucket's own rule.
             _LOG.warning("%s in %s is not deleted: %s", key, self._url, error)

@@ -179,6 +179,7 @@ class _SentPart:
         }
 
 
+@dataclass(eq=False)
 class _Upload:
     """A multipart upload.
 
@@ -188,39 +189,35 @@ class _Upload:
     If anything fails, wait for what is in flight and remove all parts.
     """
 
-    def __init__(
-        self,
-        calls: S3Calls,
-        write: Write,
-        known: Checksums | None,
-        buffers: Buffers,
-    ) -> None:
-        self._calls = calls
-        self._write = write
-        self._known = known
-        self._buffers = buffers
-        self._doing = f"write {calls.where(write.key)}"
+    calls: S3Calls
+    write: Write
+    known: Checksums | None
+    buffers: Buffers
+
+    def __post_init__(self) -> None:
+        """Begin nothing yet."""
+        self._doing = f"write {self.calls.where(self.write.key)}"
         self._upload: Answer = {}
 
     def put(self, parts: Iterator[bytearray]) -> ObjectInfo:
-        known = self._known
+        known = self.known
         self._upload = begin(  # 1.
-            self._calls,
-            self._write,
+            self.calls,
+            self.write,
             crc32c=known.crc32c if known else None,
             sha256=known.sha256 if known else None,
         )
         try:
             sent = self._send_all(parts)  # 2.
             return complete(  # 3.
-                self._calls,
-                self._write,
+                self.calls,
+                self.write,
                 upload=self._upload,
                 parts=[part.entry() for part in sent],
                 written=self._written(sent),
             )
         except BaseException as error:
-            abort(self._calls, self._upload, self._doing, error)
+            abort(self.calls, self._upload, self._doing, error)
             raise
 
     def _send_all(self, parts: Iterator[bytearray]) -> list[_SentPart]:
@@ -245,7 +242,7 @@ class _Upload:
 
     def _send(self, number: int, part: bytearray) -> _SentPart:
         checksum = crc32c(part)
-        answer = self._calls.call(
+        answer = self.calls.call(
             "upload_part",
             f"{self._doing}, part {number}",
             **self._upload,
@@ -254,7 +251,7 @@ class _Upload:
             ChecksumCRC32C=encode_crc32c(checksum),
         )
         size = len(part)
-        self._buffers.give_back(part)
+        self.buffers.give_back(part)
         return _SentPart(number=number, size=size, crc32c=checksum, etag=answer["ETag"])
 
     def _written(self, sent: list[_SentPart]) -> ObjectInfo:
@@ -266,13 +263,13 @@ class _Upload:
         whole = Crc32c()
         for part in sent:
             whole.join(part.crc32c, part.size)
-        if self._known is not None and self._known.crc32c != whole.crc32c:
+        if self.known is not None and self.known.crc32c != whole.crc32c:
             raise StoreUnavailable(
                 f"cannot {self._doing}: its content has changed while it was read; "
                 "write it when it is whole"
             )
-        known = None if self._known is None else self._known.sha256
-        return _info(self._write, whole, sha256=known)
+        known = None if self.known is None else self.known.sha256
+        return _info(self.write, whole, sha256=known)
 
 
 def _ended(pending: dict[Future[_SentPart], int]) -> list[_SentPart]:

@@ -19,7 +19,7 @@ one.
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import Enum
 
 from federation.ids import SiteId
@@ -66,6 +66,7 @@ class _SetupStep(Enum):
     ABORTED = "nothing: the setup was aborted"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SiteSetup:
     """A site's half of the setup.
 
@@ -77,21 +78,14 @@ class SiteSetup:
         audit: See ``keys.Audit``; tests only.
     """
 
-    def __init__(
-        self,
-        *,
-        identity: Identity,
-        site: SiteId,
-        policy: LocalPolicy,
-        random_bytes: RandomBytes,
-        audit: Audit | None = None,
-    ) -> None:
+    identity: Identity
+    site: SiteId
+    policy: LocalPolicy
+    random_bytes: RandomBytes
+    audit: Audit | None = None
+
+    def __post_init__(self) -> None:
         """Wait for an offer."""
-        self._identity = identity
-        self._site = site
-        self._policy = policy
-        self._random_bytes = random_bytes
-        self._audit = audit
         self._steps = Steps(
             _SetupStep.OFFER, aborted=_SetupStep.ABORTED, erase=self._erase
         )
@@ -138,22 +132,22 @@ class SiteSetup:
         """
         with self._steps.take(_SetupStep.OFFER, then=_SetupStep.BOOK):
             offer = Offer.from_bytes(data)
-            aggregator = PublicIdentity(self._policy.roster.aggregator_key)
+            aggregator = PublicIdentity(self.policy.roster.aggregator_key)
             aggregator.verify(
                 Label.OFFER, offer.contract, offer.signature, who="the aggregator"
             )
             contract = Contract.from_bytes(offer.contract)
-            check_against_policy(contract, self._policy)
+            check_against_policy(contract, self.policy)
             own = self._own_member(contract)
             self._contract = contract
-            self._keys = RunKeys(self._random_bytes, hybrid=contract.hybrid)
+            self._keys = RunKeys(self.random_bytes, hybrid=contract.hybrid)
             advert = Advert(
                 contract_hash=contract.digest,
                 number=own.number,
                 keys=self._keys.public,
-                nonce=self._random_bytes(NONCE_BYTES),
+                nonce=self.random_bytes(NONCE_BYTES),
             )
-            self._advert = advert.signed_by(self._identity).to_bytes()
+            self._advert = advert.signed_by(self.identity).to_bytes()
         return self._advert
 
     def on_book(self, data: bytes) -> bytes:
@@ -187,7 +181,7 @@ class SiteSetup:
             confirm = Confirm(
                 setup_hash=self._setup_hash, number=number, ciphertexts=ciphertexts
             )
-            self._confirm = confirm.signed_by(self._identity).to_bytes()
+            self._confirm = confirm.signed_by(self.identity).to_bytes()
         return self._confirm
 
     def on_confirms(self, data: bytes) -> RunSecrets:
@@ -217,7 +211,7 @@ class SiteSetup:
                 number=self._number,
                 contract_hash=self.contract.digest,
                 setup_hash=self._setup_hash,
-                job_digest=self._policy.job_digest,
+                job_digest=self.policy.job_digest,
                 roots=roots,
             )
         self._erase()
@@ -225,14 +219,14 @@ class SiteSetup:
 
     @property
     def _number(self) -> int:
-        return self.contract.member_named(self._site).number
+        return self.contract.member_named(self.site).number
 
     def _own_member(self, contract: Contract) -> Member:
-        own = contract.member_named(self._site)
-        if own.public_key != self._identity.public.key:
+        own = contract.member_named(self.site)
+        if own.public_key != self.identity.public.key:
             raise ContractRefused(
-                f"it pins another key for {self._site!r} than this site's "
-                f"{self._identity.public.fingerprint[:19]}...",
+                f"it pins another key for {self.site!r} than this site's "
+                f"{self.identity.public.fingerprint[:19]}...",
                 key="members",
             )
         return own
@@ -256,8 +250,8 @@ class SiteSetup:
             )
             for exchange in self._exchanges[peer]
         ]
-        note(self._audit, "mask root", roots[0].buffer)
-        note(self._audit, "channel root", roots[1].buffer)
+        note(self.audit, "mask root", roots[0].buffer)
+        note(self.audit, "channel root", roots[1].buffer)
         return PairRoots(
             own=self._number, peer=peer, mask_root=roots[0], channel_root=roots[1]
         )
@@ -290,6 +284,7 @@ class SetupRecord:
     confirms: bytes
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class AggregatorSetup:
     """The aggregator's half of the setup.
 
@@ -302,22 +297,20 @@ class AggregatorSetup:
         ContractRefused: The contract pins another key for the aggregator.
     """
 
-    def __init__(
-        self,
-        *,
-        identity: Identity,
-        contract: Contract,
-        left_out: Collection[SiteId] = (),
-    ) -> None:
+    identity: Identity
+    contract: Contract
+    left_out: InitVar[Collection[SiteId]] = ()
+
+    def __post_init__(self, left_out: Collection[SiteId]) -> None:
         """Prepare an offer."""
-        if contract.aggregator_key != identity.public.key:
+        if self.contract.aggregator_key != self.identity.public.key:
             raise ContractRefused(
                 "it is not the key of this aggregator", key="aggregator_key"
             )
-        self._identity = identity
-        self._contract = contract
         self._cohort = tuple(
-            member.number for member in contract.members if member.site not in left_out
+            member.number
+            for member in self.contract.members
+            if member.site not in left_out
         )
         self._adverts: dict[int, bytes] = {}
         self._confirms: dict[int, bytes] = {}
@@ -325,8 +318,8 @@ class AggregatorSetup:
 
     def offer(self) -> bytes:
         """S1: the encoded ``Offer`` for every site."""
-        contract = self._contract.to_bytes()
-        signature = self._identity.sign(Label.OFFER, contract)
+        contract = self.contract.to_bytes()
+        signature = self.identity.sign(Label.OFFER, contract)
         return Offer(contract=contract, signature=signature).to_bytes()
 
     def on_advert(self, data: bytes) -> SiteId:
@@ -342,7 +335,7 @@ class AggregatorSetup:
         if self._book is not None:
             raise OutOfOrder("the book is closed: no advert is due")
         advert = Advert.from_bytes(data)
-        member = _check_advert(self._contract, advert)
+        member = _check_advert(self.contract, advert)
         if member.number not in self._cohort:
             raise BookRefused(f"site {member.site!r} is left out of this setup")
         _add_once(self._adverts, member, data, "advert")
@@ -352,7 +345,7 @@ class AggregatorSetup:
         """Sites whose advert, or after ``book`` whose confirm, is awaited."""
         seen = self._adverts if self._book is None else self._confirms
         return tuple(
-            self._contract.member(i).site for i in self._cohort if i not in seen
+            self.contract.member(i).site for i in self._cohort if i not in seen
         )
 
     def book(self) -> bytes:
@@ -364,7 +357,7 @@ class AggregatorSetup:
         if self._book is None:
             self._check_complete("advert")
             book = Book(adverts=dict(self._adverts))
-            _read_adverts(self._contract, book)
+            _read_adverts(self.contract, book)
             self._book = book
         return self._book.to_bytes()
 
@@ -382,7 +375,7 @@ class AggregatorSetup:
             raise OutOfOrder("the book is not closed: no confirm is due")
         confirm = Confirm.from_bytes(data)
         member = _check_confirm(
-            self._contract, confirm, self._book.setup_hash, self._cohort
+            self.contract, confirm, self._book.setup_hash, self._cohort
         )
         _add_once(self._confirms, member, data, "confirm")
         return member.site
@@ -398,7 +391,7 @@ class AggregatorSetup:
             raise OutOfOrder("the setup is not over: the book is not closed")
         self._check_complete("confirm")
         return SetupRecord(
-            contract=self._contract,
+            contract=self.contract,
             setup_hash=self._book.setup_hash,
             cohort=self._cohort,
             book=self._book.to_bytes(),

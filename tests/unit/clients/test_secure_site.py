@@ -113,9 +113,9 @@ def restarted(site: Site) -> Site:
     """The same site in a new process."""
     return Site(
         SITE,
-        make_trainer=site._make_trainer,
-        state=site._state,
-        clock=site._clock,
+        make_trainer=site.make_trainer,
+        state=site.state,
+        clock=site.clock,
         seal=RingSeal(SITE, site._seal._protection),
         tells_all=False,
     )

@@ -123,7 +123,7 @@ def test_damage_is_not_waited_out():
     """A shard that is wrong now is wrong in a minute."""
     outage = Outage(from_read=10**9, seconds=0.0)
     train, _ = opened(outage, threads=0)
-    store = train.shelf._store
+    store = train.shelf.store
     assert isinstance(store, FaultyStore)
     store.store.put(train.split.shards[0].key, [b"x" * train.split.shards[0].bytes])
     with pytest.raises(CorruptObject):
