@@ -12,6 +12,29 @@ from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """What every event says.
+
+    Attributes:
+        at: When.
+    """
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEvent(RunEvent):
+    """What every event of a round says.
+
+    Attributes:
+        at: When.
+        round_index: The round; 1 for the first.
+    """
+
+    round_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteShare:
     """What one site holds.
 
@@ -34,7 +57,7 @@ class SiteShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStarted:
+class RunStarted(RunEvent):
     """A coordinator has begun, or gone on with, a run.
 
     Attributes:
@@ -52,7 +75,6 @@ class RunStarted:
         frozen: Values of the model that are not trained and never travel.
     """
 
-    at: float
     run_id: str
     job_name: str
     rounds: int
@@ -66,7 +88,7 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataDistributed:
+class DataDistributed(RunEvent):
     """Who holds what (simulation: the partition).
 
     Attributes:
@@ -76,14 +98,13 @@ class DataDistributed:
         shares: What each site holds.
     """
 
-    at: float
     label_kind: str
     labels: tuple[str, ...]
     shares: tuple[SiteShare, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SitesIntroduced:
+class SitesIntroduced(RunEvent):
     """Sites that are machines of their own have told how much they hold.
 
     It is their word, signed: no update of theirs may claim more.
@@ -94,7 +115,6 @@ class SitesIntroduced:
         num_examples: Training examples of each of them.
     """
 
-    at: float
     sites: tuple[str, ...]
     num_examples: tuple[int, ...]
 
@@ -124,7 +144,7 @@ class SitePrivacy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrivacyPlanned:
+class PrivacyPlanned(RunEvent):
     """The job asks for differential privacy, and this is what it means.
 
     Attributes:
@@ -142,7 +162,6 @@ class PrivacyPlanned:
         withheld: What leaves no site, and what leaves with noise, in words.
     """
 
-    at: float
     unit: str
     relation: str
     accountant: str
@@ -155,7 +174,7 @@ class PrivacyPlanned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostPredicted:
+class CostPredicted(RunEvent):
     """What the whole run will take, if every site answers every task.
 
     Attributes:
@@ -166,14 +185,13 @@ class CostPredicted:
             keeps to them, as in virtual time.
     """
 
-    at: float
     bytes_down: tuple[int, int]
     bytes_up: tuple[int, int]
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundStarted:
+class RoundStarted(RoundEvent):
     """Tasks are about to go out.
 
     Attributes:
@@ -182,13 +200,11 @@ class RoundStarted:
         cohort: Sites that are asked.
     """
 
-    at: float
-    round_index: int
     cohort: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteAnswered:
+class SiteAnswered(RoundEvent):
     """A site's update was accepted and folded in.
 
     Attributes:
@@ -214,8 +230,6 @@ class SiteAnswered:
     it is None, and the phases are empty.
     """
 
-    at: float
-    round_index: int
     site: str
     asked_seconds: float
     answered_seconds: float
@@ -232,7 +246,7 @@ class SiteAnswered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteFailed:
+class SiteFailed(RoundEvent):
     """An answer was refused, or none came.
 
     Attributes:
@@ -247,8 +261,6 @@ class SiteFailed:
         bytes_up: Received from it.
     """
 
-    at: float
-    round_index: int
     site: str
     kind: FailureKind
     message: str
@@ -259,7 +271,7 @@ class SiteFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTaken:
+class StepTaken(RoundEvent):
     """A step of secure aggregation beside the exchange of updates has ended.
 
     The tuples run in parallel with ``sites``. An answer that was refused is a
@@ -277,8 +289,6 @@ class StepTaken:
         bytes_up: Received from each.
     """
 
-    at: float
-    round_index: int
     step: str
     sites: tuple[str, ...]
     bytes_down: tuple[int, ...]
@@ -286,7 +296,7 @@ class StepTaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SitesLeftOut:
+class SitesLeftOut(RoundEvent):
     """Rounds go on without some sites, which did not keep to the protocol.
 
     Emitted when it changes, and once by each coordinator that goes on with such a run.
@@ -299,14 +309,12 @@ class SitesLeftOut:
         reasons: Why, in one line each.
     """
 
-    at: float
-    round_index: int
     sites: tuple[str, ...]
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupsCompared:
+class GroupsCompared(RoundEvent):
     """A robust rule has combined the means of groups of sites.
 
     All sites and the aggregator know who is in which group. The tuples run in parallel.
@@ -320,8 +328,6 @@ class GroupsCompared:
         remarks: Why a group has no sum that counts; empty if it has.
     """
 
-    at: float
-    round_index: int
     groups: tuple[tuple[str, ...], ...]
     norms: tuple[float | None, ...]
     distances: tuple[float | None, ...]
@@ -329,7 +335,7 @@ class GroupsCompared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEvaluated:
+class ModelEvaluated(RoundEvent):
     """The global model after ``round_index`` rounds, on held-out data.
 
     Sites evaluate the model that a round begins with, so this follows one round
@@ -348,8 +354,6 @@ class ModelEvaluated:
             for evaluation alone; else empty.
     """
 
-    at: float
-    round_index: int
     pooled: MetricSums
     sites: tuple[str, ...]
     by_site: tuple[MetricSums, ...]
@@ -359,7 +363,7 @@ class ModelEvaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundFinished:
+class RoundFinished(RoundEvent):
     """The canonical line of a round.
 
     Attributes:
@@ -383,8 +387,6 @@ class RoundFinished:
         resources: What the round took of the aggregator.
     """
 
-    at: float
-    round_index: int
     status: str
     asked: tuple[str, ...]
     answered: tuple[str, ...]
@@ -401,7 +403,7 @@ class RoundFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved:
+class CheckpointSaved(RoundEvent):
     """The state after a round is durable.
 
     Attributes:
@@ -411,14 +413,12 @@ class CheckpointSaved:
         seconds: How long it took.
     """
 
-    at: float
-    round_index: int
     bytes_written: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSkipped:
+class CheckpointSkipped(RunEvent):
     """A checkpoint was torn or corrupt; the one before it is used.
 
     Attributes:
@@ -427,7 +427,6 @@ class CheckpointSkipped:
         reason: What is wrong with it.
     """
 
-    at: float
     key: str
     reason: str
 
@@ -471,7 +470,7 @@ class StoreUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreUsed:
+class StoreUsed(RunEvent):
     """A store was used since the last such event.
 
     What a killed coordinator had not told, and the copies at the very end of a run,
@@ -489,7 +488,6 @@ class StoreUsed:
         spared_bytes: What they would have received.
     """
 
-    at: float
     url: str
     way: str
     uses: tuple[StoreUse, ...]
@@ -499,7 +497,7 @@ class StoreUsed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warned:
+class Warned(RunEvent):
     """Something that a person should know and that does not stop the run.
 
     Attributes:
@@ -507,12 +505,11 @@ class Warned:
         message: What it is, in one line.
     """
 
-    at: float
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFinished:
+class RunFinished(RunEvent):
     """The coordinator has ended.
 
     Attributes:
@@ -526,7 +523,6 @@ class RunFinished:
         seconds: Since this coordinator began.
     """
 
-    at: float
     status: str
     rounds_completed: int
     last_round: int

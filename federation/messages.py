@@ -188,7 +188,22 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTask:
+class RoundMessage:
+    """What every task and every answer says first.
+
+    Attributes:
+        run_id: The run.
+        round_index: The round; see each message.
+        site: Who is asked, or who answers.
+    """
+
+    run_id: RunId
+    round_index: int
+    site: SiteId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTask(RoundMessage):
     """What the aggregator asks of one site in one round.
 
     Attributes:
@@ -215,9 +230,6 @@ class RoundTask:
             to the model that the site was sent before, and this is SHA-256 of the sum.
     """
 
-    run_id: RunId
-    round_index: int
-    site: SiteId
     kind: TaskKind
     layout_digest: str
     weights_d: Words
@@ -232,7 +244,7 @@ class RoundTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SecureTask:
+class SecureTask(RoundMessage):
     """A step of the secure-aggregation protocol that one site is asked to take.
 
     Attributes:
@@ -243,26 +255,20 @@ class SecureTask:
         body: Bytes of ``privacy.secagg``.
     """
 
-    run_id: RunId
-    round_index: int
-    site: SiteId
     step: SecureStep
     body: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SecureAnswer:
+class SecureAnswer(RoundMessage):
     """A site's answer to a ``SecureTask``; attributes as there."""
 
-    run_id: RunId
-    round_index: int
-    site: SiteId
     step: SecureStep
     body: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskedUpdate:
+class MaskedUpdate(RoundMessage):
     """A site's answer to a task under secure aggregation.
 
     Nothing in it tells of the site's update, loss or number of examples but through
@@ -283,9 +289,6 @@ class MaskedUpdate:
         fragment: As in the task that this answers.
     """
 
-    run_id: RunId
-    round_index: int
-    site: SiteId
     layout_digest: str
     words: ByteVector
     header_h: HeaderVector
@@ -296,7 +299,7 @@ class MaskedUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteUpdate:
+class SiteUpdate(RoundMessage):
     """A site's answer to a training task.
 
     Attributes:
@@ -321,9 +324,6 @@ class SiteUpdate:
         resources: What the work took; None under differential privacy.
     """
 
-    run_id: RunId
-    round_index: int
-    site: SiteId
     layout_digest: str
     delta_d: Words
     integers_m: IntegerVector
@@ -340,7 +340,7 @@ class SiteUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteEvaluation:
+class SiteEvaluation(RoundMessage):
     """A site's answer to an evaluation task.
 
     Attributes:
@@ -354,9 +354,6 @@ class SiteEvaluation:
         fragment: As in the task that this answers.
     """
 
-    run_id: RunId
-    round_index: int
-    site: SiteId
     evaluation: MetricSums
     phases: tuple[Phase, ...]
     spent: PrivacySpent | None = None
@@ -365,7 +362,7 @@ class SiteEvaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteFailure:
+class SiteFailure(RoundMessage):
     """A site's, or the grid's, word that no update will come.
 
     Attributes:
@@ -376,9 +373,6 @@ class SiteFailure:
         message: What happened, in one line without secrets.
     """
 
-    run_id: RunId
-    round_index: int
-    site: SiteId
     kind: FailureKind
     message: str
 

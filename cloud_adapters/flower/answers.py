@@ -47,9 +47,9 @@ class Answers:
         """Read an answer that came too late: its vectors stay where they are."""
         try:
             packed = flower_site.unpack_all(message.content)
-            return _of_site(packed, asked.site), packed.num_bytes
+            return _of_site(packed, asked.about.site), packed.num_bytes
         except ProtocolError as error:
-            return failure(asked, FailureKind.INVALID, str(error)), 0
+            return failure(asked.about, FailureKind.INVALID, str(error)), 0
 
     def _fetch(
         self, task: Task, head: SiteMessage, references: Sequence[Reference]

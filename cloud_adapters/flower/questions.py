@@ -9,8 +9,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from cloud_adapters.transport.redelivery import Inquiry, new_name
-from federation.ids import RunId, SiteId, TaskId
-from federation.messages import Reply, RoundTask, SiteMessage, Task, TaskKind
+from federation.ids import TaskId
+from federation.messages import (
+    Reply,
+    RoundMessage,
+    RoundTask,
+    SiteMessage,
+    Task,
+    TaskKind,
+)
 
 # Answers that may be held back for one that is due before them.
 MAX_AHEAD = 64
@@ -23,18 +30,14 @@ class QuestionNote:
 
     Attributes:
         task_id: Which question.
-        run_id: The run.
-        round_index: The round.
-        site: Who was asked.
+        about: The run, the round and the site.
         asked_seconds: When, on the monotonic clock.
         bytes_down: Bytes sent to the site for it.
         is_answered: Whether an answer has come; any further one is dropped.
     """
 
     task_id: TaskId
-    run_id: RunId
-    round_index: int
-    site: SiteId
+    about: RoundMessage
     asked_seconds: float
     bytes_down: int
     is_answered: bool = False
@@ -89,9 +92,9 @@ class Question:
         """Name a task that is to be sent now."""
         asked = QuestionNote(
             task_id=task_id,
-            run_id=task.run_id,
-            round_index=task.round_index,
-            site=task.site,
+            about=RoundMessage(
+                run_id=task.run_id, round_index=task.round_index, site=task.site
+            ),
             asked_seconds=now,
             bytes_down=0,
         )

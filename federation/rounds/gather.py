@@ -21,11 +21,11 @@ from federation.messages import (
     Reply,
     RoundTask,
     SiteEvaluation,
-    SiteFailure,
     SiteUpdate,
     TaskKind,
 )
 from federation.protocols import CombineRule, Grid, RunState, WeightedUpdate
+from federation.rounds.failures import failure
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Desk, Schedule, ScheduleView
 from federation.vectors import Layout, Words
@@ -124,7 +124,8 @@ class PlainGather:
             if isinstance(message, SiteUpdate | SiteEvaluation) and (
                 fault := self.fault_of(message)
             ):
-                yield replace(reply, message=_invalid(message, fault))
+                refused = failure(message, FailureKind.INVALID, fault)
+                yield replace(reply, message=refused)
             else:
                 yield reply
             del message, reply  # One update at a time: the next is about to land.
@@ -196,16 +197,6 @@ class PlainGather:
                 f"is based on the model of round {update.based_on}: too old to count"
             )
         return share
-
-
-def _invalid(answer: SiteUpdate | SiteEvaluation, fault: str) -> SiteFailure:
-    return SiteFailure(
-        run_id=answer.run_id,
-        round_index=answer.round_index,
-        site=answer.site,
-        kind=FailureKind.INVALID,
-        message=fault,
-    )
 
 
 def round_tasks(
