@@ -108,3 +108,26 @@ def test_large_data_are_sampled_at_a_coarse_rate():
     assert event.sampling_rate == moments(records=records + 5).event().sampling_rate
     assert 0.075 < event.sampling_rate < 0.1
     assert moments(records=MOST_RECORDS).event().sampling_rate == 1.0
+
+
+def test_missing_values_are_in_the_middle_of_the_bounds():
+    """A feature that a record lacks says nothing of it; the record still counts."""
+    (row,) = moments(2).contributions(np.array([[np.nan, 0.5]]))
+    assert row.tolist() == [0, 0.5, 0, 0.25, 1]
+
+
+def test_fewer_records_than_noise_count_as_the_noise():
+    """Else a count near 0, or below, makes noise into a large mean."""
+    mechanism = moments(1, noise=1.0)
+    error = np.sqrt(3)
+    for count in (-5.0, 0.0, 1e-6):
+        mean, deviation = mechanism.read(np.array([error / 2, 0.0, count]))
+        assert mean == pytest.approx([0.5], rel=1e-3)
+        assert deviation == pytest.approx([1.0], rel=1e-3)
+
+
+def test_variance_below_the_error_of_its_estimate_counts_as_that():
+    """Dividing by what noise has left of it would blow the feature up."""
+    mechanism = moments(1, noise=1.0)
+    _, deviation = mechanism.read(np.array([0.0, 0.0, 100.0]))
+    assert deviation == pytest.approx([np.sqrt(np.sqrt(3) / 100)], rel=1e-3)
