@@ -101,7 +101,7 @@ class Frames:
     def __post_init__(self) -> None:
         """Open nothing yet."""
         if self.store is not None and self.scratch is None:
-            raise ValueError("a self.store needs a self.scratch folder")
+            raise ValueError("a store needs a scratch folder")
         self._shared = _WrittenVectors()
         self._is_used = False
 

@@ -62,8 +62,7 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
         "runs folder", config.runs, otherwise="move the aggregator's folder elsewhere"
     )
     for one in run_queue.handed_over(config.runs).damaged:
-        advice = "the other runs go on without it"
-        yield warning("run", one.reason, advice)
+        yield warning("run", one.reason, "the other runs go on without it")
     yield from doctor_exchange.checks(config.file.exchange, site=None, clock=clock)
 
 
@@ -114,8 +113,7 @@ def _server(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
         text = f"the server's does not name {', '.join(sorted(missing))}"
         yield warning(name, text, advice)
     else:
-        text = f"the server's holds for {days:.0f} days"
-        yield ok(name, text)
+        yield ok(name, f"the server's holds for {days:.0f} days")
 
 
 @or_problem("programs", "install it, and look again")
@@ -142,5 +140,4 @@ def _ports(config: AggregatorConfig, clock: Clock) -> Iterator[Check]:
         clock=clock,
         patience_seconds=0.0,
     )
-    found = f"it does not run; {config.file.listen} is free"
-    yield ok("service", found)
+    yield ok("service", f"it does not run; {config.file.listen} is free")

@@ -196,8 +196,7 @@ def check_key(path: Path) -> tuple[list[Check], PublicIdentity | None]:
     if b"PRIVATE KEY-----" not in pem or len(pem) > MAX_KEY_FILE_BYTES:
         return [*exposed, _bad_key(path, "it holds no private key")], None
     if is_encrypted(pem):
-        encrypted = ok("key", f"{path} is encrypted")
-        return [*exposed, encrypted], None
+        return [*exposed, ok("key", f"{path} is encrypted")], None
     checks = [
         *exposed,
         warning(
@@ -253,8 +252,7 @@ def check_roster(path: Path) -> tuple[list[Check], Roster | None]:
         mode = stat.S_IMODE(path.stat().st_mode)
     except (RosterRefused, OSError) as error:
         advice = "ask for the newest roster, or make one with `crossfed keys trust`"
-        bad = problem("roster", str(error), advice)
-        return [bad], None
+        return [problem("roster", str(error), advice)], None
     checks = [
         ok(
             "roster",
@@ -288,8 +286,7 @@ def check_pinned(public: PublicIdentity, pinned: Roster) -> Check:
         return ok("trust", "the key is the aggregator's")
     for entry in pinned.sites:
         if public.key == entry.public_key:
-            found = f"the key is that of site {entry.site!r}"
-            return ok("trust", found)
+            return ok("trust", f"the key is that of site {entry.site!r}")
     return problem(
         "trust",
         f"roster {pinned.serial} does not pin the key {public.fingerprint[:19]}...",
@@ -345,8 +342,7 @@ def check_clock(clock: Clock, files: Iterable[Path]) -> Check:
     newest = max((_modified(path), path) for path in files)
     advice = "set the clock, for example by NTP"
     if not _EARLIEST <= now <= _LATEST:
-        found = f"it shows {_date(now)}, which cannot be"
-        return problem("clock", found, advice)
+        return problem("clock", f"it shows {_date(now)}, which cannot be", advice)
     ahead = newest[0] - now
     if ahead > CLOCK_TOLERANCE_SECONDS:
         found = f"it is {ahead:.0f} s behind the date of {newest[1]}"

@@ -37,8 +37,7 @@ def checks(spec: ExchangeSpec, *, site: str | None, clock: Clock) -> Iterator[Ch
     try:
         store = exchange.open_exchange(spec)
         if store is None:
-            found = f"none: models above {spec.threshold_mb} MiB are refused"
-            yield ok(_NAME, found)
+            yield ok(_NAME, f"none: models above {spec.threshold_mb} MiB are refused")
             return
         with contextlib.closing(store):
             yield _written(store, site, clock)

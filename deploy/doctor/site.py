@@ -73,8 +73,7 @@ def _node_key(config: SiteConfig) -> Iterator[Check]:
     if b"PRIVATE KEY-----" in read_private(config.node_key):
         yield ok("node key", str(config.node_key))
     else:
-        found = f"{config.node_key} holds no key"
-        yield problem("node key", found, _ENROL)
+        yield problem("node key", f"{config.node_key} holds no key", _ENROL)
 
 
 @or_problem("certificate", _ENROL)
@@ -107,8 +106,7 @@ def _data(config: SiteConfig) -> Iterator[Check]:
         return
     with unable_to_exit():
         train, held_out = load_data(own.source, own.options)
-    found = f"{len(train)} records to train on, {len(held_out)} held out"
-    yield ok("data", found)
+    yield ok("data", f"{len(train)} records to train on, {len(held_out)} held out")
 
 
 def _budget(config: SiteConfig) -> Iterator[Check]:
@@ -204,8 +202,7 @@ def _bandwidth(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     if speed >= SLOW_BYTES_PER_SECOND:
         yield ok("bandwidth", found)
     else:
-        advice = "use a store for large models: [exchange]"
-        yield warning("bandwidth", found, advice)
+        yield warning("bandwidth", found, "use a store for large models: [exchange]")
 
 
 def _ask(

@@ -118,8 +118,7 @@ def _advice_on_keys(path: Path) -> Iterator[None]:
     try:
         yield
     except KeyFileRefused as error:
-        advice = _advice(path, error)
-        raise KeyFileRefused(f"{error}{advice}") from error
+        raise KeyFileRefused(f"{error}{_advice(path, error)}") from error
 
 
 def _advice(path: Path, error: KeyFileRefused) -> str:

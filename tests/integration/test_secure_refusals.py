@@ -314,7 +314,7 @@ def test_closed_site_has_no_root_of_a_later_round():
     sites: dict[str, Site] = {}
     wraps = {SITE: lambda site: sites.setdefault(SITE, site)}
     run(secure_job(rounds=1), wraps=wraps)
-    roots = sites[SITE]._seal._session._secrets.roots.values()
+    roots = sites[SITE]._seal._session.secrets.roots.values()
     secrets = [getattr(pair, name) for pair in roots for name in ("_mask", "_channel")]
     contents = {bytes(secret.buffer) for secret in secrets}
     assert len(contents) == 2 * 4

@@ -47,11 +47,6 @@ class MaskedSum:
         self._num_folded = 0
         self._decoded = False
 
-    @property
-    def num_folded(self) -> int:
-        """Updates in the sum."""
-        return self._num_folded
-
     def fold_(self, words_w: Words) -> None:
         """Add a masked update, which is not kept.
 

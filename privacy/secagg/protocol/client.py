@@ -121,69 +121,53 @@ class _Round:
         self.shared.erase()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SiteSession:
     """A site's part in all rounds of a run.
 
-    Args:
+    Attributes:
         contract: What the site accepted in ``setup``.
         identity: Its long-lived key.
         secrets: What the setup made; erased by ``close``.
         memory: Where the last round's number is kept.
         random_bytes: Source of self masks and of the sharing's coefficients.
         audit: See ``keys.Audit``; tests only.
-
-    Attributes:
+        cohort: The sites of the setup that this session rests on.
         disputes: What was wrong with shares that others dealt, in the newest reveal.
 
     Raises:
         WrongContext: ``secrets`` are of another contract.
     """
 
-    def __init__(
-        self,
-        *,
-        contract: Contract,
-        identity: Identity,
-        secrets: RunSecrets,
-        memory: RoundMemory,
-        random_bytes: RandomBytes,
-        audit: Audit | None = None,
-    ) -> None:
+    contract: Contract
+    identity: Identity
+    secrets: RunSecrets
+    memory: RoundMemory
+    random_bytes: RandomBytes
+    audit: Audit | None = None
+
+    def __post_init__(self) -> None:
         """Wait for the first round."""
-        if secrets.contract_hash != contract.digest:
+        if self.secrets.contract_hash != self.contract.digest:
             raise WrongContext("the run secrets were made under another contract")
-        self._contract = contract
-        self._identity = identity
-        self._secrets = secrets
-        self._cohort = secrets.cohort
-        self._memory = memory
-        self._random_bytes = random_bytes
-        self._audit = audit
+        self.cohort = self.secrets.cohort
         self._round: _Round | None = None
         self.disputes: list[str] = []
         self._trail = ModelTrail(
-            contract, number=secrets.number, setup_hash=secrets.setup_hash
+            self.contract,
+            number=self.secrets.number,
+            setup_hash=self.secrets.setup_hash,
         )
 
     @property
     def number(self) -> int:
         """This site's number i."""
-        return self._secrets.number
-
-    @property
-    def contract(self) -> Contract:
-        """What the site has accepted."""
-        return self._contract
-
-    @property
-    def cohort(self) -> tuple[int, ...]:
-        """The sites of the setup that this session rests on."""
-        return self._cohort
+        return self.secrets.number
 
     @property
     def setup_hash(self) -> bytes:
         """h_U of the setup that this session rests on."""
-        return self._secrets.setup_hash
+        return self.secrets.setup_hash
 
     def check_model(
         self, certificate: bytes, *, round_index: int, model_digest: bytes
@@ -231,7 +215,7 @@ class SiteSession:
                 of a lost round without somebody.
             StoreError: The number cannot be made durable.
         """
-        contract = self._contract
+        contract = self.contract
         if not 1 <= facts.round_index <= contract.max_rounds:
             raise ReplayedRound(
                 f"round {facts.round_index} is not in 1..{contract.max_rounds}, which "
@@ -242,17 +226,17 @@ class SiteSession:
                 f"round {facts.round_index} asks sites {list(facts.cohort)} and the "
                 f"setup has {list(self.cohort)}: another cohort needs another setup"
             )
-        self._memory.advance(contract.run_id, facts.round_index)
+        self.memory.advance(contract.run_id, facts.round_index)
         self._drop_round()
         context = round_context(
             facts,
-            contract_hash=self._secrets.contract_hash,
-            setup_hash=self._secrets.setup_hash,
-            job_digest=self._secrets.job_digest,
+            contract_hash=self.secrets.contract_hash,
+            setup_hash=self.secrets.setup_hash,
+            job_digest=self.secrets.job_digest,
         )
         pairs = {
-            peer: roots.take_round(facts.round_index, context, audit=self._audit)
-            for peer, roots in self._secrets.roots.items()
+            peer: roots.take_round(facts.round_index, context, audit=self.audit)
+            for peer, roots in self.secrets.roots.items()
         }
         self._trail.note_context(facts.round_index, context)
         try:
@@ -272,7 +256,7 @@ class SiteSession:
         current = self._current()
         with current.steps.take(_RoundStep.MASKED, then=_RoundStep.DONE):
             message = Decline(number=self.number, context=current.context)
-            data = message.signed_by(self._identity).to_bytes()
+            data = message.signed_by(self.identity).to_bytes()
         self._drop_round()
         return data
 
@@ -292,7 +276,7 @@ class SiteSession:
         if {len(vector_digest), len(header_digest)} != {DIGEST_BYTES}:
             raise ValueError(f"digests have {DIGEST_BYTES} bytes")
         current = self._current()
-        single = self._contract.setting is Setting.P1
+        single = self.contract.setting is Setting.P1
         then = _RoundStep.DONE if single else _RoundStep.SURVIVORS
         with current.steps.take(_RoundStep.MASKED, then=then):
             head = Head(
@@ -302,7 +286,7 @@ class SiteSession:
                 header_digest=header_digest,
                 dealt=dealt_digests(current.shared.sealed, current.shared.rows),
             )
-            current.head = head.signed_by(self._identity).to_bytes()
+            current.head = head.signed_by(self.identity).to_bytes()
             message = MaskedAnswer(
                 head=current.head,
                 sealed=current.shared.sealed,
@@ -344,7 +328,7 @@ class SiteSession:
             message = Consent(
                 number=self.number, context=current.context, survivors=survivors
             )
-            current.consent = message.signed_by(self._identity).to_bytes()
+            current.consent = message.signed_by(self.identity).to_bytes()
             return current.consent
 
     def on_reveal(self, data: bytes) -> bytes:
@@ -376,14 +360,14 @@ class SiteSession:
             finally:
                 for shares in opened.values():
                     wipe(shares)
-            answer = message.signed_by(self._identity).to_bytes()
+            answer = message.signed_by(self.identity).to_bytes()
         self._drop_round()
         return answer
 
     def close(self) -> None:
         """Erase everything: the site takes no further part in the run."""
         self._drop_round()
-        self._secrets.erase()
+        self.secrets.erase()
 
     def _current(self) -> _Round:
         if self._round is None:
@@ -402,15 +386,15 @@ class SiteSession:
             (pair.mask.buffer, sign_of(self.number, peer))
             for peer, pair in pairs.items()
         ]
-        if self._contract.setting is Setting.P1:
+        if self.contract.setting is Setting.P1:
             for pair in pairs.values():
                 pair.receive.erase()
-            masks = masks_of(secrets, context, audit=self._audit)
+            masks = masks_of(secrets, context, audit=self.audit)
             return _Round(facts, context, masks, _NOTHING_SHARED)
-        self_mask = Secret(self._random_bytes(SECRET_BYTES))
-        note(self._audit, "self mask", self_mask.buffer)
+        self_mask = Secret(self.random_bytes(SECRET_BYTES))
+        note(self.audit, "self mask", self_mask.buffer)
         secrets.append((self_mask.buffer, 1))
-        masks = masks_of(secrets, context, audit=self._audit)
+        masks = masks_of(secrets, context, audit=self.audit)
         shared = self._share(self_mask, pairs, context)
         self_mask.erase()
         return _Round(facts, context, masks, shared)
@@ -419,9 +403,9 @@ class SiteSession:
         self, self_mask: Secret, pairs: Mapping[int, RoundPair], context: bytes
     ) -> _OwnShares:
         """Split b_i and every k_ij, and seal each site's shares for it."""
-        cohort, threshold = self.cohort, self._contract.threshold
+        cohort, threshold = self.cohort, self.contract.threshold
         secrets = [self_mask.buffer, *(pairs[x].mask.buffer for x in sorted(pairs))]
-        bundles = split(secrets, threshold, cohort, random_bytes=self._random_bytes)
+        bundles = split(secrets, threshold, cohort, random_bytes=self.random_bytes)
         bundles[SECRET] = bytearray().join(map(encode_secret, secrets))
         rows = {
             x: self._row(context, bundle, dealer=self.number, holder=x)
@@ -460,10 +444,10 @@ class SiteSession:
                 f"survivors {list(survivors)} lack this site, {self.number}, which "
                 "has answered"
             )
-        if len(survivors) < self._contract.quorum:
+        if len(survivors) < self.contract.quorum:
             raise TooFewSites(
                 f"{len(survivors)} survivors are too few: the contract demands "
-                f"{self._contract.quorum}"
+                f"{self.contract.quorum}"
             )
 
     def _check_head(self, number: int, encoded: bytes, current: _Round) -> bytes:
@@ -471,7 +455,7 @@ class SiteSession:
         head = Head.from_bytes(encoded)
         if head.number != number:
             raise InconsistentSurvivors(f"head {head.number} is shown as {number}")
-        member = self._contract.member(number)
+        member = self.contract.member(number)
         verify(head, member)
         if head.context != current.context:
             raise WrongContext(
@@ -494,7 +478,7 @@ class SiteSession:
                     f"a consent of site {consent.number} is shown as {number}, of the "
                     f"survivors {list(current.survivors)}"
                 )
-            member = self._contract.member(number)
+            member = self.contract.member(number)
             verify(consent, member)
             if consent.context != current.context:
                 raise WrongContext(
@@ -506,10 +490,10 @@ class SiteSession:
                     f"and this site {list(current.survivors)}: the aggregator tells "
                     "sites different stories"
                 )
-        if len(consents) < self._contract.threshold:
+        if len(consents) < self.contract.threshold:
             raise TooFewSites(
                 f"{len(consents)} consents are too few: the contract demands "
-                f"{self._contract.threshold}"
+                f"{self.contract.threshold}"
             )
 
     def _open_inbox(self, reveal: Reveal, current: _Round) -> dict[int, bytearray]:
@@ -526,7 +510,7 @@ class SiteSession:
             if digest != current.dealt[sender]:
                 raise BadShare(
                     "the aggregator shows other shares or commitments of "
-                    f"{self._contract.member(sender).site!r} than it signed"
+                    f"{self.contract.member(sender).site!r} than it signed"
                 )
         opened = {self.number: bytearray(current.shared.own)}
         self.disputes = []
@@ -546,7 +530,7 @@ class SiteSession:
         Raises:
             BadShare: They are not what it committed to.
         """
-        who = f"site {self._contract.member(sender).site!r}"
+        who = f"site {self.contract.member(sender).site!r}"
         shares = unseal(
             current.shared.receive[sender],
             sealed,

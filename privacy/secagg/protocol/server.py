@@ -125,21 +125,6 @@ class AggregatorRound:
                 missing |= self._consents.keys() - self._released
         return frozenset(self._contract.member(i).site for i in missing)
 
-    @property
-    def num_masked(self) -> int:
-        """Sites whose masked answer was taken."""
-        return len(self._heads)
-
-    @property
-    def num_consents(self) -> int:
-        """Sites whose consent was taken."""
-        return len(self._consents)
-
-    @property
-    def num_shares(self) -> int:
-        """Sites whose shares were taken."""
-        return len(self._shares)
-
     def on_masked(
         self, data: bytes, *, vector_digest: bytes, header_digest: bytes
     ) -> SiteId:

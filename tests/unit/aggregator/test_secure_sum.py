@@ -1,5 +1,6 @@
 """The aggregator's half of secure aggregation over a grid that a test scripts."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -130,6 +131,36 @@ def test_answer_that_comes_twice_counts_once(step: str):
     assert found.statuses() == ["completed"]
     assert found.answered(1).count(SITE) == 1
     assert {site for site, _ in found.failures(1)} == {SITE}
+
+
+def test_site_that_sends_the_answer_of_another_does_not_count():
+    """Nobody speaks for another site, even with its help."""
+    owner: list[Any] = []
+    masked: list[SiteMessage] = []
+    lock = threading.Lock()
+
+    class Shares:
+        """Both answer with what the first of the two was asked for first."""
+
+        def __init__(self, site: Any) -> None:
+            self.site = site
+
+        def handle(self, task: Task) -> SiteMessage:
+            if step_of(task) != MASK:
+                return self.site.handle(task)
+            with lock:
+                if not masked:
+                    masked.append(owner[0].handle(replace(task, site="site-0")))
+            return replace(masked[0], site=task.site)
+
+    def own(site: Any) -> Shares:
+        owner.append(site)
+        return Shares(site)
+
+    found = run(secure_job(rounds=1), wraps={"site-0": own, SITE: Shares})
+    said = "sent an answer that 'site-0' has signed"
+    assert found.failures(1) == [(SITE, said)]
+    assert SITE not in found.answered(1)
 
 
 def test_sum_is_scaled_back_to_the_clip_norm_of_its_round():

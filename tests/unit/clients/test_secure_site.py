@@ -136,7 +136,7 @@ def test_restarted_site_says_so(after_a_run: Recording):
 
 def roots_of(site: Site) -> list[Secret]:
     """What a site's session derives keys from."""
-    roots = site._seal._session._secrets.roots.values()
+    roots = site._seal._session.secrets.roots.values()
     held = [root for pair in roots for root in gc.get_referents(pair)]
     return [root for root in held if isinstance(root, Secret)]
 

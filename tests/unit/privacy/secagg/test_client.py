@@ -166,7 +166,7 @@ def test_snapshot_cannot_answer_again():
     run, again = start(3), start(3)
     memory = InMemoryRounds()
     for each in (run, again):
-        each.sessions[1]._memory = memory
+        each.sessions[1].memory = memory
     run.masked(1, 4)
     with pytest.raises(ReplayedRound):
         again.masked(1, 4)
