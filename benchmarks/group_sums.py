@@ -88,8 +88,7 @@ class Liar:
         self._honest_work = replace_work(site, self._work)
 
     def _work(self, work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
-        _watch_work(work, self._keep)
-        words, header_h = self._honest_work(work, masking)
+        words, header_h = self._honest_work(_watched(work, self._keep), masking)
         if not words.size:
             return words, header_h
         if self._attack == "garbage":
@@ -212,15 +211,14 @@ def replace_work(site: Site, work: WorkOfSite) -> WorkOfSite:
 
 def _watch(site: Site, keep: Callable[[Vector], None]) -> None:
     def work(work: Work, masking: Masking) -> tuple[ByteVector, HeaderVector]:
-        _watch_work(work, keep)
-        return honest(work, masking)
+        return honest(_watched(work, keep), masking)
 
     honest = replace_work(site, work)
 
 
-def _watch_work(work: Work, keep: Callable[[Vector], None]) -> None:
-    watched: Any = _Watched(work.find_trainer(), work.task.weights_d, keep)
-    work.find_trainer = lambda: watched
+def _watched(work: Work, keep: Callable[[Vector], None]) -> Work:
+    trainer: Any = _Watched(work.find_trainer(), work.task.weights_d, keep)
+    return replace(work, find_trainer=lambda: trainer)
 
 
 def jobs(
