@@ -308,6 +308,8 @@ def beside_flower(num_rounds: int, num_flower_rounds: int) -> Iterator[Row]:
     """Ours, Flower's own, and ours again: the load may change meanwhile."""
     ours = [tiny(num_rounds)]
     yield ours[0]
+    if not num_flower_rounds:
+        return
     theirs = [tiny_of_flower(num_flower_rounds, name) for name in ("", "torch")]
     yield from theirs
     ours.append(tiny(num_rounds))
@@ -387,7 +389,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny-rounds", type=int, default=100)
-    parser.add_argument("--flower-rounds", type=int, default=6)
+    parser.add_argument("--flower-rounds", type=int, default=6, help="0 for ours alone")
     parser.add_argument("--many", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--many-mb", type=int, default=100)
     parser.add_argument("--site", nargs=5, help=argparse.SUPPRESS)

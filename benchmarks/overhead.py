@@ -70,7 +70,7 @@ def start_seconds(job_path: Path) -> dict[str, float]:
         assert process.stderr is not None
         process.stderr.readline()
         first = time.perf_counter() - begin
-        process.communicate()
+        process.kill()
     return {"torch_import": torch, "to_first_round": first, "beyond": first - torch}
 
 

@@ -4,6 +4,7 @@
 
 runs a unit of each case that matches, in this checkout, to see that they work. A
 pattern such as ``dp-*`` stands for several cases; without any, all of them run.
+``--list`` prints their names.
 
 This file runs with the modules of an older commit too. So a case takes names from the
 benchmark scripts of the checkout that it measures, which import them from where they
@@ -140,7 +141,7 @@ def mask(num_masks: int, bits: int) -> Callable[[], object]:
 
 
 def unmask() -> Callable[[], object]:
-    """Add a site's vector and take one mask off, as the aggregator does."""
+    """Add vectors of ten sites and take a mask of each off, as the aggregator does."""
     import secure_aggregation as sums
 
     inputs = _sum_inputs(64, 32)
@@ -152,11 +153,12 @@ def unmask() -> Callable[[], object]:
         masks=masks,
         rounding_key=bytes(32),
     ).words_w
-    total = sums.MaskedSum(inputs.values, inputs.spec)
 
     def act() -> None:
-        total.fold_(words)
-        total.apply_masks_(masks)
+        total = sums.MaskedSum(inputs.values, inputs.spec)
+        for _ in range(10):
+            total.fold_(words)
+            total.apply_masks_(masks)
 
     return act
 
@@ -285,7 +287,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
             yield f"dp-{kind}-{size}-{clipping}", repeated(step, times)
     for num_masks, bits in ((5, 32), (5, 16), (16, 32)):
         yield f"mask-{num_masks}-{bits}", repeated(part(mask, num_masks, bits), 4)
-    yield "unmask", repeated(unmask, 10)
+    yield "unmask", repeated(unmask)
     for place in ("disk", "encrypted"):
         objects = part(stored, encrypted=place == "encrypted")
         for act, times in (("put", 3), ("read", 10)):
@@ -361,6 +363,9 @@ def once() -> Callable[[], None]:
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         worker(Path(sys.argv[2]), sys.argv[3])
+        return
+    if sys.argv[1:] == ["--list"]:
+        print(json.dumps({"cases": list(CASES)}))
         return
     wanted = sys.argv[1:] or ["*"]
     for name, case in CASES.items():

@@ -1,6 +1,7 @@
 """What changed between two commits, in turns: CPU time, memory, and deployed rounds.
 
     python benchmarks/turns.py [OLD] [NEW] [--cases 'secure-*' ...] [--pairs 15]
+        [--starts 3]
 
 OLD and NEW are commits or folders with a checkout; by default the last commit and the
 working folder. Commits are checked out as worktrees of git into a temporary folder,
@@ -8,11 +9,12 @@ which is removed. Both run with this interpreter and its packages, each in a vir
 environment that holds its checkout only.
 
 For each case of ``turn_cases.py`` a process per side does one unit of work for each
-pair, one after the other; the two sides begin in turn. The first unit of each is not
-counted. Times are CPU times of the process but where the measure says otherwise. The
-ratio, new over old, is the median of the pairs' ratios, because machines are shared;
-its quartiles stand beside it. ``peak_mib`` is the most memory of each process
-(``ru_maxrss``).
+pair, one after the other; the two sides begin in turn. The first unit of a process is
+not counted. Some processes are slower than others for as long as they live: so new
+ones start after each part of the pairs. Times are CPU times of the process but where
+the measure says otherwise. The ratio, new over old, is the median of the pairs' ratios,
+because machines are shared; its quartiles stand beside it. ``peak_mib`` is the most
+memory that a process of each side took (``ru_maxrss``).
 
 JSON lines on stdout, the machine first; a table on stderr.
 """
@@ -22,6 +24,7 @@ import contextlib
 import fnmatch
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,7 +41,6 @@ import machine
 import turn_cases
 
 HERE = Path(__file__).resolve().parent
-WARM_UPS = 1
 
 Row = dict[str, Any]
 Sides = tuple["Checkout", "Checkout"]
@@ -140,19 +142,22 @@ class Worker:
         return dict(answer["seconds"])
 
 
-def measure(sides: Sides, case: str, pairs: int) -> Iterator[Row]:
+def measure(sides: Sides, case: str, pairs: int, starts: int) -> Iterator[Row]:
     """A row for each measure of a case."""
-    with Worker(sides[0], case) as old, Worker(sides[1], case) as new:
-        found: list[tuple[dict[str, float], dict[str, float]]] = []
-        loads = []
-        for number in range(WARM_UPS + pairs):
-            if number % 2:
-                second = new.unit()
-                found.append((old.unit(), second))
-            else:
-                found.append((old.unit(), new.unit()))
-            loads.append(os.getloadavg()[0])
-    found = found[WARM_UPS:]
+    found: list[tuple[dict[str, float], dict[str, float]]] = []
+    loads, peaks = [], [0.0, 0.0]
+    for number in range(min(starts, pairs)):
+        with Worker(sides[0], case) as old, Worker(sides[1], case) as new:
+            old.unit()  # Imports, and what else only the first unit does.
+            new.unit()
+            while len(found) < pairs * (number + 1) // min(starts, pairs):
+                if len(found) % 2:
+                    second = new.unit()
+                    found.append((old.unit(), second))
+                else:
+                    found.append((old.unit(), new.unit()))
+                loads.append(os.getloadavg()[0])
+            peaks = [max(peaks[0], old.peak_mib), max(peaks[1], new.peak_mib)]
     for name in found[0][0]:
         olds, news = [[turn[side][name] for turn in found] for side in (0, 1)]
         ratios = [mine / theirs for theirs, mine in zip(olds, news, strict=True)]
@@ -160,13 +165,14 @@ def measure(sides: Sides, case: str, pairs: int) -> Iterator[Row]:
             "case": case,
             "measure": name,
             "pairs": pairs,
+            "starts": min(starts, pairs),
             "load": round(statistics.median(loads), 1),
             "old": spread(olds),
             "new": spread(news),
             "ratio": round(statistics.median(ratios), 3),
             "quartiles": quartiles(ratios),
             "ratio_of_minima": round(min(news) / min(olds), 3),
-            "peak_mib": [round(old.peak_mib, 1), round(new.peak_mib, 1)],
+            "peak_mib": [round(peak, 1) for peak in peaks],
         }
 
 
@@ -203,6 +209,7 @@ def main() -> None:
     parser.add_argument("new", nargs="?", default=str(HERE.parent))
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="CASE")
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--starts", type=int, default=3, help="of the two processes")
     args = parser.parse_args()
     cases = [
         name
@@ -211,6 +218,8 @@ def main() -> None:
     ]
     if not cases:
         parser.error(f"no such case; there are {', '.join(turn_cases.CASES)}")
+    # So that the worktrees are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.ExitStack() as stack:
         places = [
             Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)
@@ -225,7 +234,7 @@ def main() -> None:
             file=sys.stderr,
         )
         for case in cases:
-            for row in measure((old, new), case, args.pairs):
+            for row in measure((old, new), case, args.pairs, args.starts):
                 print(json.dumps(row), flush=True)
                 print(line_of(row), file=sys.stderr)
 

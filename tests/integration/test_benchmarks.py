@@ -1,0 +1,108 @@
+"""Every benchmark script runs, in a form that is too short for its figures to count."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+JOB = """
+name = "tiny"
+rounds = 2
+
+[model]
+factory = "clients.models:digits_cnn"
+
+[data]
+source = "clients.data:digits"
+
+[training]
+local_steps = 1
+batch_size = 8
+
+[[sites]]
+name = "one"
+
+[[sites]]
+name = "two"
+"""
+
+# What makes each script short. JOB stands for a job file, of two sites and two rounds.
+SHORT = {
+    "checkpoints": "--megabytes 4",
+    "combine": "--values 100000 --sites 2 --threads 1 --repetitions 1",
+    "deployed": "--only tiny --tiny-rounds 2 --flower-rounds 0",
+    "dp_sgd": "--repetitions 1 --kinds cnn",
+    "group_sums": "--smoke --attacks flip",
+    "noise": "--values 10000 --repetitions 1",
+    "overhead": "--job JOB --rounds 1",
+    "precision": "--values 10000 --sites 2",
+    "privacy_utility": "--job JOB --runs 1 --epsilons inf --repetitions 0",
+    "rounds": "--sites 2 --ours-only",
+    "secure_aggregation": "--values 100000 --sites 2 --bits 32 --repetitions 1"
+    " --memory-values 100000",
+    "storage": "--megabytes 1 --turns 1",
+    "storage_cloud": "--store s3 --large ours --gigabytes 0",
+    "streaming": "--examples 300 --step-seconds 0 --setup-seconds 0 --repeats 1",
+    "turns": "--pairs 1 --cases encrypted-read-small",
+}
+FLOWER = {"combine", "deployed", "secure_aggregation"}
+# `test_audit.py` runs the first; the cases of the second are tried below.
+ELSEWHERE = {"audit", "turn_cases"}
+LONG_CASES = {"secure-16-threshold-12", "secure-64-threshold-43", "private", "deployed"}
+
+
+def run(name: str, *arguments: str) -> list[dict[str, object]]:
+    """The JSON lines that a script prints."""
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{name}.py", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=BENCHMARKS.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_no_script_is_left_out():
+    """A script added without a short form fails here."""
+    scripts = {
+        path.stem
+        for path in BENCHMARKS.glob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text()
+    }
+    assert scripts == SHORT.keys() | ELSEWHERE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.flower] if name in FLOWER else [])
+        for name in SHORT
+    ],
+)
+def test_script_prints_the_machine_and_figures(name: str, tmp_path: Path):
+    """JSON lines, of which the first says what the others are."""
+    job = tmp_path / "tiny.toml"
+    job.write_text(JOB)
+    arguments = SHORT[name].replace("JOB", str(job)).split()
+    machine, *figures = run(name, *arguments)
+    assert machine["benchmark"] == name
+    assert figures
+
+
+@pytest.mark.slow
+@pytest.mark.flower
+def test_every_case_of_turns_does_a_unit():
+    """But for those that take long, whose functions the others share."""
+    names = run("turn_cases", "--list")[0]["cases"]
+    assert isinstance(names, list)
+    wanted = [name for name in names if name not in LONG_CASES]
+    found = run("turn_cases", *wanted)
+    assert [row["case"] for row in found if "case" in row] == wanted
+    assert len([row for row in found if "seconds" in row]) == len(wanted)
