@@ -554,7 +554,7 @@ def test_nothing_leaves_a_site_but_masked_words_and_signed_digests(threshold: in
     ears: list[Overheard] = []
 
     def wrap(site: Site) -> Overheard:
-        if site._name == SITE:
+        if site.name == SITE:
             retrained(with_examples)(site)
         ears.append(Overheard(site))
         return ears[-1]

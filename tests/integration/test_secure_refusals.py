@@ -329,7 +329,7 @@ def test_simulation_closes_its_sites(monkeypatch: pytest.MonkeyPatch):
     close = Site.close
 
     def noted(site: Site) -> None:
-        closed.append(site._name)
+        closed.append(site.name)
         close(site)
 
     def stop(event: events.Event) -> None:
