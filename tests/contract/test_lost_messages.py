@@ -62,11 +62,10 @@ def lose_tasks(monkeypatch: pytest.MonkeyPatch, num: int) -> list[Envelope]:
     return lost
 
 
-@pytest.mark.parametrize("size", [4, 2 * MB], ids=["small", "in pieces"])
 @pytest.mark.parametrize(
-    ("num_tasks", "num_answers"),
-    [(1, 0), (0, 1), (1, 1)],
-    ids=["a task", "an answer", "both"],
+    ("num_tasks", "num_answers", "size"),
+    [(1, 0, 4), (0, 1, 4), (1, 1, 2 * MB)],
+    ids=["a small task", "a small answer", "both in pieces"],
 )
 def test_lost_message_costs_seconds_and_no_work(
     running: Running,
