@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from support.stored_runs import stored
 from federation.errors import StoreUnavailable
 from federation.events import (
     DataDistributed,
-    Event,
     ModelEvaluated,
     RoundFinished,
     RunStarted,
@@ -105,10 +105,16 @@ def _read(page: str) -> _Reader:
     return reader
 
 
-@pytest.mark.parametrize("events", RUNS.values(), ids=RUNS)
-def test_page_is_whole_and_self_contained(events: list[Event]):
+@cache
+def page_of(name: str) -> str:
+    """Page of one of the runs above: half a second each."""
+    return render(fold(RUNS[name]), JOB, VERSIONS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_is_whole_and_self_contained(name: str):
     """Tags match, names are unique, and nothing points outside the file."""
-    page = render(fold(events), JOB, VERSIONS)
+    page = page_of(name)
     reader = _read(page)
     assert page.startswith("<!DOCTYPE html>")
     assert set(reader.ids) >= SECTIONS
@@ -121,8 +127,7 @@ def test_page_is_whole_and_self_contained(events: list[Event]):
 
 def test_numbers_are_on_the_page():
     """Tiles, tables and configuration say what the view says."""
-    view = fold(event_samples.troubled())
-    page = render(view, JOB, VERSIONS)
+    view, page = fold(RUNS["troubled"]), page_of("troubled")
     for text in (
         f"{view.last_evaluated.pooled.loss:.3f}",
         "9 of 10",
@@ -138,8 +143,7 @@ def test_numbers_are_on_the_page():
 
 def test_secure_run_shows_sums_only():
     """The header says so; the key of the curves names no site, the tables do."""
-    view = fold(event_samples.secure())
-    page = render(view, JOB, VERSIONS)
+    view, page = fold(RUNS["secure"]), page_of("secure")
     assert ">secure aggregation</span>" in page
     assert page.count("known of all sites together only") == 3
     assert "Thin lines far apart" not in page
@@ -150,7 +154,7 @@ def test_secure_run_shows_sums_only():
 
 def test_plain_run_does_not_claim_secrecy():
     """Each site has its line, and nothing of secure steps is on the page."""
-    page = render(fold(event_samples.two_sites(2)), JOB, VERSIONS)
+    page = page_of("quiet")
     key = page.split('<div class="key">')[1].split("</div>")[0]
     assert re.findall(r"</i>([^<]*)", key) == ["all sites", *event_samples.TWO_SITES]
     assert ">secure aggregation</span>" not in page
@@ -164,15 +168,10 @@ def _section(page: str, name: str) -> str:
     return " ".join(re.sub(r"<[^>]*>", " ", part.partition(">")[2]).split())
 
 
-@pytest.fixture(scope="module")
-def private_page() -> str:
-    """The page of a run with differential privacy."""
-    return render(fold(event_samples.private(3)), JOB, VERSIONS)
-
-
-def test_private_run_says_what_is_promised_and_what_is_not(private_page: str):
+def test_private_run_says_what_is_promised_and_what_is_not():
     """Epsilon with its terms, each site's means, what is noised and what is open."""
-    text = _section(private_page, "privacy")
+    page = page_of("private")
+    text = _section(page, "privacy")
     for words in (
         "any one training record of a site",
         "epsilon is 7.92 of 8 at delta 1e-04 (one record added or removed; PLD; Pois",
@@ -185,13 +184,13 @@ def test_private_run_says_what_is_promised_and_what_is_not(private_page: str):
         "What is not protected",
     ):
         assert words in text
-    assert 'id="figure-epsilon"' in private_page
-    assert "No differential privacy in this run" not in private_page
+    assert 'id="figure-epsilon"' in page
+    assert "No differential privacy in this run" not in page
 
 
-def test_private_tiles_and_tables(private_page: str):
+def test_private_tiles_and_tables():
     """A bare epsilon is nowhere; what carries noise is marked, with its size."""
-    page = private_page
+    page = page_of("private")
     tiles = _section(page, "summary")
     assert (
         "Epsilon 7.92 of 8 at delta 1e-04; one record added or removed; PLD; Poisson "
@@ -282,7 +281,7 @@ def test_public_held_out_results_are_called_so():
 
 def test_exhausted_run_is_no_error():
     """It has spent what it was given, which is a sound end."""
-    page = render(fold(event_samples.exhausted()), JOB, VERSIONS)
+    page = page_of("exhausted")
     assert '<span class="status exhausted">exhausted</span>' in page
     assert '<p class="message calm">The privacy budget is spent' in page
     assert '<p class="message">' not in page
@@ -303,7 +302,7 @@ def test_spending_beyond_the_cap_stands_out():
 
 def test_run_without_privacy_claims_none():
     """No section, no tile, no figure."""
-    page = render(fold(event_samples.two_sites(2)), JOB, VERSIONS)
+    page = page_of("quiet")
     assert 'id="privacy"' not in page
     assert ">differential privacy</span>" not in page
     assert "Epsilon" not in page
@@ -420,7 +419,7 @@ def test_resources_are_shown_with_their_method():
         else event
         for event in event_samples.two_sites(2)
     ]
-    assert "At work" not in render(fold(event_samples.two_sites(2)), JOB, VERSIONS)
+    assert "At work" not in page_of("quiet")
     view = fold(events)
     page = render(view, JOB, VERSIONS)
     for shown in ("At work", "2 min 02 s", "4 min 04 s", "3.0 GB", "of the process"):
@@ -484,7 +483,7 @@ def test_unwritable_report_is_a_store_error(tmp_path: Path):
 
 def test_what_stores_were_used_for():
     """By store, user, way and operation, with a line of totals and the cache."""
-    text = _section(render(fold(stored()), JOB, VERSIONS), "storage")
+    text = _section(page_of("stored"), "storage")
     run_in_bucket = "s3://federation-runs/experiments/two-clouds/20260101-000000-abcdef"
     assert f"{run_in_bucket} coordinator same region put 3 7 - 2.0 MB - 1.5 s" in text
     assert "stat 2 2 1 - - 0.2 s" in text
@@ -496,7 +495,7 @@ def test_what_stores_were_used_for():
 
 def test_no_store_no_section():
     """A run that is kept nowhere and reads from no store has nothing to tell."""
-    page = render(fold(event_samples.two_sites(2)), JOB, VERSIONS)
+    page = page_of("quiet")
     assert 'id="storage"' not in page
 
 
