@@ -1,17 +1,20 @@
 """A whole federation on this machine: real processes, real sockets, real keys."""
 
 import contextlib
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deploy.cli import commands
 from federation.clock import SystemClock
 
 CLOCK = SystemClock()
@@ -38,6 +41,18 @@ def crossfed(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def _prepare(*arguments: str) -> str:
+    """Run a short command in this process, which has imported torch; its output."""
+    out = io.StringIO()
+    path = [*sys.path]
+    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Those of libraries, as for a user.
+        code = commands.main(arguments)
+    sys.path[:] = path  # The command line has added the working folder.
+    assert code == 0, (arguments, out.getvalue())
+    return out.getvalue()
 
 
 @dataclass(kw_only=True)
@@ -216,15 +231,14 @@ def deployed(
     )
     address = f"{host}:{port}"
     home = str(folder / "aggregator")
-    crossfed("aggregator", "init", home, "--host", host, "--listen", address)
+    _prepare("aggregator", "init", home, "--host", host, "--listen", address)
     try:
         made.start_aggregator()
         log = folder / "aggregator.log"
         wait_for(lambda: _is_healthy(made), f"the aggregator ({log})")
         for site in sites:
-            invited = crossfed("aggregator", "invite", site, "--config", made.config)
-            token = invited.stdout.split()[-1]
-            crossfed("enroll", token, "--folder", str(folder / site))
+            invited = _prepare("aggregator", "invite", site, "--config", made.config)
+            _prepare("enroll", invited.split()[-1], "--folder", str(folder / site))
         for site in sites:
             _accept_roster(folder / site)
             _set_policy(folder / site / "site.toml", policy)
@@ -249,10 +263,10 @@ def _is_healthy(made: Deployment) -> bool:
 
 
 def _accept_roster(folder: Path) -> None:
-    shown = crossfed("enroll", "--roster", "--folder", str(folder)).stdout
+    shown = _prepare("enroll", "--roster", "--folder", str(folder))
     if "--accept" in shown:
         digest = shown.split("--accept")[1].split()[0]
-        crossfed("enroll", "--roster", "--accept", digest, "--folder", str(folder))
+        _prepare("enroll", "--roster", "--accept", digest, "--folder", str(folder))
 
 
 def _set_policy(path: Path, policy: str) -> None:
