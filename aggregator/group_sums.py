@@ -184,9 +184,8 @@ class GroupGather:
             TooFewSites: Too few groups have one for the rule; the round is lost.
             DrawRefused: The groups do not follow from the draw.
         """
-        record.leave_out(
-            self._exchange.announce(record.events, state.suspicions.faults)
-        )
+        record.change_members(record.members.leave_out(state.suspicions.faults))
+        record.leave_out(state.suspicions.faults)
         rounds = self._exchange_updates(state, record, kind)
         evaluation = kind is TaskKind.EVALUATE or evaluates(self.job, state)
         sums: dict[_OpenGroup, OpenedSum] = {}
@@ -293,6 +292,7 @@ class GroupGather:
             TooFewSites: Groups cannot be drawn, or none has keys.
             DrawRefused: The groups do not follow from the draw.
         """
+        self._exchange.note_returns(record)
         if not self._groups:
             self._draw(record, known)
         due = [group for group in self._groups if group.run_setup.is_due]
@@ -337,7 +337,7 @@ class GroupGather:
         except TooFewSites:
             suspected = _suspected(known, draw, half.missing(), record.events)
             record.verdicts.suspicions = suspected
-            self._exchange.announce(record.events, suspected.faults)
+            record.change_members(record.members.leave_out(suspected.faults))
             raise
         self._secrets = half.secrets
         self._groups = [

@@ -13,13 +13,15 @@ from typing import Any
 
 from federation.errors import CheckpointMismatch, CorruptObject, LayoutMismatch
 from federation.ids import SiteId
+from federation.members import Members, RunMember, Standing
 from federation.messages import LedgerAnchor
 from federation.protocols import Buffer, RunProgress, Suspicions
 from federation.vectors import Layout, Role
 
-FORMAT = 5
-# Of earlier releases: 4 has no suspicions, 3 no frozen tensors, 2 no anchors.
-_READABLE = frozenset({2, 3, 4, FORMAT})
+FORMAT = 6
+# Of earlier releases: 5 has no members, so that all sites have joined; 4 no
+# suspicions, 3 no frozen tensors, 2 no anchors.
+_READABLE = frozenset({2, 3, 4, 5, FORMAT})
 MAX_MANIFEST_BYTES = 64 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -172,6 +174,10 @@ def encode(manifest: Manifest) -> bytes:
             "disputes": manifest.suspicions.disputes,
             "silences": dict(manifest.suspicions.silences),
         },
+        "members": {
+            site: [member.standing, member.reason, member.replaced]
+            for site, member in manifest.members.noted.items()
+        },
         "job": manifest.job,
         "layout": {
             "digest": layout.digest,
@@ -238,8 +244,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
             for name, shape, dtype, role in table["tensors"]
         ]
     )
-    if document["format"] == FORMAT:
-        layout = replace(layout, frozen=table["frozen"])
+    layout = replace(layout, frozen=table.get("frozen", layout.frozen))
     manifest = Manifest(
         key=key,
         run_id=document["run_id"],
@@ -249,6 +254,14 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         update_clip=document["update_clip"],
         anchors=_parse_anchors(document.get("anchors", {})),
         suspicions=_parse_suspicions(document.get("suspicions", {})),
+        members=Members(
+            {
+                SiteId(site): RunMember(Standing(standing), reason, replaced)
+                for site, (standing, reason, replaced) in document.get(
+                    "members", {}
+                ).items()
+            }
+        ),
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),

@@ -5,14 +5,7 @@ What is common to one sum over all sites (``secure_sum``) and to sums over group
 their silence tell of the keys that they have.
 """
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -33,7 +26,6 @@ from federation.messages import (
 )
 from federation.protocols import Grid
 from federation.rounds.failures import failure
-from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_record import RoundRecord
 from privacy.secagg.arithmetic.ring_errors import SumOutOfRange
 from privacy.secagg.errors import BadShare, DrawRefused, TooFewSites
@@ -58,16 +50,15 @@ class SecureExchange:
     grid: Grid
     deadline_seconds: float
     run_setup_of: Callable[[SiteId], RunSetup | None]
-    _left_out: Collection[SiteId] = field(default=(), init=False)  # As announced.
+    _left: set[SiteId] = field(default_factory=set, init=False)
 
-    def announce(
-        self, events: RoundEvents, left_out: Mapping[SiteId, str]
-    ) -> Mapping[SiteId, str]:
-        """Emit who is left out, if it has changed."""
-        if set(left_out) != set(self._left_out):
-            events.left_out(left_out)
-            self._left_out = set(left_out)
-        return left_out
+    def note_returns(self, record: RoundRecord) -> None:
+        """Note that sites which had left and are asked again have no keys."""
+        for site in self._left - record.members.away().keys():
+            self._left.remove(site)
+            run_setup = self.run_setup_of(site)
+            if run_setup is not None:
+                run_setup.note_lacking(site)
 
     def take(
         self,
@@ -79,6 +70,8 @@ class SecureExchange:
     ) -> None:
         """Take one step with some sites; a wrong answer is reported and left out.
 
+        Who has said meanwhile that it is gone is not asked.
+
         Args:
             record: The round.
             step: What to ask.
@@ -86,6 +79,7 @@ class SecureExchange:
             body: What goes to a site.
             accept: Takes a site's answer, and returns who has signed it.
         """
+        away = record.members.away()
         tasks = [
             SecureTask(
                 run_id=self.run_id,
@@ -95,6 +89,7 @@ class SecureExchange:
                 body=body(site),
             )
             for site in sites
+            if site not in away
         ]
         replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
         record.take_step(
@@ -154,7 +149,7 @@ class SecureExchange:
             run_setup.note_answer(site)
 
     def _noting(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Note as they land which sites have lost their keys.
+        """Note as they land which sites have lost their keys, or will.
 
         Nobody signs that, as nobody signs silence: whoever could forge it could as
         well drop the site's answers.
@@ -163,11 +158,15 @@ class SecureExchange:
             answer = reply.message
             if isinstance(answer, SiteFailure):
                 self._note_failure(answer)
+            elif isinstance(answer, MaskedUpdate) and answer.leaving is not None:
+                self._left.add(answer.site)
             del answer
             yield reply
             del reply
 
     def _note_failure(self, answer: SiteFailure) -> None:
+        if answer.kind is FailureKind.LEAVING:
+            self._left.add(answer.site)
         run_setup = self.run_setup_of(answer.site)
         if run_setup is None:
             return

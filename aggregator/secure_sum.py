@@ -126,8 +126,8 @@ class SecureGather:
             SumOutOfRange: Honest sites do not make such a sum.
         """
         blame = Blame(self.contract, state.suspicions)
-        left_out = self._exchange.announce(record.events, blame.left_out())
-        setup = self._set_up(record, left_out)
+        record.change_members(record.members.leave_out(blame.left_out()))
+        setup = self._set_up(record, record.members.away())
         model = train.model_digest(record.sent(state.weights_d), state.integers_m)
         tasks = self._tasks(state, record, kind, setup, model)
         trains, clip = kind is TaskKind.TRAIN, self._clip(state)
@@ -139,8 +139,9 @@ class SecureGather:
         )
         size = self.layout.size if trains else None
         current = MaskedRound(setup, facts, size=size)
-        record.leave_out(left_out)
-        asked = [task for task in tasks if task.site not in left_out]
+        record.leave_out(blame.left_out())
+        away = record.members.away()
+        asked = [task for task in tasks if task.site not in away]
         self._exchange.fold(record, asked, lambda _: current)
         try:
             survivors = current.protocol.close_masked()
@@ -152,7 +153,7 @@ class SecureGather:
             for said in blame.note(current.protocol):
                 record.events.warned(f"round {record.round_index}: {said}")
             record.verdicts.suspicions = blame.suspicions()
-            self._exchange.announce(record.events, blame.left_out())
+            record.change_members(record.members.leave_out(blame.left_out()))
 
     def _set_up(self, record: RoundRecord, left_out: Collection[SiteId]) -> SetupRecord:
         """Find the setup to work under; make a new one first if that is due.
@@ -160,6 +161,7 @@ class SecureGather:
         Raises:
             TooFewSites: A site is missing, and too few others have keys.
         """
+        self._exchange.note_returns(record)
         if self._run_setup.is_due:
             self._run_setup.attempt()
             try:

@@ -5,9 +5,11 @@ The coordinator emits them, ``event_log`` writes them as JSON lines, and everyth
 durations; sizes are bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
+from federation.members import Members, Standing
 from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Resources
 
 
@@ -297,20 +299,49 @@ class StepTaken(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SitesLeftOut(RoundEvent):
-    """Rounds go on without some sites, which did not keep to the protocol.
+    """Rounds go on without some sites.
 
-    Emitted when it changes, and once by each coordinator that goes on with such a run.
-    The tuples run in parallel.
+    They have left, or do not keep to the protocol of secure aggregation. Emitted when
+    it changes, and once by each coordinator that goes on with such a run. The tuples
+    run in parallel.
 
     Attributes:
         at: When.
         round_index: The round that showed it, or before which a coordinator resumed.
         sites: All sites that are left out from now on; empty if all are asked again.
-        reasons: Why, in one line each.
+        reasons: Why, in one line each: of a site that leaves what it says itself.
+        standings: ``leaving``, at the end of the round; ``gone``, until it is back; or
+            ``left out``, for what it did.
     """
 
     sites: tuple[str, ...]
     reasons: tuple[str, ...]
+    standings: tuple[str, ...] = ()
+
+    def named(self) -> Sequence[str]:
+        """Each site with the reason, for a person."""
+        rows = zip_longest(self.sites, self.reasons, self.standings)
+        gone = (Standing.LEAVING, Standing.GONE)
+        return [
+            f"{site} ({standing}: {why})" if standing in gone else f"{site} ({why})"
+            for site, why, standing in rows
+        ]
+
+
+def left_out(members: Members, round_index: int, *, at: float) -> SitesLeftOut:
+    """Say which of a run's sites rounds go on without."""
+    found = [
+        (site, one)
+        for site, one in members.noted.items()
+        if one.standing is not Standing.JOINED
+    ]
+    return SitesLeftOut(
+        at=at,
+        round_index=round_index,
+        sites=tuple(site for site, _ in found),
+        reasons=tuple(one.reason for _, one in found),
+        standings=tuple(one.standing.value for _, one in found),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

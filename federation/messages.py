@@ -51,6 +51,15 @@ class FailureKind(StrEnum):
     DUPLICATE = "duplicate"  # a second answer to one question
     LATE = "late"  # an answer after its round had ended
     UNKNOWN = "unknown"  # an answer of a site that was not asked
+    LEAVING = "leaving"  # the site leaves the run; the message is a ``LeaveReason``
+
+
+class LeaveReason(StrEnum):
+    """Why a site leaves a run in its middle."""
+
+    SIGTERM = "sigterm"  # its supervisor stops it
+    SPOT = "spot"  # its cloud takes the machine away
+    OPERATOR = "operator"  # a person wants it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +296,7 @@ class MaskedUpdate(RoundMessage):
         spent: Under differential privacy what the site has spent; public.
         based_on: As in the task that this answers.
         fragment: As in the task that this answers.
+        leaving: Why the site leaves after this round; None if it stays.
     """
 
     layout_digest: str
@@ -296,6 +306,7 @@ class MaskedUpdate(RoundMessage):
     spent: PrivacySpent | None = None
     based_on: int = 0
     fragment: int = 0
+    leaving: LeaveReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +333,7 @@ class SiteUpdate(RoundMessage):
         based_on: As in the task that this answers.
         fragment: As in the task that this answers.
         resources: What the work took; None under differential privacy.
+        leaving: Why the site leaves after this round; None if it stays.
     """
 
     layout_digest: str
@@ -337,6 +349,7 @@ class SiteUpdate(RoundMessage):
     based_on: int = 0
     fragment: int = 0
     resources: Resources | None = None
+    leaving: LeaveReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +365,7 @@ class SiteEvaluation(RoundMessage):
         spent: Under differential privacy what the site has spent.
         based_on: As in the task that this answers.
         fragment: As in the task that this answers.
+        leaving: Why the site leaves after this round; None if it stays.
     """
 
     evaluation: MetricSums
@@ -359,6 +373,7 @@ class SiteEvaluation(RoundMessage):
     spent: PrivacySpent | None = None
     based_on: int = 0
     fragment: int = 0
+    leaving: LeaveReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 
 from federation.ids import SiteId, TaskId
+from federation.members import EVERYBODY, Members
 from federation.messages import (
     LedgerAnchor,
     MetricSums,
@@ -102,6 +103,17 @@ class Grid(Protocol):
 
         An answer that comes all the same is late. Tasks that are closed already are
         left alone.
+        """
+        ...
+
+    def returned(
+        self, sites: Collection[SiteId], round_index: int
+    ) -> Collection[SiteId]:
+        """Those of some sites that are there again, after they have left.
+
+        Args:
+            sites: Sites that have said that they leave.
+            round_index: The round before which this is asked.
         """
         ...
 
@@ -543,6 +555,7 @@ class RunProgress:
             adapts to them; otherwise None.
         anchors: The largest anchor that each site's ledger has sent.
         suspicions: What rounds have shown of sites that do not keep to the protocol.
+        members: Who takes part, who has left, and who is left out.
     """
 
     round_index: int
@@ -551,6 +564,7 @@ class RunProgress:
     update_clip: float | None = None
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
     suspicions: Suspicions = NO_SUSPICIONS
+    members: Members = EVERYBODY
 
     def progress(self) -> Mapping[str, Any]:
         """Its fields by name, without those of a class that has more."""

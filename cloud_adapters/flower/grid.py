@@ -120,6 +120,8 @@ class FlowerGrid:
         self._stopped = stopped
         self._known = attendance.known
         self._answers = Answers(delivery.frames)
+        # When the node of a site had been let in that was last asked something.
+        self._activations: dict[SiteId, str | None] = {}
         self._tidied: tuple[RunId, int] | None = None
         self._num_sent = 0
         self._batches: list[Batch] = []  # Those with a task that is open.
@@ -164,6 +166,8 @@ class FlowerGrid:
         self._num_sent += len(tasks)
         sites = {task.site for task in tasks} & self._nodes.keys()
         self._presence.await_return({self._nodes[s] for s in sites}, deadline_seconds)
+        activations = self._presence.activations()
+        self._activations |= {s: activations.get(self._nodes[s]) for s in sites}
         batch = Batch(
             task_ids=task_ids,
             deadline_seconds=deadline_seconds,
@@ -187,10 +191,12 @@ class FlowerGrid:
         while True:
             for batch in self._batches:
                 self._push(batch)
+            # Before the look for answers: one that leaves answers first.
+            silent = self._presence.silent({*self._nodes.values()})
             ready = deque(self._pull_all())
             for batch in self._batches:
                 self._expire(batch)
-                self._give_up_silent(batch)
+                self._give_up_silent(batch, silent)
                 self._ask_after(batch)
                 ready.extend(batch.ready())
             self._batches = [batch for batch in self._batches if batch.is_open()]
@@ -202,6 +208,16 @@ class FlowerGrid:
         """Close tasks; sites are not told."""
         for batch in self._batches:
             self._late |= batch.withdraw(task_ids)
+
+    def returned(
+        self,
+        sites: Collection[SiteId],
+        round_index: int,  # noqa: ARG002 -- of the seam
+    ) -> Collection[SiteId]:
+        """Sites whose node was let in after they were last asked something."""
+        let_in = self._presence.activations()
+        now = {s: let_in.get(node) for s, node in self._nodes.items() if s in sites}
+        return [s for s in now if now[s] not in {None, self._activations.get(s)}]
 
     def _push(self, batch: Batch) -> None:
         while batch.waiting and self._num_in_flight() < self._delivery.max_in_flight:
@@ -373,11 +389,8 @@ class FlowerGrid:
                 text = f"gave no answer within {seconds:g} s"
                 self._fail(batch, question, FailureKind.DEADLINE, text)
 
-    def _give_up_silent(self, batch: Batch) -> None:
+    def _give_up_silent(self, batch: Batch, silent: set[int]) -> None:
         """Do not wait for nodes whose heartbeats have stopped."""
-        silent = self._presence.silent(
-            {self._nodes[one.task.site] for one in batch.open.values()}
-        )
         for question in [*batch.open.values()]:
             if self._nodes[question.task.site] in silent:
                 # How long that takes to be known is different for nodes of Flower's.

@@ -1,6 +1,6 @@
 """Which of Flower's nodes are there: whose heartbeats have not stopped."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from flwr.serverapp import Grid as FlowerApi
 
@@ -44,7 +44,7 @@ class Presence:
         self._clock = clock
         self._pause = pause
         self._gone: set[int] = set()
-        self._fresh: set[int] = set()
+        self._fresh: dict[int, str] = {}  # With the time of their activation.
         self._next_look = clock.monotonic()
 
     def await_return(self, asked: set[int], deadline_seconds: float) -> None:
@@ -72,23 +72,28 @@ class Presence:
 
     def note_gone(self, node: int) -> None:
         """Flower has said that a node is gone: so it is until the next look."""
-        self._fresh.discard(node)
+        self._fresh.pop(node, None)
 
     def silent(self, asked: set[int]) -> set[int]:
         """Nodes without a fresh heartbeat, as of the last look."""
-        if self._get_nodes is None:
-            return set()
+        return set() if self._get_nodes is None else asked - self.activations().keys()
+
+    def activations(self) -> Mapping[int, str]:
+        """Nodes with a fresh heartbeat, and when each was let in.
+
+        A node that ends and comes back is let in once more.
+        """
         now = self._clock.monotonic()
-        if now >= self._next_look:
+        if self._get_nodes is not None and now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._fresh = _fresh(self._get_nodes(), self._clock.now())
-        return asked - self._fresh
+        return dict(self._fresh)
 
 
-def _fresh(nodes: Iterable[NodeInfo], now: float) -> set[int]:
+def _fresh(nodes: Iterable[NodeInfo], now: float) -> dict[int, str]:
     # A node is online for two intervals after a heartbeat; then it is not listed.
     return {
-        node.node_id
+        node.node_id: node.last_activated_at
         for node in nodes
         if node.heartbeat_interval > OUR_INTERVAL_SECONDS
         or node.online_until - 2 * node.heartbeat_interval >= now - SILENT_SECONDS

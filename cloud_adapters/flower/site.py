@@ -13,10 +13,12 @@ on what the same object did in an earlier round.
 """
 
 import logging
+import math
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,7 +36,16 @@ from cloud_adapters.transport.frames import INLINE, Frames
 from cloud_adapters.transport.redelivery import Inbox, Word
 from federation.errors import ProtocolError, outside_of
 from federation.ids import RunId, SiteId
-from federation.messages import FailureKind, RoundTask, SecureTask, SiteMessage, Task
+from federation.messages import (
+    FailureKind,
+    LeaveReason,
+    RoundTask,
+    SecureAnswer,
+    SecureTask,
+    SiteFailure,
+    SiteMessage,
+    Task,
+)
 from federation.protocols import SiteHandler
 from federation.rounds.failures import failure
 from federation.vectors import Layout
@@ -59,6 +70,8 @@ AGAIN = "query.answer"
 _WORD = "word"
 
 MAX_SECONDS = 1e9
+# Between looks whether the site is about to leave.
+LOOK_SECONDS = 0.2
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,7 +116,16 @@ class Agent(Protocol):
         ...
 
 
-def agent_app(agent: Agent, frames: Frames = INLINE) -> ClientApp:
+Leaves = Callable[[], LeaveReason | None]
+
+
+def stays() -> None:
+    """Never leave."""
+
+
+def agent_app(
+    agent: Agent, frames: Frames = INLINE, leaves: Leaves = stays
+) -> ClientApp:
     """Make the app of a node in whose process a site stays.
 
     A query holds a proposal of a run and is answered with an introduction; what is
@@ -112,6 +134,8 @@ def agent_app(agent: Agent, frames: Frames = INLINE) -> ClientApp:
     Args:
         agent: The site.
         frames: How large messages travel.
+        leaves: Why the site is about to leave; None as long as it is not. Then a task
+            that it works on is answered at once, by a leave notice.
     """
     app = ClientApp()
 
@@ -128,9 +152,9 @@ def agent_app(agent: Agent, frames: Frames = INLINE) -> ClientApp:
             if references:
                 sizes = Sizes.of_layout(agent.layout(head.run_id))
                 task = frames.receive(head, references, sizes)
-            return frames.send(agent.answer(task))
+            return frames.send(_noticed(agent.answer(task), leaves()))
 
-        packed = _within(_deadline(message), head, work)
+        packed = _within(_deadline(message), head, work, leaves)
         return Message(_content(packed), reply_to=message)
 
     app.query()(introduce)
@@ -339,7 +363,25 @@ def _limit_torch(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _within(seconds: float, task: Task, work: Callable[[], PackedFrame]) -> PackedFrame:
+def _noticed(answer: SiteMessage, reason: LeaveReason | None) -> SiteMessage:
+    """Say in an answer that the site leaves, if it does."""
+    if reason is None or isinstance(answer, SecureAnswer | SiteFailure):
+        return answer
+    return replace(answer, leaving=reason)
+
+
+def end_work() -> None:
+    """Wait for the work on tasks that have been answered by a leave notice."""
+    for thread, _ in [*_working.values()]:
+        thread.join()
+
+
+def _within(
+    seconds: float,
+    task: Task,
+    work: Callable[[], PackedFrame],
+    leaves: Leaves = stays,
+) -> PackedFrame:
     """Answer within a time, in a thread, so that a hanging site frees its process."""
     answers: list[PackedFrame] = []
 
@@ -360,8 +402,12 @@ def _within(seconds: float, task: Task, work: Callable[[], PackedFrame]) -> Pack
         thread = threading.Thread(target=do, name="crossfed-site", daemon=True)
         _working[task.site] = (thread, task.round_index)
         thread.start()
-    thread.join(timeout=seconds)
-    if thread.is_alive():
-        text = f"gave no answer within {seconds:g} s"
-        return inline(failure(task, FailureKind.DEADLINE, text))
-    return answers[0]
+    num_looks = math.ceil(seconds / LOOK_SECONDS)
+    for _ in range(num_looks):
+        thread.join(timeout=seconds / num_looks)
+        if not thread.is_alive():
+            return answers[0]
+        if (reason := leaves()) is not None:
+            return inline(failure(task, FailureKind.LEAVING, reason.value))
+    text = f"gave no answer within {seconds:g} s"
+    return inline(failure(task, FailureKind.DEADLINE, text))

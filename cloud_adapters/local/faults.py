@@ -4,7 +4,7 @@ They spoil what a site says on its way to the aggregator, as a broken or hostile
 site would. The site's own code is not touched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from federation.ids import SiteId
 from federation.job.spec import FaultSpec
 from federation.messages import (
     FailureKind,
+    LeaveReason,
     MaskedUpdate,
     RoundTask,
     SecureTask,
@@ -28,7 +29,7 @@ from federation.protocols import Clock, SiteHandler
 from federation.rounds.failures import failure
 from federation.vectors import Vector, Words
 
-_SILENCING = frozenset({"silent", "crash"})
+_SILENCING = frozenset({"silent", "crash", "leave"})
 
 
 class Restartable:
@@ -91,6 +92,17 @@ class FaultInjector:
             return self._spoil(fault, task, answer)
         return () if fault.kind in _SILENCING else (answer(),)
 
+    def returned(
+        self, sites: Collection[SiteId], round_index: int
+    ) -> Collection[SiteId]:
+        """Those of some sites that no ``leave`` keeps away from a round."""
+        away = {
+            fault.site
+            for fault in self.faults
+            if fault.kind == "leave" and _strikes(fault, round_index)
+        }
+        return [site for site in sites if site not in away]
+
     def _striking(self, task: Task) -> FaultSpec | None:
         """Find the fault that strikes a site in the round of its task."""
         if isinstance(task, SecureTask):
@@ -108,6 +120,9 @@ class FaultInjector:
     ) -> Sequence[SiteMessage]:
         if fault.kind == "silent":
             return ()
+        if fault.kind == "leave":
+            self.restart(task.site)  # As it will be when it comes back.
+            return (failure(task, FailureKind.LEAVING, LeaveReason.SPOT.value),)
         if fault.kind == "crash":
             return (failure(task, FailureKind.CRASHED, "rehearsed crash"),)
         self._befall(fault, task.site)

@@ -46,6 +46,7 @@ MAX_AHEAD_BYTES = 64 << 20
 CLOSING_SECONDS = 1.0
 
 Fault = Callable[[Task, Callable[[], SiteMessage]], Sequence[SiteMessage]]
+Returned = Callable[[Collection[SiteId], int], Collection[SiteId]]
 Answer = tuple[SiteMessage, int]  # What a site said, and its bytes on the wire.
 
 
@@ -55,6 +56,14 @@ def no_fault(
 ) -> Sequence[SiteMessage]:
     """Let a site answer as it does."""
     return (answer(),)
+
+
+def all_returned(
+    sites: Collection[SiteId],
+    _round_index: int,
+) -> Collection[SiteId]:
+    """Have sites back at once."""
+    return sites
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -109,6 +118,7 @@ class InProcessGrid(Closing):
         clock: Clock,
         workers: int = 1,
         fault: Fault = no_fault,
+        returned: Returned = all_returned,
     ) -> None:
         """Make a grid of the given sites.
 
@@ -117,6 +127,7 @@ class InProcessGrid(Closing):
             clock: Measures deadlines and durations.
             workers: Sites that work at the same time.
             fault: May spoil answers, to rehearse misfortune.
+            returned: See ``Grid``.
 
         Raises:
             ValueError: There is no site or no worker.
@@ -126,6 +137,7 @@ class InProcessGrid(Closing):
         self._handlers = dict(handlers)
         self._clock = clock
         self._fault = fault
+        self.returned = returned
         self._num_workers = min(workers, len(self._handlers))
         # The condition guards everything below, and every slot and batch.
         self._condition = threading.Condition()

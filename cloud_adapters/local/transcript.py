@@ -111,6 +111,12 @@ class TranscriptGrid:
         """Close tasks; see ``Grid``."""
         self._grid.withdraw(task_ids)
 
+    def returned(
+        self, sites: Collection[SiteId], round_index: int
+    ) -> Collection[SiteId]:
+        """Who is back; see ``Grid``."""
+        return self._grid.returned(sites, round_index)
+
     def _note(self, direction: str, message: WireMessage) -> None:
         pieces = wire.encode(message)  # Checks every name that enters a path.
         sequence = self._count + 1

@@ -12,7 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from cloud_adapters.local.inproc_grid import Fault, answers_of, late_word, no_fault
+from cloud_adapters.local.inproc_grid import (
+    Fault,
+    Returned,
+    all_returned,
+    answers_of,
+    late_word,
+    no_fault,
+)
 from federation.clock import VirtualClock
 from federation.ids import SiteId, TaskId
 from federation.messages import FailureKind, Reply, Task
@@ -49,6 +56,7 @@ class VirtualGrid:
         *,
         clock: VirtualClock,
         fault: Fault = no_fault,
+        returned: Returned = all_returned,
     ) -> None:
         """Make a grid of machines, in the order of the job.
 
@@ -56,10 +64,12 @@ class VirtualGrid:
             machines: The sites.
             clock: The aggregator's; ``receive`` moves it on.
             fault: May spoil answers, to rehearse misfortune.
+            returned: See ``Grid``.
         """
         self._machines = dict(machines)
         self._clock = clock
         self._fault = fault
+        self.returned = returned
         self._open: dict[TaskId, tuple[Task, Reply]] = {}
         self._events: list[tuple[float, int, Callable[[], deque[Reply]]]] = []
         self._order = count()  # Of events at the same time: that of their making.

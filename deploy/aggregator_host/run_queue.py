@@ -28,7 +28,7 @@ from federation.errors import (
     RunNotFound,
 )
 from federation.event_log import from_line
-from federation.events import Event, RunFinished
+from federation.events import Event, RunFinished, RunStarted, SitesLeftOut
 from federation.job import job_file
 from federation.job.spec import JobSpec
 from federation.rounds.round_count import completed_rounds
@@ -44,7 +44,7 @@ ROOM_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _COUNTED = tuple(
     b'"event": "%b"' % name
-    for name in (b"RunStarted", b"RoundFinished", b"RunFinished")
+    for name in (b"RunStarted", b"RoundFinished", b"RunFinished", b"SitesLeftOut")
 )
 
 MISSED_LOOKS = 3
@@ -114,6 +114,11 @@ class QueuedRun:
     def rounds(self) -> int:
         """Rounds that are completed; counted anew, from all events."""
         return _completed_rounds(self.run)
+
+    @property
+    def away(self) -> Sequence[str]:
+        """Sites that the run goes on without, each with the reason; now, not once."""
+        return () if self.outcome is not None else _away(self.run)
 
     @property
     def status(self) -> str:
@@ -400,6 +405,18 @@ def _withdraw(one: QueuedRun, flower: Mapping[int, FlowerRun]) -> GiveUp:
 
 def _completed_rounds(run: RunFolder) -> int:
     return completed_rounds(_counted_events(_whole_lines(run)))
+
+
+def _away(run: RunFolder) -> Sequence[str]:
+    """Sites that the newest coordinator goes on without, as its events say."""
+    away: Sequence[str] = ()
+    for event in _counted_events(_whole_lines(run)):
+        match event:
+            case RunStarted():
+                away = ()
+            case SitesLeftOut():
+                away = event.named()
+    return away
 
 
 def _is_finishing(run: RunFolder) -> bool:

@@ -205,8 +205,8 @@ def _ps(options: argparse.Namespace) -> int:
     if options.json:
         say_json(rows)
         return DONE
-    names = ("run", "job", "status", "rounds")
-    say_table(names, ([str(row[name]) for name in names] for row in rows))
+    names = ("run", "job", "status", "rounds", "without")
+    say_table(names, ([_cell(row[name]) for name in names] for row in rows))
     return DONE
 
 
@@ -216,7 +216,12 @@ def _row(handed: "QueuedRun") -> dict[str, Any]:
         "job": handed.run.path.parent.name,
         "status": handed.status,
         "rounds": handed.rounds,
+        "without": handed.away,
     }
+
+
+def _cell(value: Any) -> str:
+    return str(value) if isinstance(value, str | int) else "; ".join(value)
 
 
 def _watch(options: argparse.Namespace) -> int:

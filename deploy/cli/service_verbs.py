@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import threading
 
 from deploy.cli.terminal import interrupts, say_json, tell
@@ -64,7 +65,7 @@ def _aggregator_up(options: argparse.Namespace) -> int:
         clock=options.clock,
         listener=tell,
     )
-    with interrupts(service.stopped.set):
+    with interrupts(lambda _: service.stopped.set()):
         service.run()
     return DONE
 
@@ -72,13 +73,22 @@ def _aggregator_up(options: argparse.Namespace) -> int:
 def _site_up(options: argparse.Namespace) -> int:
     from deploy import prompt_end  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.site_host.service import serve  # noqa: PLC0415 -- imports torch and Flower
+    from federation.messages import LeaveReason  # noqa: PLC0415 -- imports numpy
 
     stopped = threading.Event()
+    why: list[LeaveReason] = []
     end = prompt_end.PromptEnd(stopped, tell)
-    with interrupts(stopped.set):
+
+    def stop(number: int) -> None:
+        is_person = number == signal.SIGINT
+        why.append(LeaveReason.OPERATOR if is_person else LeaveReason.SIGTERM)
+        stopped.set()
+
+    with interrupts(stop):
         serve(
             options.config,
             stopped=stopped,
+            leaves=lambda: why[0] if why else None,
             clock=options.clock,
             listener=tell,
             begun=lambda node: end.say_before(node.leave),
@@ -91,7 +101,7 @@ def _site_relay(options: argparse.Namespace) -> int:
     from deploy.site_host.relay import serve  # noqa: PLC0415 -- imports Flower
 
     stopped = threading.Event()
-    with interrupts(stopped.set):
+    with interrupts(lambda _: stopped.set()):
         serve(
             options.config,
             port=options.port,

@@ -94,7 +94,7 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C into a wish to stop, and the second into the end."""
     asked = False
 
-    def ask() -> None:
+    def ask(_number: int) -> None:
         nonlocal asked
         if asked:
             raise KeyboardInterrupt

@@ -66,11 +66,15 @@ def say_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 @contextmanager
-def interrupts(do: Callable[[], None]) -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM do something until the end of the block."""
+def interrupts(do: Callable[[int], None]) -> Iterator[None]:
+    """Have Ctrl-C and SIGTERM do something until the end of the block.
 
-    def handle(_number: int, _frame: object) -> None:
-        do()
+    Args:
+        do: It is given the signal's number.
+    """
+
+    def handle(number: int, _frame: object) -> None:
+        do(number)
 
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, handle) for number in signals]

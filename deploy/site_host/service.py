@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cloud_adapters.flower.node import FlowerNode
-from cloud_adapters.flower.site import agent_app
+from cloud_adapters.flower.site import Leaves, agent_app, end_work
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.site_host import config as site_file, folder as site_folder
 from deploy.site_host.agent import SiteAgent
@@ -22,6 +22,7 @@ def serve(
     path: Path,
     *,
     stopped: threading.Event,
+    leaves: Leaves,
     clock: Clock,
     listener: Callable[[str], None],
     begun: Callable[[FlowerNode], None] = lambda _node: None,
@@ -31,6 +32,7 @@ def serve(
     Args:
         path: ``site.toml``.
         stopped: Ends it.
+        leaves: Why it is about to end; None as long as it is not.
         clock: Of the agent.
         listener: Called with a word about what happens.
         begun: Called with the node before it connects.
@@ -67,7 +69,7 @@ def serve(
         exchange.opened(config.file.exchange, scratch, watch=agent.watch) as frames,
     ):
         node = FlowerNode(
-            app=agent_app(agent, frames),
+            app=agent_app(agent, frames, leaves),
             address=config.file.aggregator.address,
             root_certificates=authority,
             key=site_folder.node_key(config.node_key),
@@ -80,5 +82,6 @@ def serve(
         site_folder.keep_fresh(config, clock, stopped, listener)
         try:
             node.run()
+            end_work()
         finally:
             agent.close()

@@ -73,6 +73,7 @@ class FlowerSimulation:
 _NOT_HERE = {
     "duplicate": "Flower lets a site answer once",
     "restart": "Flower's simulation keeps no site in memory that could be restarted",
+    "leave": "Flower's simulation has no site that could come back",
 }
 
 

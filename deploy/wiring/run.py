@@ -7,7 +7,7 @@ the server are the same for all.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -98,8 +98,13 @@ class InProcess:
                 seed=self.job.seed,
                 restart=lambda name: sites[name].restart(),
             )
-            workers = wiring.num_workers(self.job)
-            grid = InProcessGrid(sites, clock=self.clock, workers=workers, fault=fault)
+            grid = InProcessGrid(
+                sites,
+                clock=self.clock,
+                workers=wiring.num_workers(self.job),
+                fault=fault,
+                returned=fault.returned,
+            )
             return rounds(stack.enter_context(grid))
 
 
@@ -187,6 +192,7 @@ class Run:
             else:
                 gather = _secure_gather(self.federation, grid, secret)
             parts = self._parts(sites.engine, self.seen(gather), anchors or {})
+            parts = replace(parts, returned=grid.returned)
             return run_federation(self.federation.job, parts)
 
         return sites.reach(rounds)

@@ -82,6 +82,7 @@ class VirtualMachines:
                     machines,
                     clock=self.clock,
                     fault=lambda task, answer: faults[task.site](task, answer),
+                    returned=faults[next(iter(sites))].returned,
                 )
             )
 

@@ -111,7 +111,7 @@ TABLE: Mapping[str, Rows] = {
         (PUBLIC, _SUMS): "at round_index step sites",
         (TRAFFIC, _SITES): "bytes_down bytes_up",
     },
-    "SitesLeftOut": {(PUBLIC, _SITES): "at round_index sites reasons"},
+    "SitesLeftOut": {(PUBLIC, _SITES): "at round_index sites reasons standings"},
     "GroupsCompared": {
         (PUBLIC, _SUMS): "at round_index groups norms distances remarks"
     },

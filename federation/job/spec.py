@@ -358,7 +358,8 @@ class FaultSpec:
         kind: `crash` (raises), `silent` (never answers), `hang` (answers after
             `seconds`), `duplicate` (answers twice), `nan`, `inf`, `garbage` (random
             values of norm `scale`), `wrong_length`, `wrong_round`, `restart` (loses
-            what it has in memory just before it is asked).
+            what it has in memory just before it is asked), `leave` (says that it
+            leaves, and is back after `rounds` with nothing in memory).
         rounds: Rounds in which it happens; all of them when empty.
         every: Only in every so many rounds.
         seconds: How long `hang` takes.
@@ -378,6 +379,7 @@ class FaultSpec:
             "wrong_length",
             "wrong_round",
             "restart",
+            "leave",
         )
     )
     rounds: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ counts as one of the planned rounds. A round that too few sites have the privacy
 budget for is not counted, and ends the run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,6 +33,7 @@ from federation.errors import (
 )
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
+from federation.members import Members, Standing
 from federation.messages import LedgerAnchor, TaskKind, join_anchors
 from federation.protocols import Checkpoints, Clock, RunState, ServerOptimizer
 from federation.resources import CLOCK, UsageMeter
@@ -62,6 +63,7 @@ class ServerParts:
         goes_on: Whether another coordinator goes on with the run after an error.
         anchors: The largest anchor of each site that is known beside the checkpoints.
         meter: Measures what rounds take of this process.
+        returned: Which of some sites are there again before a round: ``Grid.returned``.
     """
 
     run_id: RunId
@@ -78,6 +80,9 @@ class ServerParts:
     goes_on: Callable[[BaseException], bool] = lambda _error: False
     anchors: Mapping[SiteId, LedgerAnchor] = field(default_factory=dict)
     meter: UsageMeter = CLOCK
+    returned: Callable[[Collection[SiteId], int], Collection[SiteId]] = (
+        lambda _sites, _index: ()
+    )
 
 
 def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
@@ -164,17 +169,21 @@ def _run_round(
     Raises:
         BudgetExceeded: Too few sites have the privacy budget for the round.
     """
+    drawn = parts.draw_cohort(job, state.round_index + 1)
+    members = _members(job, parts, state, drawn)
     record = RoundRecord(
         run_id=parts.run_id,
         round_index=state.round_index + 1,
-        cohort=tuple(parts.draw_cohort(job, state.round_index + 1)),
+        cohort=members.present(drawn),
         layout=parts.layout,
         clock=parts.clock,
         emit=parts.emit,
         in_secret=_in_secret(job),
         links=job.communication.links,
         meter=parts.meter,
+        members=state.members,
     )
+    record.change_members(members)
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
@@ -197,10 +206,20 @@ def _run_round(
         new_state,
         anchors=join_anchors(state.anchors, record.sums.anchors),
         suspicions=record.verdicts.suspicions or state.suspicions,
+        members=record.members.end_round(),
     )
     _save(parts, new_state)
     unused_d = state.weights_d if status == "completed" else spare_d
     return new_state, unused_d, record.verdicts.complaints
+
+
+def _members(
+    job: JobSpec, parts: ServerParts, state: RunState, drawn: Sequence[SiteId]
+) -> Members:
+    """See who may be asked in the next round, which has drawn some sites."""
+    gone = state.members.standing(Standing.GONE)
+    back = parts.returned(gone.keys(), state.round_index + 1) if gone else ()
+    return state.members.for_round(drawn, back=back, quorum=job.minimum_sites)
 
 
 def _step(parts: ServerParts, state: RunState, delta_d: Vector) -> Vector:
@@ -317,18 +336,22 @@ def _evaluate_last(
     """Have every site evaluate the final model, ``skip`` rounds after the next."""
     if job.evaluation.every == 0:
         return
+    drawn = _evaluators(job, parts.gather.sites())
+    members = _members(job, parts, state, drawn)
     record = RoundRecord(
         run_id=parts.run_id,
         round_index=state.round_index + 1 + skip,
         model_round=state.round_index,
-        cohort=_evaluators(job, parts.gather.sites()),
+        cohort=members.present(drawn),
         layout=parts.layout,
         clock=parts.clock,
         emit=parts.emit,
         kind=TaskKind.EVALUATE,
         in_secret=_in_secret(job),
         links=job.communication.links,
+        members=state.members,
     )
+    record.change_members(members)
     parts.gather.evaluation(state, record)
     record.finish_evaluation()
 
@@ -392,6 +415,9 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             secure_aggregation=_in_secret(job),
         )
     )
+    if state.members.away():
+        index = state.round_index + 1
+        parts.emit(events.left_out(state.members, index, at=parts.clock.now()))
 
 
 def _emit_finished(

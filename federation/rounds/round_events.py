@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from federation import events
 from federation.ids import SiteId
+from federation.members import Members
 from federation.messages import (
     MaskedUpdate,
     PrivacySpent,
@@ -104,16 +105,9 @@ class RoundEvents:
         """Emit what a person should know of the round and no other event says."""
         self.emit(events.Warned(at=self.clock.now(), message=message))
 
-    def left_out(self, sites: Mapping[SiteId, str]) -> None:
+    def left_out(self, members: Members) -> None:
         """Emit which sites later rounds go on without, now that it has changed."""
-        self.emit(
-            events.SitesLeftOut(
-                at=self.clock.now(),
-                round_index=self.round_index,
-                sites=tuple(sites),
-                reasons=tuple(sites.values()),
-            )
-        )
+        self.emit(events.left_out(members, self.round_index, at=self.clock.now()))
 
     def groups_compared(
         self,

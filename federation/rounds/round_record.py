@@ -10,13 +10,17 @@ from federation import events
 from federation.compression.codec import Links
 from federation.errors import ProtocolError
 from federation.ids import RunId, SiteId
+from federation.members import EVERYBODY, Members
 from federation.messages import (
+    FailureKind,
     MaskedUpdate,
     MetricSums,
     Reply,
     SecureAnswer,
     SecureStep,
     SiteEvaluation,
+    SiteFailure,
+    SiteMessage,
     SiteUpdate,
     TaskKind,
 )
@@ -45,6 +49,7 @@ class RoundRecord:
         verdicts: Who was asked, who answered, and what does not count.
         sums: What sound answers add up to.
         events: Emits what happens.
+        members: Who takes part, as far as this round has shown.
     """
 
     def __init__(
@@ -61,17 +66,20 @@ class RoundRecord:
         model_round: int | None = None,
         links: Links = Links(),  # noqa: B008 -- immutable
         meter: UsageMeter = CLOCK,
+        members: Members = EVERYBODY,
     ) -> None:
         """Open a round; ``in_secret`` is that of ``RoundVerdicts``.
 
         ``model_round`` is the round whose model the sites are sent, if it is not the
         one before; ``meter`` measures what the round takes of the aggregator.
+        ``members`` is what the rounds before have shown.
         """
         self.run_id = run_id
         self.round_index = round_index
         self.cohort = cohort
         self.clock = clock
         self.links = links
+        self.members = members
         self._kind = kind
         self._model_round = round_index - 1 if model_round is None else model_round
         self._sent_d: Words | None = None
@@ -115,6 +123,7 @@ class RoundRecord:
             message = reply.message
             self.sums.add_bytes(reply)
             failure = self.verdicts.accept(message)
+            self._note_leaving(failure or message)
             if failure is not None:
                 self.events.failed(failure, reply)
             elif isinstance(message, kind):
@@ -157,6 +166,27 @@ class RoundRecord:
         for site, reason in sites.items():
             self.events.failed(self.verdicts.leave_out(site, reason), None)
 
+    def change_members(self, members: Members) -> None:
+        """Take in who takes part; emit which sites rounds go on without if it changes.
+
+        That a round has ended for a site that was leaving is no news.
+        """
+        before, self.members = self.members, members
+        if before.end_round().away() != members.end_round().away():
+            self.events.left_out(members)
+
+    def _note_leaving(self, message: SiteMessage) -> None:
+        """Take in that a site leaves, if this is what it says."""
+        if isinstance(message, SiteFailure):
+            if message.kind is FailureKind.LEAVING:
+                reason = message.message
+                self.change_members(self.members.leave(message.site, reason))
+        elif not isinstance(message, SecureAnswer) and message.leaving is not None:
+            members = self.members.leave(
+                message.site, message.leaving.value, finishes=True
+            )
+            self.change_members(members)
+
     def take_step(
         self,
         step: SecureStep,
@@ -180,6 +210,8 @@ class RoundRecord:
             if failure is None:
                 counted.append(reply)
             else:
+                if failure.kind is FailureKind.LEAVING:
+                    self._note_leaving(message)
                 self.events.failed(failure, reply)
         self.events.step_taken(step.value, counted)
         self.sums.end_phase(step.value)

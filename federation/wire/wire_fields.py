@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from federation.errors import WireError
 from federation.messages import (
     FailureKind,
+    LeaveReason,
     MaskedUpdate,
     RoundTask,
     SecureAnswer,
@@ -156,7 +157,13 @@ _PLAIN: Mapping[Kind, Mapping[str, _Value]] = {
 }
 _FIELDS = {kind: {**_ABOUT, **plain} for kind, plain in _PLAIN.items()}
 # Fields that are in the header unless they are empty.
-_OPTIONAL: Mapping[Kind, Mapping[str, _Value]] = {Kind.TASK: {"changed_to": _DIGEST}}
+_LEAVING = {"leaving": _word(LeaveReason)}
+_OPTIONAL: Mapping[Kind, Mapping[str, _Value]] = {
+    Kind.TASK: {"changed_to": _DIGEST},
+    Kind.UPDATE: _LEAVING,
+    Kind.EVALUATION: _LEAVING,
+    Kind.MASKED_UPDATE: _LEAVING,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.DUPLICATE: "a second answer to one question",
     FailureKind.LATE: "an answer after its round had ended",
     FailureKind.UNKNOWN: "an answer of a site that was not asked",
+    FailureKind.LEAVING: "the site left",
 }
 
 

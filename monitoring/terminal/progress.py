@@ -60,9 +60,7 @@ def introduced(event: SitesIntroduced) -> str:
 
 def left_out(event: SitesLeftOut) -> str:
     """Which sites rounds go on without, and why."""
-    pairs = zip(event.sites, event.reasons, strict=True)
-    named = "; ".join(f"{site} ({reason})" for site, reason in pairs)
-    return f"left out from now on: {named or 'no site any more'}"
+    return f"left out from now on: {'; '.join(event.named()) or 'no site any more'}"
 
 
 def attempt_failed(event: RunFinished) -> str:

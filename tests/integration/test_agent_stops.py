@@ -1,13 +1,24 @@
 """An agent that is asked to end does so within three seconds, whatever it is at."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import proxy_server
-from support.deployment import CLOCK, SITES, Deployment, deployed, descendants, wait_for
+from support.deployment import (
+    CLOCK,
+    SITES,
+    Deployment,
+    crossfed,
+    deployed,
+    descendants,
+    wait_for,
+)
+from support.held_models import HOLD
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,6 +38,17 @@ accept_two_sites = true
 max_clip_norm = 100.0
 """
 SITE = SITES[0]
+HELD = f"""
+name = "held"
+rounds = 10000
+schedule = {{ minimum_sites = 1, round_deadline_seconds = 500 }}
+training = {{ local_steps = 1, optimizer = {{ lr = 0.1 }} }}
+data = {{ source = "clients.data:digits" }}
+sites = [{{ name = "{SITES[0]}" }}, {{ name = "{SITES[1]}" }}]
+[model]
+factory = "support.held_models:held_network"
+options = {{ inputs = 64, classes = 10 }}
+"""
 STOP_SECONDS = 3.0
 WORK_SECONDS = 2.0
 
@@ -95,3 +117,58 @@ def test_agent_ends_within_seconds(federation: Deployment):
     finally:
         for pid in family:
             os.kill(pid, signal.SIGCONT)
+
+
+def _rounds(federation: Deployment) -> list[dict[str, Any]]:
+    return [e for e in federation.events() if e["event"] == "RoundFinished"]
+
+
+def test_round_does_not_wait_for_an_agent_that_is_stopped(
+    tmp_path_factory: pytest.TempPathFactory,
+):
+    """It gives notice, is asked nothing until it is back, and then takes part."""
+    folder = tmp_path_factory.mktemp("leaves")
+    leaves, stays = SITES
+    held = {site: folder / f"{site}.hold" for site in SITES}
+    held[leaves].touch()
+    with deployed(
+        folder,
+        POLICY + 'functions = ["support.held_models:held_network", "clients.data:*"]',
+        environment={"PYTHONPATH": str(Path(__file__).parents[1])},
+    ) as made:
+        for site in SITES:
+            made.end(site)
+            made.start_site(site, **{HOLD: str(held[site])})
+        job = folder / "held.toml"
+        job.write_text(HELD)
+        made.run(job)
+        wait_for(held[leaves].with_suffix(".reached").exists, "the site works")
+        process = made.processes.pop(leaves)
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: made.rounds() > 0, "the round ends", 60)
+        held[stays].touch()
+        assert process.wait(60) == 0
+        first = _rounds(made)[0]
+        assert (first["status"], first["answered"]) == ("completed", [stays])
+        assert first["failed"] == [["leaving", 1]]
+        assert all(each["asked"] == [stays] for each in _rounds(made)[1:])
+        at = ("--aggregator", made.config)
+        (row,) = json.loads(crossfed("ps", *at, "--json").stdout)
+        assert row["without"] == [f"{leaves} (gone: sigterm)"]
+        assert f"{leaves} (gone: sigterm)" in crossfed("ps", *at).stdout.replace(
+            "\n", ""
+        )
+
+        held[leaves].unlink()
+        log = folder / f"{leaves}.log"
+        before = log.read_text().count("connected to")
+        made.start_site(leaves)
+        wait_for(lambda: log.read_text().count("connected to") > before, "it is back")
+        held[stays].unlink()
+
+        def takes_part() -> bool:
+            return any(leaves in each["answered"] for each in _rounds(made))
+
+        wait_for(takes_part, "it takes part", 60)
+        (row,) = json.loads(crossfed("ps", *at, "--json").stdout)
+        assert row["without"] == []

@@ -74,7 +74,7 @@ COUNTED = {"duplicate": ["duplicate"], "garbage": [], "restart": []}
 def test_every_fault_has_a_test():
     """Whoever adds a kind says what becomes of it."""
     kinds = FaultSpec.__dataclass_fields__["kind"].metadata["choices"]
-    assert {*REFUSED, *COUNTED, "hang"} == set(kinds)
+    assert {*REFUSED, *COUNTED, "hang", "leave"} == set(kinds)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -55,6 +55,12 @@ class Divider:
         """Close tasks."""
         self._grid.withdraw(task_ids)
 
+    def returned(
+        self, sites: Collection[SiteId], round_index: int
+    ) -> Collection[SiteId]:
+        """Who is back."""
+        return self._grid.returned(sites, round_index)
+
 
 @pytest.mark.slow
 def test_site_that_is_asked_for_other_work_is_not_opened():

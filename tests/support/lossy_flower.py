@@ -5,13 +5,13 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from cloud_adapters.flower import site as flower_site
+from cloud_adapters.flower.private.messages import NodeInfo
 from cloud_adapters.transport.redelivery import Inbox
 from federation.clock import VirtualClock
 from federation.messages import RoundTask, SecureTask
@@ -71,11 +71,11 @@ class LossyFlower:
         """Everybody is there."""
         return list(self.apps)
 
-    def get_nodes(self) -> list[Any]:
+    def get_nodes(self) -> list[NodeInfo]:
         """And everybody's heart beats."""
         until = self.clock.now() + 20.0
         return [
-            SimpleNamespace(node_id=n, heartbeat_interval=10.0, online_until=until)
+            NodeInfo(node_id=n, heartbeat_interval=10.0, online_until=until)
             for n in self.apps
         ]
 

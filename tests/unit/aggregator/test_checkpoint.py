@@ -32,6 +32,7 @@ from federation.errors import (
 )
 from federation.events import CheckpointSkipped, Event
 from federation.ids import SiteId
+from federation.members import EVERYBODY
 from federation.protocols import Buffer, ObjectInfo, ObjectStore, RunState, Suspicions
 from federation.vectors import Layout, Role
 
@@ -345,19 +346,26 @@ def test_other_layout_is_refused():
         saved(1).open(layout=layout).load_latest()
 
 
-def test_other_format_is_refused():
-    """A manifest of another version is neither read nor moved aside."""
-    run = saved(1)
+def age(run: Run, version: int, *lacking: str) -> str:
+    """Make a whole manifest of another version of round 1, and return its key."""
     key = "checkpoints/round-000001.json"
     document = json.loads(run.store.read(key))
-    del document["sha256"]
-    document["format"] = 1
+    for name in ("sha256", *lacking):
+        del document[name]
+    document["format"] = version
 
     def canonical(value: Any) -> bytes:
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
     document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
     run.store.put(key, [canonical(document)])
+    return key
+
+
+def test_other_format_is_refused():
+    """A manifest of another version is neither read nor moved aside."""
+    run = saved(1)
+    key = age(run, 1)
     with pytest.raises(CheckpointMismatch, match="format 1"):
         run.open().load_latest()
     assert key.removeprefix("checkpoints/") in run.names()
@@ -668,3 +676,32 @@ def test_what_rounds_have_shown_of_sites_is_kept():
     found = run.open().load_latest()
     assert found is not None
     assert found.suspicions == known
+
+
+def test_members_are_kept():
+    """A coordinator that resumes asks nobody who is gone."""
+    sites = map(SiteId, ("one", "two", "three", "four"))
+    one, two, three, four = sites
+    members = EVERYBODY.leave(one, "spot").replaced([one]).leave(two, "sigterm")
+    members = members.leave_out({three: "lied"}).leave(four, "spot", finishes=True)
+    run = Run()
+    run.open().save(dataclasses.replace(state_of(1), members=members))
+    found = run.open().load_latest()
+    assert found is not None
+    assert found.members == members
+
+
+@pytest.mark.parametrize(
+    ("version", "lacking"), [(4, ["members", "suspicions"]), (5, ["members"])]
+)
+def test_in_checkpoints_of_earlier_releases_all_sites_have_joined(
+    version: int, lacking: list[str]
+):
+    """They have no members. Their models may have frozen tensors."""
+    run = Run(layout=dataclasses.replace(LAYOUT, frozen="ab" * 32))
+    members = EVERYBODY.leave(SiteId("one"), "spot")
+    run.open().save(dataclasses.replace(state_of(1), members=members))
+    age(run, version, *lacking)
+    found = run.open().load_latest()
+    assert found is not None
+    assert found.members == EVERYBODY

@@ -4,7 +4,7 @@ import gc
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from cloud_adapters.flower import site as flower_site  # noqa: E402
 from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower.private.messages import NodeInfo  # noqa: E402
 from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
 from cloud_adapters.flower_apps.apps import FlowerApps  # noqa: E402
 from cloud_adapters.transport.frames import INLINE, Frames  # noqa: E402
@@ -137,11 +138,11 @@ class Nodes:
     def get_node_ids(self) -> Iterable[int]:
         return self.online
 
-    def get_nodes(self) -> Sequence[SimpleNamespace]:
+    def get_nodes(self) -> Sequence[NodeInfo]:
         """As a stock node, which announces 30 s, and one of ours."""
         far = 1e6
         return [
-            SimpleNamespace(node_id=n, online_until=far, heartbeat_interval=30.0)
+            NodeInfo(node_id=n, online_until=far, heartbeat_interval=30.0)
             for n in self.online
         ]
 

@@ -5,7 +5,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ from cloud_adapters.flower import (  # noqa: E402
     site as flower_site,
 )
 from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: E402
+from cloud_adapters.flower.private.messages import NodeInfo  # noqa: E402
 from cloud_adapters.flower.roll_call import Attendance  # noqa: E402
 from cloud_adapters.transport.frame_references import PackedFrame  # noqa: E402
 from cloud_adapters.transport.redelivery import Inbox  # noqa: E402
@@ -485,14 +486,12 @@ class Beating(FakeFlower):
         self._work = self._app
         self._app = self._answer
 
-    def get_nodes(self) -> list[Any]:
+    def get_nodes(self) -> list[NodeInfo]:
         """As Flower: a node is listed for two intervals after its last heartbeat."""
         now = self._clock.now()
         beats = {node: self.last.get(node, now) for node in self.nodes}
         return [
-            SimpleNamespace(
-                node_id=node, heartbeat_interval=10.0, online_until=beat + 20.0
-            )
+            NodeInfo(node_id=node, heartbeat_interval=10.0, online_until=beat + 20.0)
             for node, beat in beats.items()
             if now < beat + 20.0
         ]
