@@ -21,7 +21,10 @@ _SERVED = {"s3", "gcs", "aws", "gcp"}
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what follows from what a test uses."""
-    if item.get_closest_marker("flower"):
+    if item.get_closest_marker("xdist_group"):
+        # One that starts no Ray need not wait for those that do.
+        pass
+    elif item.get_closest_marker("flower"):
         # Ray starts in one worker at a time: two would see each other's files.
         item.add_marker(pytest.mark.xdist_group("flower"))
     elif _shares_a_fixture(item):

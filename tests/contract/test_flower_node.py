@@ -35,7 +35,11 @@ from cloud_adapters.flower import (  # noqa: E402
 from cloud_adapters.flower.node import FlowerNode  # noqa: E402
 from privacy.membership.certificates import Authority, key_pem  # noqa: E402
 
-pytestmark = [pytest.mark.flower, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.flower,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("superlink"),
+]
 
 MB = 1 << 20
 

@@ -19,7 +19,11 @@ from support.superlink import SuperLink  # noqa: E402
 
 from privacy.membership.certificates import new_key  # noqa: E402
 
-pytestmark = [pytest.mark.flower, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.flower,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("superlink"),
+]
 
 
 class Mirror(flower_node_process.EchoAgent):

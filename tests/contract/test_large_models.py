@@ -26,7 +26,11 @@ from cloud_adapters.storage.disk.store import LocalStore  # noqa: E402
 from cloud_adapters.transport.frames import Frames  # noqa: E402
 from privacy.membership.certificates import new_key  # noqa: E402
 
-pytestmark = [pytest.mark.flower, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.flower,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("superlink"),
+]
 
 NUM_FLOATS = 17 << 20  # 68 MiB: just above the threshold.
 

@@ -18,7 +18,11 @@ from support.superlink import SuperLink  # noqa: E402
 
 from cloud_adapters.flower.connection import Connection, Envelope  # noqa: E402
 
-pytestmark = [pytest.mark.flower, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.flower,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("superlink"),
+]
 
 MB = 1 << 20
 # It is asked after when 5 and 15 s have passed, or at once if Flower knows of it.

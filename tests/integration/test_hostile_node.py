@@ -64,6 +64,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deploy,
     pytest.mark.flower,
+    pytest.mark.xdist_group("superlink"),
     pytest.mark.skipif(
         not proxy_server.installed(), reason="nginx is not installed (make nginx)"
     ),
