@@ -5,7 +5,8 @@ what is known so far.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from federation.events import (
     CheckpointSaved,
@@ -16,12 +17,14 @@ from federation.events import (
     GroupsCompared,
     ModelEvaluated,
     PrivacyPlanned,
+    RoundEvent,
     RoundFinished,
     RoundStarted,
     RunFinished,
     RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitesIntroduced,
     SitesLeftOut,
     StepTaken,
     StoreUsed,
@@ -32,6 +35,42 @@ from monitoring.views.round_view import RoundView
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import larger, spent_by_site
 
+_Event = TypeVar("_Event")
+
+# Of these the newest counts, whatever round it is of.
+_NEWEST = (
+    RunFinished,
+    DataDistributed,
+    CostPredicted,
+    PrivacyPlanned,
+    SitesLeftOut,
+    GroupsCompared,
+)
+# They may come before the RunStarted of their coordinator, or at the end of another's:
+# they do not lengthen the time of a coordinator.
+_NOTICES = (
+    RunFinished,
+    DataDistributed,
+    PrivacyPlanned,
+    SitesLeftOut,
+    SitesIntroduced,
+    Warned,
+    CheckpointSkipped,
+    StoreUsed,
+)
+
+
+@dataclass(slots=True)
+class _Round:
+    """What is known of a round; ``began`` and ``ended`` of none after the last."""
+
+    began: RoundStarted | None = None
+    reports: list[SiteAnswered | SiteFailed] = field(default_factory=list)
+    steps: list[StepTaken] = field(default_factory=list)
+    ended: RoundFinished | None = None
+    evaluated: ModelEvaluated | None = None
+    saved: CheckpointSaved | None = None
+
 
 class RunFold:
     """Takes the events of one run in their order."""
@@ -39,22 +78,12 @@ class RunFold:
     def __init__(self) -> None:
         """Begin with nothing known."""
         self._started: list[RunStarted] = []
-        self._finished: RunFinished | None = None
         self._seconds_before = 0.0  # of the coordinators before the newest
         self._last_at = 0.0
-        self._began: dict[int, RoundStarted] = {}
-        self._reports: dict[int, list[SiteAnswered | SiteFailed]] = {}
-        self._steps: dict[int, list[StepTaken]] = {}
-        self._ended: dict[int, RoundFinished] = {}
-        self._evaluated: dict[int, ModelEvaluated] = {}
-        self._data: DataDistributed | None = None
-        self._predicted: CostPredicted | None = None
-        self._privacy: PrivacyPlanned | None = None
+        self._newest: dict[type, Event] = {}
+        self._rounds: dict[int, _Round] = {}
         # Never forgotten: a round that runs again was charged all the same.
         self._spent: dict[str, PrivacySpent] = {}
-        self._saved: dict[int, CheckpointSaved] = {}
-        self._left_out: SitesLeftOut | None = None
-        self._groups: GroupsCompared | None = None
         self._warnings: list[Warned] = []
         self._skipped: list[CheckpointSkipped] = []
         # Of all coordinators: a round that runs again is paid for again.
@@ -70,29 +99,37 @@ class RunFold:
         match event:
             case RunStarted():
                 self._start(event)
-            case RoundStarted(round_index=index):
-                self._forget_from(index)
-                self._began[index] = event
+            case Warned():
+                self._warnings.append(event)
+            case CheckpointSkipped():
+                self._skipped.append(event)
+            case StoreUsed():
+                self._use(event)
+            case _ if isinstance(event, _NEWEST):
+                self._newest[type(event)] = event
+            case RoundEvent():
+                self._add_to_round(event)
+        if not isinstance(event, _NOTICES):
+            self._last_at = max(self._last_at, event.at)
+
+    def _add_to_round(self, event: RoundEvent) -> None:
+        if isinstance(event, RoundStarted):
+            self._forget_from(event.round_index)
+        known = self._rounds.setdefault(event.round_index, _Round())
+        match event:
+            case RoundStarted():
+                known.began = event
             case SiteAnswered() | SiteFailed():
-                self._reports.setdefault(event.round_index, []).append(event)
-                if isinstance(event, SiteAnswered) and event.spent is not None:
-                    self._charge(event.site, event.spent)
-            case StepTaken(round_index=index):
-                self._steps.setdefault(index, []).append(event)
-            case (
-                RoundFinished()
-                | ModelEvaluated()
-                | CheckpointSaved()
-                | GroupsCompared()
-                | CostPredicted()
-            ):
-                self._take_result(event)
-            case _:
-                # Notices may come before the RunStarted of their coordinator, so
-                # they do not lengthen the time of the one before.
-                self._take_notice(event)
-                return
-        self._last_at = max(self._last_at, event.at)
+                known.reports.append(event)
+            case StepTaken():
+                known.steps.append(event)
+            case RoundFinished():
+                known.ended = event
+            case ModelEvaluated():
+                known.evaluated = event
+            case CheckpointSaved():
+                known.saved = event
+        self._charge(event)
 
     def view(self) -> RunView:
         """What is known so far.
@@ -102,33 +139,38 @@ class RunFold:
         """
         if not self._started:
             raise ValueError("no run has started: these events hold no RunStarted")
-        running = max(self._began, default=0)
+        known = sorted(self._rounds.items())
+        running = max((index for index, row in known if row.began), default=0)
+        # Of no round: of the evaluation that follows the last one.
+        outside = [row for _, row in known if not (row.began or row.ended)]
+        privacy = self._newest_of(PrivacyPlanned)
         return RunView(
             started=self._started[-1],
             first_started_at=self._started[0].at,
             coordinators=len(self._started),
-            finished=self._finished,
+            finished=self._newest_of(RunFinished),
             seconds=self._seconds_before + self._seconds_now(),
-            initial=self._evaluated.get(0),
-            rounds=tuple(self._round(index) for index in sorted(self._ended)),
-            current=self._round(running)
-            if running not in self._ended and running
+            initial=self._rounds[0].evaluated if 0 in self._rounds else None,
+            rounds=tuple(_view(index, row) for index, row in known if row.ended),
+            current=_view(running, self._rounds[running])
+            if running and not self._rounds[running].ended
             else None,
-            unevaluated=self._unevaluated(),
-            evaluation_steps=tuple(
-                step
-                for index in self._outside(self._steps)
-                for step in self._steps[index]
+            unevaluated=tuple(
+                report
+                for row in outside
+                for report in row.reports
+                if isinstance(report, SiteFailed)
             ),
-            data=self._data,
-            predicted=self._predicted,
-            privacy=self._privacy,
+            evaluation_steps=tuple(step for row in outside for step in row.steps),
+            data=self._newest_of(DataDistributed),
+            predicted=self._newest_of(CostPredicted),
+            privacy=privacy,
             # Without a promise a site's word for what it spent means nothing.
-            spent=dict(self._spent) if self._privacy else {},
-            left_out=self._left_out,
-            groups=self._groups,
+            spent=dict(self._spent) if privacy else {},
+            left_out=self._newest_of(SitesLeftOut),
+            groups=self._newest_of(GroupsCompared),
             warnings=tuple(self._warnings),
-            checkpoints=tuple(self._saved[index] for index in sorted(self._saved)),
+            checkpoints=tuple(row.saved for _, row in known if row.saved),
             skipped=tuple(self._skipped),
             storage=tuple(self._storage.values()),
         )
@@ -137,64 +179,25 @@ class RunFold:
         if self._started:
             self._seconds_before += self._seconds_now()
         self._started.append(event)
-        self._finished = None
+        self._newest.pop(RunFinished, None)
         self._last_at = event.at
         self._forget_from(event.first_round)
 
     def _forget_from(self, first_round: int) -> None:
         """Drop what an earlier coordinator knew of rounds that now run again."""
-        for known in (
-            self._began,
-            self._reports,
-            self._steps,
-            self._ended,
-            self._evaluated,
-            self._saved,
-        ):
-            for index in [index for index in known if index >= first_round]:
-                del known[index]
+        for index in [index for index in self._rounds if index >= first_round]:
+            del self._rounds[index]
 
-    def _take_result(
-        self,
-        event: RoundFinished
-        | ModelEvaluated
-        | CheckpointSaved
-        | GroupsCompared
-        | CostPredicted,
-    ) -> None:
-        match event:
-            case RoundFinished():
-                self._ended[event.round_index] = event
-            case ModelEvaluated():
-                self._evaluated[event.round_index] = event
-                for site, spent in spent_by_site(event):
-                    self._charge(site, spent)
-            case CheckpointSaved():
-                self._saved[event.round_index] = event
-            case GroupsCompared():
-                self._groups = event
-            case CostPredicted():
-                self._predicted = event
+    def _newest_of(self, kind: type[_Event]) -> _Event | None:
+        event = self._newest.get(kind)
+        return event if isinstance(event, kind) else None
 
-    def _take_notice(self, event: Event) -> None:
-        match event:
-            case DataDistributed():
-                self._data = event
-            case PrivacyPlanned():
-                self._privacy = event
-            case SitesLeftOut():
-                self._left_out = event
-            case Warned():
-                self._warnings.append(event)
-            case CheckpointSkipped():
-                self._skipped.append(event)
-            case StoreUsed():
-                self._use(event)
-            case RunFinished():
-                self._finished = event
-
-    def _charge(self, site: str, spent: PrivacySpent) -> None:
-        self._spent[site] = larger(self._spent.get(site), spent)
+    def _charge(self, event: RoundEvent) -> None:
+        told = spent_by_site(event) if isinstance(event, ModelEvaluated) else ()
+        if isinstance(event, SiteAnswered) and event.spent is not None:
+            told = ((event.site, event.spent),)
+        for site, spent in told:
+            self._spent[site] = larger(self._spent.get(site), spent)
 
     def _use(self, event: StoreUsed) -> None:
         place = (event.url, event.who, event.way)
@@ -213,39 +216,27 @@ class RunFold:
         )
 
     def _seconds_now(self) -> float:
-        if self._finished is not None:
-            return self._finished.seconds
+        finished = self._newest_of(RunFinished)
+        if finished is not None:
+            return finished.seconds
         return max(0.0, self._last_at - self._started[-1].at)
 
-    def _unevaluated(self) -> tuple[SiteFailed, ...]:
-        """Failures to evaluate the final model."""
-        return tuple(
-            report
-            for index in self._outside(self._reports)
-            for report in self._reports[index]
-            if isinstance(report, SiteFailed)
-        )
 
-    def _outside(self, indices: Iterable[int]) -> list[int]:
-        """Indices of no round: of the evaluation that follows the last one."""
-        known = self._began.keys() | self._ended.keys()
-        return sorted(index for index in indices if index not in known)
-
-    def _round(self, index: int) -> RoundView:
-        began, ended = self._began.get(index), self._ended.get(index)
-        started_at, cohort = (0.0, ()) if began is None else (began.at, began.cohort)
-        if began is None and ended is not None:
-            started_at, cohort = ended.at - ended.seconds, ended.asked
-        return RoundView(
-            index=index,
-            started_at=started_at,
-            cohort=cohort,
-            reports=tuple(self._reports.get(index, ())),
-            steps=tuple(self._steps.get(index, ())),
-            finished=ended,
-            evaluated=self._evaluated.get(index),
-            saved=self._saved.get(index),
-        )
+def _view(index: int, known: _Round) -> RoundView:
+    began, ended = known.began, known.ended
+    started_at, cohort = (0.0, ()) if began is None else (began.at, began.cohort)
+    if began is None and ended is not None:
+        started_at, cohort = ended.at - ended.seconds, ended.asked
+    return RoundView(
+        index=index,
+        started_at=started_at,
+        cohort=cohort,
+        reports=tuple(known.reports),
+        steps=tuple(known.steps),
+        finished=ended,
+        evaluated=known.evaluated,
+        saved=known.saved,
+    )
 
 
 def fold(events: Iterable[Event]) -> RunView:
