@@ -30,6 +30,7 @@ from aggregator.secure_exchange import (
 )
 from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
+from federation.events import GroupsCompared
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
 from federation.messages import (
@@ -135,10 +136,8 @@ class GroupGather:
             group.opened = (
                 without_sum(record.round_index) if not found else found.opened
             )
-        record.count_sums(
-            training=_pooled(train.TRAINING, sums),
-            evaluation=_pooled(train.EVALUATION, sums),
-        )
+        record.sums.training = _pooled(train.TRAINING, sums)
+        record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
         record.sums.update_clip = self.contract.clip_norm
         rule = combine_rule(replace(self.job.aggregation, byzantine_sites=byzantine))
 
@@ -152,14 +151,17 @@ class GroupGather:
         """Emit how each group's mean relates to what the rule made of all."""
         means = {group: one.mean_d for group, one in sums.items()}
         found = [means.get(group) for group in self._groups]
-        events.groups_compared(
-            [group.sites for group in self._groups],
-            norms=[None if mean_d is None else norm(mean_d) for mean_d in found],
-            distances=[
-                None if mean_d is None else norm(mean_d - combined_d)
-                for mean_d in found
-            ],
-            remarks=[group.remark for group in self._groups],
+        norms = (None if mean_d is None else norm(mean_d) for mean_d in found)
+        distances = (None if d is None else norm(d - combined_d) for d in found)
+        events.emit(
+            GroupsCompared(
+                at=events.clock.now(),
+                round_index=events.round_index,
+                groups=tuple(group.sites for group in self._groups),
+                norms=tuple(norms),
+                distances=tuple(distances),
+                remarks=tuple(group.remark for group in self._groups),
+            )
         )
 
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
@@ -169,7 +171,7 @@ class GroupGather:
                 sums, _ = self._sums(state, record, TaskKind.EVALUATE)
         except QuorumNotMet:
             return  # The record tells who failed, and that there are no metrics.
-        record.count_sums(training=None, evaluation=_pooled(train.EVALUATION, sums))
+        record.sums.secret_evaluation = _pooled(train.EVALUATION, sums)
 
     def _sums(
         self, state: RunState, record: RoundRecord, kind: TaskKind

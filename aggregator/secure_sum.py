@@ -96,10 +96,8 @@ class SecureGather:
             one = self._sum(state, record, TaskKind.TRAIN)
         self._opened = one.opened
         # Only now: what a corrupt sum says of losses is no result.
-        record.count_sums(
-            training=train.read_sums(train.TRAINING, one.totals),
-            evaluation=train.read_sums(train.EVALUATION, one.totals),
-        )
+        record.sums.training = train.read_sums(train.TRAINING, one.totals)
+        record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
         record.sums.update_clip = self._clip(state)
         record.sums.next_clip = self._next_clip(state, one.totals)
         mean_d = one.mean_d
@@ -113,9 +111,7 @@ class SecureGather:
                 one = self._sum(state, record, TaskKind.EVALUATE)
         except QuorumNotMet:
             return  # The record tells who failed, and that there are no metrics.
-        record.count_sums(
-            training=None, evaluation=train.read_sums(train.EVALUATION, one.totals)
-        )
+        record.sums.secret_evaluation = train.read_sums(train.EVALUATION, one.totals)
 
     def _sum(self, state: RunState, record: RoundRecord, kind: TaskKind) -> OpenedSum:
         """Sum the headers, and updates if the sites train.

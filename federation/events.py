@@ -6,7 +6,7 @@ durations; sizes are bytes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 
 from federation.members import Members, Standing
@@ -489,15 +489,9 @@ class StoreUse:
         """Add calls of the same operation."""
         if other is None:
             return self
-        return StoreUse(
-            operation=self.operation,
-            calls=self.calls + other.calls,
-            failed=self.failed + other.failed,
-            sent_bytes=self.sent_bytes + other.sent_bytes,
-            received_bytes=self.received_bytes + other.received_bytes,
-            seconds=self.seconds + other.seconds,
-            requests=self.requests + other.requests,
-        )
+        numbers = [one.name for one in fields(self) if one.name != "operation"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in numbers}
+        return replace(self, **sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

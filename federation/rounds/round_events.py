@@ -109,26 +109,6 @@ class RoundEvents:
         """Emit which sites later rounds go on without, now that it has changed."""
         self.emit(events.left_out(members, self.round_index, at=self.clock.now()))
 
-    def groups_compared(
-        self,
-        groups: Sequence[tuple[SiteId, ...]],
-        *,
-        norms: Sequence[float | None],
-        distances: Sequence[float | None],
-        remarks: Sequence[str],
-    ) -> None:
-        """Emit what a robust rule over groups has combined: ``GroupsCompared``."""
-        self.emit(
-            events.GroupsCompared(
-                at=self.clock.now(),
-                round_index=self.round_index,
-                groups=tuple(groups),
-                norms=tuple(norms),
-                distances=tuple(distances),
-                remarks=tuple(remarks),
-            )
-        )
-
     def evaluated(
         self,
         model_round: int,

@@ -14,7 +14,6 @@ from federation.members import EVERYBODY, Members
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
-    MetricSums,
     Reply,
     SecureAnswer,
     SecureStep,
@@ -147,13 +146,6 @@ class RoundRecord:
             return  # In training the reply would keep a whole update in memory.
         self.sums.add_spent(update.site, update.spent)
         self.events.answered(update, reply, None)
-
-    def count_sums(
-        self, *, training: MetricSums | None, evaluation: MetricSums | None
-    ) -> None:
-        """Take in what the sites report together and not one by one."""
-        self.sums.training = training
-        self.sums.secret_evaluation = evaluation
 
     def revoke(
         self, update: SiteUpdate | MaskedUpdate, reply: Reply, reason: str

@@ -52,7 +52,7 @@ FAILURE_MEANINGS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tile:
     """A number at the top of the page."""
 
@@ -164,26 +164,17 @@ def _privacy_tiles(view: RunView) -> Sequence[Tile]:
     if planned is None:
         return ()
     delta = f"at delta {units.format_delta(total.delta)}; " if total else ""
-    held_out = Tile(label="Held-out epsilon", value="none", note="no noise on results")
+    held_out = Tile("Held-out epsilon", "none", "no noise on results")
     if planned.signal_to_noise is not None:
-        held_out = Tile(
-            label="Signal to noise",
-            value=f"{planned.signal_to_noise:.2g}",
-            note="of the mean update, at most, to the noise on it",
-        )
+        note = "of the mean update, at most, to the noise on it"
+        held_out = Tile("Signal to noise", f"{planned.signal_to_noise:.2g}", note)
     if privacy_words.has_noise(planned):
         spent = total.held_out_epsilon if total else None
-        held_out = Tile(
-            label="Held-out epsilon",
-            value=privacy_words.epsilon_of_cap(spent, planned),
-            note="of other records, with a budget of their own",
-        )
-    epsilon = Tile(
-        label="Epsilon",
-        value=privacy_words.epsilon_of_cap(total.epsilon if total else None, planned),
-        note=f"{delta}{privacy_words.terms(planned)}",
-    )
-    return epsilon, held_out
+        of_cap = privacy_words.epsilon_of_cap(spent, planned)
+        note = "of other records, with a budget of their own"
+        held_out = Tile("Held-out epsilon", of_cap, note)
+    of_cap = privacy_words.epsilon_of_cap(total.epsilon if total else None, planned)
+    return Tile("Epsilon", of_cap, f"{delta}{privacy_words.terms(planned)}"), held_out
 
 
 def _tiles(view: RunView) -> Sequence[Tile]:
@@ -199,54 +190,33 @@ def _tiles(view: RunView) -> Sequence[Tile]:
     noise = privacy_words.accuracy_noise(view.privacy, last)
     loss_noise = privacy_words.loss_noise(view.privacy, last)
     accuracy = units.format_fraction(accuracy_of(last.pooled if last else None))
-    quality = Tile(
-        label="Accuracy",
-        value=f"{noisy}{accuracy}",
-        note="of held-out predictions"
-        if noise is None
-        else f"with noise of {privacy_words.format_points(noise)} points",
-    )
+    note = "of held-out predictions"
+    if noise is not None:
+        note = f"with noise of {privacy_words.format_points(noise)} points"
+    quality = Tile("Accuracy", f"{noisy}{accuracy}", note)
     if view.is_language:
-        quality = Tile(
-            label="Perplexity",
-            value=f"{noisy}{_perplexity(loss)}",
-            note="of a held-out token",
-        )
+        value = f"{noisy}{_perplexity(loss)}"
+        quality = Tile("Perplexity", value, "of a held-out token")
     own = tuple(
-        Tile(
-            label=name, value=f"{noisy}{units.format_number(mean)}", note="of a record"
-        )
+        Tile(name, f"{noisy}{units.format_number(mean)}", "of a record")
         for name, mean in metrics_of(last.pooled if last else None).items()
     )
     up, down = units.format_bytes(view.bytes_up), units.format_bytes(view.bytes_down)
     failures = units.format_count(len(view.failures), "failure")
     resumes = units.format_count(view.coordinators - 1, "resume")
+    traffic = units.format_bytes(view.bytes_up + view.bytes_down)
+    rounds = f"{view.rounds_completed} of {view.started.rounds}"
+    time_note = "virtual, " if view.started.engine == VIRTUAL else ""
+    time_note += resumes if view.coordinators > 1 else "without interruption"
+    after += "" if loss_noise is None else f", with noise of {loss_noise:.2g}"
     return (
-        Tile(
-            label="Held-out loss",
-            value=f"{noisy}{units.format_number(loss)}",
-            note=after
-            + ("" if loss_noise is None else f", with noise of {loss_noise:.2g}"),
-        ),
+        Tile("Held-out loss", f"{noisy}{units.format_number(loss)}", after),
         *(own or (quality,)),
         *_privacy_tiles(view),
-        Tile(
-            label="Rounds",
-            value=f"{view.rounds_completed} of {view.started.rounds}",
-            note="changed the model",
-        ),
-        Tile(label="Sites", value=f"{len(view.started.sites):,}", note=failures),
-        Tile(
-            label="Traffic",
-            value=units.format_bytes(view.bytes_up + view.bytes_down),
-            note=f"{up} up, {down} down",
-        ),
-        Tile(
-            label="Time",
-            value=units.format_duration(view.seconds),
-            note=("virtual, " if view.started.engine == VIRTUAL else "")
-            + (resumes if view.coordinators > 1 else "without interruption"),
-        ),
+        Tile("Rounds", rounds, "changed the model"),
+        Tile("Sites", f"{len(view.started.sites):,}", failures),
+        Tile("Traffic", traffic, f"{up} up, {down} down"),
+        Tile("Time", units.format_duration(view.seconds), time_note),
     )
 
 

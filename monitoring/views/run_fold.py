@@ -61,7 +61,7 @@ _NOTICES = (
 
 
 @dataclass(slots=True)
-class _Round:
+class _RoundNotes:
     """What is known of a round; ``began`` and ``ended`` of none after the last."""
 
     began: RoundStarted | None = None
@@ -81,7 +81,7 @@ class RunFold:
         self._seconds_before = 0.0  # of the coordinators before the newest
         self._last_at = 0.0
         self._newest: dict[type, Event] = {}
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, _RoundNotes] = {}
         # Never forgotten: a round that runs again was charged all the same.
         self._spent: dict[str, PrivacySpent] = {}
         self._warnings: list[Warned] = []
@@ -115,7 +115,7 @@ class RunFold:
     def _add_to_round(self, event: RoundEvent) -> None:
         if isinstance(event, RoundStarted):
             self._forget_from(event.round_index)
-        known = self._rounds.setdefault(event.round_index, _Round())
+        known = self._rounds.setdefault(event.round_index, _RoundNotes())
         match event:
             case RoundStarted():
                 known.began = event
@@ -222,7 +222,7 @@ class RunFold:
         return max(0.0, self._last_at - self._started[-1].at)
 
 
-def _view(index: int, known: _Round) -> RoundView:
+def _view(index: int, known: _RoundNotes) -> RoundView:
     began, ended = known.began, known.ended
     started_at, cohort = (0.0, ()) if began is None else (began.at, began.cohort)
     if began is None and ended is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from federation.events import StoreUse, StoreUsed
 from monitoring.units import format_bytes, format_count
@@ -12,28 +13,22 @@ MAX_STORE_ROWS = 100
 # The words of ``cloud_adapters.storage.metered``, which is on another floor.
 _THIS_MACHINE, _INTERNET = "this machine", "internet"
 
+_NOTHING = StoreUse(
+    operation="", calls=0, failed=0, sent_bytes=0, received_bytes=0, seconds=0.0
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageTotal:
     """All uses together.
 
     Attributes:
-        calls: Of all operations.
-        requests: Likewise.
-        failed: Likewise.
-        sent_bytes: Written.
-        received_bytes: Read.
-        seconds: Of all calls, one after another.
+        all_uses: Of all operations.
         spared_calls: Reads that disk caches made unnecessary.
         spared_bytes: What they would have received.
     """
 
-    calls: int
-    requests: int
-    failed: int
-    sent_bytes: int
-    received_bytes: int
-    seconds: float
+    all_uses: StoreUse
     spared_calls: int
     spared_bytes: int
 
@@ -50,12 +45,7 @@ def total(storage: Iterable[StoreUsed]) -> StorageTotal:
     entries = tuple(storage)
     uses = [use for used in entries for use in used.uses]
     return StorageTotal(
-        calls=sum(use.calls for use in uses),
-        requests=sum(use.requests for use in uses),
-        failed=sum(use.failed for use in uses),
-        sent_bytes=sum(use.sent_bytes for use in uses),
-        received_bytes=sum(use.received_bytes for use in uses),
-        seconds=sum(use.seconds for use in uses),
+        all_uses=reduce(lambda one, other: other.plus(one), uses, _NOTHING),
         spared_calls=sum(used.spared_calls for used in entries),
         spared_bytes=sum(used.spared_bytes for used in entries),
     )
@@ -66,8 +56,9 @@ def line(view: RunView) -> str | None:
     remote = [used for used in view.storage if used.way != _THIS_MACHINE]
     if not remote:
         return None
-    found = total(remote)
-    far = total(used for used in remote if used.way == _INTERNET)
+    every = total(remote)
+    found = every.all_uses
+    far = total(used for used in remote if used.way == _INTERNET).all_uses
     parts = [
         format_count(found.requests, "request"),
         f"{format_bytes(found.sent_bytes)} written",
@@ -75,9 +66,9 @@ def line(view: RunView) -> str | None:
     ]
     if over := far.sent_bytes + far.received_bytes:
         parts.append(f"{format_bytes(over)} of that over the internet")
-    if found.spared_calls:
-        reads = format_count(found.spared_calls, "read")
-        parts.append(f"the cache spared {reads} of {format_bytes(found.spared_bytes)}")
+    if every.spared_calls:
+        reads = format_count(every.spared_calls, "read")
+        parts.append(f"the cache spared {reads} of {format_bytes(every.spared_bytes)}")
     return ", ".join(parts)
 
 

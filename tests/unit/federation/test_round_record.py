@@ -165,7 +165,7 @@ def test_evaluation_counts_its_answers_with_the_metrics():
         for update, reply in record.sound(replies(toy.masked()), MaskedUpdate):
             record.count_masked(update, reply)
         if is_open:
-            record.count_sums(training=None, evaluation=SUMS)
+            record.sums.secret_evaluation = SUMS
         record.finish_evaluation()
         kind = ModelEvaluated if is_open else StepTaken
         (event,) = of_kind(told, ModelEvaluated) + of_kind(told, StepTaken)
