@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from federation.messages import (
     FailureKind,
+    LeaveReason,
     MaskedUpdate,
     MetricSums,
     Phase,
@@ -67,6 +68,7 @@ resources = st.none() | st.builds(
 )
 about = {"run_id": names, "round_index": counts, "site": names}
 model = {"based_on": counts, "fragment": counts}
+answer = model | {"leaving": st.none() | st.sampled_from(LeaveReason)}
 tasks = st.builds(
     RoundTask,
     changed_to=st.just("") | digests,
@@ -83,7 +85,7 @@ tasks = st.builds(
 updates = st.builds(
     SiteUpdate,
     **about,
-    **model,
+    **answer,
     layout_digest=digests,
     delta_d=float_vectors,
     integers_m=integer_vectors,
@@ -97,7 +99,7 @@ updates = st.builds(
     spent=spents,
 )
 evaluations = st.builds(
-    SiteEvaluation, **about, **model, evaluation=sums, phases=phases, spent=spents
+    SiteEvaluation, **about, **answer, evaluation=sums, phases=phases, spent=spents
 )
 failures = st.builds(
     SiteFailure, **about, kind=st.sampled_from(FailureKind), message=lines
@@ -108,7 +110,7 @@ secure_answers = st.builds(SecureAnswer, **about, **step)
 masked_updates = st.builds(
     MaskedUpdate,
     **about,
-    **model,
+    **answer,
     layout_digest=digests,
     words=byte_vectors,
     header_h=header_vectors,

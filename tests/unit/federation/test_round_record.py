@@ -16,11 +16,14 @@ from federation.events import (
     RoundFinished,
     SiteAnswered,
     SiteFailed,
+    SitesLeftOut,
     StepTaken,
     Warned,
 )
+from federation.members import RunMember, Standing
 from federation.messages import (
     FailureKind,
+    LeaveReason,
     MaskedUpdate,
     MetricSums,
     Reply,
@@ -184,3 +187,27 @@ def test_masked_update_is_let_go():
     del update, counted, reply
     gc.collect()
     assert words() is None
+
+
+def test_site_that_leaves_after_its_answer_ends_the_round():
+    """It is asked the steps that are left, and its own word in one ends that."""
+    record, told = opened()
+    answer = replace(toy.masked(SITE), leaving=LeaveReason.SPOT)
+    for update, reply in record.sound(replies(answer), MaskedUpdate):
+        record.count_masked(update, reply)
+    assert record.members.of(SITE) == RunMember(Standing.LEAVING, "spot")
+    assert not record.members.away()
+    notice = toy.failure(SITE, FailureKind.LEAVING)
+    record.take_step(SecureStep.REVEAL, replies(notice), lambda _: None)
+    assert record.members.away().keys() == {SITE}
+    found = [one.standings for one in told if isinstance(one, SitesLeftOut)]
+    assert found == [("leaving",), ("gone",)]
+
+
+def test_word_of_another_round_makes_nobody_leave():
+    """It may be old: the site may be back."""
+    record, _ = opened(round_index=2)
+    late = toy.failure(SITE, FailureKind.LEAVING, round_index=1)
+    list(record.sound(replies(late), MaskedUpdate))
+    record.take_step(SecureStep.REVEAL, replies(late), lambda _: None)
+    assert not record.members.away()
