@@ -4,6 +4,7 @@ Shape suffixes: m integer values of the model.
 """
 
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 
@@ -91,10 +92,7 @@ class RoundSums:
 
     def pooled_evaluation(self) -> MetricSums | None:
         """What all sites that evaluated the model made of it."""
-        pooled = self.secret_evaluation
-        for sums in self.evaluations.values():
-            pooled = _pool(pooled, sums)
-        return pooled
+        return reduce(_pool, self.evaluations.values(), self.secret_evaluation)
 
     def combined_integers(
         self, integers_m: IntegerVector, layout: Layout

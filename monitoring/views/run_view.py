@@ -8,7 +8,7 @@ coordinators. Nothing here draws, and nothing here imports more than the kernel.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import repeat
 
 from federation.events import (
@@ -118,10 +118,7 @@ class RunView:
     @property
     def total_spent(self) -> PrivacySpent | None:
         """What holds for every site that has told: the largest of each number."""
-        total: PrivacySpent | None = None
-        for spent in self.spent.values():
-            total = larger(total, spent)
-        return total
+        return reduce(larger, self.spent.values(), None)
 
     @property
     def clip_adapts(self) -> bool:
