@@ -108,10 +108,12 @@ class SecureExchange:
 
         Args:
             record: The round.
-            tasks: One for each site.
+            tasks: One for each site; who is away by now is not asked.
             round_of: The sum that a site is in; a ``ProtocolError`` if in none.
         """
-        replies = exchange(self.grid, tasks, deadline_seconds=self.deadline_seconds)
+        away = record.members.away()
+        asked = [task for task in tasks if task.site not in away]
+        replies = exchange(self.grid, asked, deadline_seconds=self.deadline_seconds)
         heard = self._heard(replies, round_of)
         for update, reply in record.sound(heard, MaskedUpdate):
             try:

@@ -136,9 +136,7 @@ class SecureGather:
         size = self.layout.size if trains else None
         current = MaskedRound(setup, facts, size=size)
         record.leave_out(blame.left_out())
-        away = record.members.away()
-        asked = [task for task in tasks if task.site not in away]
-        self._exchange.fold(record, asked, lambda _: current)
+        self._exchange.fold(record, tasks, lambda _: current)
         try:
             survivors = current.protocol.close_masked()
             if setup.contract.setting is Setting.P2:

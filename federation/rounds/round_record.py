@@ -13,6 +13,7 @@ from federation.ids import RunId, SiteId
 from federation.members import EVERYBODY, Members
 from federation.messages import (
     FailureKind,
+    LeaveReason,
     MaskedUpdate,
     Reply,
     SecureAnswer,
@@ -171,7 +172,8 @@ class RoundRecord:
         """Take in that a site leaves, if this is what it says."""
         if isinstance(message, SiteFailure):
             if message.kind is FailureKind.LEAVING:
-                reason = message.message
+                known = message.message in {*LeaveReason}
+                reason = message.message if known else "for no known reason"
                 self.change_members(self.members.leave(message.site, reason))
         elif not isinstance(message, SecureAnswer) and message.leaving is not None:
             members = self.members.leave(

@@ -135,6 +135,8 @@ class RoundVerdicts:
         if isinstance(message, SecureAnswer) and message.step is step:
             return None
         if isinstance(message, SiteFailure):
+            if message.kind is FailureKind.LEAVING:
+                self._open.pop(message.site, None)  # It is asked nothing more.
             return self.fail_step(message.site, step, message.message, message.kind)
         return self.fail_step(message.site, step, "answered something else")
 

@@ -211,3 +211,29 @@ def test_word_of_another_round_makes_nobody_leave():
     list(record.sound(replies(late), MaskedUpdate))
     record.take_step(SecureStep.REVEAL, replies(late), lambda _: None)
     assert not record.members.away()
+
+
+def test_reason_of_a_site_that_leaves_is_one_of_ours():
+    """Its own text could name other sites, and would be in each checkpoint."""
+    for said, kept in (
+        ("spot", "spot"),
+        (f"spot); {OTHER} (left out: lied", "for no known reason"),
+    ):
+        record, told = opened()
+        word = replace(crashed(SITE), kind=FailureKind.LEAVING, message=said)
+        list(record.sound(replies(word), MaskedUpdate))
+        assert record.members.away() == {SITE: kept}
+        (left,) = (event for event in told if isinstance(event, SitesLeftOut))
+        assert left.named() == [f"{SITE} (gone: {kept})"]
+
+
+def test_site_that_leaves_in_a_step_has_failed_once():
+    """Its task is closed as well: it is not overdue at the end of the round."""
+    record, told = opened()
+    word = replace(
+        crashed(SITE), round_index=0, kind=FailureKind.LEAVING, message="sigterm"
+    )
+    record.take_step(SecureStep.ADVERTISE, replies(word), lambda _answer: None)
+    assert not list(record.sound(replies(), MaskedUpdate))  # Nobody else answers.
+    failed = [(e.site, e.kind) for e in told if isinstance(e, SiteFailed)]
+    assert failed == [(SITE, "leaving"), (OTHER, "deadline"), (THIRD, "deadline")]
