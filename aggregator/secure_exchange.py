@@ -14,6 +14,7 @@ from aggregator.secure_setup import RunSetup
 from federation.errors import ProtocolError, QuorumNotMet
 from federation.exchange import exchange
 from federation.ids import RunId, SiteId
+from federation.members import Standing
 from federation.messages import (
     FailureKind,
     MaskedUpdate,
@@ -59,6 +60,8 @@ class SecureExchange:
             run_setup = self.run_setup_of(site)
             if run_setup is not None:
                 run_setup.note_lacking(site)
+        # As well those who left before this coordinator began.
+        self._left |= record.members.standing(Standing.GONE).keys()
 
     def take(
         self,

@@ -8,7 +8,14 @@ from support.small_jobs import small_job
 
 from deploy.wiring.simulation import simulate
 from federation.errors import QuorumNotMet
-from federation.events import Event, RoundFinished, SiteFailed, SitesLeftOut, StepTaken
+from federation.events import (
+    Event,
+    RoundFinished,
+    RoundStarted,
+    SiteFailed,
+    SitesLeftOut,
+    StepTaken,
+)
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult
 
@@ -168,3 +175,23 @@ def test_resumed_run_knows_who_has_left(tmp_path: Path, last: int):
     assert (left_out(seen)[0][1:] == ((LEAVES,), ("gone",))) == (last < 5)
     for name, values in whole.weights.items():
         assert values.tobytes() == resumed.weights[name].tobytes()
+
+
+def test_resumed_secure_run_makes_keys_for_a_site_that_comes_back(tmp_path: Path):
+    """The coordinator that it told of its leave is no more; no answer is lost."""
+    everybody, secret = (*SITES, "site-3", "site-4"), {"enabled": True, "threshold": 4}
+    job = job_of(
+        *(2, 3), quorum=None, sites=everybody, privacy={"secure_aggregation": secret}
+    )
+
+    def kill(event: Event) -> None:
+        if isinstance(event, RoundStarted) and event.round_index == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        simulate(job, listeners=[kill], folder=tmp_path)
+    result, seen = run(job, folder=tmp_path, resume=True)
+    assert result.status == "completed"
+    answered = [set(event.answered) for event in only(seen, RoundFinished)]
+    assert answered == [{*everybody} - {LEAVES}, {*everybody}, {*everybody}]
+    assert not only(seen, SiteFailed)
