@@ -248,10 +248,12 @@ class SecureGather:
     ) -> None:
         """R2 and R3: have the survivors agree on who survived, and open the sum."""
         heads = current.survivors()
+        # A site that leaves may be away by now, and t consents are enough.
+        stay = record.members.present(survivors)
         self._exchange.take(
             record,
             SecureStep.SURVIVORS,
-            survivors,
+            stay if len(stay) >= self.contract.threshold else survivors,
             lambda _: heads,
             lambda _, data: current.on_consent(data),
         )

@@ -11,11 +11,6 @@ def smallest_threshold(num_sites: int) -> int:
     return 2 * num_sites // 3 + 1
 
 
-def dropouts_tolerated(num_sites: int, threshold: int) -> int:
-    """Sites that may drop out of a round without losing it, d = N - t."""
-    return num_sites - threshold
-
-
 def colluding_tolerated(num_sites: int, threshold: int) -> int:
     """Most sites n_C that may collude with the aggregator (section 2.1).
 

@@ -61,7 +61,6 @@ def slots_of(metrics: Iterable[str], *, adapts: bool = False) -> tuple[str, ...]
 
 
 HEADER_SLOTS = slots_of(CORRECT)
-ADAPTIVE_SLOTS = slots_of(CORRECT, adapts=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

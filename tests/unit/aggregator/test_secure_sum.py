@@ -12,6 +12,8 @@ from support.secure_runs import MASK, Answer, Spoilt, run, secure_job, silence, 
 from federation import events
 from federation.messages import (
     FailureKind,
+    LeaveReason,
+    MaskedUpdate,
     SecureAnswer,
     SecureStep,
     SiteMessage,
@@ -21,6 +23,7 @@ from federation.protocols import SiteHandler
 from privacy.secagg.protocol.train import read_train
 
 SITE = "site-1"
+SITES = tuple(f"site-{number}" for number in range(5))
 
 
 @pytest.mark.slow
@@ -207,3 +210,22 @@ def test_failure_of_a_masked_update_says_its_kind():
     seen = run(secure_job(rounds=1), wraps=wraps).seen
     (failed,) = (e for e in seen if isinstance(e, events.SiteFailed))
     assert (failed.site, failed.kind) == (SITE, FailureKind.INVALID)
+
+
+@pytest.mark.parametrize(("leavers", "times"), [((SITE,), 0), (SITES, 1)])
+def test_site_that_leaves_is_not_waited_for(leavers: tuple[str, ...], times: int):
+    """Its update counts; its consent is asked for where the others are too few."""
+    consents: list[str] = []
+
+    def fault(task: Task, answer: Answer) -> Sequence[SiteMessage]:
+        message = answer()
+        if step_of(task) == "survivors":
+            consents.append(task.site)
+        if isinstance(message, MaskedUpdate) and task.site in leavers:
+            return (replace(message, leaving=LeaveReason.SIGTERM),)
+        return (message,)
+
+    found = run(secure_job(rounds=1), fault=fault)
+    assert found.statuses() == ["completed"]
+    assert set(found.answered(1)) == {*SITES}
+    assert consents.count(SITE) == times

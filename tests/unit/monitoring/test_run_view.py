@@ -14,8 +14,10 @@ from federation.events import (
     PrivacyPlanned,
     RoundStarted,
     RunFinished,
+    RunStarted,
     SiteAnswered,
     SiteFailed,
+    SitesLeftOut,
     StepTaken,
     StoreUse,
     StoreUsed,
@@ -171,6 +173,18 @@ def test_seconds_add_up_over_coordinators():
     second = [e for e in events if isinstance(e, RunFinished)][-1].seconds
     view = fold(events)
     assert second < view.seconds < events[-1].at - events[0].at - 55
+
+
+def test_sites_that_had_left_before_a_restart_are_not_missing():
+    """A coordinator that resumes says anew without whom it goes on."""
+    events = event_samples.resumed()
+    restart = [i for i, e in enumerate(events) if isinstance(e, RunStarted)][-1]
+    left = SitesLeftOut(
+        at=events[0].at, round_index=1, sites=("site-1",), reasons=("spot",)
+    )
+    before = fold([*events[:restart], left])
+    assert before.left_out == left
+    assert fold([*events[:restart], left, *events[restart:]]).left_out is None
 
 
 def test_unfinished_run_is_running():

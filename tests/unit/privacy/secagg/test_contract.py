@@ -37,7 +37,7 @@ def test_table_of_thresholds(
 ):
     """The table of SECURE_AGGREGATION.md, section 2.1."""
     assert threshold == thresholds.smallest_threshold(num_sites)
-    assert dropouts == thresholds.dropouts_tolerated(num_sites, threshold)
+    assert dropouts == num_sites - threshold
     assert colluding == thresholds.colluding_tolerated(num_sites, threshold)
 
 
