@@ -389,9 +389,10 @@ def _within(
         try:
             answers.append(work())
         except BaseException as error:  # noqa: BLE001 -- it would only end this thread
-            # Its text may quote a record, and stays in the site's own log.
-            _LOG.warning("a task failed", exc_info=error)
             text = outside_of(error)
+            # What may quote a record stays in the site's own log.
+            if text != f"{type(error).__name__}: {error}":
+                _LOG.warning("a task failed", exc_info=error)
             answers.append(inline(failure(task, FailureKind.CRASHED, text)))
 
     with _lock:
