@@ -121,7 +121,7 @@ def _sum_faults(
     count, loss, *values = (
         totals[f"{kind}_{name}"] for name in ("count", "loss", *metrics)
     )
-    if not is_asked and (count or loss):
+    if not is_asked and (count or loss or any(values)):
         yield f"nobody was asked for the sums of {kind}, and they are not 0"
     # Each site rounds a metric to the grid of the header.
     error = asked.num_updates * WEIGHT_ERROR
