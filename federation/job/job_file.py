@@ -65,7 +65,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     if len(raw) > MAX_JOB_FILE_BYTES:
         raise JobError(f"{path} is larger than {MAX_JOB_FILE_BYTES} bytes")
     try:
-        return tomllib.loads(raw.decode())
+        # Some editors begin a file with a mark of its encoding.
+        return tomllib.loads(raw.decode("utf-8-sig"))
     except _NOT_TOML as error:
         raise JobError(f"{path} is not TOML: {error}") from error
 

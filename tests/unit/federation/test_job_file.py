@@ -85,6 +85,13 @@ def test_not_toml(tmp_path: Path, content: bytes):
         job_file.load(path)
 
 
+def test_mark_of_the_encoding_is_read_over(tmp_path: Path):
+    """Some editors begin a file with it."""
+    path = tmp_path / "job.toml"
+    path.write_text('name = "marked"', encoding="utf-8-sig")
+    assert job_file.read_toml(path) == {"name": "marked"}
+
+
 def test_text_that_is_not_toml():
     """Where there is no file to name."""
     with pytest.raises(JobError, match="the job is not TOML: "):
