@@ -65,10 +65,12 @@ def checkout(what: str, place: Path) -> Iterator[Checkout]:
     git = ["git", "-C", str(HERE)]
     done = subprocess.run(
         [*git, "rev-parse", "--short", f"{what}^{{commit}}"],
-        check=True,
+        check=False,
         capture_output=True,
         text=True,
     )
+    if done.returncode:
+        raise SystemExit(f"turns.py: {what!r} is neither a folder nor a commit here")
     folder = place / "checkout"
     subprocess.run(
         [*git, "worktree", "add", "--quiet", "--detach", str(folder), what], check=True
@@ -211,6 +213,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--starts", type=int, default=3, help="of the two processes")
     args = parser.parse_args()
+    if args.pairs < 1 or args.starts < 1:
+        parser.error("--pairs and --starts are 1 at least")
     cases = [
         name
         for name in turn_cases.CASES
