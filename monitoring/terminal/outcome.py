@@ -23,7 +23,7 @@ def lines(view: RunView, *, status: str = "") -> Iterator[str]:
     if view.privacy is not None:
         yield f"epsilon     {privacy_words.spent(view.privacy, view.total_spent)}"
     if view.left_out is not None and view.left_out.sites:
-        yield f"left out    {', '.join(view.left_out.sites)}"
+        yield f"without     {', '.join(view.left_out.sites)}"
     if view.predicted is not None:
         down, up = view.predicted.bytes_down, view.predicted.bytes_up
         yield (

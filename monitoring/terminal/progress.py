@@ -60,7 +60,7 @@ def introduced(event: SitesIntroduced) -> str:
 
 def left_out(event: SitesLeftOut) -> str:
     """Which sites rounds go on without, and why."""
-    return f"left out from now on: {'; '.join(event.named()) or 'no site any more'}"
+    return f"sites away: {'; '.join(event.named()) or 'none'}"
 
 
 def attempt_failed(event: RunFinished) -> str:

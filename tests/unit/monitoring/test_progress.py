@@ -527,17 +527,17 @@ def test_sites_that_are_left_out_are_shown_wherever_a_run_is():
     )
     seen = event_samples.two_sites(1)
     seen.insert(-1, event)
-    (line,) = [line for line in _lines(seen) if line.startswith("left out")]
-    assert line == "left out from now on: site-1?[31m??boom [bold]? (at fault)"
-    assert "left out from now on: site-1?" in _live(seen, color_system=None, height=40)
+    (line,) = [line for line in _lines(seen) if line.startswith("sites away")]
+    assert line == "sites away: site-1?[31m??boom [bold]? (at fault)"
+    assert "sites away: site-1?" in _live(seen, color_system=None, height=40)
     page = render(fold(seen), "", {})
-    assert "Left out since round 1" in page
+    assert "Since round 1 the run has gone on without" in page
     assert "(at fault)</li>" in page
-    assert any(line.startswith("left out    site-1") for line in lines(fold(seen)))
+    assert any(line.startswith("without     site-1") for line in lines(fold(seen)))
     gone = replace(event, sites=("a",), reasons=("spot",), standings=("gone",))
     seen.insert(-1, gone)
-    assert "left out from now on: a (gone: spot)" in _lines(seen)
+    assert "sites away: a (gone: spot)" in _lines(seen)
     assert "a (gone: spot)</li>" in render(fold(seen), "", {})
     seen.insert(-1, replace(event, sites=(), reasons=()))
-    assert "left out from now on: no site any more" in _lines(seen)
-    assert "Left out since" not in render(fold(seen), "", {})
+    assert "sites away: none" in _lines(seen)
+    assert "gone on without" not in render(fold(seen), "", {})
