@@ -2,7 +2,8 @@
 
 The mean holds one update at a time. The robust rules compare sites with each
 other: they hold all of them, and count every site once, whatever its weight.
-Whether an update is finite, and who may send one, is checked before it gets here.
+Every rule looks at each update's values as it lands, and refuses one that is not
+finite. All else that may be wrong with it is checked before it gets here.
 
 Shape suffixes: d float values of the model, n sites, c values of a chunk.
 """
@@ -12,16 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from federation.job.spec import AggregationSpec
 from federation.mapped import give_back
 from federation.protocols import CombineRule, WeightedUpdate
-from federation.vectors import Values, Vector, chunks
+from federation.vectors import Values, Vector, chunks, is_finite
 
 # 16 MiB: work enough for all of torch's threads, and little to hold of a mapped file.
 _MEAN_CHUNK_VALUES = 1 << 22
+# 4 MiB: still in the last cache when it is folded right after it was checked.
+_CHECKED_CHUNK_VALUES = 1 << 20
 # Sixteen sites' chunks of this length, 1 MiB, lie in a core's second-level cache.
 _ROBUST_CHUNK_VALUES = 1 << 14
 
@@ -48,48 +52,95 @@ def weighted_mean(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
     is the mean of what has come at any time, nothing overflows however large the
     weights are, and no pass is needed at the end.
 
-    Memory: ``out_d`` and the update being folded, however many sites there are.
+    An update that is not finite is refused and leaves the mean as it was, bit for bit.
+    So one that was handed over is folded into its own memory, chunk by chunk as it is
+    checked; that memory then holds the mean, and the memory of the mean before is free.
+    One that may only be read is checked before it is folded into ``out_d``.
+
+    Memory: the mean and the update being folded, however many sites there are; if the
+    first update is handed over, ``out_d`` is not touched.
     Breakdown point: 0, one bad site moves the mean anywhere.
 
     Args:
-        updates: At least one of positive weight; only read, and dropped at once.
-        out_d: Shape ``(d,)``, float32, contiguous; overwritten and returned.
+        updates: At least one of positive weight; dropped at once. Those that are not
+            handed over are only read.
+        out_d: Shape ``(d,)``, float32, contiguous; written to if the first update is
+            not handed over.
 
     Returns:
-        ``out_d``. Weights and their sum are float64, values float32. The threads
-        are torch's (``torch.set_num_threads``); no bit depends on their number.
+        ``out_d``, or an update's memory. Weights and their sum are float64, values
+        float32. The threads are torch's (``torch.set_num_threads``); no bit depends on
+        their number, nor on whose memory is used.
 
     Raises:
         ValueError: No update, no weight, a weight below 0 or not finite, or an
             update of another length.
     """
-    total_weight = 0.0
+    total_weight, mean_d = 0.0, out_d
     for update in updates:
         _check(update, out_d)
-        if update.weight > 0:
-            total_weight += update.weight
-            share = update.weight / total_weight
-            _fold(update.delta_d, out_d, share)
-        # The loop's variable would keep this one alive while the next is awaited.
-        del update
+        new_weight = total_weight + update.weight
+        share = update.weight / new_weight if update.weight else 0.0
+        folded_d = _folded(update, mean_d, share, stays=mean_d is out_d and share < 1)
+        if folded_d is None:
+            _refuse(update)
+        else:
+            mean_d, total_weight = folded_d, new_weight
+        # The loop's variables would keep memory alive while the next is awaited.
+        del update, folded_d
     if not 0 < total_weight < math.inf:
         raise ValueError(f"the updates' weights sum to {total_weight}: nothing to mean")
-    return out_d
+    return mean_d
 
 
-def _fold(delta_d: Values, out_d: Vector, share: float) -> None:
-    """Move a mean towards an update: ``out += (delta - out) * share``."""
+def _folded(
+    update: WeightedUpdate, mean_d: Vector, share: float, *, stays: bool
+) -> Vector | None:
+    """Move a mean towards an update: ``mean += (delta - mean) * share``.
+
+    Returns:
+        The new mean, in the memory of either; in that of the old one if it ``stays``.
+        None if the update is not finite: then the old mean is as it was.
+    """
+    delta_d = update.delta_d
+    if update.handed_over and isinstance(delta_d, np.ndarray) and share and not stays:
+        return delta_d if _fold_into_update(delta_d, mean_d, share) else None
+    if not is_finite(delta_d):
+        return None
+    if share:
+        _fold_into_mean(delta_d, mean_d, share)
+    return mean_d
+
+
+def _fold_into_mean(delta_d: Values, mean_d: Vector, share: float) -> None:
     # Torch takes one pass over memory on all its threads, NumPy two on one:
     # benchmarks/combine.py. What comes off the wire is read-only, which DLPack takes
     # and from_numpy does not.
-    for piece in chunks(out_d.size, _MEAN_CHUNK_VALUES):
+    for piece in chunks(mean_d.size, _MEAN_CHUNK_VALUES):
         part_c = delta_d[piece]
-        delta_c, out_c = from_dlpack(part_c), from_dlpack(out_d[piece])
+        delta_c, mean_c = from_dlpack(part_c), from_dlpack(mean_d[piece])
         if share == 1.0:
-            out_c.copy_(delta_c)
+            mean_c.copy_(delta_c)
         else:
-            out_c.lerp_(delta_c, share)
+            mean_c.lerp_(delta_c, share)
         give_back(part_c)
+
+
+def _fold_into_update(delta_d: Vector, mean_d: Vector, share: float) -> bool:
+    """Make the same mean in an update's memory; False if it turns out not finite.
+
+    The mean before is only read, so a bad value in the last chunk has done no harm.
+    """
+    if share == 1.0:
+        return is_finite(delta_d)
+    delta, mean = torch.from_numpy(delta_d), torch.from_numpy(mean_d)
+    for piece in chunks(mean_d.size, _CHECKED_CHUNK_VALUES):
+        whole = piece.stop - piece.start == mean_d.size
+        delta_c, mean_c = (delta, mean) if whole else (delta[piece], mean[piece])
+        if not is_finite(delta_d if whole else delta_d[piece]):
+            return False
+        torch.lerp(mean_c, delta_c, share, out=delta_c)
+    return True
 
 
 def trimmed_mean(*, byzantine_sites: int) -> CombineRule:
@@ -194,13 +245,30 @@ def _check(update: WeightedUpdate, out_d: Vector) -> None:
         raise ValueError(f"site {update.site!r} has the weight {update.weight}")
 
 
+def _refuse(update: WeightedUpdate) -> None:
+    if update.refuse is None:
+        raise ValueError(f"the update of site {update.site!r} is not finite")
+    update.refuse()
+
+
+def _sound(
+    updates: Iterable[WeightedUpdate], out_d: Vector
+) -> Iterator[WeightedUpdate]:
+    """Hand on the updates that are finite, and refuse the others."""
+    for update in updates:
+        _check(update, out_d)
+        if is_finite(update.delta_d):
+            yield update
+        else:
+            _refuse(update)
+        del update  # A refused one is not held while the next is awaited.
+
+
 def _by_site(
     updates: Iterable[WeightedUpdate], out_d: Vector, *, at_least: int
 ) -> list[Values]:
     """Hold all updates in the order of sites, whatever order they arrived in."""
-    held = sorted(updates, key=lambda update: update.site)
-    for update in held:
-        _check(update, out_d)
+    held = sorted(_sound(updates, out_d), key=lambda update: update.site)
     if len(held) < at_least:
         raise ValueError(f"{len(held)} updates, and the rule needs {at_least}")
     return [update.delta_d for update in held]

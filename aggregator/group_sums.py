@@ -142,8 +142,9 @@ class GroupGather:
         rule = combine_rule(replace(self.job.aggregation, byzantine_sites=byzantine))
 
         def combine(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
-            self._compare(record.events, sums, rule(updates, out_d))
-            return out_d
+            combined_d = rule(updates, out_d)
+            self._compare(record.events, sums, combined_d)
+            return combined_d
 
         return _updates(sums), combine
 

@@ -13,7 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from aggregator.weighting import ROUNDING, most_trained_on
-from federation.job.metrics import loss_of, metrics_of, reported_loss_of
+from federation.job.metrics import (
+    MAX_PREDICTIONS,
+    loss_of,
+    metrics_of,
+    reported_loss_of,
+)
 from federation.job.spec import JobSpec
 from privacy.counts import coarse
 from privacy.dp import adaptive_clip
@@ -92,7 +97,7 @@ def _training_faults(totals: _Totals, asked: SumTerms) -> _Faults:
     uniform = asked.contract.weight_rule == "uniform"
     largest = None if uniform else asked.contract.max_examples
     most = most_trained_on(asked.job, largest)
-    most = train.MAX_PREDICTIONS if most is None else most
+    most = MAX_PREDICTIONS if most is None else most
     if train.counts_coarsely(asked.contract):
         most = coarse(most)
     count = totals[f"{train.TRAINING}_count"]

@@ -254,14 +254,7 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
         update_clip=document["update_clip"],
         anchors=_parse_anchors(document.get("anchors", {})),
         suspicions=_parse_suspicions(document.get("suspicions", {})),
-        members=Members(
-            {
-                SiteId(site): RunMember(Standing(standing), reason, replaced)
-                for site, (standing, reason, replaced) in document.get(
-                    "members", {}
-                ).items()
-            }
-        ),
+        members=_parse_members(document.get("members", {})),
         job=document["job"],
         layout=layout,
         weights=_parse_blob(blobs["weights"]),
@@ -273,6 +266,18 @@ def _parse(key: str, document: Mapping[str, Any]) -> Manifest:
     if not key.endswith(f"round-{manifest.round_index:06d}.json"):
         raise ValueError(f"it is of round {manifest.round_index}")
     return manifest
+
+
+def _parse_members(entry: Mapping[str, Any]) -> Members:
+    for site, (_, reason, replaced) in entry.items():
+        if type(reason) is not str or type(replaced) is not int or replaced < 0:
+            raise ValueError(f"what it says of site {site!r} is damaged")
+    return Members(
+        {
+            SiteId(site): RunMember(Standing(standing), reason, replaced)
+            for site, (standing, reason, replaced) in entry.items()
+        }
+    )
 
 
 def _parse_suspicions(entry: Mapping[str, Any]) -> Suspicions:

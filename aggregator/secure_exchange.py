@@ -122,7 +122,7 @@ class SecureExchange:
             try:
                 round_of(update.site).fold(update)
             except ProtocolError as error:
-                record.revoke(update, reply, str(error))
+                record.revoke(reply, str(error))
             else:
                 self._note_answer(update.site)
                 record.count_masked(update, reply)

@@ -96,8 +96,8 @@ def read(data: bytes) -> dict[str, Array]:
         dtype = _NUMPY_NAMES.get(entry["dtype"])
         if dtype is None:
             raise CorruptObject(
-                f"tensor {name!r} has the type {entry['dtype']}, which is not one of "
-                + ", ".join(_NUMPY_NAMES)
+                f"tensor {name!r} has the type {entry['dtype']}, but only these are "
+                f"possible: {', '.join(_NUMPY_NAMES)}"
             )
         values = np.frombuffer(entry["data"], dtype=np.dtype(dtype).newbyteorder("<"))
         tensors[name] = values.reshape(entry["shape"])

@@ -12,10 +12,14 @@ from types import MappingProxyType
 
 from federation.errors import InvalidUpdate
 from federation.ids import SiteId
-from federation.job.metrics import Metric, metrics_of, most_of_a_record
+from federation.job.metrics import (
+    MAX_PREDICTIONS,
+    Metric,
+    metrics_of,
+    most_of_a_record,
+)
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteEvaluation, SiteUpdate
-from privacy.secagg.protocol.train import MAX_PREDICTIONS
 
 # Training examples that one site may claim to hold.
 MAX_EXAMPLES = 10**9

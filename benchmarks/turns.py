@@ -96,11 +96,12 @@ def environment(folder: Path, place: Path) -> Path:
     scripts = Path(sysconfig.get_path("scripts", "venv", paths))
     python = scripts / "python"
     for script in entry_points(group="console_scripts"):
-        if script.module.split(".")[0] in {"deploy", "flwr"}:
+        # Checkouts before the package `crossfed` have this module alone.
+        module = script.module.replace("crossfed.__main__", "deploy.cli")
+        if module.split(".")[0] in {"deploy", "flwr"}:
             call = f"sys.exit({script.attr}())"
             (scripts / script.name).write_text(
-                f"#!{python}\nimport sys\nfrom {script.module} import {script.attr}\n"
-                f"{call}\n"
+                f"#!{python}\nimport sys\nfrom {module} import {script.attr}\n{call}\n"
             )
             (scripts / script.name).chmod(0o755)
     return python

@@ -266,6 +266,8 @@ def is_finite(vector_d: Values) -> bool:
     # A product's sum is finite unless a value is not, or finite values overflow; only
     # then is the slower exact test needed.
     with np.errstate(over="ignore", invalid="ignore"):
+        if vector_d.size <= _SERIAL_VALUES and math.isfinite(_product(vector_d[:])):
+            return True
         for piece in chunks(vector_d.size, _CHECK_VALUES):
             part = vector_d[piece]
             if not math.isfinite(_product(part)) and not np.isfinite(part).all():

@@ -77,6 +77,9 @@ MAX_WAITING = 16
 AFTER_DROP_SECONDS = 1.0
 CALL_SECONDS = 30.0
 LEAVE_SECONDS = 1.0
+# Flower loses the answer of a node that has gone before the aggregator looked for it,
+# which it does ten times a second.
+TAKEN_SECONDS = 0.5
 # How long a connection is kept for the next request: less than our proxy keeps it
 # (75 s), and less than firewalls remember one.
 KEPT_SECONDS = 60.0
@@ -120,6 +123,7 @@ class FlowerNode:
     _calls: FleetCalls = field(init=False, repr=False)
     _inbox: Inbox[RecordDict] = field(default_factory=Inbox, init=False, repr=False)
     _free: threading.Event = field(default_factory=threading.Event, init=False)
+    _sent_at: float = field(default=-math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Make what the requests share."""
@@ -234,6 +238,7 @@ class FlowerNode:
                 if isinstance(letter, Exception):
                     raise letter
                 self._take_or_drop(connection, letter)
+            ended.wait(max(0.0, self._sent_at + TAKEN_SECONDS - self.clock.monotonic()))
             self.leave()
         finally:
             ended.set()
@@ -354,6 +359,7 @@ class FlowerNode:
         try:
             seconds = self.clock.monotonic() - begin
             connection.send(reply, seconds, whole=envelope.is_whole)
+            self._sent_at = self.clock.monotonic()
         finally:
             if envelope.name and reply.has_content():
                 self._inbox.keep(envelope.name, reply.content)

@@ -87,6 +87,8 @@ def run_on_flower_simulation(
             "OMP_NUM_THREADS": str(cpus_per_site),
             # Ray's processes import what this process can import.
             "PYTHONPATH": os.pathsep.join(sys.path),
+            # Ray puts the working folder before all that; see the package crossfed.
+            "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "crossfed._rooms.come_first",
         }
         stack.enter_context(_environment(environment))
         import_flower()

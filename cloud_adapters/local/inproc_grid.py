@@ -7,6 +7,11 @@ simulation the sites share one machine, and waiting for it is nobody's fault.
 
 Threads are daemons: a site that hangs for ever delays neither the round beyond its
 deadline nor the end of the process. Its thread is given up and another one started.
+
+Waking a thread takes longer than an idle site's answer, and a thread that is awake and
+waits for the interpreter is woken in vain by every call of NumPy that lets go of it. So
+quick sites and the receiver of their replies take turns: sites answer until no more may
+start, then the receiver takes all replies while the sites wait.
 """
 
 import math
@@ -44,6 +49,11 @@ MAX_AHEAD_BYTES = 64 << 20
 # How long `close` waits for sites that are in the middle of their work: a process
 # that ends while a thread is inside a C++ library may be aborted by it.
 CLOSING_SECONDS = 1.0
+
+# A site that answers within the first is quick; a turn lasts at most as long as the
+# second, lest one slow site hold up the replies of quick ones.
+QUICK_SECONDS = 0.0005
+TURN_SECONDS = 0.05
 
 Fault = Callable[[Task, Callable[[], SiteMessage]], Sequence[SiteMessage]]
 Returned = Callable[[Collection[SiteId], int], Collection[SiteId]]
@@ -139,9 +149,15 @@ class InProcessGrid(Closing):
         self._fault = fault
         self.returned = returned
         self._num_workers = min(workers, len(self._handlers))
-        # The condition guards everything below, and every slot and batch.
-        self._condition = threading.Condition()
+        # The lock guards everything below, and every slot and batch. The receiver waits
+        # for the first condition, sites for the second.
+        self._lock = threading.Lock()
+        self._to_receive = threading.Condition(self._lock)
+        self._to_work = threading.Condition(self._lock)
         self._open = True
+        self._quick = False  # Whether the last site to answer was.
+        self._gathering = False  # The receiver lets replies gather.
+        self._taking = False  # The receiver has its turn.
         self._num_sent = 0
         self._batches: list[_TaskBatch] = []
         self._num_held = 0  # Slots taken up whose replies were not taken.
@@ -158,12 +174,13 @@ class InProcessGrid(Closing):
         Sites in the middle of their work get ``CLOSING_SECONDS`` to finish it; a
         thread in which a site hangs ends when the site does.
         """
-        with self._condition:
+        with self._lock:
             self._open = False
             at_work = {slot.thread for slot in self._working}
             patience = CLOSING_SECONDS / max(1, len(at_work))
             threads = tuple(self._threads)
-            self._condition.notify_all()
+            self._to_receive.notify()
+            self._to_work.notify_all()
         for thread in threads:
             thread.join(timeout=patience if thread in at_work else None)
 
@@ -188,19 +205,22 @@ class InProcessGrid(Closing):
                 task_id=TaskId(number),
                 task=task,
                 deadline_seconds=deadline_seconds,
-                bytes_down=wire.encoded_size(task),
+                bytes_down=bytes_down,
             )
-            for number, task in enumerate(tasks, start=self._num_sent)
+            for number, (task, bytes_down) in enumerate(
+                zip(tasks, wire.encoded_sizes(tasks), strict=True),
+                start=self._num_sent,
+            )
         ]
         batch = _TaskBatch(
             slots=deque(slots), waiting=deque(slots), ahead=self._ahead(tasks)
         )
-        with self._condition:
+        with self._lock:
             self._check_open()
             self._num_sent += len(slots)
             if slots:
                 self._batches.append(batch)
-            self._condition.notify_all()
+            self._to_work.notify_all()
         return [slot.task_id for slot in slots]
 
     def receive(self, timeout_seconds: float | None = None) -> deque[Reply]:
@@ -215,9 +235,10 @@ class InProcessGrid(Closing):
         end = math.inf
         if timeout_seconds is not None:
             end = self._clock.monotonic() + timeout_seconds
-        with self._condition:
+        with self._lock:
             while True:
                 self._check_open()
+                self._gather()
                 replies = self._take()
                 if replies or not self._batches:
                     return replies
@@ -226,12 +247,11 @@ class InProcessGrid(Closing):
                     seconds_left = min(seconds_left, end - self._clock.monotonic())
                     if seconds_left <= 0:
                         return replies
-                    forever = math.isinf(seconds_left)
-                    self._condition.wait(timeout=None if forever else seconds_left)
+                    self._await_replies(seconds_left)
 
     def withdraw(self, task_ids: Collection[TaskId]) -> None:
         """Close tasks; a site at work on one has until its deadline."""
-        with self._condition:
+        with self._lock:
             for batch in self._batches:
                 for slot in batch.slots:
                     slot.left = slot.task_id in task_ids
@@ -241,7 +261,7 @@ class InProcessGrid(Closing):
                 batch.waiting = deque(s for s in batch.waiting if not s.left)
                 self._num_held -= num_held - len(batch.slots) + len(batch.waiting)
             self._batches = [batch for batch in self._batches if batch.slots]
-            self._condition.notify_all()
+            self._to_work.notify_all()
 
     def _check_open(self) -> None:
         if not self._open:
@@ -253,22 +273,55 @@ class InProcessGrid(Closing):
         by_memory = MAX_AHEAD_BYTES // max(largest, 1)
         return min(MAX_AHEAD, max(by_memory, self._num_workers))
 
+    def _gather(self) -> None:
+        """Let quick sites go on, unless their replies are being taken."""
+        if not self._taking and self._settled() and self._goes_on():
+            self._await_replies(TURN_SECONDS)
+
+    def _await_replies(self, seconds: float) -> None:
+        """Wait for something to take; where sites are quick, for all of a turn."""
+        self._gathering = self._quick
+        longest = TURN_SECONDS if self._quick else threading.TIMEOUT_MAX
+        if not self._to_receive.wait(min(seconds, longest)):
+            self._quick = False  # Until a site shows that it is.
+        self._gathering = False
+
+    def _goes_on(self) -> bool:
+        """Whether quick sites answer and more of them may start."""
+        return self._quick and any(
+            batch.waiting and self._num_held < batch.ahead for batch in self._batches
+        )
+
+    def _settled(self) -> _TaskBatch | None:
+        """The first batch whose next replies may be taken."""
+        for batch in self._batches:
+            if batch.slots[0].replies is not None:
+                return batch
+        return None
+
     def _take(self) -> deque[Reply]:
         """Take out what came late, or else the replies to the first settled task."""
         if self._late:
             late, self._late = self._late, deque()
             return late
-        for batch in self._batches:
-            slot = batch.slots[0]
-            if slot.replies is not None:
-                replies, slot.replies = slot.replies, None
-                batch.slots.popleft()
-                if not batch.slots:
-                    self._batches.remove(batch)
-                self._num_held -= 1
-                self._condition.notify_all()
-                return replies
-        return deque()
+        batch = self._settled()
+        self._taking = batch is not None and self._quick
+        if not self._taking:
+            self._to_work.notify_all()
+        if batch is None:
+            return deque()
+        slot = batch.slots.popleft()
+        if not batch.slots:
+            self._batches.remove(batch)
+        self._num_held -= 1
+        replies, slot.replies = slot.replies, None
+        return replies or deque()
+
+    def _announce(self) -> None:
+        """Wake the receiver if it has something to take, unless it lets more gather."""
+        gathers = self._gathering and self._goes_on()
+        if self._late or (not gathers and self._settled()):
+            self._to_receive.notify()
 
     def _give_up_overdue(self) -> float:
         """Give up every slot past its deadline; return seconds until the next.
@@ -283,10 +336,12 @@ class InProcessGrid(Closing):
             if slot.thread is not None:
                 self._threads.discard(slot.thread)
             self._start_thread()
-            self._condition.notify_all()
         if given_up:
             return 0.0
-        return min((s.seconds_left(now) for s in self._working), default=math.inf)
+        # Of tasks that may start meanwhile as well: no claim need wake the receiver.
+        started = (slot.seconds_left(now) for slot in self._working)
+        waiting = (b.waiting[0].deadline_seconds for b in self._batches if b.waiting)
+        return min((*started, *waiting), default=math.inf)
 
     def _overdue(self, slot: _Errand, now: float) -> deque[Reply]:
         text = f"gave no answer within {slot.deadline_seconds:g} s"
@@ -307,7 +362,9 @@ class InProcessGrid(Closing):
 
     def _claim(self) -> _Errand | None:
         """Wait for a task that may be started; None when the grid is closed."""
-        with self._condition:
+        with self._lock:
+            if self._taking:
+                self._to_work.wait(TURN_SECONDS)
             while self._open:
                 slot = self._next_slot()
                 if slot is not None:
@@ -315,9 +372,8 @@ class InProcessGrid(Closing):
                     slot.thread = threading.current_thread()
                     self._working.add(slot)
                     self._busy[slot.task.site] = slot
-                    self._condition.notify_all()
                     return slot
-                self._condition.wait()
+                self._to_work.wait()
             return None
 
     def _next_slot(self) -> _Errand | None:
@@ -336,7 +392,7 @@ class InProcessGrid(Closing):
                 failed = failure(slot.task, FailureKind.BUSY, text)
                 slot.started = self._clock.monotonic()
                 slot.replies = deque([_reply(slot, failed, 0, slot.started)])
-                self._condition.notify_all()
+                self._announce()
         return None
 
     def _replies(self, slot: _Errand) -> deque[Reply]:
@@ -351,9 +407,10 @@ class InProcessGrid(Closing):
     def _settle(self, slot: _Errand, replies: deque[Reply]) -> bool:
         """Hand replies in; False if the thread was given up meanwhile."""
         now = replies[0].answered_seconds
-        with self._condition:
+        with self._lock:
             self._working.discard(slot)
             self._busy.pop(slot.task.site)
+            self._quick = now - slot.started < QUICK_SECONDS
             in_time = slot.seconds_left(now) > 0
             if not slot.given_up and not slot.left:
                 slot.replies = replies if in_time else self._overdue(slot, now)
@@ -361,7 +418,8 @@ class InProcessGrid(Closing):
                 # After the word that the deadline has passed, if that was not taken.
                 told = self._late if slot.replies is None else slot.replies
                 told.extend(late_word(replies))
-            self._condition.notify_all()
+            self._announce()
+            self._to_work.notify()
             return not slot.given_up
 
 

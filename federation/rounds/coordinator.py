@@ -110,23 +110,24 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
     state = replace(state, anchors=join_anchors(state.anchors, parts.anchors))
     _emit_started(job, parts, state)
     spare_d = np.empty(parts.layout.size, dtype=np.float32)
-    exhausted = ""
+    exhausted, complaints = "", list[str]()
     try:
         if saved is None:
             # From here on the run belongs to this job and this coordinator.
             _save(parts, state)
         while not (_is_done(job, parts, state) or parts.stop_requested()):
             try:
-                state, spare_d, complaints = _run_round(job, parts, state, spare_d)
+                state, spare_d, found = _run_round(job, parts, state, spare_d)
             except BudgetExceeded as error:
                 if state.rounds_completed == 0:
                     raise
                 exhausted = str(error)
                 break
+            complaints = list(found) or complaints
             _check_progress(job, state, complaints)
         is_complete = _is_done(job, parts, state)
         if is_complete or exhausted:
-            _check_result(job, state)
+            _check_result(job, state, complaints)
             # In secret a round is asked for once, and a refusal uses its number up.
             _evaluate_last(
                 job, parts, state, skip=int(_in_secret(job) and not is_complete)
@@ -183,7 +184,7 @@ def _run_round(
         meter=parts.meter,
         members=state.members,
     )
-    record.change_members(members)
+    record.ask(members)
     # Values too large for float32 become infinite, which is looked for below.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
@@ -195,11 +196,14 @@ def _run_round(
             if record.verdicts.out_of_budget:
                 record.finish("lost")
                 raise _out_of_budget(record.verdicts) from error
-            new_state, status = _without_result(state), "lost"
+            new_state, status, unused_d = _without_result(state), "lost", spare_d
         else:
             record.sums.update_norm = norm(delta_d)
             weights_d = _step(parts, state, delta_d)
             new_state, status = _next_state(parts, state, weights_d, record)
+            # Memory that was not touched takes none: it is kept before any other.
+            is_taken = status == "completed" and delta_d is spare_d
+            unused_d = state.weights_d if is_taken else spare_d
             record.sums.end_phase("apply")
     record.finish(status)
     new_state = replace(
@@ -209,7 +213,6 @@ def _run_round(
         members=record.members.end_round(),
     )
     _save(parts, new_state)
-    unused_d = state.weights_d if status == "completed" else spare_d
     return new_state, unused_d, record.verdicts.complaints
 
 
@@ -351,7 +354,7 @@ def _evaluate_last(
         links=job.communication.links,
         members=state.members,
     )
-    record.change_members(members)
+    record.ask(members)
     parts.gather.evaluation(state, record)
     record.finish_evaluation()
 
@@ -370,12 +373,15 @@ def _check_progress(
     job: JobSpec, state: RunState, complaints: Sequence[str] = ()
 ) -> None:
     if state.lost_in_a_row >= job.schedule.max_lost_rounds:
-        said = f"{_first(complaints)}; " if complaints else ""
         raise QuorumNotMet(
             f"{state.lost_in_a_row} rounds in a row had no result, the last of them "
             f"round {state.round_index} (the quorum is {job.minimum_sites} of "
-            f"{job.cohort_size} sites); {said}{_what_is_left(state)}"
+            f"{job.cohort_size} sites); {_said(complaints)}{_what_is_left(state)}"
         )
+
+
+def _said(complaints: Sequence[str]) -> str:
+    return f"{_first(complaints)}; " if complaints else ""
 
 
 def _first(complaints: Sequence[str]) -> str:
@@ -389,13 +395,14 @@ def _what_is_left(state: RunState) -> str:
     return "no round was completed: look at what each site answered"
 
 
-def _check_result(job: JobSpec, state: RunState) -> None:
+def _check_result(job: JobSpec, state: RunState, complaints: Sequence[str]) -> None:
     """Check that a run at its end has something to show; a resumed one comes here."""
-    _check_progress(job, state)
+    _check_progress(job, state, complaints)
     if state.rounds_completed == 0:
         raise QuorumNotMet(
             f"not one of the {job.rounds} rounds had a result (the quorum is "
-            f"{job.minimum_sites} of {job.cohort_size} sites); nothing was trained"
+            f"{job.minimum_sites} of {job.cohort_size} sites); {_said(complaints)}"
+            "nothing was trained"
         )
 
 

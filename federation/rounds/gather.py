@@ -174,16 +174,37 @@ class PlainGather:
             try:
                 weight = self._share(state, update) * self.weight_of(update)
             except InvalidUpdate as error:
-                record.revoke(update, reply, str(error))
+                record.revoke(reply, str(error))
             else:
-                record.count(update, reply, weight)
-                self._held[update.site] = update.based_on
-                values = record.links.up.values(update.delta_d, seed=update.round_index)
-                yield WeightedUpdate(site=update.site, delta_d=values, weight=weight)
-                del values
+                refused: list[SiteId] = []
+                yield self._weighted(record, update, weight, refused)
+                if refused:
+                    text = "sent NaN or infinite values"
+                    record.revoke(reply, text, FailureKind.NOT_FINITE)
+                else:
+                    record.count(update, reply, weight)
+                    self._held[update.site] = update.based_on
             del update, reply  # One update at a time: the next is about to land.
         if len(verdicts.answered) < job.minimum_sites:
             raise QuorumNotMet(f"{len(verdicts.answered)} of {job.minimum_sites} sites")
+
+    def _weighted(
+        self,
+        record: RoundRecord,
+        update: SiteUpdate,
+        weight: float,
+        refused: list[SiteId],
+    ) -> WeightedUpdate:
+        """Hand an update to the rule; its site is ``refused`` if it is not finite."""
+        words, site = update.delta_d, update.site
+        values = record.links.up.values(words, seed=update.round_index)
+        return WeightedUpdate(
+            site=site,
+            delta_d=values,
+            weight=weight,
+            handed_over=values is words and words.flags.carray,
+            refuse=lambda: refused.append(site),
+        )
 
     def _share(self, state: RunState, update: SiteUpdate) -> float:
         """What part of its weight an update keeps.

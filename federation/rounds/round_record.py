@@ -80,6 +80,7 @@ class RoundRecord:
         self.clock = clock
         self.links = links
         self.members = members
+        self._known_away = members.end_round().away()
         self._kind = kind
         self._model_round = round_index - 1 if model_round is None else model_round
         self._sent_d: Words | None = None
@@ -149,10 +150,14 @@ class RoundRecord:
         self.events.answered(update, reply, None)
 
     def revoke(
-        self, update: SiteUpdate | MaskedUpdate, reply: Reply, reason: str
+        self,
+        reply: Reply,
+        reason: str,
+        kind: FailureKind = FailureKind.INVALID,
     ) -> None:
         """Refuse an update after all, for a reason that only its use showed."""
-        self.events.failed(self.verdicts.revoke(update.site, reason), reply)
+        failure = self.verdicts.revoke(reply.message.site, reason, kind)
+        self.events.failed(failure, reply)
 
     def leave_out(self, sites: Mapping[SiteId, str]) -> None:
         """Settle sites of the cohort that are not asked, each with the reason."""
@@ -164,9 +169,22 @@ class RoundRecord:
 
         That a round has ended for a site that was leaving is no news.
         """
-        before, self.members = self.members, members
-        if before.end_round().away() != members.end_round().away():
+        self.members = members
+        away = members.end_round().away()
+        if away != self._known_away:
+            self._known_away = away
             self.events.left_out(members)
+
+    def ask(self, members: Members) -> None:
+        """Take in who may be asked, before anybody is.
+
+        Sites that are gone may be asked as if they were silent. That is news only if
+        they are not gone again when the round ends.
+        """
+        noted = members.noted
+        if any(members.of(s).replaced > self.members.of(s).replaced for s in noted):
+            self.change_members(members)
+        self.members = members
 
     def _note_leaving(self, message: SiteMessage) -> None:
         """Take in that a site leaves, if this is what it says."""
@@ -218,6 +236,7 @@ class RoundRecord:
 
     def finish_evaluation(self) -> None:
         """Emit the final model's metrics, or that there are none."""
+        self.change_members(self.members)
         replies = self._evaluation_replies
         self.events.evaluated(self._model_round, self.verdicts, self.sums, replies)
         if self.sums.pooled_evaluation() is None:
@@ -227,5 +246,6 @@ class RoundRecord:
 
     def finish(self, status: str) -> None:
         """Emit the metrics of the round's model, and what the round came to."""
+        self.change_members(self.members)
         self.events.evaluated(self._model_round, self.verdicts, self.sums, {})
         self.events.finished(status, self.cohort, self.verdicts, self.sums)

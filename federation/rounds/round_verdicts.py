@@ -1,7 +1,8 @@
 """Verdicts of one round: who was asked, who answered, what counts, and why not.
 
 Pure: messages in, verdicts out. Everything that a site may do wrong is decided
-here, so that the round loop handles sound updates only.
+here, so that the round loop handles sound updates only. One thing only their use shows:
+whether all values are finite, which the rule that combines them finds out.
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from federation.messages import (
 )
 from federation.protocols import Suspicions
 from federation.rounds.schedule import OpenTask
-from federation.vectors import Layout, is_finite
+from federation.vectors import Layout
 
 
 @dataclass(kw_only=True, eq=False)
@@ -111,10 +112,12 @@ class RoundVerdicts:
                 self._overdue.add(message.site)
         return self._count(failure)
 
-    def revoke(self, site: SiteId, reason: str) -> SiteFailure:
+    def revoke(
+        self, site: SiteId, reason: str, kind: FailureKind = FailureKind.INVALID
+    ) -> SiteFailure:
         """Refuse a sound answer after all, for a reason that only its use showed."""
         self._answered.remove(site)
-        return self._count(self._invalid(site, reason))
+        return self._count(self._failure(site, kind, reason))
 
     def leave_out(self, site: SiteId, reason: str) -> SiteFailure:
         """Settle a site of the cohort that is not asked."""
@@ -240,9 +243,6 @@ class RoundVerdicts:
             if values.dtype != dtype:
                 text = f"sent {name} of type {values.dtype}, not {dtype}"
                 return self._invalid(update.site, text)
-        if not is_finite(codec.values(delta_d, seed=update.round_index)):
-            text = "sent NaN or infinite values"
-            return self._failure(update.site, FailureKind.NOT_FINITE, text)
         return None
 
     def _invalid(self, site: SiteId, text: str) -> SiteFailure:

@@ -8,6 +8,7 @@ Shape suffixes: d float values of the model, m integer values of the model, h wo
 of a masked header.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,7 @@ class _Section:
         maximum: How many there may be.
         is_bytes: Whether the field is ``bytes`` and not an array.
         others: Other sections that the field may travel in; its type decides.
+        native: Type of a value in memory.
     """
 
     field: str
@@ -185,20 +187,23 @@ class _Section:
     maximum: int
     is_bytes: bool = False
     others: tuple["_Section", ...] = ()
+    native: np.dtype[Any] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find the type in memory."""
+        object.__setattr__(self, "native", self.dtype.newbyteorder("="))
 
     def of_type(self, dtype: np.dtype[Any]) -> "_Section":
         """The section that a value of a type travels in."""
-        each = (s for s in self.others if _native(s.dtype) == dtype)
-        return next(each, self)
+        if dtype != self.native:
+            for other in self.others:
+                if dtype == other.native:
+                    return other
+        return self
 
     def named_in(self, fields: Fields) -> "_Section":
         """The section that a header names."""
         return next((s for s in self.others if s.size in fields), self)
-
-
-def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Type of a value in memory."""
-    return dtype.newbyteorder("=")
 
 
 def _integers(field: str) -> _Section:
@@ -251,11 +256,10 @@ def sections(message: WireMessage) -> list[NDArray[Any]]:
     parts = []
     for section, held in _held(message):
         value = _raw(held, section.field) if section.is_bytes else held
-        expected = _native(section.dtype)
-        if value.dtype != expected or value.ndim != 1:
+        if value.dtype != section.native or value.ndim != 1:
             raise WireError(
                 f"a vector is {value.dtype} of shape {value.shape}, "
-                f"not one-dimensional {expected}"
+                f"not one-dimensional {section.native}"
             )
         parts.append(value.astype(section.dtype, copy=False))
     return parts
@@ -281,8 +285,10 @@ def write(message: WireMessage) -> tuple[Kind, Fields]:
 
 def _fields(kind: Kind, find: Callable[[str], Any]) -> Mapping[str, _Value]:
     """Fields of a message's header, without optional ones that are empty."""
-    optional = _OPTIONAL.get(kind, {})
-    return _FIELDS[kind] | {name: optional[name] for name in optional if find(name)}
+    optional = {
+        name: form for name, form in _OPTIONAL.get(kind, {}).items() if find(name)
+    }
+    return _FIELDS[kind] | optional if optional else _FIELDS[kind]
 
 
 def _held(message: WireMessage) -> Iterator[tuple[_Section, Any]]:

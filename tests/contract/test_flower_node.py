@@ -178,6 +178,22 @@ def test_stop_frees_the_key_at_once(server: SuperLink, key: ec.EllipticCurvePriv
         second.stop()
 
 
+def test_last_answer_of_a_node_that_stops_is_taken(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """Flower would lose it if the node were gone before anybody looked."""
+    monkeypatch.setattr(flower_node, "TAKEN_SECONDS", 3.0)
+    running.agent.free.clear()
+    message = running.server.ask("push_query", node=running.node.node_id, size=8)
+    assert running.agent.asked.wait(superlink.PATIENCE_SECONDS)
+    running.node.stopped.set()
+    running.agent.free.set()
+    wait_for(lambda: running.node._sent_at > 0, "the answer is sent")
+    running.node.clock.sleep(0.3)  # Time in which a node that did not wait would go.
+    answer = running.server.ask("pull", message=message, size=8)
+    assert answer == {"error": None, "right": True}, running.words
+
+
 def test_second_node_with_a_key_waits_for_the_first(
     running: Running, key: ec.EllipticCurvePrivateKey
 ):

@@ -1,6 +1,8 @@
 """Properties of the combine rules, for any updates."""
 
 import weakref
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -109,6 +111,40 @@ def test_updates_are_not_modified(name: str, updates: list[WeightedUpdate]):
     before = _matrix(updates)
     _run({**ROBUST, "mean": combine.weighted_mean}[name], updates)
     np.testing.assert_array_equal(before, _matrix(updates))
+
+
+@given(updates=_updates(), data=st.data())
+def test_mean_does_not_depend_on_whose_memory_is_used(
+    updates: list[WeightedUpdate], data: st.DataObject
+):
+    """Not by a single bit."""
+    expected = _run(combine.weighted_mean, updates).tobytes()
+    owned = [
+        replace(u, delta_d=u.delta_d.copy(), handed_over=data.draw(st.booleans()))
+        for u in updates
+    ]
+    assert expected == _run(combine.weighted_mean, owned).tobytes()
+
+
+@pytest.mark.parametrize("name", [*ROBUST, "mean"])
+@pytest.mark.parametrize("handed_over", [False, True])
+@given(updates=_updates(min_sites=7), data=st.data())
+def test_update_that_is_not_finite_counts_for_nothing(
+    name: str, *, handed_over: bool, updates: list[WeightedUpdate], data: st.DataObject
+):
+    """Wherever it stands and whatever is wrong: the others give the same bits."""
+    rule = {**ROBUST, "mean": combine.weighted_mean}[name]
+    bad = data.draw(st.integers(0, len(updates) - 1))
+    expected = _run(rule, updates[:bad] + updates[bad + 1 :]).tobytes()
+    place = data.draw(st.integers(0, updates[bad].delta_d.size - 1))
+    updates[bad].delta_d[place] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    refused: list[str] = []
+    told = [
+        replace(u, handed_over=handed_over, refuse=partial(refused.append, u.site))
+        for u in updates
+    ]
+    assert expected == _run(rule, told).tobytes()
+    assert refused == [updates[bad].site]
 
 
 @pytest.mark.parametrize("name", ["trimmed_mean", "median"])

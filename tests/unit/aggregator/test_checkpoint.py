@@ -18,7 +18,7 @@ import safetensors.numpy
 from hypothesis import given, settings, strategies as st
 from support.faulty_store import FlippingStore
 
-from aggregator import checkpoint_objects
+from aggregator import checkpoint_objects, manifest
 from aggregator.checkpoint import RunCheckpoints
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
@@ -346,13 +346,13 @@ def test_other_layout_is_refused():
         saved(1).open(layout=layout).load_latest()
 
 
-def age(run: Run, version: int, *lacking: str) -> str:
+def age(run: Run, version: int, *lacking: str, **changes: Any) -> str:
     """Make a whole manifest of another version of round 1, and return its key."""
     key = "checkpoints/round-000001.json"
     document = json.loads(run.store.read(key))
     for name in ("sha256", *lacking):
         del document[name]
-    document["format"] = version
+    document |= {"format": version, **changes}
 
     def canonical(value: Any) -> bytes:
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
@@ -689,6 +689,31 @@ def test_members_are_kept():
     found = run.open().load_latest()
     assert found is not None
     assert found.members == members
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ["gone", 7, 0],
+        ["gone", None, 0],
+        ["gone", "spot", "1"],
+        ["gone", "spot", 1.5],
+        ["gone", "spot", True],
+        ["gone", "spot", -1],
+        ["away", "spot", 0],
+        [["gone"], "spot", 0],
+        ["gone", "spot"],
+        7,
+    ],
+    ids=str,
+)
+def test_damaged_member_is_refused(damage: Any):
+    """Whole bytes that say what no release has written: the checkpoint is no use."""
+    run = Run()
+    run.open().save(state_of(1))
+    age(run, manifest.FORMAT, members={"one": damage})
+    with pytest.raises(CorruptObject, match="none of the run's"):
+        run.open().load_latest()
 
 
 @pytest.mark.parametrize(

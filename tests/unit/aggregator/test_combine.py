@@ -1,6 +1,9 @@
 """Combine rules against slow oracles, and what they refuse."""
 
+import itertools
 import weakref
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import torch
 from support import oracles
 
 from aggregator import combine
+from federation.compression.codec import BF16, FP16, Codec
 from federation.job.spec import AggregationSpec
 from federation.protocols import CombineRule, WeightedUpdate
 from federation.vectors import Vector
@@ -128,6 +132,113 @@ def test_mean_never_holds_two_updates():
     mean_d = combine.weighted_mean(stream, np.empty(10, np.float32))
     np.testing.assert_allclose(np.full(10, 2.0), mean_d, rtol=1e-6)
     assert [array() for array in arrays] == [None] * 5
+
+
+# Of each size the last value is in a chunk of another length, or of the usual one.
+CHUNK = combine._CHECKED_CHUNK_VALUES
+SIZES = [1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 4097]
+
+
+def _own(updates: list[WeightedUpdate], refused: list[str]) -> list[WeightedUpdate]:
+    """Hand over copies of updates."""
+    return [
+        replace(
+            update,
+            delta_d=update.delta_d.copy(),
+            handed_over=True,
+            refuse=partial(refused.append, update.site),
+        )
+        for update in updates
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_mean_in_the_updates_memory_has_the_same_bits(size: int):
+    """The first update's memory, then the next one's; the caller's is not touched."""
+    updates, refused = _updates(3, size=size), list[str]()
+    owned, out_d = _own(updates, refused), np.full(size, np.nan, np.float32)
+    mean_d = combine.weighted_mean(iter(owned), out_d)
+    assert mean_d.tobytes() == _run(combine.weighted_mean, updates).tobytes()
+    assert mean_d is owned[-1].delta_d
+    assert np.isnan(out_d).all()
+    assert not refused
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_bad_value_found_late_leaves_the_mean_as_it_was(
+    size: int, place: int, value: float, bad: int
+):
+    """Also the very last value, when all before it has been folded."""
+    updates, refused = _updates(3, size=size), list[str]()
+    expected = _run(combine.weighted_mean, updates[:bad] + updates[bad + 1 :])
+    updates[bad].delta_d[place] = value
+    owned = _own(updates, refused)
+    assert expected.tobytes() == _run(combine.weighted_mean, owned).tobytes()
+    assert refused == [updates[bad].site]
+
+
+def test_mean_of_own_and_of_foreign_memory_is_the_same():
+    """Updates that may only be read are folded into the mean, wherever it lies."""
+    updates = _updates(6)
+    expected = _run(combine.weighted_mean, updates).tobytes()
+    for owned in itertools.product([False, True], repeat=6):
+        mixed = [
+            replace(u, delta_d=u.delta_d.copy(), handed_over=is_owned)
+            for u, is_owned in zip(updates, owned, strict=True)
+        ]
+        assert expected == _run(combine.weighted_mean, mixed).tobytes()
+
+
+def test_mean_and_one_update_are_all_that_is_held():
+    """When the next update is asked for, of those before one array holds the mean."""
+    arrays: list[weakref.ref[Vector]] = []
+
+    def fresh(value: float) -> Vector:
+        assert sum(array() is not None for array in arrays) <= 1
+        delta_d = np.full(10, value, np.float32)
+        arrays.append(weakref.ref(delta_d))
+        return delta_d
+
+    stream = (
+        WeightedUpdate(site=f"s{i}", delta_d=fresh(i), weight=1.0, handed_over=True)
+        for i in range(5)
+    )
+    mean_d = combine.weighted_mean(stream, np.empty(10, np.float32))
+    np.testing.assert_allclose(np.full(10, 2.0), mean_d, rtol=1e-6)
+    assert [array() is mean_d for array in arrays] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_update_that_nobody_can_refuse_is_an_error(name: str, weight: float):
+    """A value that is not finite is never combined, even if its weight is 0."""
+    rows = [[float(i)] for i in range(5)]
+    sound = [replace(u, weight=1.0) for u in _of(rows)]
+    bad = WeightedUpdate(site="z", delta_d=np.full(1, np.inf, "f4"), weight=weight)
+    with pytest.raises(ValueError, match=r"'z' is not finite"):
+        ALL[name](iter([*sound, bad]), np.empty(1, np.float32))
+
+
+@pytest.mark.parametrize("codec", [FP16, BF16], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("value", [0x7C00, 0xFC00, 0x7E00, 0x7F80, 0xFF80, 0xFFC0])
+@pytest.mark.parametrize("name", ALL)
+def test_words_of_a_codec_are_checked_as_values(codec: Codec, value: int, name: str):
+    """Infinity and NaN, of either sign; other words are sound."""
+    words = codec.encode(np.ones(3, np.float32))
+    words.view(np.uint16)[-1] = value
+    refused: list[str] = []
+    sent = WeightedUpdate(
+        site="z",
+        delta_d=codec.values(words),
+        weight=1.0,
+        refuse=partial(refused.append, "z"),
+    )
+    _run(ALL[name], [*_of([[1.0] * 3] * 7), sent])
+    is_bad = not np.isfinite(codec.values(words)[0:3]).all()
+    assert refused == ["z"] * is_bad
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -10,6 +10,7 @@ from support.secagg_parties import RECORD, Parties
 from support.small_jobs import small_job
 
 from aggregator.honest_sums import SumTerms, check_totals
+from federation.job.metrics import MAX_PREDICTIONS
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from privacy.counts import coarse
@@ -113,7 +114,7 @@ def test_evaluation_counts_for_what_the_job_lets_a_site_hold():
     check_totals({**none, "evaluation_count": 40}, bounded)
     said = "41 predictions in evaluation, 10 at most each"
     refused({**none, "evaluation_count": 41}, said, bounded)
-    most = coarse(train.MAX_PREDICTIONS)
+    most = coarse(MAX_PREDICTIONS)
     check_totals({**HONEST, "evaluation_count": 4 * most}, asked())
     lie = {**HONEST, "evaluation_count": 4 * most + 1}
     refused(lie, f"predictions in evaluation, {most} at most each", asked())
@@ -248,7 +249,7 @@ def test_training_counts_for_what_anybody_could_hold_where_nothing_is_known():
     contract = Parties(4).contract(weight_rule="uniform", max_examples=1, threshold=4)
     job = small_job(num_sites=4, training={"local_epochs": 2})
     uniform, honest = asked(job=job, contract=contract), {**HONEST, "weight": 4.0}
-    most = train.MAX_PREDICTIONS
+    most = MAX_PREDICTIONS
     check_totals({**honest, "training_count": 4 * most}, uniform)
     lie = {**honest, "training_count": 4 * most + 1}
     refused(lie, f"training, {most} at most each", uniform)

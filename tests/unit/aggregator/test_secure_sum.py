@@ -1,25 +1,33 @@
 """The aggregator's half of secure aggregation over a grid that a test scripts."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from support import toy
 from support.noisy_jobs import noisy_job
+from support.scripted_grid import ScriptedGrid
 from support.secure_runs import MASK, Answer, Spoilt, run, secure_job, silence, step_of
 
+from aggregator.masked_round import MaskedRound
+from aggregator.secure_exchange import SecureExchange
 from federation import events
+from federation.clock import VirtualClock
+from federation.ids import SiteId, TaskId
 from federation.messages import (
     FailureKind,
     LeaveReason,
     MaskedUpdate,
+    Reply,
     SecureAnswer,
     SecureStep,
     SiteMessage,
     Task,
 )
 from federation.protocols import SiteHandler
+from federation.rounds.round_record import RoundRecord
 from privacy.secagg.protocol.train import read_train
 
 SITE = "site-1"
@@ -68,6 +76,46 @@ def test_site_that_missed_its_first_task_is_sent_the_confirms_again():
 
     assert run(secure_job(), fault=fault).answered(2)[1] == SITE
     assert sent[0] == sent[1] > sent[2] == 0
+
+
+class _Listing(ScriptedGrid):
+    """Says who is sent something, and answers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def play(self, tasks: Sequence[tuple[TaskId, Task]]) -> Iterable[Reply]:
+        """Note the sites."""
+        self.asked += [task.site for _, task in tasks]
+        return ()
+
+
+def test_site_that_left_in_an_earlier_step_is_not_sent_the_model():
+    """Nor waited for: its task was written before it gave notice."""
+    grid, gone = _Listing(), toy.SITES[1]
+    record = RoundRecord(
+        run_id=toy.RUN,
+        round_index=1,
+        cohort=toy.SITES,
+        layout=toy.LAYOUT,
+        clock=VirtualClock(),
+        emit=lambda _event: None,
+        in_secret=True,
+    )
+    record.change_members(record.members.leave(gone, "spot"))
+    exchange = SecureExchange(
+        run_id=toy.RUN,
+        grid=grid,
+        deadline_seconds=1.0,
+        run_setup_of=lambda _site: None,
+    )
+
+    def nobody(site: SiteId) -> MaskedRound:
+        raise AssertionError(site)
+
+    exchange.fold(record, [toy.task(site) for site in toy.SITES], nobody)
+    assert grid.asked == [site for site in toy.SITES if site != gone]
 
 
 @pytest.mark.parametrize("step", [SecureStep.SURVIVORS, SecureStep.REVEAL])

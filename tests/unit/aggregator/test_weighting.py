@@ -11,9 +11,9 @@ from support.small_jobs import small_job
 from aggregator.weighting import MAX_EXAMPLES, SignedCounts, sums_fault, weight_of
 from federation.errors import InvalidUpdate
 from federation.ids import RunId, SiteId
+from federation.job.metrics import MAX_PREDICTIONS
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, SiteUpdate
-from privacy.secagg.protocol.train import MAX_PREDICTIONS
 
 
 def _sums(loss: float, count: int = 10) -> MetricSums:

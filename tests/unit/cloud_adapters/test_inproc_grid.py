@@ -195,6 +195,48 @@ def test_at_most_so_many_work_at_once(workers: int):
     assert most[0] <= workers
 
 
+def test_quick_sites_and_receiver_take_turns():
+    """Waking a thread for each answer would take longer than the answers."""
+    turns: list[str] = []
+
+    def note(who: str) -> None:
+        if turns[-1:] != [who]:
+            turns.append(who)
+
+    def answer(task: RoundTask) -> SiteUpdate:
+        note("sites")
+        return sound(task)
+
+    sites = [SiteId(f"s{i}") for i in range(300)]
+    with grid_of(answer, sites=sites, clock=VirtualClock()) as grid:
+        for _ in exchange(grid, tasks(sites=sites), deadline_seconds=PATIENT):
+            note("receiver")
+    assert turns[:2] == ["sites", "receiver"]
+    assert len(turns) < 60  # 10, or some more where the machine is busy, for 600.
+
+
+def test_slow_site_does_not_hold_up_replies_of_quick_ones():
+    """A turn ends, also if no site has answered since."""
+    gate = Gate(SITES[1], seconds=0.0)
+    with grid_of(gate, clock=gate.clock) as grid:
+        list(exchange(grid, tasks(2), deadline_seconds=PATIENT))  # All of them quick.
+        replies = exchange(grid, tasks(), deadline_seconds=2 * PATIENT)
+        assert kinds([next(replies)]) == ["c ok"]
+        assert not gate.passed.acquire(blocking=False)  # The slow one is still slow.
+        gate.opened.set()
+        assert kinds(list(replies)) == ["a ok", "b ok"]
+
+
+def test_slow_receiver_does_not_hold_up_quick_sites():
+    """A turn ends, also if the receiver does not come back."""
+    gate = Gate(SITES[2], seconds=0.0)
+    with grid_of(gate, clock=gate.clock) as grid:
+        grid.send(tasks(), deadline_seconds=PATIENT)
+        assert kinds(list(grid.receive())) == ["c ok"]
+        assert gate.entered.acquire(timeout=PATIENT)
+        gate.opened.set()
+
+
 def test_bytes_of_a_task_are_counted_once():
     """However often the site answers."""
     with grid_of(fault=lambda _task, answer: [answer()] * 2) as grid:

@@ -425,7 +425,9 @@ def test_run_without_one_completed_round_fails():
     run = toy.Toy(job=toy.job({"rounds": 2}), **failing((A, 1), (A, 2)))
     with pytest.raises(QuorumNotMet, match="not one of the 2 rounds had a result"):
         run.run()
-    assert run.told(RunFinished)[0].status == "failed"
+    (finished,) = run.told(RunFinished)
+    assert finished.status == "failed"
+    assert f"; {A}: " in finished.message  # Its cause.
 
 
 # Results that are not finite.
@@ -684,16 +686,22 @@ def test_only_the_cohort_is_asked():
 
 
 class LoneUpdates(ScriptedGrid):
-    """A grid that makes an update when it is asked for the next, and watches them."""
+    """A grid that makes an update when it is asked for the next, and watches them.
 
-    def __init__(self) -> None:
+    Attributes:
+        keeps: Whether it goes on using them, so that they come read-only.
+        alive: Vectors of this round and of those before that are there, at each step.
+    """
+
+    def __init__(self, *, keeps: bool = False) -> None:
         """Begin with no update."""
         super().__init__()
-        self.alive: list[int] = []
-        self._last: weakref.ref[Any] | None = None
+        self.keeps = keeps
+        self.alive: list[tuple[int, int]] = []
+        self._made: list[tuple[int, weakref.ref[Any]]] = []
 
     def play(self, tasks: Sequence[tuple[TaskId, Task]]) -> Iterable[Reply]:
-        """Answer, and note whether the update before is still there."""
+        """Answer, and note which updates are still there."""
         for task_id, task in tasks:
             self._note()
             yield self._reply(task, task_id)
@@ -701,12 +709,14 @@ class LoneUpdates(ScriptedGrid):
     def send(
         self, tasks: Sequence[Task], *, deadline_seconds: float
     ) -> Sequence[TaskId]:
-        """Look whether the last one of the round before is still there."""
+        """Look which ones of the rounds before are still there."""
         self._note()
         return super().send(tasks, deadline_seconds=deadline_seconds)
 
     def _note(self) -> None:
-        self.alive.append(int(self._last is not None and self._last() is not None))
+        there = [number for number, vector in self._made if vector() is not None]
+        last = self._made[-1][0] if self._made else 0
+        self.alive.append((there.count(last), len(there) - there.count(last)))
 
     def _reply(self, task: Task, task_id: TaskId) -> Reply:
         assert isinstance(task, RoundTask)
@@ -715,22 +725,61 @@ class LoneUpdates(ScriptedGrid):
             update = toy.update(task.site, round_index=task.round_index)
             if task.site == B:
                 update = replace(update, num_examples=0)  # Refused when weighed.
-            self._last = weakref.ref(update.delta_d)
+            update.delta_d.flags.writeable = not self.keeps
+            self._made.append((task.round_index, weakref.ref(update.delta_d)))
             message = update
         return reply_to(message, task_id)
 
 
-def test_one_update_is_alive_at_a_time():
-    """Each is let go before the next is waited for; without the collector's help."""
+@pytest.mark.parametrize(("keeps", "mean", "model"), [(True, 0, 0), (False, 1, 1)])
+def test_one_update_is_alive_at_a_time(*, keeps: bool, mean: int, model: int):
+    """Each is let go before the next is waited for; without the collector's help.
+
+    The mean lies in an update's memory, or in the aggregator's own; so does the model.
+    """
     run = toy.Toy(job=toy.job(quorum(2)))
-    grid = LoneUpdates()
+    grid = LoneUpdates(keeps=keeps)
     gc.disable()
     try:
         run_federation(run.job, run.parts(grid))
     finally:
         gc.enable()
-    assert sum(grid.alive) == 0
+    assert tuple(map(max, zip(*grid.alive, strict=True))) == (mean, model)
     assert len(grid.alive) == 4 * 4
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("rule", ["mean", "median"])
+def test_bad_last_value_leaves_the_mean_as_it_was(rule: str, *, keeps: bool):
+    """Whether updates are folded in their own memory or not; the site is named."""
+    aggregation = {"combine": rule, "weights": "uniform"}
+    job = toy.job(quorum(2) | {"rounds": 2, "aggregation": aggregation})
+
+    def weights(delta_d: Vector | None) -> bytes:
+        """Train; in round 1 a site sends this, or nothing that counts."""
+
+        def spoilt(_task: Task, answer: Callable[[], SiteMessage]) -> list[SiteMessage]:
+            message = answer()
+            if isinstance(message, SiteUpdate):
+                message.delta_d.flags.writeable = not keeps
+                if (message.site, message.round_index) == (A, 1):
+                    if delta_d is None:
+                        return [toy.failure(A, round_index=1)]
+                    message = replace(message, delta_d=delta_d)
+            return [message]
+
+        run = toy.Toy(job=job, fault=spoilt)
+        state = run.run()
+        (failed,) = run.told(SiteFailed)
+        assert failed.site == A
+        if delta_d is not None:
+            assert failed.kind is FailureKind.NOT_FINITE
+            assert failed.message == "sent NaN or infinite values"
+        return state.weights_d.tobytes()
+
+    bad_d = np.ones(toy.LAYOUT.size, np.float32)
+    bad_d[-1] = np.inf
+    assert weights(bad_d) == weights(None)
 
 
 class Replaying(LoneUpdates):
@@ -771,20 +820,27 @@ def test_grid_may_yield_what_it_likes(
     assert (finished.answered, finished.failed) == (answered, failed)
 
 
-def test_combine_rule_gets_sound_updates_only():
-    """As they land, with their weights."""
+def test_combine_rule_gets_updates_and_may_refuse_them():
+    """As they land, with their weights; what it refuses does not count."""
     job = toy.job(quorum(2) | {"rounds": 1})
-    run = toy.Toy(job=job, **changing(A, 1, delta_d=huge(np.nan)))
+    run = toy.Toy(job=job, **changing(B, 1, delta_d=huge(1.0)[:-1]))
     seen: list[WeightedUpdate] = []
 
     def combine(updates: Iterable[WeightedUpdate], out_d: Vector) -> Vector:
-        seen.extend(updates)
+        for update in updates:
+            seen.append(update)
+            if update.site == A:
+                assert update.refuse is not None
+                update.refuse()
         out_d.fill(0)
         return out_d
 
-    run.run(combine=combine, weight_of=lambda _update: 2.5)
-    assert [(u.site, u.weight) for u in seen] == [(C, 2.5), (B, 2.5)]
-    assert run.told(SiteFailed)[0].kind is FailureKind.NOT_FINITE
+    with pytest.raises(QuorumNotMet):
+        run.run(combine=combine, weight_of=lambda _update: 2.5)
+    assert [(u.site, u.weight) for u in seen] == [(C, 2.5), (A, 2.5)]
+    kinds = {event.site: event.kind for event in run.told(SiteFailed)}
+    assert kinds == {A: FailureKind.NOT_FINITE, B: FailureKind.INVALID}
+    assert [event.site for event in run.told(SiteAnswered)] == [C]
 
 
 def test_refused_weight_names_its_reason():

@@ -20,7 +20,8 @@ sites = [{ name = "a" }, { name = "b" }]
 def digest(*overrides: str) -> str:
     document = tomllib.loads(JOB)
     for text in overrides:
-        job_file._override(document, text)
+        name, _, value = text.partition("=")
+        job_file.override(document, name, job_file._toml_value(value))
     return job_digest.digest(job_file.parse(document)).hex()
 
 

@@ -47,7 +47,6 @@ def impossible(**fields: int) -> MetricSums:
     return replace(SOUND.training, **fields)
 
 
-NAN, INFINITY = (SOUND.delta_d * value for value in (np.nan, np.inf))
 REFUSED = {
     "stranger": (
         toy.update(toy.SITES[2], round_index=ROUND),
@@ -119,16 +118,6 @@ REFUSED = {
         FailureKind.INVALID,
         "sent integer values of type int32, not int64",
     ),
-    "nan": (
-        replace(SOUND, delta_d=NAN),
-        FailureKind.NOT_FINITE,
-        "sent NaN or infinite values",
-    ),
-    "infinity": (
-        replace(SOUND, delta_d=INFINITY),
-        FailureKind.NOT_FINITE,
-        "sent NaN or infinite values",
-    ),
     "masked update": (
         toy.masked(round_index=ROUND),
         FailureKind.INVALID,
@@ -174,17 +163,13 @@ def test_update_comes_in_the_words_of_the_rounds_codec(codec: Codec, sent: Codec
         assert failure.message == text
 
 
-@pytest.mark.parametrize(
-    ("codec", "word"),
-    [(FP16, 0x7C00), (FP16, 0xFC00), (FP16, 0x7E00), (BF16, 0x7F80), (BF16, 0xFFC0)],
-)
-def test_word_that_is_no_finite_number_is_refused(codec: Codec, word: int):
-    """Infinity and NaN, of either sign."""
-    words = codec.encode(SOUND.delta_d)
-    words.view(np.uint16)[-1] = word
-    failure = opened(codec=codec).accept(replace(SOUND, delta_d=words))
-    assert failure is not None
+def test_answer_may_be_refused_after_its_use():
+    """With the kind that its use showed."""
+    verdicts = opened()
+    assert verdicts.accept(SOUND) is None
+    failure = verdicts.revoke(SITE, "sent NaN", FailureKind.NOT_FINITE)
     assert failure.kind is FailureKind.NOT_FINITE
+    assert (verdicts.answered, verdicts.failed) == ((), (("not_finite", 1),))
 
 
 def test_sound_update_counts():
@@ -219,7 +204,7 @@ def test_second_answer_is_a_duplicate():
 
 
 @pytest.mark.parametrize(
-    "case", ["nan", "own word", "other kind", "too short", "masked update"]
+    "case", ["double precision", "own word", "other kind", "too short", "masked update"]
 )
 def test_refused_answer_settles_its_site(case: str):
     """There is no second try."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from federation.errors import WireError
+from federation.ids import SiteId
 from federation.messages import (
     FailureKind,
     LedgerAnchor,
@@ -175,6 +176,24 @@ def test_loss_that_is_not_a_number_survives():
 def test_size_is_known_without_encoding(message: wire.WireMessage):
     """The size that the in-process grid counts is the size on the wire."""
     assert len(wire.encode_bytes(message)) == wire.encoded_size(message)
+
+
+def test_sizes_of_many_messages():
+    """Also where one header serves several, and where padding hides a longer name."""
+    many = [
+        *(replace(TASK, site=SiteId("s" * n)) for n in range(1, 65)),
+        *MESSAGES,
+        replace(TASK, anchor=LedgerAnchor(train=10**9, evaluate=0)),
+        *(replace(TASK, site=SiteId("s" * n), secure=b"1234") for n in range(1, 65)),
+    ]
+    assert wire.encoded_sizes(many) == [len(wire.encode_bytes(m)) for m in many]
+    assert wire.encoded_sizes([]) == []
+
+
+def test_size_of_a_task_for_an_impossible_site():
+    """It is refused, also if another task's header would serve."""
+    with pytest.raises(WireError, match="site"):
+        wire.encoded_sizes([TASK, replace(TASK, site=SiteId("No Name"))])
 
 
 def test_encode_does_not_copy_the_model():
