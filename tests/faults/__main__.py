@@ -12,7 +12,7 @@ from pathlib import Path
 from faults import table
 from faults.cells import CELLS, DOZEN, MATRIX, Cell
 from faults.rig import rig
-from faults.trial import Result, run_cell
+from faults.trial import Result, run_cells
 
 
 def main() -> int:
@@ -48,10 +48,10 @@ def _run(cells: list[Cell], folder: Path, out: Path | None) -> int:
     with rig(folder) as made:
         for cell in cells:
             try:
-                result = run_cell(cell, made)
+                result = run_cells([cell], made)
             except Exception as error:  # noqa: BLE001 -- the others are to run too
                 text = f"{type(error).__name__}: {error}"
-                result = Result(cell=cell, faults=(text,), outcome="no verdict")
+                result = Result(name=cell.name, faults=(text,), outcome="no verdict")
             num_bad += bool(result.faults)
             print(table.line(result), flush=True)  # noqa: T201
             if out is not None:

@@ -105,19 +105,24 @@ MATRIX = tuple(_all())
 CELLS = tuple(cell for cell in MATRIX if not cell.senseless)
 
 # For every change of the code: each victim, each deed that takes no minutes and each
-# kind of run, in cells that are quick.
-_DOZEN = (
-    "coordinator/kill/plain",
-    "coordinator/kill/p1-private",
-    "superlink/kill/p2",
-    "superlink/restart/plain",
-    "proxy/kill/p2-private",
-    "proxy/cut/plain",
-    "site/kill/p1-private",
-    "site/freeze/plain",
-    "site/disk-full/p1-private",
-    "store/kill/p1",
-    "rank/kill/plain",
-    "rank/restart/p1",
+# kind of run. Deeds of a kind of run follow one another in one run; whatever it may end
+# of is the last.
+_CHAINS = (
+    (
+        "coordinator/kill/plain",
+        "superlink/restart/plain",
+        "proxy/cut/plain",
+        "site/freeze/plain",
+    ),
+    ("rank/kill/p1", "rank/restart/p1", "store/kill/p1"),
+    ("superlink/kill/p2",),
+    (
+        "coordinator/kill/p1-private",
+        "site/kill/p1-private",
+        "site/disk-full/p1-private",
+    ),
+    ("proxy/kill/p2-private",),
 )
-DOZEN = tuple(cell for cell in CELLS if cell.name in _DOZEN)
+_NAMED = {cell.name: cell for cell in CELLS}
+CHAINS = tuple(tuple(_NAMED[name] for name in chain) for chain in _CHAINS)
+DOZEN = tuple(itertools.chain(*CHAINS))

@@ -45,7 +45,7 @@ optimizer = { name = "sgd", lr = 0.05 }
 # secret, which a replay does not have.
 _IN_NO_ORDER = """
 [training]
-local_steps = 10
+local_steps = 4
 batch_size = 2000
 optimizer = { name = "sgd", lr = 0.1 }
 """
@@ -90,29 +90,34 @@ total_epsilon = 1000.0
 """
 
 
-def text_of(cell: Cell) -> str:
-    """The job of a cell."""
-    model = _LARGE if cell.victim is Victim.STORE else _SMALL
+def text_of(*cells: Cell) -> str:
+    """The job of a run in which these cells' deeds follow one another."""
+    (mode,) = {cell.mode for cell in cells}
+    is_large = any(cell.victim is Victim.STORE for cell in cells)
     # In the clear two sites are as good as four.
-    sites = SITES[:2] if cell.mode is Mode.PLAIN else SITES
+    sites = SITES[:2] if mode is Mode.PLAIN else SITES
     return "\n".join(
         [
-            f'name = "{cell.mode}"',
-            f"rounds = {num_rounds(cell)}",
-            _BEGINNING.format(deadline=DEADLINE_SECONDS, model=model),
-            _MODES[cell.mode],
+            f'name = "{mode}"',
+            f"rounds = {3 + sum(map(_num_rounds, cells))}",
+            _BEGINNING.format(
+                deadline=DEADLINE_SECONDS, model=_LARGE if is_large else _SMALL
+            ),
+            _MODES[mode],
             *(f'[[sites]]\nname = "{site}"' for site in sites),
         ]
     )
 
 
-def num_rounds(cell: Cell) -> int:
+def _num_rounds(cell: Cell) -> int:
     """Enough that a run has rounds before the deed, in the midst of it and after."""
     goes_on = cell.mode in {Mode.P2, Mode.P2_PRIVATE} and cell.victim is Victim.SITE
     if goes_on and cell.deed is not Deed.FULL:
         # Without the struck site, a round takes some tenths of a second.
         return 24 + round(2 * cell.seconds)
-    return 24
+    if cell.mode is Mode.PLAIN or cell.deed is Deed.FULL:
+        return 12
+    return 6
 
 
 def load(path: Path, *settings: str) -> JobSpec:

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]  # A result, as it is in the file of results.
 def line(result: Result) -> str:
     """A result in one line, and what is wrong below it."""
     head = (
-        f"{'BAD ' if result.faults else 'ok  '} {result.cell.name:32} "
+        f"{'BAD ' if result.faults else 'ok  '} {result.name:32} "
         f"{result.outcome:16} lost {_ranges(result.lost) or '-'}; "
         f"reduced {_ranges(result.reduced) or '-'}; {result.seconds:.0f} s"
     )
@@ -33,7 +33,7 @@ def fill_in(page: str, results: Iterable[str]) -> str:
 def row_of(result: Result, date: str) -> Row:
     """A result for the file of results."""
     return {
-        "cell": result.cell.name,
+        "cell": result.name,
         "date": date,
         "outcome": result.outcome,
         "faults": list(result.faults),
@@ -50,8 +50,8 @@ def _summary(rows: Mapping[str, Row]) -> str:
     dates = sorted({row["date"] for row in done}) or ["never"]
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     return (
-        f"`make test-faults`, {when}: of {len(cells)} cells "
-        f"{len(done)} were run, and {good} are as they should be."
+        f"`make test-faults`, {when}: {len(done)} of {len(cells)} cells were run, "
+        f"and {good} passed."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import cells, jobs, table, verdict
-from faults.cells import CELLS, DOZEN, MATRIX, Deed, Mode, Victim
+from faults.cells import CELLS, CHAINS, DOZEN, MATRIX, Deed, Mode, Victim
 from faults.trial import Result
 from faults.verdict import Run
 
@@ -155,9 +155,9 @@ def test_another_model_is_seen(run: Run):
 
 def test_every_job_is_sound(tmp_path: Path):
     """And names the site that is struck."""
-    for cell in CELLS:
-        job = job_file.loads(jobs.text_of(cell))
-        assert jobs.STRUCK in {site.name for site in job.sites}, cell.name
+    for chain in (*CHAINS, *((cell,) for cell in CELLS)):
+        job = job_file.loads(jobs.text_of(*chain))
+        assert jobs.STRUCK in {site.name for site in job.sites}, chain
 
 
 def test_the_dozen_has_everything():
@@ -172,7 +172,7 @@ def test_the_dozen_has_everything():
 
 def test_tables_tell_what_came_of_each_cell():
     """Of several results of a cell the newest."""
-    good = Result(cell=CELLS[0], faults=(), outcome="completed", lost=(3, 4, 5, 9))
+    good = Result(name=CELLS[0].name, faults=(), outcome="completed", lost=(3, 4, 5, 9))
     bad = replace(good, faults=("the model is another",), seconds=12.0)
     rows = [json.dumps(table.row_of(each, "2026-11-21")) for each in (bad, good)]
     page = f"a\n{table.BEGIN}\nold\n{table.END}\nz"

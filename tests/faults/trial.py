@@ -1,8 +1,8 @@
-"""One cell: a run, something that befalls it, and the verdict."""
+"""A run, what befalls it, and the verdict."""
 
 import random
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from faults.cells import Cell, Mode, Victim
 from faults.deeds import strike
 from faults.replay import replay
 from faults.rig import Rig, pause
-from faults.verdict import Run
+from faults.verdict import COMPLETED, Run
 from support.deployment import CLOCK, wait_for
 
 PATIENCE_SECONDS = 900
@@ -20,10 +20,10 @@ _PRIVATE = {Mode.P1_PRIVATE, Mode.P2_PRIVATE}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of a cell.
+    """What came of a run.
 
     Attributes:
-        cell: Which.
+        name: Of the cells.
         faults: What is wrong; empty if nothing is.
         outcome: ``completed``, or how the run ended.
         lost: Rounds without a result.
@@ -31,7 +31,7 @@ class Result:
         seconds: From handing the job over to its end.
     """
 
-    cell: Cell
+    name: str
     faults: tuple[str, ...]
     outcome: str
     lost: tuple[int, ...] = ()
@@ -39,24 +39,28 @@ class Result:
     seconds: float = 0.0
 
 
-def run_cell(cell: Cell, rig: Rig, seconds: float | None = None) -> Result:
-    """Run a cell.
+def run_cells(
+    cells: Sequence[Cell],
+    rig: Rig,
+    seconds: Callable[[Cell], float] = lambda cell: cell.seconds,
+) -> Result:
+    """Run a job, and do the deeds of some cells one after another.
 
     Args:
-        cell: Which.
+        cells: Of one mode; a run may end early only of the last.
         rig: Where.
-        seconds: How long the deed lasts, if not as the matrix has it.
+        seconds: How long a deed lasts, if not as the matrix has it.
     """
     rig.revive()
     rig.forget_runs()
-    rig.use_ranks(wanted=cell.victim is Victim.RANK)
+    rig.use_ranks(wanted=_is_ranked(cells))
     begin = CLOCK.monotonic()
-    follower = _begin(cell, rig)
-    # Moments differ from cell to cell, and not from one try to the next.
-    pause(random.Random(cell.name).uniform(0, 1.5))  # noqa: S311 -- no secret
-    assert follower.poll() is None, "it was over before the deed"
-    strike(cell, rig, cell.seconds if seconds is None else seconds)
-    ended = rig.ended()
+    follower = _begin(cells, rig)
+    ended: set[str] = set()
+    for cell in cells:
+        _wait_for_rounds(cell, rig, follower)
+        strike(cell, rig, seconds(cell))
+        ended |= {f"after {cell.name} {name} has ended" for name in rig.ended()}
     _, words = follower.communicate(timeout=PATIENCE_SECONDS)
     took = CLOCK.monotonic() - begin
     run = Run(
@@ -65,11 +69,10 @@ def run_cell(cell: Cell, rig: Rig, seconds: float | None = None) -> Result:
         words=words,
         events=rig.deployment.events(),
     )
-    faults = [f"{name} has ended by itself" for name in {*ended, *rig.ended()}]
-    faults += _faults(cell, run, rig.folder)
+    ended |= {f"{name} has ended by itself" for name in rig.ended()}
     return Result(
-        cell=cell,
-        faults=tuple(faults),
+        name=" ".join(cell.name for cell in cells),
+        faults=(*sorted(ended), *_faults(cells, run, rig.folder)),
         outcome="completed" if run.code == 0 else f"stopped with {run.code}",
         lost=tuple(run.lost()),
         reduced=tuple(sorted({i for found in run.missing().values() for i in found})),
@@ -77,23 +80,40 @@ def run_cell(cell: Cell, rig: Rig, seconds: float | None = None) -> Result:
     )
 
 
-def _begin(cell: Cell, rig: Rig) -> subprocess.Popen[str]:
-    """Hand the job over, and wait until its rounds go."""
+def _begin(cells: Sequence[Cell], rig: Rig) -> subprocess.Popen[str]:
+    """Hand the job over, and wait until its run has begun."""
     deployment = rig.deployment
     job = rig.folder / "job.toml"
-    job.write_text(jobs.text_of(cell))
+    job.write_text(jobs.text_of(*cells))
     earlier = deployment.num_runs()
     follower = deployment.run(job)
     wait_for(
-        lambda: (
-            follower.poll() is not None
-            or (deployment.num_runs() > earlier and deployment.rounds() >= 2)
-        ),
-        f"rounds of {cell.name}",
+        lambda: follower.poll() is not None or deployment.num_runs() > earlier,
+        "the run's beginning",
         240,
     )
-    assert follower.poll() is None, f"it has ended at once: {follower.communicate()[1]}"
     return follower
+
+
+def _wait_for_rounds(cell: Cell, rig: Rig, follower: subprocess.Popen[str]) -> None:
+    """Wait for two more rounds with a result, and for a moment within the next."""
+    before = rig.deployment.rounds(status=COMPLETED)
+    wait_for(
+        lambda: (
+            follower.poll() is not None
+            or rig.deployment.rounds(status=COMPLETED) >= before + 2
+        ),
+        f"rounds before {cell.name}",
+        240,
+    )
+    # Moments differ from cell to cell, and not from one try to the next.
+    pause(random.Random(cell.name).uniform(0, 1.5))  # noqa: S311 -- no secret
+    if follower.poll() is not None:
+        raise AssertionError(f"it ended before {cell.name}: {follower.communicate()}")
+
+
+def _is_ranked(cells: Sequence[Cell]) -> bool:
+    return any(cell.victim is Victim.RANK for cell in cells)
 
 
 def _newest(rig: Rig) -> Path:
@@ -101,18 +121,18 @@ def _newest(rig: Rig) -> Path:
     return max((path.parent for path in runs), key=lambda path: path.name)
 
 
-def _faults(cell: Cell, run: Run, folder: Path) -> Iterator[str]:
-    yield from verdict.check_end(run, cell.advice)
+def _faults(cells: Sequence[Cell], run: Run, folder: Path) -> Iterator[str]:
+    yield from verdict.check_end(run, cells[-1].advice)
     yield from verdict.check_rounds(run)
     yield from verdict.check_secrets(run)
-    if cell.mode in _PRIVATE:
+    if cells[0].mode in _PRIVATE:
         ledgers = {
             site: _ledger(folder / site, run.run_id, site) for site in jobs.SITES
         }
         yield from verdict.check_ledgers(run, ledgers)
         return
     found, first = run.weights(), replay(run)
-    if cell.mode is Mode.PLAIN and cell.victim is not Victim.RANK:
+    if cells[0].mode is Mode.PLAIN and not _is_ranked(cells):
         yield from verdict.check_bits(found, first)
         return
     second = replay(run)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ForkServer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -55,10 +56,17 @@ ELSEWHERE = {"audit", "turn_cases"}
 LONG_CASES = {"secure-16-threshold-12", "secure-64-threshold-43", "private", "deployed"}
 
 
-def run(name: str, *arguments: str) -> list[dict[str, object]]:
-    """The JSON lines that a script prints."""
+def run(
+    name: str, *arguments: str, server: ForkServer | None = None
+) -> list[dict[str, object]]:
+    """The JSON lines that a script prints, in a process of its own or in a fork."""
+    script = BENCHMARKS / f"{name}.py"
+    if server is not None:
+        forked = server.run(*arguments, folder=BENCHMARKS.parent, script=script)
+        assert forked.code == 0, forked.stderr
+        return [json.loads(line) for line in forked.stdout.splitlines()]
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / f"{name}.py", *arguments],
+        [sys.executable, script, *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -86,12 +94,15 @@ def test_no_script_is_left_out():
         for name in SHORT
     ],
 )
-def test_script_prints_the_machine_and_figures(name: str, tmp_path: Path):
+def test_script_prints_the_machine_and_figures(
+    name: str, tmp_path: Path, server: ForkServer
+):
     """JSON lines, of which the first says what the others are."""
     job = tmp_path / "tiny.toml"
     job.write_text(JOB)
     arguments = SHORT[name].replace("JOB", str(job)).split()
-    machine, *figures = run(name, *arguments)
+    forked = None if name in FLOWER else server  # Flower is not to meet a fork.
+    machine, *figures = run(name, *arguments, server=forked)
     assert machine["benchmark"] == name
     assert figures
 

@@ -51,6 +51,8 @@ def test_verbs_and_options_are_frozen() -> None:
         "simulate": common | job | run,
         "check-job": common | job | {"--speeds"},
         "audit": common | job | {"--site", "--canaries", "--confidence", "--out"},
+        "new": common | {"folder"},
+        "completion": common | {"shell"},
         "report": common | {"run", "--out", "--root"},
         "runs": common | {"--root"},
         "keys": {"-h", "--help"},
@@ -145,9 +147,29 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     )
 
 
-def test_simulate_prints_result_and_leaves_files(place: Path) -> None:
-    """The whole command, as installed: data on stdout, progress on stderr."""
-    done = crossfed("simulate", "job.toml", *FAST, "--json", folder=place)
+def test_a_job_is_handed_over_without_torch(place: Path) -> None:
+    """What ``run`` needs before it follows a run: nobody waits seconds for it."""
+    script = (
+        "import sys\nfrom deploy.cli.commands import main\n"
+        "assert main(['run', 'job.toml', '--aggregator', 'none.toml']) == 2\n"
+        "import deploy.aggregator_host.parties, monitoring.terminal.outcome\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_simulate_prints_result_and_leaves_files(
+    server: ForkServer, place: Path
+) -> None:
+    """Data on stdout, progress on stderr."""
+    done = server.run("simulate", "job.toml", *FAST, "--json", folder=place)
     assert done.code == 0, done.stderr
     result = json.loads(done.stdout)
     run = place / result["folder"]
@@ -161,7 +183,9 @@ def test_simulate_prints_result_and_leaves_files(place: Path) -> None:
         assert (run / name).is_file()
 
 
-def test_files_of_every_command_are_for_their_user_alone(place: Path) -> None:
+def test_files_of_every_command_are_for_their_user_alone(
+    server: ForkServer, place: Path
+) -> None:
     """Runs, reports and models, whatever the umask was."""
     (place / "job.toml").chmod(0o644)
     given = {place, *place.rglob("*")}
@@ -170,15 +194,8 @@ def test_files_of_every_command_are_for_their_user_alone(place: Path) -> None:
         ("report", "made/run", "--out", "made/page.html"),
         ("export", "made/run", "--to", "file://made/model"),
     ):
-        done = subprocess.run(
-            [CROSSFED, *words],
-            umask=0o022,
-            cwd=place,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        done = server.run(*words, folder=place)
+        assert done.code == 0, done.stderr
     made = {*place.rglob("*")} - given
     names = {path.name for path in made}
     assert {"events.jsonl", "report.html", "page.html", "result.json"} <= names
@@ -186,7 +203,7 @@ def test_files_of_every_command_are_for_their_user_alone(place: Path) -> None:
 
 
 def test_simulate_shows_a_live_picture_on_a_terminal(place: Path) -> None:
-    """Standard error is a terminal and standard output a pipe."""
+    """The whole command, as installed: standard output is a pipe."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [CROSSFED, "simulate", "job.toml", *FAST],
@@ -206,6 +223,7 @@ def test_simulate_shows_a_live_picture_on_a_terminal(place: Path) -> None:
     assert process.returncode == 0
     assert b"\x1b[" in shown
     assert b"round 2/2" in shown
+    assert b"Exception" not in shown  # Nor at the interpreter's end.
     assert stdout.startswith(b"status      completed\n")
 
 
@@ -249,9 +267,9 @@ def test_resume_continues_the_newest_run_of_the_job(
     server: ForkServer, place: Path
 ) -> None:
     """Without --out; a run that was killed goes on under its own name."""
-    for kind in ("round has ended", "run has begun"):
-        server.run("simulate", "job.toml", folder=place, misfortune=kind)
-        time.sleep(1.1)  # Run ids sort by their second.
+    server.run("simulate", "job.toml", folder=place, misfortune="round has ended")
+    time.sleep(1.1)  # Run ids sort by their second.
+    server.run("simulate", "job.toml", folder=place, misfortune="run has begun")
     newest = max((place / "runs/small").iterdir())
     done = server.run("simulate", "job.toml", "--resume", "--json", folder=place)
     assert done.code == 0, done.stderr
@@ -316,8 +334,8 @@ def test_report_is_written_again(
 ) -> None:
     """By folder, run id and job name; elsewhere with --out."""
     (run,) = (finished / "runs/small").iterdir()
-    for name in (f"runs/small/{run.name}", run.name, "small"):
-        target = tmp_path / "page.html"
+    target = tmp_path / "page.html"
+    for name in (f"runs/small/{run.name}", run.name):
         done = server.run("report", name, "--out", str(target), folder=finished)
         assert done.code == 0, done.stderr
         assert done.stdout == f"{target}\n"
@@ -513,7 +531,7 @@ BAD = {
             "--set",
             "privacy.differential_privacy={unit='record',target_epsilon=0.001}",
         ],
-        ["target_epsilon", "out of reach", "what would reach it"],
+        ["target_epsilon", "cannot be reached", "what would reach it"],
     ),
     "s3": (["--set", "storage.url=s3://A_B/x"], ["storage.url", "cannot be a bucket"]),
     "unknown url": (["--set", "storage.url=ftp://x"], ["storage.url", "'ftp'"]),

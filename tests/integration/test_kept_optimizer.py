@@ -109,7 +109,7 @@ def test_a_killed_run_ends_with_the_same_model(
 ):
     """A round that is done again begins with the optimisers that it began with."""
     job = tables(ADAM)
-    expected = simulate(small_job(**job), folder=tmp_path / "whole")
+    expected = simulate(small_job(**job))
     kill_at(job, tmp_path / "run", event, round_index)
     found = simulate(small_job(**job), folder=tmp_path / "run", resume=True)
     assert found.rounds_now < ROUNDS or round_index == 1
@@ -119,7 +119,7 @@ def test_a_killed_run_ends_with_the_same_model(
 def test_a_run_that_goes_back_to_an_older_checkpoint_ends_alike(tmp_path: Path):
     """As far back as checkpoints are kept, states are, too."""
     job = tables(ADAM, storage={"keep_checkpoints": 3})
-    expected = simulate(small_job(**job), folder=tmp_path / "whole")
+    expected = simulate(small_job(**job))
     kill_at(job, tmp_path / "run", "SiteAnswered", 4)
     checkpoints = sorted((tmp_path / "run/checkpoints").glob("round-*.json"))
     assert len(checkpoints) == 3

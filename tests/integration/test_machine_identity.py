@@ -228,7 +228,7 @@ def test_doctor_without_sts(imds: FakeImds):
     """The kind is known, and the name is not; nobody is asked for other services."""
     found = check("aws")
     assert found.status == "warning"
-    assert "out of reach" in found.found
+    assert "unreachable" in found.found
     assert check("aws", is_own=False).status == "ok"
 
 

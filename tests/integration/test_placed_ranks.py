@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 from support import sharded_jobs
-from support.ranked_sites import TESTS, alone, assert_like_one, pids_of, ranked
+from support.ranked_sites import (
+    TESTS,
+    ForkedRanks,
+    alone,
+    assert_like_one,
+    pids_of,
+    ranked,
+)
 from support.small_jobs import small_job
 
 from clients.models.model_pool import ModelPool
+from clients.ranks import group
 from federation.job.spec import JobSpec
 
 pytestmark = [pytest.mark.slow]
@@ -70,9 +78,13 @@ def gpt_job(**training: Any) -> JobSpec:
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks find the tests' own modules."""
+def environment(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks find the tests' own modules; those that compile begin as real ones do."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    if "compile" not in request.node.name:
+        monkeypatch.setattr(group, "subprocess", ForkedRanks)
 
 
 @pytest.mark.parametrize(

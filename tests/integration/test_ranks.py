@@ -16,15 +16,17 @@ from support import agents, ranked_sites
 from support.noisy_jobs import WIDTH
 from support.ranked_sites import (
     TESTS,
+    ForkedRanks,
     alone,
     assert_like_one,
     pids_of,
     ranked,
     wait_until_gone,
 )
-from support.small_jobs import small_job
+from support.small_jobs import regression_job, small_job
 
 from clients.models.model_pool import ModelPool
+from clients.ranks import group
 from clients.ranks.ranked_trainer import RankedTrainer
 from clients.training.private_steps import PrivateTraining
 from clients.training.trainer import TorchTrainer
@@ -76,6 +78,12 @@ def environment() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a test that need not be children of its process."""
+    monkeypatch.setattr(group, "subprocess", ForkedRanks)
+
+
 @pytest.fixture(scope="module")
 def pool() -> ModelPool:
     return ModelPool(EPOCHS)
@@ -93,6 +101,17 @@ def test_two_ranks_are_like_one(pair: RankedTrainer, pool: ModelPool):
     assert_like_one(pair, alone(EPOCHS, pool), pool)
 
 
+@pytest.mark.usefixtures("forks")
+def test_an_objective_of_ones_own_over_ranks():
+    """Its losses and its metric are those of one process."""
+    job, source = regression_job(num_sites=1), "support.users_module:two_parts"
+    pool = ModelPool(job)
+    with ranked(job, pool, source) as trainer:
+        one = alone(job, pool, source)
+        assert_like_one(trainer, one, pool, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("forks")
 def test_three_ranks_are_like_one(pool: ModelPool):
     """Accumulated batches that cannot be shared out evenly."""
     with ranked(STEPS, pool, ranks=3) as trainer:
@@ -134,6 +153,7 @@ def test_a_frozen_rank_holds_up_and_spoils_nothing(
     assert before == pids_of(pair)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_rank_that_stays_frozen_is_given_up(pool: ModelPool):
     """The others wait for their timeout, and new ranks do the round again.
 
@@ -141,7 +161,7 @@ def test_a_rank_that_stays_frozen_is_given_up(pool: ModelPool):
     more than one attempt for.
     """
     weights = pool.initial_weights()
-    with ranked(EPOCHS, pool, timeout_seconds=15.0, restarts=5) as trainer:
+    with ranked(EPOCHS, pool, timeout_seconds=8.0, restarts=5) as trainer:
         expected = trainer.fit(*weights, round_index=1)
         before = pids_of(trainer)
         os.kill(before[1], signal.SIGSTOP)
@@ -182,6 +202,7 @@ def test_ranks_see_no_credentials(pair: RankedTrainer, pool: ModelPool):
         assert "of the agent alone" not in seen
 
 
+@pytest.mark.usefixtures("forks")
 def test_ranks_that_die_each_time_fail_the_round():
     """So many attempts, and the last words of a rank."""
     job = small_job(model={"factory": "support.dying_models:dying_network"})
@@ -193,6 +214,7 @@ def test_ranks_that_die_each_time_fail_the_round():
         trainer.evaluate(*pool.initial_weights(), round_index=1)
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_error_that_another_attempt_would_not_mend():
     """It is told once, as with one rank, and by which rank."""
     job = small_job(
@@ -207,6 +229,7 @@ def test_an_error_that_another_attempt_would_not_mend():
     assert pids_of(trainer) == []
 
 
+@pytest.mark.usefixtures("forks")
 def test_words_of_an_objective_stay_in_the_log_of_its_rank(
     capfd: pytest.CaptureFixture[str],
 ):
@@ -226,6 +249,7 @@ def test_words_of_an_objective_stay_in_the_log_of_its_rank(
     assert "record 17" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("forks")
 def test_what_is_wrong_with_the_data_stays_at_the_site(
     pool: ModelPool, capfd: pytest.CaptureFixture[str]
 ):
@@ -253,6 +277,7 @@ def test_ranks_do_not_outlive_their_agent():
     wait_until_gone(pids)
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_agent_trains_with_ranks(tmp_path: Path, pool: ModelPool):
     """From ``site.toml`` to the update, and nobody is left after the run."""
     members = agents.consortium("site-0")
@@ -275,6 +300,7 @@ def test_an_agent_trains_with_ranks(tmp_path: Path, pool: ModelPool):
         assert one.num_examples == other.num_examples
 
 
+@pytest.mark.usefixtures("forks")
 def test_ranks_take_the_order_of_the_sites_secret():
     """As one process with that seed, and otherwise than with the job's."""
     job = small_job(
@@ -318,6 +344,7 @@ def private_job(num_records: int, num_inputs: int) -> JobSpec:
     )
 
 
+@pytest.mark.usefixtures("forks")
 def test_private_ranks_add_up_and_add_noise_once():
     """Every record's clipped gradient, and the noise that one rank would add.
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import agents
 from support.agents import OPEN_POLICY, AgentGrid, Consortium, consortium
+from support.small_jobs import regression_job
 
 from deploy.aggregator_host.deployed_run import DeployedRun
 from deploy.site_host.agent import SiteAgent
@@ -20,7 +21,7 @@ from federation import events
 from federation.clock import SystemClock
 from federation.errors import SiteError
 from federation.ids import SiteId
-from federation.job import job_file
+from federation.job import code_files, job_file
 from federation.job.spec import JobSpec
 from federation.messages import (
     FailureKind,
@@ -127,6 +128,24 @@ def test_plain_run_is_the_simulated_one_bit_for_bit(place: Place):
     assert same(deployed, simulated)
     files = {path.name for path in place.run_folder.path.iterdir()}
     assert {"model.safetensors", "result.json", "report.html"} <= files
+
+
+def test_objective_of_ones_own_at_agents(tmp_path: Path):
+    """Model, data, loss and metric are the user's; the numbers are a simulation's."""
+    members, allowed = consortium("site-0", "site-1"), ["support.users_module:*"]
+    policy = {**OPEN_POLICY, "functions": allowed}
+    found = {
+        name: agents.agent(tmp_path, name, members, policy=policy)
+        for name in members.sites
+    }
+    own = regression_job(num_sites=2)
+    with AgentGrid(found).connected() as grid:
+        place = Place(tmp_path, members, grid)
+        place.submit(own)
+        deployed, simulated = place.run(), simulate(own)
+    assert same(deployed, simulated)
+    assert deployed.metrics == simulated.metrics
+    assert deployed.metrics["absolute_error"] > 0
 
 
 def test_secure_run_comes_to_the_model_of_a_simulated_one(place: Place):
@@ -374,3 +393,40 @@ def test_run_that_has_begun_goes_on_without_a_site_that_refuses(
     assert warned.endswith("the run goes on without it")
     plans = [e.sites for e in place.seen if isinstance(e, events.PrivacyPlanned)]
     assert plans[1:] == plans[:1] * (name == "private")
+
+
+MODEL = """
+from clients.models import digits_cnn
+
+def net():
+    return digits_cnn()
+"""
+
+
+def job_of_a_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> JobSpec:
+    """A job with a model by file, which the sites' operators have installed, too."""
+    monkeypatch.setenv(code_files.FOLDERS, "/nowhere")
+    home = place.folder / "home"
+    for folder in (home, *(place.folder / site for site in SITES)):
+        folder.mkdir(exist_ok=True)
+        (folder / "my_model.py").write_text(MODEL)
+    text = (JOBS / "quickstart.toml").read_text()
+    file, name = home / "job.toml", "./my_model.py:net"
+    file.write_text(text.replace("clients.models:digits_cnn", name))
+    functions = [name, "clients.data:digits"]
+    for site in SITES:
+        place.grid.agents[site] = agents.agent(
+            place.folder,
+            site,
+            place.members,
+            policy={**OPEN_POLICY, "functions": functions},
+        )
+    found = job_file.load(file, ["rounds=2"])
+    (home / "my_model.py").unlink()  # The rest of this process must not find it.
+    return found
+
+
+def test_sites_load_their_own_file(place: Place, monkeypatch: pytest.MonkeyPatch):
+    """Which its operator has installed and listed; the job names its digest."""
+    place.submit(job_of_a_file(place, monkeypatch))
+    assert place.run().status == "completed"

@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from cloud_adapters.local.inproc_grid import Fault, InProcessGrid, no_fault
-from deploy.aggregator_host.deployed_run import Parties
+from deploy.aggregator_host.parties import Parties
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.site_host import config as site_file
 from deploy.site_host.agent import SiteAgent

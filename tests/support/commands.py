@@ -156,10 +156,13 @@ class ForkServer:
         misfortune: str = "",
         kill_after_seconds: float | None = None,
         environment: Mapping[str, str] | None = None,
+        script: Path | None = None,
     ) -> Done:
-        """Run ``crossfed`` with these arguments in ``folder``."""
+        """Run ``crossfed``, or a script, with these arguments in ``folder``."""
         out, err = self._scratch / "stdout", self._scratch / "stderr"
         order = {
+            "call": "",
+            "script": str(script or ""),
             "arguments": arguments,
             "folder": str(folder),
             "stdout": str(out),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.forked import Forked, Server, shared
+
 from deploy.cli import commands
 from federation.clock import SystemClock
 
@@ -64,8 +66,11 @@ class Deployment:
     host: str = "127.0.0.1"
     namespaces: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    followers: list[subprocess.Popen[str]] = field(default_factory=list)
+    server: Server | None = None
+    processes: dict[str, "subprocess.Popen[bytes] | Forked"] = field(
+        default_factory=dict
+    )
+    followers: list["subprocess.Popen[str] | Forked"] = field(default_factory=list)
 
     @property
     def config(self) -> str:
@@ -73,12 +78,23 @@ class Deployment:
 
     def start(self, name: str, *arguments: str, **environment: str) -> None:
         """Start a process that stays, in its network namespace if it has one."""
-        namespace = self.namespaces.get(name)
+        namespace = self.namespaces.get(name, "")
+        variables = {**os.environ, **self.environment, **environment}
+        path = self.folder / f"{name}.log"
+        if self.server is not None:
+            self.processes[name] = self.server.start(
+                *arguments,
+                out=path,
+                err=path,
+                environment=variables,
+                namespace=namespace,
+            )
+            return
         where = ["ip", "netns", "exec", namespace] if namespace else []
-        with (self.folder / f"{name}.log").open("ab") as log:
+        with path.open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*where, *CROSSFED, *arguments],
-                env={**os.environ, **self.environment, **environment},
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -124,17 +140,26 @@ class Deployment:
 
     def run(
         self, job: Path, *settings: str, resume: bool = False
-    ) -> subprocess.Popen[str]:
+    ) -> "subprocess.Popen[str] | Forked":
         """Hand a job over, or its newest run anew, and follow it."""
-        words = [w for setting in settings for w in ("--set", setting)]
+        words = ["run", str(job), "--aggregator", self.config, "--json"]
+        words += [w for setting in settings for w in ("--set", setting)]
         words += ["--resume"] * resume
-        follower = subprocess.Popen(
-            [*CROSSFED, "run", str(job), *words, "--aggregator", self.config, "--json"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        follower: subprocess.Popen[str] | Forked
+        if self.server is None:
+            follower = subprocess.Popen(
+                [*CROSSFED, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        else:
+            place = self.folder / f"follower-{len(self.followers)}"
+            out, err = place.with_suffix(".out"), place.with_suffix(".err")
+            follower = self.server.start(
+                *words, out=out, err=err, environment=os.environ
+            )
         self.followers.append(follower)
         return follower
 
@@ -151,9 +176,12 @@ class Deployment:
         *lines, _ = newest.read_text().split("\n")
         return [json.loads(line) for line in lines]
 
-    def rounds(self) -> int:
-        """Rounds that were finished in the newest run."""
-        return sum(event["event"] == "RoundFinished" for event in self.events())
+    def rounds(self, status: str = "") -> int:
+        """Rounds of the newest run that have ended, or have ended so."""
+        return sum(
+            event["event"] == "RoundFinished" and status in {"", event["status"]}
+            for event in self.events()
+        )
 
     def stop(self) -> None:
         """End everything, and see that nothing is left."""
@@ -219,8 +247,12 @@ def deployed(
     namespaces: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
     sites: Sequence[str] = SITES,
+    forked: bool = False,
 ) -> Iterator[Deployment]:
-    """Make a federation as the how-to says, and end it."""
+    """Make a federation as the how-to says, and end it.
+
+    Its processes are started as people do, or as forks of one; see ``support.forked``.
+    """
     port = free_port()
     made = Deployment(
         folder=folder,
@@ -228,6 +260,7 @@ def deployed(
         host=host,
         namespaces=namespaces or {},
         environment=environment or {},
+        server=shared() if forked else None,
     )
     address = f"{host}:{port}"
     home = str(folder / "aggregator")

@@ -6,12 +6,18 @@ Run by path. One JSON object a line comes in and one goes out; see
 some point.
 """
 
+import atexit
+import gc
+import importlib
 import json
 import os
+import runpy
 import signal
 import sys
+import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 # Nothing here uses most of these: they are imported before the forks, which are three
 # seconds shorter for what a run imports where it first needs it.
@@ -22,24 +28,62 @@ from support import misfortunes
 
 import deploy.cli.commands
 import deploy.wiring.simulation
-import monitoring.pages.report  # noqa: F401
+import monitoring.pages.comparison  # noqa: F401
+from monitoring.pages.report import environment
 
 # The first optimizer of a process imports a compiler.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
+# The first page of a process compiles its templates.
+for _page in environment().list_templates(["j2"]):
+    environment().get_template(_page)
+# A child neither looks through what all of them share nor copies it.
+gc.freeze()
 
-def _child(order: dict[str, Any]) -> None:
+
+def _child(order: dict[str, Any]) -> NoReturn:
     os.setsid()
     for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        mode = os.O_APPEND if order.get("appends") else os.O_TRUNC
+        file = os.open(order[name], os.O_WRONLY | os.O_CREAT | mode, 0o600)
         os.dup2(file, number)
         os.close(file)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.umask(0o022)  # As a shell has it; the command is to keep its files to itself.
     os.chdir(order["folder"])
     os.environ.update(order["environment"])
     if order["misfortune"]:
         misfortunes.prepare(order["misfortune"])
-    sys.exit(deploy.cli.commands.main(order["arguments"]))
+    code: object = 1
+    try:
+        code = _run(order["script"], order["call"], order["arguments"])
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:  # noqa: BLE001 -- what the interpreter does with it
+        sys.excepthook(*sys.exc_info())
+    _end(code if isinstance(code, int) else int(code is not None))
+
+
+def _run(script: str, call: str, arguments: list[str]) -> int:
+    """Do what the interpreter does with a script, or call; or run the command."""
+    if call:
+        module, _, name = call.partition(":")
+        return int(getattr(importlib.import_module(module), name)(arguments))
+    if not script:
+        return deploy.cli.commands.main(arguments)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """End as the interpreter does, but free no modules: that takes it a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _serve() -> None:

@@ -3,24 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from support.small_jobs import small_job
-from deploy.wiring.simulation import simulate
-
-def die(event):
-    if type(event).__name__ == sys.argv[3] and event.round_index == int(sys.argv[4]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-job = small_job(**json.loads(sys.argv[1]))
-simulate(job, folder=Path(sys.argv[2]), listeners=[die])
-"""
+from support import forked
 
 
 def kill_in_round_2(job: dict[str, Any], folder: Path) -> None:
@@ -30,10 +17,31 @@ def kill_in_round_2(job: dict[str, Any], folder: Path) -> None:
 
 def kill_at(job: dict[str, Any], folder: Path, event: str, round_index: int) -> None:
     """Run a small job with these tables until an event of a round."""
-    command = [sys.executable, "-c", _KILLED, json.dumps(job), str(folder)]
-    command += [event, str(round_index)]
-    tests = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": tests}, check=False, timeout=120
+    said = folder.parent / f"{folder.name}.log"
+    killed = forked.shared().start(
+        json.dumps(job),
+        str(folder),
+        event,
+        str(round_index),
+        call="support.killed_runs:simulate_and_die",
+        out=said,
+        err=said,
+        environment=os.environ,
     )
-    assert done.returncode == -signal.SIGKILL
+    assert killed.wait(120) == -signal.SIGKILL, said.read_text()
+
+
+def simulate_and_die(arguments: Sequence[str]) -> int:
+    """Do it, in that process."""
+    from support.small_jobs import small_job  # noqa: PLC0415 -- imports torch
+
+    from deploy.wiring.simulation import simulate  # noqa: PLC0415
+
+    job, folder, name, round_index = arguments
+
+    def die(event: Any) -> None:
+        if type(event).__name__ == name and event.round_index == int(round_index):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    simulate(small_job(**json.loads(job)), folder=Path(folder), listeners=[die])
+    return 0

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import federation
+from crossfed._rooms import ROOMS
 
 
 def another_release(folder: Path, version: str) -> dict[str, str]:
@@ -12,11 +13,14 @@ def another_release(folder: Path, version: str) -> dict[str, str]:
     Returns:
         The environment of a process that is to run it.
     """
-    package = Path(federation.__file__).parent
+    root = Path(federation.__file__).parents[1]
     ignored = shutil.ignore_patterns("__pycache__")
-    copy = shutil.copytree(package, folder / package.name, ignore=ignored)
+    for name in ("crossfed", "federation"):  # Packages are taken from beside the first.
+        copy = shutil.copytree(root / name, folder / name, ignore=ignored)
     with (copy / "__init__.py").open("a") as code:
         code.write("# Of another release.\n")
+    for name in set(ROOMS) - {"federation"}:
+        (folder / name).symlink_to(root / name)
     about = folder / f"crossfed-{version}.dist-info"
     about.mkdir()
     metadata = f"Metadata-Version: 2.1\nName: crossfed\nVersion: {version}\n"

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from federation.messages import (
     MaskedUpdate,
     SecureStep,
     SiteMessage,
+    SiteUpdate,
     Task,
     TaskKind,
 )
@@ -202,7 +203,10 @@ class Overheard:
     def handle(self, task: Task) -> SiteMessage:
         """Answer, and keep the answer."""
         message = self.site.handle(task)
-        self.heard.append(message)
+        kept = message
+        if isinstance(message, SiteUpdate):  # The aggregator may write over its values.
+            kept = replace(message, delta_d=message.delta_d.copy())
+        self.heard.append(kept)
         return message
 
 

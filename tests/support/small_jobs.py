@@ -10,6 +10,8 @@ from clients.preprocessing import preprocessing
 from federation.job import job_file
 from federation.job.spec import JobSpec
 
+BOUNDS = {"loss": [0.0, 4.0], "absolute_error": [0.0, 2.0]}
+
 
 def small_job(
     *, num_sites: int = 1, model: Mapping[str, Any] | None = None, **tables: Any
@@ -28,6 +30,32 @@ def small_job(
     }
     if model is not None:
         document["model"] = model
+    return job_file.parse(document | tables)
+
+
+def regression_job(
+    objective: str = "squared_error",
+    *,
+    metrics: dict[str, list[float]] = BOUNDS,
+    num_sites: int = 3,
+    **tables: Any,
+) -> JobSpec:
+    """A linear regression on records of two parts."""
+    document: dict[str, Any] = {
+        "name": "regression",
+        "rounds": 4,
+        "seed": 3,
+        "model": {"factory": "support.users_module:regression"},
+        "data": {"source": "support.users_module:two_parts"},
+        "training": {
+            "task": f"support.users_module:{objective}",
+            "metrics": metrics,
+            "local_steps": 3,
+            "batch_size": 8,
+            "optimizer": {"lr": 0.1},
+        },
+        "sites": [{"name": f"site-{i}"} for i in range(num_sites)],
+    }
     return job_file.parse(document | tables)
 
 

@@ -1,0 +1,237 @@
+"""Commands that stay, as forks of one process that has imported torch already.
+
+A real start imports for four seconds; a federation of five is there in one. What is
+forked is a process like any other: it can be signalled, frozen and killed.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import importlib
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).parents[1]
+_START = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support import forked
+forked.serve()
+"""
+_CLONE_NEWNET = 0x40000000
+
+
+class Forked:
+    """A process of a server, used as a ``subprocess.Popen``."""
+
+    def __init__(self, server: "Server", number: int, out: Path, err: Path) -> None:
+        """Note where it is; see ``Server.start``."""
+        self._server = server
+        self._number = number
+        self._out, self._err = out, err
+        self.pid: int = server.wait_for("pid", number)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._server.codes.get(self._number)
+
+    def poll(self) -> int | None:
+        self._server.read(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        try:
+            return self._server.wait_for("code", self._number, timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from None
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return self._out.read_text(), self._err.read_text()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            # As Popen does: it may have ended since.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Server:
+    """Starts ``crossfed`` with arguments; for one thread."""
+
+    def __init__(self) -> None:
+        """Start to import; the first command waits for that."""
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self._rest = b""
+        self._orders, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _START, str(_TESTS)],
+                stdin=its,
+                stdout=subprocess.PIPE,
+            )
+
+    def start(
+        self,
+        *arguments: str,
+        out: Path,
+        err: Path,
+        environment: Mapping[str, str],
+        namespace: str = "",
+        call: str = "",
+        folder: Path | None = None,
+        files: Sequence[int] = (),
+    ) -> Forked:
+        """Start a command, or a function of its arguments.
+
+        Args:
+            arguments: What follows ``crossfed``.
+            out: File that its standard output is appended to.
+            err: File for its errors.
+            environment: All that it sees.
+            namespace: Of the network.
+            call: The function instead, as ``module:name``.
+            folder: Where it runs, if not here.
+            files: Open files that it has under the same numbers.
+        """
+        number = next(self._numbers)
+        order = {
+            "number": number,
+            "arguments": arguments,
+            "folder": str(folder or Path.cwd()),
+            "stdout": str(out),
+            "stderr": str(err),
+            "appends": True,
+            "misfortune": "",
+            "environment": dict(environment),
+            "namespace": namespace,
+            "files": files,
+            "script": "",
+            "call": call,
+        }
+        socket.send_fds(self._orders, [json.dumps(order).encode()], files)
+        return Forked(self, number, out, err)
+
+    def wait_for(self, what: str, number: int, timeout: float | None = None) -> int:
+        """Wait for a process's id or exit code."""
+        found = {"pid": self.pids, "code": self.codes}[what]
+        end = None if timeout is None else time.monotonic() + timeout
+        while number not in found:
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError
+            self.read(0.1)
+        return found[number]
+
+    def read(self, seconds: float) -> None:
+        """Read what the server has said, or says within so many seconds."""
+        pipe = self._process.stdout
+        assert pipe is not None
+        while select.select([pipe], [], [], seconds)[0]:
+            some = os.read(pipe.fileno(), 1 << 16)
+            assert some, "the server of forks has ended"
+            *lines, self._rest = (self._rest + some).split(b"\n")
+            for said in map(json.loads, lines):
+                found = self.pids if "pid" in said else self.codes
+                found[said["number"]] = said.get("pid", said.get("code"))
+            seconds = 0
+
+    def close(self) -> None:
+        """End the server; its processes are their starters' affair."""
+        self._orders.close()
+        self._process.communicate()
+
+
+@functools.cache
+def shared() -> Server:
+    """One for all tests of a worker."""
+    made = Server()
+    atexit.register(made.close)
+    return made
+
+
+def serve() -> None:
+    """Fork for every order that comes in; say what comes of it."""
+    # For the forks, which need them soon.
+    for name in (
+        "cloud_adapters.flower.node",
+        "support.fork_server",
+        "deploy.site_host.service",
+    ):
+        importlib.import_module(name)
+    children: dict[int, int] = {}
+    orders = socket.socket(fileno=0)
+    is_open = True
+    while is_open or children:
+        if not is_open:
+            time.sleep(0.02)
+        elif select.select([orders], [], [], 0.02)[0]:
+            some, files, _, _ = socket.recv_fds(orders, 1 << 20, 16)
+            is_open = bool(some)
+            if is_open:
+                _begin(json.loads(some), files, children)
+        while children and (found := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(found[1])
+            _say(number=children.pop(found[0]), code=code)
+
+
+def _begin(
+    order: dict[str, Any], files: Sequence[int], children: dict[int, int]
+) -> None:
+    from support import fork_server  # noqa: PLC0415 -- imports torch
+
+    pid = os.fork()
+    if pid == 0:
+        _take(files, order["files"])
+        _enter(order["namespace"])
+        os.environ.clear()
+        fork_server._child(order)
+    for file in files:
+        os.close(file)
+    children[pid] = order["number"]
+    _say(number=order["number"], pid=pid)
+
+
+def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give files the numbers that they have where they come from."""
+    above = max([*files, *numbers, 2]) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number, inheritable=False)
+        os.close(file)
+    for file in set(files) - set(numbers):
+        os.close(file)
+
+
+def _say(**words: int) -> None:
+    os.write(1, json.dumps(words).encode() + b"\n")
+
+
+def _enter(namespace: str) -> None:
+    """Move this process to a network namespace, if it is to be in one."""
+    if not namespace:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    file = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    if libc.setns(file, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(file)
