@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from monitoring.audit_findings import SiteFindings
 from monitoring.pages.figures import (
@@ -15,6 +14,7 @@ from monitoring.pages.figures import (
     SITE_COLOURS,
     draw,
     label_axes,
+    log_scale,
     new_figure,
 )
 from privacy.dp.auditing import Roc, Scores, largest_true_positives
@@ -34,13 +34,9 @@ def draw_site(name: str, site: SiteFindings) -> Mapping[str, str]:
         name: Of the site, as identifiers in the page may hold it.
         site: What was found.
     """
-    drawn = {
-        f"scores-{name}": partial(_scores, site),
-        f"roc-{name}": partial(_roc, site),
-    }
-    return {
-        key: svg for key, make in drawn.items() if (svg := draw(key, make)) is not None
-    }
+    return draw(
+        {f"scores-{name}": partial(_scores, site), f"roc-{name}": partial(_roc, site)}
+    )
 
 
 def scores_key() -> Mapping[str, str]:
@@ -136,11 +132,6 @@ def _steps(roc: Roc, least: float) -> tuple[Scores, Scores]:
 
 
 def _scale(axes: Axes, least: float) -> None:
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(numticks=8))
-        axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.10g}"))
-        axis.set_minor_locator(NullLocator())
-    axes.set_xlim(least, 1)
-    axes.set_ylim(0.7 * least, 1.3)
+    axes.set(xlim=(least, 1), ylim=(0.7 * least, 1.3))
+    log_scale(axes.xaxis, subs=(1,))
+    log_scale(axes.yaxis, subs=(1,))

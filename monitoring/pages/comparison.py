@@ -7,14 +7,14 @@ Figures come from ``monitoring.pages.comparison_plots``, the page from
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from federation.events import PrivacyPlanned
 from monitoring import privacy_words, units
 from monitoring.pages import comparison_plots
-from monitoring.pages.panels import Panel, captions
+from monitoring.pages.panels import Panel, from_drawn
 from monitoring.pages.report import environment, write_page
 from monitoring.views.round_view import accuracy_of, loss_of, perplexity
 from monitoring.views.run_view import RunView
@@ -44,6 +44,7 @@ class ComparedRun:
 class _RunRow:
     """A line of the table; texts are ready to be read."""
 
+    number: int  # in figures and tables, from 1
     name: str
     colour: str
     run: ComparedRun
@@ -78,9 +79,11 @@ def render(runs: Sequence[ComparedRun]) -> str:
         .get_template("comparison.html.j2")
         .render(
             rows=[
-                _row(name, colours[name], run)
-                for name, run in zip(names, runs, strict=True)
+                _row(number, name, colours[name], run)
+                for number, (name, run) in enumerate(zip(names, runs, strict=True), 1)
             ],
+            orders=_orders(list(views.values())),
+            max_named=comparison_plots.MAX_SIDE_BY_SIDE,
             panels=_panels(views, colours),
             has_accuracy=comparison_plots.has_accuracy(views),
             is_private=any(run.view.privacy for run in runs),
@@ -147,7 +150,26 @@ def _names(runs: Sequence[ComparedRun]) -> Sequence[str]:
     return names
 
 
-def _row(name: str, colour: str, run: ComparedRun) -> _RunRow:
+def _orders(views: Sequence[RunView]) -> Mapping[str, Sequence[int]]:
+    """Places of the runs in each order of the table, by its name on the page."""
+    rights = [comparison_plots.utility(view, in_percent=True) for view in views]
+    values: dict[str, Sequence[float | None]] = {
+        "number": range(len(views)),
+        "loss": [comparison_plots.utility(view, in_percent=False) for view in views],
+        "accuracy": [None if right is None else -right for right in rights],
+        "epsilon": [comparison_plots.epsilon_of(view) for view in views],
+        "traffic": [view.bytes_up + view.bytes_down for view in views],
+        "time": [view.seconds for view in views],
+    }
+
+    def places(own: Sequence[float | None]) -> Sequence[int]:
+        order = sorted(range(len(own)), key=lambda at: (own[at] is None, own[at] or 0))
+        return [order.index(at) for at in range(len(own))]
+
+    return {name: places(own) for name, own in values.items() if len(set(own)) > 1}
+
+
+def _row(number: int, name: str, colour: str, run: ComparedRun) -> _RunRow:
     view, last = run.view, run.view.last_evaluated
     loss = loss_of(last.pooled if last else None)
     noisy = ""
@@ -168,6 +190,7 @@ def _row(name: str, colour: str, run: ComparedRun) -> _RunRow:
         epsilon = privacy_words.epsilon_of_cap(spent, planned)
     noise = privacy_words.loss_noise(planned, last)
     return _RunRow(
+        number=number,
         name=name,
         colour=colour,
         run=run,
@@ -194,51 +217,54 @@ def _panels(
     better = "Higher" if comparison_plots.has_accuracy(views) else "Lower"
     noisy = ""
     if any(privacy_words.has_noise(view.privacy) for view in views.values()):
-        noisy = " Where results carry noise, curves go up and down with it."
+        noisy = " Noise on results shows as ups and downs of a curve."
     return tuple(
-        Panel(
-            name=name,
-            title=said["title"],
-            caption=said["caption"].format(better=better, noisy=noisy),
-            svg=drawn[name],
-            key=colours,
-            is_wide=name == "privacy-utility",
+        replace(
+            panel,
+            key={
+                f"{number} {run}": c
+                for number, (run, c) in enumerate(colours.items(), 1)
+            },
+            dashes=[comparison_plots.dashes(index) for index in range(len(colours))],
+            is_wide=panel.name == "privacy-utility"
+            or len(views) > comparison_plots.MAX_SIDE_BY_SIDE,
             has_pooled=False,
         )
-        for name, said in captions("comparison").items()
-        if name in drawn
+        for panel in from_drawn("comparison", drawn, {"better": better, "noisy": noisy})
     )
 
 
-def _cautions(runs: Sequence[ComparedRun]) -> Sequence[str]:
+def _cautions(runs: Sequence[ComparedRun]) -> Mapping[str, str]:
     """What makes these runs hard to compare."""
-    found = []
+    found = {}
     views = [run.view for run in runs]
     if len({view.started.sites for view in views}) > 1 or len(_held_out(views)) > 1:
-        found.append(
-            "The runs do not have the same sites with the same held-out data: their "
-            "losses and accuracies are over different records."
+        found["records"] = (
+            "The runs have different sites or held-out data: their losses and "
+            "accuracies are measured on different records."
         )
     if len({view.started.task for view in views}) > 1:
-        found.append("The runs learn different tasks.")
+        found["tasks"] = "The runs have different tasks."
     apart = _apart([view.privacy for view in views if view.privacy])
     if apart:
-        found.append(f"The epsilons do not mean the same. What differs: {apart}.")
+        found["meaning"] = (
+            f"The epsilons have different meanings. They differ in: {apart}."
+        )
     if len({view.total_spent.delta for view in views if view.total_spent}) > 1:
-        found.append("The epsilons hold at different deltas.")
+        found["deltas"] = "The epsilons are at different deltas."
     if any(view.finished is None for view in views):
-        found.append("Not all of the runs have ended.")
+        found["running"] = "Some runs have not ended."
     return found
 
 
 def _apart(planned: Sequence[PrivacyPlanned]) -> str:
-    """In what the promises of runs differ, in words; nothing if they do not."""
+    """Return in what the guarantees of runs differ; empty if they do not."""
     parts = {
         "unit": {one.unit for one in planned},
         "neighbours": {one.relation for one in planned},
         "accountant": {one.accountant for one in planned},
         "sampling": {one.sampling for one in planned},
-        "whom they hold against": {one.holds_against for one in planned},
+        "adversary": {one.holds_against for one in planned},
     }
     return ", ".join(name for name, values in parts.items() if len(values) > 1)
 

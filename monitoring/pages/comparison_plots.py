@@ -7,23 +7,26 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from federation.messages import MetricSums
 from monitoring.pages.figures import (
     SITE_COLOURS,
     WIDTH,
-    columns,
     draw,
-    finite_points,
+    draw_line,
+    drawable,
     label_axes,
+    log_scale,
     new_figure,
+    zoom_on_last,
 )
-from monitoring.privacy_words import accuracy_noise, loss_noise
+from monitoring.privacy_words import accuracy_noise, has_noise, loss_noise
 from monitoring.views.round_view import accuracy_of, loss_of
 from monitoring.views.run_view import RunView
-from monitoring.views.site_view import Series
 
 Runs = Mapping[str, RunView]  # by the name that the page has for them
+
+MAX_SIDE_BY_SIDE = 8  # runs whose curves fit half of the page's width
 
 # More runs than colours are told apart by their dashes.
 _DASHES: Sequence[Any] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
@@ -32,17 +35,17 @@ _MARGIN = 1.6  # room beside the outermost points of the logarithmic axis, as a 
 
 def draw_comparison(runs: Runs) -> Mapping[str, str]:
     """Draw every figure that the runs have data for: name to SVG text."""
-    drawings: Mapping[str, Callable[[Runs], Figure | None]] = {
-        "privacy-utility": _privacy_utility,
-        "loss": _loss,
-        "accuracy": _accuracy,
+    losses = partial(_curves, runs, "loss in nats", lambda sums: sums.loss)
+    drawings: dict[str, Callable[[], Figure | None]] = {
+        "privacy-utility": partial(_privacy_utility, runs),
+        "loss": losses,
+        "loss-log": partial(losses, log=True),
+        "accuracy": partial(_curves, runs, "accuracy in %", _percent_right),
+        "accuracy-log": partial(
+            _curves, runs, "wrong in %", lambda s: 100 - _percent_right(s), log=True
+        ),
     }
-    found = {}
-    for name, make in drawings.items():
-        svg = draw(name, partial(make, runs))
-        if svg is not None:
-            found[name] = svg
-    return found
+    return draw(drawings)
 
 
 def run_colours(runs: Runs) -> Mapping[str, str]:
@@ -53,7 +56,7 @@ def run_colours(runs: Runs) -> Mapping[str, str]:
 
 
 def has_accuracy(runs: Runs) -> bool:
-    """Whether the runs can be held against each other by their accuracy."""
+    """Whether the runs can be compared by their accuracy."""
     return not any(view.is_language or not view.loss_unit for view in runs.values())
 
 
@@ -62,37 +65,36 @@ def _privacy_utility(runs: Runs) -> Figure | None:
 
     A run without differential privacy has no epsilon: it is a line across.
     """
-    if not any(_epsilon(view) for view in runs.values()):
+    if not any(epsilon_of(view) for view in runs.values()):
         return None
     figure, axes = new_figure(width=2 * WIDTH)
     colours = run_colours(runs)
     in_percent = has_accuracy(runs)
     spent = []
     for name, view in runs.items():
-        value = _utility(view, in_percent=in_percent)
-        epsilon = _epsilon(view)
+        value = utility(view, in_percent=in_percent)
+        epsilon = epsilon_of(view)
         if value is None:
             continue
         if epsilon is not None:
-            _draw_point(
-                axes, view, (epsilon, value), colours[name], in_percent=in_percent
-            )
+            number, place = f"{list(runs).index(name) + 1}", (epsilon, value)
+            _draw_noise(axes, view, place, colours[name], in_percent=in_percent)
+            draw_line(axes, f"{number} {name}", [place], colours[name], ms=13)
+            axes.annotate(number, place, xytext=(6, 4), textcoords="offset points")
             spent.append(epsilon)
         elif view.privacy is None:
-            dashes = _dashes(runs, name) if _dashes(runs, name) != "-" else (0, (5, 3))
-            axes.axhline(value, color=colours[name], lw=1.4, ls=dashes)
+            # A line across is never taken for a curve.
+            style = _DASHES[dashes(list(runs).index(name)) or 1]
+            axes.axhline(value, color=colours[name], lw=1.4, ls=style)
     if not spent:
         return None
-    axes.set_xscale("log")
     axes.set_xlim(min(spent) / _MARGIN, max(spent) * _MARGIN)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    log_scale(axes.xaxis)
     label_axes(axes, "epsilon", "accuracy in %" if in_percent else "loss in nats")
     return figure
 
 
-def _draw_point(
+def _draw_noise(
     axes: Axes,
     view: RunView,
     place: tuple[float, float],
@@ -100,69 +102,54 @@ def _draw_point(
     *,
     in_percent: bool,
 ) -> None:
-    last = view.last_evaluated
-    noise = accuracy_noise(view.privacy, last)
-    span = None if noise is None else 200 * noise
-    if not in_percent:
-        noise = loss_noise(view.privacy, last)
-        span = None if noise is None else 2 * noise
-    if span is not None:
+    size = accuracy_noise if in_percent else loss_noise
+    noise = size(view.privacy, view.last_evaluated)
+    if noise is not None:
+        span = 2 * noise * (100 if in_percent else 1)
         # No accuracy is above 100 %, and neither is below 0.
         up = min(span, 100 - place[1]) if in_percent else span
         down = min(span, place[1])
         axes.errorbar(*place, yerr=[[down], [up]], color=colour, capsize=3, lw=1.2)
-    axes.plot(*place, "o", color=colour, ms=7)
-
-
-def _loss(runs: Runs) -> Figure | None:
-    return _curves(runs, _losses, "loss in nats")
-
-
-def _accuracy(runs: Runs) -> Figure | None:
-    return _curves(runs, _accuracies, "accuracy in %")
 
 
 def _curves(
-    runs: Runs, series: Callable[[RunView], Series], label: str
+    runs: Runs, label: str, value: Callable[[MetricSums], float], *, log: bool = False
 ) -> Figure | None:
-    colours = run_colours(runs)
-    lines = {name: finite_points(series(view)) for name, view in runs.items()}
+    lines = {
+        # How many tokens are right is not what a language model is judged by.
+        name: drawable(view.pooled(value), log=log)
+        for name, view in runs.items()
+        if "%" not in label or not view.is_language
+    }
     if not any(lines.values()):
         return None
-    figure, axes = new_figure()
-    for name, points in lines.items():
-        marker = "." if len(points) == 1 else ""
-        dashes = _dashes(runs, name)
-        axes.plot(
-            *columns(points), color=colours[name], lw=1.8, ls=dashes, marker=marker
-        )
+    figure, axes = new_figure(
+        width=WIDTH if len(runs) <= MAX_SIDE_BY_SIDE else 2 * WIDTH
+    )
+    colours = run_colours(runs)
+    for index, name in enumerate(runs):
+        style = {"lw": 1.8, "ls": _DASHES[dashes(index)]}
+        points = lines.get(name, [])
+        draw_line(axes, f"{index + 1} {name}", points, colours[name], **style)
     label_axes(axes, "after round", label)
+    if log:
+        log_scale(axes.yaxis)
+    elif "%" in label and not any(has_noise(view.privacy) for view in runs.values()):
+        zoom_on_last(axes)
     return figure
 
 
-def _dashes(runs: Runs, name: str) -> Any:
-    return _DASHES[list(runs).index(name) // len(SITE_COLOURS) % len(_DASHES)]
+def dashes(index: int) -> int:
+    """Which dashes the line of a run has: 0 for the first runs, which have none."""
+    return index // len(SITE_COLOURS) % len(_DASHES)
 
 
-def _losses(view: RunView) -> Series:
-    return _pooled(view, accuracy=False)
+def _percent_right(sums: MetricSums) -> float:
+    return 100 * sums.accuracy
 
 
-def _accuracies(view: RunView) -> Series:
-    # How many tokens are right is not what a language model is judged by.
-    return () if view.is_language else _pooled(view, accuracy=True)
-
-
-def _pooled(view: RunView, *, accuracy: bool) -> Series:
-    found = []
-    for event in (view.initial, *(row.evaluated for row in view.rounds)):
-        if event is not None and event.pooled.count:
-            value = 100 * event.pooled.accuracy if accuracy else event.pooled.loss
-            found.append((event.round_index, value))
-    return tuple(found)
-
-
-def _utility(view: RunView, *, in_percent: bool) -> float | None:
+def utility(view: RunView, *, in_percent: bool) -> float | None:
+    """The last accuracy in per cent, or the last loss; None without one."""
     last = view.last_evaluated
     sums = last.pooled if last else None
     if not in_percent:
@@ -172,7 +159,7 @@ def _utility(view: RunView, *, in_percent: bool) -> float | None:
     return None if accuracy is None else 100 * accuracy
 
 
-def _epsilon(view: RunView) -> float | None:
+def epsilon_of(view: RunView) -> float | None:
     """What the run has spent; None if nothing, which no logarithm can show."""
     total = view.total_spent
     return total.epsilon if total and 0 < total.epsilon < math.inf else None

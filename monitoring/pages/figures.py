@@ -9,13 +9,17 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 # Okabe and Ito's palette for colour-blind readers without its yellow, one darker.
 SITE_COLOURS = (
@@ -37,7 +41,28 @@ WIDTH = 6.2  # inches, at 72 points; the page scales them
 # ticks, and drawing them fails.
 LARGEST_DRAWN = 1e100
 
+QUIET = "#dfe4ea"
+CARD = "#fefefe"  # where the page shows through
+
+MAX_READOUTS = 150  # places along an axis that show values under the pointer
+MAX_READOUT_ROWS = 16
+
 _GRID = "#e6e9ee"
+# Colours that follow the page's, which are others in the dark.
+_THEME = {
+    QUIET: "quiet",
+    "#eceff3": "row",
+    POOLED_COLOUR: "ink",
+    INK: "soft",
+    FAINT: "faint",
+    _GRID: "line",
+    CARD: "card",
+}
+_CHAR, _LINE = 5.8, 12.0  # width and height of text under the pointer, in points
+_NARROW = 8.0  # ends of an axis whose ratio is below have no powers of ten to mark
+_LEGEND_COLUMNS = 9
+_LEAST_SPAN = 0.5  # of a zoomed axis, in its unit
+_LEAST_LEFT_OUT = 3  # rounds; shorter runs are shown whole
 _HEIGHT = 3.0
 _ROW = 0.3
 _SETTINGS: Mapping[Any, object] = {
@@ -65,11 +90,15 @@ _SETTINGS: Mapping[Any, object] = {
 }
 
 
-def draw(name: str, make: Callable[[], Figure | None]) -> str | None:
-    """Make a figure in the house's style, as SVG text; None if there is none."""
-    with mpl.rc_context({**_SETTINGS, "svg.hashsalt": f"crossfed-{name}"}):
-        figure = make()
-        return None if figure is None else _to_svg(figure, name)
+def draw(drawings: Mapping[str, Callable[[], Figure | None]]) -> Mapping[str, str]:
+    """Draw figures in the house's style: name to SVG text, of those that have data."""
+    found = {}
+    for name, make in drawings.items():
+        with mpl.rc_context({**_SETTINGS, "svg.hashsalt": f"crossfed-{name}"}):
+            figure = make()
+            if figure is not None:
+                found[name] = _to_svg(figure, name)
+    return found
 
 
 def new_figure(
@@ -86,8 +115,50 @@ def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(visible=False, axis="x")
+    unit = " %" if y_label.endswith("%") else ""
+    axes.fmt_ydata = lambda y: f"{y:.4g}{unit}"
     if "round" in x_label:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def log_scale(axis: Axis, subs: Sequence[int] = (1, 2, 5)) -> None:
+    """Make an axis logarithmic, marked at multiples of powers of ten."""
+    which = "x" if axis is axis.axes.xaxis else "y"
+    axis.axes.set(**{f"{which}scale": "log"})
+    low, high = getattr(axis.axes, f"get_{which}lim")()
+    axis.set_major_locator(
+        LogLocator(subs=subs, numticks=12) if high > _NARROW * low else MaxNLocator(5)
+    )
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def zoom_on_last(axes: Axes) -> None:
+    """Fit the vertical axis to the last two thirds of the lines, if that shows more."""
+    points = [point for line in axes.lines for point in _points(line)]
+    first = max(x for x, _ in points) / 3
+    late = [y for x, y in points if x >= first]
+    low, high = axes.get_ylim()
+    room = 0.08 * max(max(late) - min(late), _LEAST_SPAN)
+    if first >= _LEAST_LEFT_OUT and 2 * (max(late) - min(late)) < high - low:
+        axes.set_ylim(min(late) - room, max(late) + room)
+
+
+def _points(line: Line2D) -> list[list[float]]:
+    found: list[list[float]] = np.asarray(line.get_xydata()).tolist()
+    return found
+
+
+def draw_line(
+    axes: Axes,
+    name: str,
+    points: Sequence[tuple[float, float]],
+    colour: str,
+    **style: Any,
+) -> None:
+    """Draw points as a line whose values the page shows under the pointer by name."""
+    marker = "." if len(points) == 1 else ""
+    axes.plot(*columns(points), label=name, color=colour, marker=marker, **style)
 
 
 def add_legend(axes: Axes, colours: Mapping[str, str]) -> None:
@@ -95,7 +166,7 @@ def add_legend(axes: Axes, colours: Mapping[str, str]) -> None:
     axes.figure.legend(
         handles=[Patch(color=colour, label=name) for name, colour in colours.items()],
         loc="outside upper left",
-        ncols=len(colours),
+        ncols=min(len(colours), _LEGEND_COLUMNS),
         handlelength=1,
         handleheight=1,
         columnspacing=1.4,
@@ -107,12 +178,14 @@ def is_drawable(value: float) -> bool:
     return abs(value) <= LARGEST_DRAWN
 
 
-def finite_points(series: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Points that can be drawn."""
-    return [(index, value) for index, value in series if is_drawable(value)]
+def drawable(
+    series: Iterable[tuple[float, float]], *, log: bool = False
+) -> list[tuple[float, float]]:
+    """Points that can be drawn, on a logarithmic axis positive ones."""
+    return [(x, y) for x, y in series if is_drawable(y) and (y > 0 or not log)]
 
 
-def columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Points as places along both axes."""
     return [x for x, _ in points], [y for _, y in points]
 
@@ -123,6 +196,14 @@ def cut_names(names: Iterable[str], limit: int = 24) -> list[str]:
     return [n if len(n) <= limit else f"{n[: limit - 3]}..." for n in plain]
 
 
+def _lay_out(figure: Figure) -> None:
+    """Place everything now: with an engine left, ``savefig`` draws it all twice."""
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+        figure.set_layout_engine(None)
+
+
 def _to_svg(figure: Figure, name: str) -> str:
     """Make a stand-alone SVG file a part of a page.
 
@@ -130,6 +211,7 @@ def _to_svg(figure: Figure, name: str) -> str:
     identifiers get the figure's name, because a page holds several figures; and
     the size gives way to that of the page.
     """
+    _lay_out(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
@@ -139,11 +221,64 @@ def _to_svg(figure: Figure, name: str) -> str:
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'href="#', f'href="#{name}-', text)
     text = re.sub(r"url\(#", f"url(#{name}-", text)
+    text = re.sub(r"(fill|stroke): (#\w{6})", _theme, text)
     head, rest = text.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None, "matplotlib writes a viewBox"  # noqa: S101
     return (
         f'<svg class="plot" role="img" aria-label="{escape(name)}" {box[0]} '
         'xmlns="http://www.w3.org/2000/svg" '
-        f'xmlns:xlink="http://www.w3.org/1999/xlink">{rest}'
+        f'xmlns:xlink="http://www.w3.org/1999/xlink">'
+        f"{rest[: rest.rindex('</svg>')]}{_readouts(figure)}</svg>"
     )
+
+
+def _theme(match: re.Match[str]) -> str:
+    colour = match[2]
+    themed = f"var(--{_THEME[colour]}, {colour})" if colour in _THEME else colour
+    return f"{match[1]}: {themed}"
+
+
+def _readouts(figure: Figure) -> str:
+    """For each place along the axis, what shows under the pointer there.
+
+    No script: a style of the page shows the text that follows an area under the
+    pointer.
+    """
+    axes, scale = figure.axes[0], 72 / figure.dpi
+    found: dict[float, list[tuple[float, str, str]]] = {}
+    for line in axes.lines:
+        name = str(line.get_label())
+        if name.startswith(("_child", "_nolegend_")):  # matplotlib's own
+            continue
+        ((name,), colour) = cut_names([name]), str(line.get_color())
+        for x, y in _points(line):
+            text = f"{name} {axes.format_ydata(y)}"
+            found.setdefault(x, []).append((-y, text, colour))
+    places = sorted(found)[:: -(1 + len(found) // MAX_READOUTS)][::-1]
+    box, height = axes.bbox, figure.bbox.height
+    top, bottom = ((height - y) * scale for y in (box.y1, box.y0))
+    at = [axes.transData.transform((x, 1.0))[0] * scale for x in places]
+    between = [(left + right) / 2 for left, right in pairwise(at)]
+    ends = [box.x0 * scale, *between, box.x1 * scale]
+    parts = []
+    for x, centre, left, right in zip(places, at, ends, ends[1:], strict=False):
+        rows = [(f"{axes.get_xlabel()} {x:g}", INK)]
+        rows += [(text, colour) for _, text, colour in sorted(found[x])]
+        rows = rows[: MAX_READOUT_ROWS + 1]
+        width = _CHAR * max(len(text) for text, _ in rows) + 12
+        start = min(centre + 6, box.x1 * scale - width)
+        text = "".join(
+            f'<tspan x="{start + 6:.0f}" dy="{_LINE:.0f}" style="fill: {colour}">'
+            f"{escape(text)}</tspan>"
+            for text, colour in rows
+        )
+        parts.append(
+            f'<g class="at"><rect fill-opacity="0" x="{left:.1f}" y="{top:.1f}" '
+            f'width="{max(0.0, right - left):.1f}" height="{bottom - top:.1f}"/>'
+            f'<g visibility="hidden"><path d="M{centre:.1f} {top:.1f}V{bottom:.1f}"/>'
+            f'<rect x="{start:.0f}" y="{top:.0f}" width="{width:.0f}" '
+            f'height="{_LINE * len(rows) + 6:.0f}" rx="4"/>'
+            f'<text y="{top:.0f}">{text}</text></g></g>'
+        )
+    return re.sub(r"(fill): (#\w{6})", _theme, "".join(parts))

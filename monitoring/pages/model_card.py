@@ -138,7 +138,7 @@ def _data(view: RunView, job: Mapping[str, Any]) -> Iterator[str]:
         rows.append(cells)
     yield from _table(rows, heads)
     if not is_open:
-        yield from ("", "How much each site holds is not told.")
+        yield from ("", "How much each site holds is not reported.")
 
 
 def _training_rows(view: RunView, job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

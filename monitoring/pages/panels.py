@@ -3,7 +3,7 @@
 import functools
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from federation.job.metrics import BUILT_IN
@@ -12,8 +12,8 @@ from monitoring.pages import plots, report_privacy
 from monitoring.pages.timeline_plot import MAX_ROUNDS_IN_TIMELINE
 from monitoring.views.run_view import RunView
 
-_TOGETHER = "known of all sites together only"
-_EACH = "all sites together (thick), each site's own data (thin)"
+_TOGETHER = "measured over all sites together"
+_EACH = "over all sites (thick) and on each site's own data (thin)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +24,17 @@ class Panel:
     title: str
     caption: str
     svg: str
-    key: Mapping[str, str] | None = None  # sites that it has a line of, and colours
+    log_svg: str = ""  # the same on a logarithmic axis
+    log_label: str = ""
+    key: Mapping[str, str] | None = None  # colours of sites or runs that have a line
+    dashes: Sequence[int] = ()  # and their dashes
     is_wide: bool = False
     has_pooled: bool = True  # a thick line for all sites
+    has_training: bool = False
 
 
 @functools.cache
-def captions(page: str) -> Mapping[str, Mapping[str, str]]:
+def _captions(page: str) -> Mapping[str, Mapping[str, str]]:
     """Title and caption of each figure of a page, ``run`` or ``comparison``."""
     path = Path(__file__).with_name("captions.toml")
     found: Mapping[str, Mapping[str, str]] = tomllib.loads(path.read_text("utf-8"))[
@@ -41,18 +45,33 @@ def captions(page: str) -> Mapping[str, Mapping[str, str]]:
 
 def of_run(view: RunView) -> Sequence[Panel]:
     """Every figure that there is, in reading order."""
-    drawn, words, keys = plots.draw_all(view), _words(view), _keys(view)
+    keys = _keys(view)
+    return tuple(
+        replace(
+            panel,
+            key=keys.get(panel.name),
+            has_pooled=panel.name != "epsilon",
+            is_wide=panel.name == "timeline",
+            has_training=panel.name == "loss" and bool(plots.training_losses(view)),
+        )
+        for panel in from_drawn("run", plots.draw_all(view), _words(view))
+    )
+
+
+def from_drawn(
+    page: str, drawn: Mapping[str, str], words: Mapping[str, str]
+) -> Sequence[Panel]:
+    """The figures of a page that were drawn, in reading order, with their words."""
     return tuple(
         Panel(
             name=name,
             title=said["title"],
             caption=said["caption"].format(**words),
             svg=drawn[name],
-            key=keys.get(name),
-            has_pooled=name != "epsilon",
-            is_wide=name == "timeline",
+            log_svg=drawn.get(f"{name}-log", ""),
+            log_label=said.get("log", ""),
         )
-        for name, said in captions("run").items()
+        for name, said in _captions(page).items()
         if name in drawn
     )
 
@@ -66,6 +85,9 @@ def _words(view: RunView) -> Mapping[str, str]:
     return {
         "whose": _TOGETHER if view.is_secret else _EACH,
         "alone": f", {_TOGETHER}" if view.is_secret else "",
+        "training": " Dashed: loss during training, over all sites."
+        if plots.training_losses(view)
+        else "",
         "shade": " Shaded: two standard deviations of the noise." if shades else "",
         "spender": report_privacy.spender(view),
         "terms": report_privacy.terms(view),

@@ -1,15 +1,18 @@
 """The figures of the report of one run: what each shows, drawn from a view."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from federation.events import SiteFailed
 from monitoring.pages.figures import (
+    CARD,
     INK,
     POOLED_COLOUR,
     SITE_COLOURS,
@@ -17,48 +20,77 @@ from monitoring.pages.figures import (
     columns,
     cut_names,
     draw,
-    finite_points,
+    draw_line,
+    drawable,
     is_drawable,
     label_axes,
+    log_scale,
     new_figure,
+    zoom_on_last,
 )
 from monitoring.pages.timeline_plot import timeline
-from monitoring.privacy_words import accuracy_noise, is_of_sites, loss_noise
+from monitoring.privacy_words import accuracy_noise, has_noise, is_of_sites, loss_noise
 from monitoring.units import format_bytes, format_cap
-from monitoring.views.round_view import perplexity
+from monitoring.views.round_view import RoundView, perplexity
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import Series, SiteView
 
 MAX_SITES_SHOWN = 8
 MAX_LABELS_SHOWN = 16
 OTHER_LABELS = "other"
+ALL_SITES, TRAINING = "all sites", "training"
+
+MAX_ROUNDS_IN_STRIP, MAX_ROWS_IN_STRIP = 200, 40
+_ROUNDS_WITH_GAPS = 60
+_STRIP_ROW = 0.22  # inches
 
 UP_COLOUR, DOWN_COLOUR = "#2b6f8f", "#b9d3df"
 
 _FAILED = "#c2372e"
+_STATES = {
+    "took part": UP_COLOUR,
+    "failed": _FAILED,
+    "no update": "#e0b34c",
+    "not asked": "#b9c2cc",
+}
 _CLIP_COLOUR = UP_COLOUR
 _MAX_CELLS_WITH_NUMBERS = 12
 _MAX_LABEL_CHARS = 44  # that fit side by side under a figure
 
 
-def draw_all(view: RunView) -> Mapping[str, str]:
-    """Draw every figure that the run has data for: name to SVG text."""
-    drawings: Mapping[str, Callable[[RunView], Figure | None]] = {
-        "loss": _loss,
-        "perplexity" if view.is_language else "accuracy": _quality,
-        "epsilon": _epsilon,
-        "data": _data,
-        "bytes": _bytes,
-        "timeline": _timeline,
-        "answers": _answers,
-        "update-norm": _update_norm,
+def draw_all(view: RunView, names: Collection[str] = ()) -> Mapping[str, str]:
+    """Draw the figures that the run has data for: name to SVG text.
+
+    Args:
+        view: The run.
+        names: Draw only these; by default all.
+    """
+    losses = partial(_curves, view, f"loss{view.loss_unit}", lambda loss: loss)
+    losses = partial(losses, training=training_losses(view))
+    rights = partial(_curves, view, by_loss=False)
+    drawings: dict[str, Callable[[], Figure | None]] = {
+        "loss": losses,
+        "loss-log": partial(losses, log=True),
+        "accuracy": partial(rights, "accuracy in %", lambda right: 100 * right),
+        "accuracy-log": partial(
+            rights, "wrong in %", lambda right: 100 - 100 * right, log=True
+        ),
+        "perplexity": partial(_curves, view, "perplexity", perplexity, log=True),
+        "epsilon": partial(_epsilon, view),
+        "data": partial(_data, view),
+        "bytes": partial(_bytes, view),
+        "timeline": partial(timeline, view, [s.site for s in shown_sites(view)]),
+        "participation": partial(_participation, view),
+        "update-norm": partial(_update_norm, view),
     }
-    found = {}
-    for name, make in drawings.items():
-        svg = draw(name, partial(make, view))
-        if svg is not None:
-            found[name] = svg
-    return found
+    hidden = "accuracy" if view.is_language else "perplexity"
+    return draw(
+        {
+            name: make
+            for name, make in drawings.items()
+            if not name.startswith(hidden) and (not names or name in names)
+        }
+    )
 
 
 def shown_sites(view: RunView) -> tuple[SiteView, ...]:
@@ -87,59 +119,67 @@ def site_colours(view: RunView) -> Mapping[str, str]:
     return {s.site: c for s, c in zip(sites, SITE_COLOURS, strict=False)}
 
 
-def _loss(view: RunView) -> Figure | None:
-    pooled = _pooled(view, lambda loss, _: loss)
-    lines = [(site.site, site.loss) for site in shown_sites(view)]
-    figure = _lines(view, pooled, lines, f"loss{view.loss_unit}")
-    if figure is not None:
-        _shade_noise(figure.axes[0], view, by_loss=True)
+def training_losses(view: RunView) -> Series:
+    """Mean loss while the sites trained, by round; empty where it leaves no site."""
+    losses = ((row.index, row.training_loss) for row in view.rounds)
+    return tuple((index, loss) for index, loss in losses if loss is not None)
+
+
+def _curves(
+    view: RunView,
+    label: str,
+    change: Callable[[float], float],
+    *,
+    by_loss: bool = True,
+    training: Series = (),
+    log: bool = False,
+) -> Figure | None:
+    """Draw a metric of all sites thick over each site's own, training dashed."""
+
+    def points_of(series: Series) -> list[tuple[float, float]]:
+        return drawable(((at, change(value)) for at, value in series), log=log)
+
+    points = points_of(
+        view.pooled(lambda sums: sums.loss if by_loss else sums.accuracy)
+    )
+    if not points:
+        return None
+    figure, axes = new_figure()
+    colours = site_colours(view)
+    for site in shown_sites(view):
+        own = points_of(site.loss if by_loss else site.accuracy)
+        draw_line(axes, site.site, own, colours[site.site], lw=1.2, zorder=3)
+    dashes = {"lw": 1.6, "ls": (0, (3, 2))}
+    draw_line(axes, TRAINING, points_of(training), INK, **dashes)
+    draw_line(axes, ALL_SITES, points, POOLED_COLOUR, lw=2.4)
+    axes.plot(*columns(points[-1:]), "o", color=POOLED_COLOUR, ms=5)
+    _shade_noise(axes, view, change, by_loss=by_loss)
+    if log:
+        log_scale(axes.yaxis)
+    elif not (by_loss or has_noise(view.privacy)):
+        zoom_on_last(axes)
+    _mark_lost_rounds(axes, view)
+    label_axes(axes, "after round", label)
     return figure
 
 
-def _quality(view: RunView) -> Figure | None:
-    if view.is_language:
-        pooled = _pooled(view, lambda loss, _: perplexity(loss))
-        lines = [
-            (site.site, tuple((index, perplexity(loss)) for index, loss in site.loss))
-            for site in shown_sites(view)
-        ]
-        figure = _lines(view, pooled, lines, "perplexity")
-        if figure is not None:
-            figure.axes[0].set_yscale("log")
-            axis = figure.axes[0].yaxis
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.set_minor_locator(NullLocator())
-        return figure
-    pooled = _pooled(view, lambda _, accuracy: 100 * accuracy)
-    lines = [
-        (site.site, tuple((index, 100 * value) for index, value in site.accuracy))
-        for site in shown_sites(view)
-    ]
-    figure = _lines(view, pooled, lines, "accuracy in %")
-    if figure is not None:
-        _shade_noise(figure.axes[0], view, by_loss=False)
-    return figure
-
-
-def _shade_noise(axes: Axes, view: RunView, *, by_loss: bool) -> None:
+def _shade_noise(
+    axes: Axes, view: RunView, change: Callable[[float], float], *, by_loss: bool
+) -> None:
     """Shade what two standard deviations of the noise on the results cover."""
-    rounds, low, high = [], [], []
-    for event in (view.initial, *(row.evaluated for row in view.rounds)):
+    bands = []
+    for event in view.evaluations():
         noise = (loss_noise if by_loss else accuracy_noise)(view.privacy, event)
-        if event is None or noise is None:
+        if noise is None or not event.pooled.count:
             continue
-        sums, unit = event.pooled, 1 if by_loss else 100
-        value = sums.loss if by_loss else sums.accuracy
-        if not (is_drawable(noise) and is_drawable(value)):
-            continue
-        rounds.append(event.round_index)
-        low.append(unit * max(0.0, value - 2 * noise))
-        high.append(
-            unit * (value + 2 * noise if by_loss else min(1, value + 2 * noise))
-        )
-    if rounds:
-        axes.fill_between(rounds, low, high, color=POOLED_COLOUR, alpha=0.1, lw=0)
+        value = event.pooled.loss if by_loss else event.pooled.accuracy
+        ends = (max(0.0, value - 2 * noise), value + 2 * noise)
+        band = [change(end if by_loss else min(1.0, end)) for end in ends]
+        if all(map(is_drawable, band)):
+            bands.append((event.round_index, *band))
+    if bands:
+        at, low, high = zip(*bands, strict=True)
+        axes.fill_between(at, low, high, color=POOLED_COLOUR, alpha=0.1, lw=0)
 
 
 def _epsilon(view: RunView) -> Figure | None:
@@ -151,9 +191,8 @@ def _epsilon(view: RunView) -> Figure | None:
     if is_of_sites(view.privacy):  # One line hides all others.
         colours = dict.fromkeys(colours, POOLED_COLOUR)
     for site in shown_sites(view):
-        points = finite_points(site.epsilon)
-        marker = "." if len(points) == 1 else ""
-        axes.plot(*columns(points), color=colours[site.site], lw=1.6, marker=marker)
+        points = drawable(site.epsilon)
+        draw_line(axes, site.site, points, colours[site.site], lw=1.6)
     for cap in sorted({site.epsilon_cap for site in view.privacy.sites}):
         axes.axhline(cap, color=_FAILED, lw=1.2, ls=(0, (4, 3)))
         axes.annotate(
@@ -168,40 +207,6 @@ def _epsilon(view: RunView) -> Figure | None:
     axes.set_ylim(0, 1.08 * top)
     _mark_lost_rounds(axes, view)
     label_axes(axes, "after round", "epsilon")
-    return figure
-
-
-def _pooled(view: RunView, value: Callable[[float, float], float]) -> Series:
-    events = (view.initial, *(row.evaluated for row in view.rounds))
-    return tuple(
-        (event.round_index, value(event.pooled.loss, event.pooled.accuracy))
-        for event in events
-        if event is not None and event.pooled.count
-    )
-
-
-def _lines(
-    view: RunView,
-    pooled: Series,
-    by_site: Sequence[tuple[str, Series]],
-    label: str,
-) -> Figure | None:
-    """Draw the pooled metric thick over the sites' thin lines."""
-    if not finite_points(pooled):
-        return None
-    figure, axes = new_figure()
-    colours = site_colours(view)
-    for site, series in by_site:
-        points = finite_points(series)
-        marker = "." if len(points) == 1 else ""
-        axes.plot(
-            *columns(points), color=colours[site], lw=1.2, marker=marker, zorder=3
-        )
-    points = finite_points(pooled)
-    axes.plot(*columns(points), color=POOLED_COLOUR, lw=2.4)
-    axes.plot(*columns(points[-1:]), "o", color=POOLED_COLOUR, ms=5)
-    _mark_lost_rounds(axes, view)
-    label_axes(axes, "after round", label)
     return figure
 
 
@@ -260,10 +265,11 @@ def _heat_map(
     sites: Sequence[str], labels: Sequence[str], counts: Sequence[Sequence[int]]
 ) -> Figure:
     figure, axes = new_figure(rows=len(sites) + 1, row=0.42)
-    colours = LinearSegmentedColormap.from_list("counts", ["#f4f8fa", UP_COLOUR])
+    shades = [to_rgba(UP_COLOUR, alpha) for alpha in (0.04, 1.0)]
+    colours = LinearSegmentedColormap.from_list("counts", shades)
     largest = max(1, *(max(row) for row in counts))
     axes.pcolormesh(
-        counts, cmap=colours, vmin=0, vmax=largest, edgecolors="white", linewidth=2
+        counts, cmap=colours, vmin=0, vmax=largest, edgecolors=CARD, linewidth=2
     )
     if len(labels) <= _MAX_CELLS_WITH_NUMBERS:
         for y, row in enumerate(counts):
@@ -303,28 +309,46 @@ def _bytes(view: RunView) -> Figure | None:
     return figure
 
 
-def _answers(view: RunView) -> Figure | None:
-    """Draw how many sites of each round answered, and how many tasks failed."""
-    if not view.rounds:
+def _participation(view: RunView) -> Figure | None:
+    """Draw a cell for each site and round: who took part, who failed."""
+    rounds = view.rounds[-MAX_ROUNDS_IN_STRIP:]
+    if not rounds:
         return None
-    figure, axes = new_figure()
-    indices = [row.index for row in view.rounds]
-    answered = [row.answered for row in view.rounds]
-    failed = [sum(row.failures.values()) for row in view.rounds]
-    axes.bar(indices, answered, 0.7, color=UP_COLOUR)
-    axes.bar(indices, failed, 0.7, bottom=answered, color=_FAILED)
-    label_axes(axes, "round", "sites")
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    add_legend(axes, {"answered": UP_COLOUR, "failed": _FAILED})
+    sites = [site.site for site in view.sites]
+    if len(sites) > MAX_ROWS_IN_STRIP:
+        sites = [site.site for site in shown_sites(view)]
+    has_gaps = len(rounds) <= _ROUNDS_WITH_GAPS
+    figure, axes = new_figure(rows=len(sites), row=_STRIP_ROW)
+    found: dict[str, str] = {}
+    for place, site in enumerate(sites):
+        states = [(_state(row, site), row.index) for row in rounds]
+        for state, cells in groupby(states, lambda cell: cell[0]):
+            found[state] = _STATES[state]
+            at = [index for _, index in cells]
+            # Cells too narrow for a gap are drawn as one.
+            merged = [(at[0] - 0.5, float(len(at)))]
+            bars = [(index - 0.45, 0.9) for index in at] if has_gaps else merged
+            axes.broken_barh(bars, (place - 0.42, 0.84), fc=found[state])
+    axes.set_yticks(range(len(sites)), cut_names(sites))
+    axes.invert_yaxis()
+    label_axes(axes, "round", "")
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    add_legend(axes, {state: found[state] for state in _STATES if state in found})
     return figure
 
 
-def _timeline(view: RunView) -> Figure | None:
-    return timeline(view, [site.site for site in shown_sites(view)])
+def _state(row: RoundView, site: str) -> str:
+    """What became of a site in a round: a key of ``_STATES``."""
+    if row.finished is not None and site in row.finished.answered:
+        return "took part"
+    if any(isinstance(r, SiteFailed) and r.site == site for r in row.reports):
+        return "failed"
+    return "no update" if site in row.cohort else "not asked"
 
 
 def _update_norm(view: RunView) -> Figure | None:
-    points = finite_points(
+    points = drawable(
         (row.index, row.finished.update_norm)
         for row in view.rounds
         if row.finished is not None and row.finished.update_norm is not None
@@ -332,11 +356,11 @@ def _update_norm(view: RunView) -> Figure | None:
     if not points:
         return None
     figure, axes = new_figure()
-    axes.plot(*columns(points), color=POOLED_COLOUR, lw=2, marker="o", ms=3)
+    draw_line(axes, "combined update", points, POOLED_COLOUR, lw=2)
     if view.clip_adapts:
         clips = ((row.index, row.update_clip) for row in view.rounds)
-        found = finite_points((at, clip) for at, clip in clips if clip is not None)
-        axes.plot(*columns(found), color=_CLIP_COLOUR, lw=2, marker="o", ms=3)
+        found = drawable((at, clip) for at, clip in clips if clip is not None)
+        draw_line(axes, "clip norm", found, _CLIP_COLOUR, lw=2)
         add_legend(axes, {"combined update": POOLED_COLOUR, "clip norm": _CLIP_COLOUR})
     axes.set_ylim(bottom=0)
     _mark_lost_rounds(axes, view)

@@ -6,6 +6,7 @@ escaped by the template. Nothing here reads a log or decides what a number means
 """
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from federation.errors import StoreUnavailable
-from federation.messages import FailureKind, Resources
+from federation.messages import FailureKind
 from monitoring import privacy_words, units
 from monitoring.pages import panels, plots, report_privacy
 from monitoring.views import storage_use
 from monitoring.views.round_view import (
     RUNNING,
-    RoundView,
     accuracy_of,
     loss_of,
     metrics_of,
@@ -38,17 +38,17 @@ MAX_NOTICE_ROWS = 100
 FAILURE_MEANINGS: Mapping[str, str] = {
     FailureKind.CRASHED: "the site raised an error",
     FailureKind.NOT_SET_UP: "the site had no keys or no model, as after a restart",
-    FailureKind.DEADLINE: "no answer before the round's deadline",
+    FailureKind.DEADLINE: "no update before the round's deadline",
     FailureKind.UNREACHABLE: "the site was not connected",
-    FailureKind.DISCONNECTED: "the connection of the site ended",
-    FailureKind.BUSY: "the site still worked on an earlier round",
+    FailureKind.DISCONNECTED: "the site's connection was closed",
+    FailureKind.BUSY: "the site was still working on an earlier round",
     FailureKind.BUDGET: "the site's privacy budget did not allow the work",
-    FailureKind.NOT_FINITE: "the update held NaN or infinity",
+    FailureKind.NOT_FINITE: "the update contained NaN or infinity",
     FailureKind.INVALID: "wrong length, wrong model or wrong round",
-    FailureKind.DUPLICATE: "a second answer to one question",
-    FailureKind.LATE: "an answer after its round had ended",
-    FailureKind.UNKNOWN: "an answer of a site that was not asked",
-    FailureKind.LEAVING: "the site left",
+    FailureKind.DUPLICATE: "a second update for the same task",
+    FailureKind.LATE: "an update that came after its round ended",
+    FailureKind.UNKNOWN: "an update from a site that was not asked",
+    FailureKind.LEAVING: "the site left the run",
 }
 
 
@@ -98,7 +98,7 @@ def write_page(page: str, path: Path) -> None:
 
 def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
     """Return the page as text."""
-    sites = _listed_sites(view)
+    sites, ended = _listed_sites(view), [r.finished for r in view.rounds if r.finished]
     return (
         environment()
         .get_template("report.html.j2")
@@ -117,18 +117,20 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
             warnings=view.warnings[-MAX_NOTICE_ROWS:],
             skipped=view.skipped[-MAX_NOTICE_ROWS:],
             best_round=_best_round(view),
+            max_rows_in_strip=plots.MAX_ROWS_IN_STRIP,
             job_toml=job_toml,
             versions=versions,
             stores=storage_use.shown(view),
             store_rows=storage_use.rows,
             store_total=storage_use.total(view.storage),
             methods=" or ".join(sorted({s.used.method for s in view.sites if s.used})),
-            aggregator=total([used for used in map(_used, view.rounds) if used]),
+            aggregator=total([f.resources for f in ended if f.resources]),
             **report_privacy.context(view),
         )
     )
 
 
+@functools.cache
 def environment() -> Environment:
     """What turns templates into pages; all text is escaped."""
     found = Environment(
@@ -166,12 +168,12 @@ def _privacy_tiles(view: RunView) -> Sequence[Tile]:
     delta = f"at delta {units.format_delta(total.delta)}; " if total else ""
     held_out = Tile("Held-out epsilon", "none", "no noise on results")
     if planned.signal_to_noise is not None:
-        note = "of the mean update, at most, to the noise on it"
+        note = "mean update to noise, at most"
         held_out = Tile("Signal to noise", f"{planned.signal_to_noise:.2g}", note)
     if privacy_words.has_noise(planned):
         spent = total.held_out_epsilon if total else None
         of_cap = privacy_words.epsilon_of_cap(spent, planned)
-        note = "of other records, with a budget of their own"
+        note = "separate records with their own budget"
         held_out = Tile("Held-out epsilon", of_cap, note)
     of_cap = privacy_words.epsilon_of_cap(total.epsilon if total else None, planned)
     return Tile("Epsilon", of_cap, f"{delta}{privacy_words.terms(planned)}"), held_out
@@ -207,13 +209,13 @@ def _tiles(view: RunView) -> Sequence[Tile]:
     traffic = units.format_bytes(view.bytes_up + view.bytes_down)
     rounds = f"{view.rounds_completed} of {view.started.rounds}"
     time_note = "virtual, " if view.started.engine == VIRTUAL else ""
-    time_note += resumes if view.coordinators > 1 else "without interruption"
+    time_note += resumes if view.coordinators > 1 else "without a restart"
     after += "" if loss_noise is None else f", with noise of {loss_noise:.2g}"
     return (
         Tile("Held-out loss", f"{noisy}{units.format_number(loss)}", after),
         *(own or (quality,)),
         *_privacy_tiles(view),
-        Tile("Rounds", rounds, "changed the model"),
+        Tile("Rounds", rounds, "that changed the model"),
         Tile("Sites", f"{len(view.started.sites):,}", failures),
         Tile("Traffic", traffic, f"{up} up, {down} down"),
         Tile("Time", units.format_duration(view.seconds), time_note),
@@ -240,10 +242,6 @@ def _best_round(view: RunView) -> int | None:
         if row.loss is not None and row.status == COMPLETED and not row.num_unheard
     ]
     return min(losses)[1] if losses else None
-
-
-def _used(row: RoundView) -> Resources | None:
-    return None if row.finished is None else row.finished.resources
 
 
 def _perplexity(loss: float | None) -> str:

@@ -36,13 +36,13 @@ def adaptive_clip(view: RunView) -> str:
     if not view.clip_adapts:
         return ""
     return (
-        " The clip norm bounds each site's own update, and follows the share of them "
-        "that are within it."
+        " The clip norm limits each site's update; it adapts to the share of updates "
+        "below it."
     )
 
 
 def spender(view: RunView) -> str:
     """Who has spent what: the beginning of a sentence."""
     if privacy_words.is_of_sites(view.privacy):
-        return "What every site has spent"
-    return "What each site has spent on its training records"
+        return "Spent by every site"
+    return "Spent by each site on its training records"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,31 @@ import torch
 from numpy.typing import NDArray
 
 from monitoring.runs.run_folder import RunFolder
-from monitoring.views.result_json import result
+from monitoring.terminal import outcome
+from monitoring.views.result_json import history, result
 from monitoring.views.round_view import accuracy_of, loss_of, metrics_of
 from monitoring.views.run_view import RunView
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure of the report, which a notebook shows.
+
+    Attributes:
+        svg: The figure as SVG text.
+    """
+
+    svg: str
+
+    def save(self, path: str | Path) -> None:
+        """Write it as an SVG file."""
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:
     """What a run came to.
 
@@ -52,6 +72,64 @@ class RunResult:
         Tied weights appear under one of their names: load with ``strict=False``.
         """
         return {name: torch.from_numpy(a) for name, a in self.weights.items()}
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A row for each round, ready for ``pandas.DataFrame``.
+
+        Among the columns are ``round``, ``training_loss``, ``loss``, ``accuracy``,
+        ``epsilon``, ``bytes_up``, ``bytes_down`` and ``seconds``.
+        """
+        return history(self.view)
+
+    @property
+    def epsilon(self) -> float | None:
+        """Largest epsilon that a site has spent; None without differential privacy."""
+        spent = self.view.total_spent
+        return None if spent is None else spent.epsilon
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes from all sites."""
+        return self.view.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes to all sites."""
+        return self.view.bytes_down
+
+    def plot(self, name: str = "loss") -> Chart:
+        """Draw a figure of the report.
+
+        Args:
+            name: ``loss``, ``accuracy`` or ``perplexity``, ``epsilon``, ``data``,
+                ``bytes``, ``timeline``, ``participation`` or ``update-norm``;
+                ``loss-log`` and ``accuracy-log`` have a logarithmic axis.
+
+        Raises:
+            ValueError: The run has no data for it, or there is no such figure.
+        """
+        from monitoring.pages.plots import draw_all  # noqa: PLC0415 -- slow to import
+
+        svg = draw_all(self.view, {name}).get(name)
+        if svg is None:
+            raise ValueError(f"this run has no figure {name!r}")
+        return Chart(svg)
+
+    def _lines(self) -> str:
+        kept = [] if self.folder is None else [f"run         {self.folder}"]
+        return "\n".join([*outcome.lines(self.view), *kept])
+
+    def __repr__(self) -> str:
+        """What the command line prints at the end of a run."""
+        return f"<RunResult {self.run_id}\n{self._lines()}>"
+
+    def _repr_html_(self) -> str:
+        try:
+            svg = self.plot().svg
+        except ValueError:  # Nothing was evaluated.
+            svg = ""
+        return f"<pre>{escape(self._lines())}</pre>{svg}"
 
     def summary(self) -> dict[str, Any]:
         """The content of ``result.json``."""

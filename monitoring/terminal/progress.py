@@ -5,6 +5,7 @@ Names and messages come from sites: whatever is not printable is replaced before
 reaches a terminal. The picture for a terminal is in ``live``.
 """
 
+import math
 from typing import TextIO
 
 from federation.closing import Closing
@@ -15,7 +16,6 @@ from federation.events import (
     ModelEvaluated,
     PrivacyPlanned,
     RoundFinished,
-    RoundStarted,
     RunFinished,
     RunStarted,
     SiteAnswered,
@@ -81,7 +81,7 @@ class PlainProgress(Closing):
     """One line for every round and site task, for pipes and log files.
 
     A round's line waits for the evaluation of its model, which comes during the
-    next round.
+    next round, and lines of that round wait behind it.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -92,7 +92,7 @@ class PlainProgress(Closing):
         self._num_sites = 0
         self._privacy: PrivacyPlanned | None = None
         self._groups: tuple[tuple[str, ...], ...] = ()  # As written last.
-        self._waiting: dict[int, RoundFinished] = {}
+        self._waiting: list[RoundFinished | str] = []  # In the order of events.
         self._evaluated: dict[int, ModelEvaluated] = {}
 
     def __call__(self, event: Event) -> None:
@@ -102,13 +102,12 @@ class PlainProgress(Closing):
                 self._start(event)
             case PrivacyPlanned():
                 self._plan(event)
-            case RoundStarted(round_index=index):
-                # A model is evaluated in the round after its own, if at all.
-                self._write_rounds(before=index - 1)
             case SiteAnswered() | SiteFailed():
                 self._write_site(event)
             case RoundFinished():
-                self._waiting[event.round_index] = event
+                # A model is evaluated in the round after its own, if at all.
+                self._write_rounds(before=event.round_index)
+                self._waiting.append(event)
             case ModelEvaluated():
                 self._evaluate(event)
             case RunFinished():
@@ -117,14 +116,15 @@ class PlainProgress(Closing):
                 self._write_notice(event)
 
     def close(self) -> None:
-        """Write the rounds that still wait for an evaluation."""
-        self._write_rounds(before=None)
+        """Write what still waits for an evaluation."""
+        self._write_rounds(before=math.inf)
 
     def _start(self, event: RunStarted) -> None:
         if self._is_at_work:
             self._write(killed_before(event))
         self._is_at_work = True
-        self._waiting.clear()
+        self._waiting = [line for line in self._waiting if isinstance(line, str)]
+        self.close()
         self._is_language = event.task == LANGUAGE
         self._is_secret = event.secure_aggregation
         self._rounds, self._num_sites = event.rounds, len(event.sites)
@@ -183,10 +183,16 @@ class PlainProgress(Closing):
             case CheckpointSkipped(key=key, reason=reason):
                 self._write(f"checkpoint skipped  {key}  {reason}")
 
-    def _write_rounds(self, *, before: int | None) -> None:
-        for index in sorted(self._waiting):
-            if before is None or index < before:
-                self._write_round(self._waiting.pop(index))
+    def _write_rounds(self, *, before: float) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            if isinstance(first, str):
+                self._put(first)
+            elif first.round_index < before:
+                self._write_round(first)
+            else:
+                break
+            del self._waiting[0]
 
     def _write_round(self, event: RoundFinished) -> None:
         evaluated = self._evaluated.pop(event.round_index, None)
@@ -197,7 +203,7 @@ class PlainProgress(Closing):
             training = f"epsilon {format_epsilon(event.epsilon)}  "
         elif self._is_secret:  # Which the sites' lines cannot tell.
             training = f"training loss {format_number(loss_of(event.training))}  "
-        self._write(
+        self._put(
             f"round  {self._place(event.round_index)}  {status}"
             f"{training}{self._metrics(evaluated)}  "
             f"{len(event.answered)}/{len(event.asked)} sites  "
@@ -248,6 +254,13 @@ class PlainProgress(Closing):
         return f"{round_index:>{width}}/{self._rounds}"
 
     def _write(self, line: str) -> None:
+        """Write a line, behind those that wait."""
+        if self._waiting:
+            self._waiting.append(line)
+        else:
+            self._put(line)
+
+    def _put(self, line: str) -> None:
         self._stream.write(printable(line, limit=500) + "\n")
         self._stream.flush()
 

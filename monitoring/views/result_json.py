@@ -17,6 +17,8 @@ from monitoring.views.round_view import (
 from monitoring.views.run_view import RunView
 from monitoring.views.site_view import SiteView
 
+_NESTED = {"metrics", "failed", "resources"}
+
 
 def result(view: RunView) -> dict[str, Any]:
     """What ``result.json`` holds; numbers that are not finite become None."""
@@ -27,10 +29,7 @@ def result(view: RunView) -> dict[str, Any]:
         "rounds_completed": view.rounds_completed,
         "final": _final(view),
         **_privacy_result(view),
-        "rounds": [
-            _round_result(row, is_private=view.privacy is not None)
-            for row in view.rounds
-        ],
+        "rounds": _round_results(view),
         "sites": [_site_result(site) for site in view.sites],
         "storage": [
             {
@@ -48,6 +47,24 @@ def result(view: RunView) -> dict[str, Any]:
         "bytes_down": view.bytes_down,
         "predicted": _predicted(view.predicted),
     }
+
+
+def history(view: RunView) -> list[dict[str, Any]]:
+    """A flat row for each round, as tables want them.
+
+    Metrics of the user's own objective are columns, after the others.
+    """
+    rows = []
+    for row in _round_results(view):
+        metrics = row.get("metrics", {})
+        fixed = {name: value for name, value in row.items() if name not in _NESTED}
+        rows.append({**fixed, **metrics, **fixed})
+    return rows
+
+
+def _round_results(view: RunView) -> list[Mapping[str, Any]]:
+    is_private = view.privacy is not None
+    return [_round_result(row, is_private=is_private) for row in view.rounds]
 
 
 def _predicted(event: CostPredicted | None) -> Mapping[str, Any] | None:

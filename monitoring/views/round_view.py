@@ -91,18 +91,18 @@ class RoundView:
     @property
     def bytes_up(self) -> int:
         """Bytes from all sites."""
-        if self.finished is not None:
-            return self.finished.bytes_up
-        steps = sum(sum(step.bytes_up) for step in self.steps)
-        return steps + sum(report.bytes_up for report in self.reports)
+        return self._traffic("bytes_up")
 
     @property
     def bytes_down(self) -> int:
         """Bytes to all sites."""
+        return self._traffic("bytes_down")
+
+    def _traffic(self, way: str) -> int:
         if self.finished is not None:
-            return self.finished.bytes_down
-        steps = sum(sum(step.bytes_down) for step in self.steps)
-        return steps + sum(report.bytes_down for report in self.reports)
+            return int(getattr(self.finished, way))
+        steps = sum(sum(getattr(step, way)) for step in self.steps)
+        return steps + sum(int(getattr(report, way)) for report in self.reports)
 
     @property
     def epsilon(self) -> float | None:

@@ -6,7 +6,7 @@ coordinators. Nothing here draws, and nothing here imports more than the kernel.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import repeat
@@ -29,10 +29,11 @@ from federation.events import (
     Warned,
 )
 from federation.job.metrics import BUILT_IN
-from federation.messages import PrivacySpent
+from federation.messages import MetricSums, PrivacySpent
 from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.site_view import (
     EvaluationView,
+    Series,
     SiteView,
     larger,
     site_view,
@@ -146,20 +147,18 @@ class RunView:
     @property
     def bytes_up(self) -> int:
         """Bytes from all sites, in the rounds that count and to evaluate."""
-        rounds = sum(row.bytes_up for row in self._all_rounds())
-        alone = sum(sum(event.bytes_up) for event in self._evaluations())
-        steps = sum(sum(step.bytes_up) for step in self.evaluation_steps)
-        failed = sum(event.bytes_up for event in self.unevaluated)
-        return rounds + alone + steps + failed
+        return self._traffic("bytes_up")
 
     @property
     def bytes_down(self) -> int:
         """Bytes to all sites, in the rounds that count and to evaluate."""
-        rounds = sum(row.bytes_down for row in self._all_rounds())
-        alone = sum(sum(event.bytes_down) for event in self._evaluations())
-        steps = sum(sum(step.bytes_down) for step in self.evaluation_steps)
-        failed = sum(event.bytes_down for event in self.unevaluated)
-        return rounds + alone + steps + failed
+        return self._traffic("bytes_down")
+
+    def _traffic(self, way: str) -> int:
+        of_all = (*self._all_rounds(), *self.unevaluated)
+        by_site = (*self.evaluations(), *self.evaluation_steps)
+        alone = sum(sum(getattr(event, way)) for event in by_site)
+        return alone + sum(int(getattr(event, way)) for event in of_all)
 
     @property
     def last_evaluated(self) -> ModelEvaluated | None:
@@ -182,7 +181,7 @@ class RunView:
         for report in self._reports():
             reports.setdefault(report.site, []).append(report)
         measured: dict[str, list[EvaluationView]] = {site: [] for site in reports}
-        for event in self._evaluations():
+        for event in self.evaluations():
             rows = zip(
                 event.sites,
                 event.by_site or repeat(None, len(event.sites)),
@@ -223,7 +222,7 @@ class RunView:
             if isinstance(report, SiteAnswered) and report.spent is not None:
                 place = (report.round_index, report.spent)
                 found.setdefault(report.site, []).append(place)
-        for event in self._evaluations():
+        for event in self.evaluations():
             for site, spent in spent_by_site(event):
                 found.setdefault(site, []).append((event.round_index, spent))
         return found
@@ -247,7 +246,16 @@ class RunView:
                 down[site] += to_site
         return up, down
 
-    def _evaluations(self) -> Iterator[ModelEvaluated]:
+    def pooled(self, value: Callable[[MetricSums], float]) -> Series:
+        """A result over all sites, by round, where there is one."""
+        return tuple(
+            (event.round_index, value(event.pooled))
+            for event in self.evaluations()
+            if event.pooled.count
+        )
+
+    def evaluations(self) -> Iterator[ModelEvaluated]:
+        """Every evaluation of the global model, by round."""
         for event in (self.initial, *(row.evaluated for row in self.rounds)):
             if event is not None:
                 yield event

@@ -90,7 +90,7 @@ def test_sizes_are_told_of_open_runs_alone():
         view = fold(secret)
         assert view.data is not None
         assert not any("examples |" in line for line in card_of(view).splitlines())
-        assert "How much each site holds is not told." in card_of(view)
+        assert "How much each site holds is not reported." in card_of(view)
 
 
 def test_exhausted_run_is_marked():

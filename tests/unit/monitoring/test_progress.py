@@ -85,6 +85,17 @@ def test_plain_lines_of_a_run():
     assert expected == _lines(event_samples.two_sites(1))
 
 
+def test_plain_lines_keep_the_order_of_rounds():
+    """A round's line waits for its evaluation, and those of the next one behind it."""
+    events = event_samples.two_sites(3)
+    lines = [line for line in _lines(events) if re.match("site|round|failed", line)]
+    indices = [int(re.findall(r" (\d)/3", line)[0]) for line in lines]
+    assert indices == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [line[:5] for line in lines] == ["site ", "site ", "round"] * 3
+    rare = [e for e in events if not isinstance(e, ModelEvaluated)]
+    assert [line[:9] for line in _lines(rare)[1:-1]] == [line[:9] for line in lines]
+
+
 def test_plain_secure_run():
     """Losses while training are known of all sites together, so the round has them."""
     lines = _lines(event_samples.secure(1))
@@ -188,7 +199,7 @@ def test_plain_last_evaluation_is_no_round():
 
 
 def test_plain_round_without_evaluation_is_not_held_back():
-    """A round that is never evaluated is written two rounds later at most."""
+    """A round that is never evaluated is written when the next one ends."""
     events = [
         event
         for event in event_samples.two_sites(3)
@@ -197,7 +208,7 @@ def test_plain_round_without_evaluation_is_not_held_back():
     lines = _lines(events)
     first = next(i for i, line in enumerate(lines) if "not evaluated" in line)
     assert lines[first].startswith("round  1/3")
-    assert lines[first + 1].startswith("site   3/3")
+    assert lines[first + 1].startswith("site   2/3")
 
 
 def test_plain_interruption_writes_what_waits():
@@ -531,7 +542,7 @@ def test_sites_that_are_left_out_are_shown_wherever_a_run_is():
     assert line == "sites away: site-1?[31m??boom [bold]? (at fault)"
     assert "sites away: site-1?" in _live(seen, color_system=None, height=40)
     page = render(fold(seen), "", {})
-    assert "Since round 1 the run has gone on without" in page
+    assert "From round 1 on, the run continued without" in page
     assert "(at fault)</li>" in page
     assert any(line.startswith("without     site-1") for line in lines(fold(seen)))
     gone = replace(event, sites=("a",), reasons=("spot",), standings=("gone",))
@@ -540,4 +551,4 @@ def test_sites_that_are_left_out_are_shown_wherever_a_run_is():
     assert "a (gone: spot)</li>" in render(fold(seen), "", {})
     seen.insert(-1, replace(event, sites=(), reasons=()))
     assert "sites away: none" in _lines(seen)
-    assert "gone on without" not in render(fold(seen), "", {})
+    assert "the run continued without" not in render(fold(seen), "", {})

@@ -25,8 +25,10 @@ from federation.events import (
     StoreUsed,
 )
 from federation.messages import FailureKind, MetricSums, Phase, PrivacySpent, Resources
+from monitoring.pages.figures import MAX_READOUTS, POOLED_COLOUR
 from monitoring.pages.plots import (
     MAX_SITES_SHOWN,
+    UP_COLOUR,
     draw_all,
     shown_sites,
     site_colours,
@@ -145,10 +147,9 @@ def test_secure_run_shows_sums_only():
     """The header says so; the key of the curves names no site, the tables do."""
     view, page = fold(RUNS["secure"]), page_of("secure")
     assert ">secure aggregation</span>" in page
-    assert page.count("known of all sites together only") == 3
     assert "Thin lines far apart" not in page
     key = page.split('<div class="key">')[1].split("</div>")[0]
-    assert re.findall(r"</i>([^<]*)", key) == ["all sites"]
+    assert re.findall(r"</i>([^<]*)", key) == ["all sites", "training"]
     assert all(f"{row.training_loss:.3f}" in page for row in view.rounds)
 
 
@@ -156,9 +157,10 @@ def test_plain_run_does_not_claim_secrecy():
     """Each site has its line, and nothing of secure steps is on the page."""
     page = page_of("quiet")
     key = page.split('<div class="key">')[1].split("</div>")[0]
-    assert re.findall(r"</i>([^<]*)", key) == ["all sites", *event_samples.TWO_SITES]
+    names = ["all sites", "training", *event_samples.TWO_SITES]
+    assert re.findall(r"</i>([^<]*)", key) == names
     assert ">secure aggregation</span>" not in page
-    assert "together only" not in page
+    assert "Thin lines far apart" in page
 
 
 def _section(page: str, name: str) -> str:
@@ -176,10 +178,10 @@ def test_private_run_says_what_is_promised_and_what_is_not():
         "any one training record of a site",
         "epsilon is 7.92 of 8 at delta 1e-04 (one record added or removed; PLD; Pois",
         "Neighbours: add or remove one record",
-        "It assumes Poisson sampling: each record is in each step independently",
+        "Assumption: Poisson sampling: each record is in each step independently",
         "gcp-us-central1 7.76 8 1e-04 0.950 0.05 20",
         "Losses of training and numbers of examples leave no site.",
-        "Held-out records have a budget of their own",
+        "Held-out records have their own budget",
         "bn1: BatchNorm2d by GroupNorm",
         "What is not protected",
     ):
@@ -196,7 +198,7 @@ def test_private_tiles_and_tables():
         "Epsilon 7.92 of 8 at delta 1e-04; one record added or removed; PLD; Poisson "
         "sampling"
     ) in tiles
-    assert re.search(r"Held-out epsilon 7\.\d\d of 8 of other records", tiles)
+    assert re.search(r"Held-out epsilon 7\.\d\d of 8 ", tiles)
     assert re.search(r"Held-out loss ~0\.\d+ .* Accuracy ~6\d\.\d % with noise", tiles)
     assert "Training loss</th>" not in page
     assert "Shaded: two standard deviations of the noise" in page
@@ -224,12 +226,12 @@ def test_joint_noise_needs_the_sum():
     text = _section(render(fold(event_samples.joint(2)), JOB, VERSIONS), "privacy")
     for words in (
         "from the sums of the sites&#39; updates",
-        f"It holds against {event_samples.HOLDS_AGAINST['joint']}",
+        f"Holds against: {event_samples.HOLDS_AGAINST['joint']}",
         "gcp-us-central1 7.76 8 1e-04 0.900 0.05 1",
-        "without that of sites which may collude, over what one record can change",
+        "what one record can change",
         "The noise of all sites adds up",
-        "Secure aggregation is part of the promise",
-        "Whoever has several records",
+        "The guarantee needs secure aggregation",
+        "A person with several records",
     ):
         assert words in text
 
@@ -243,27 +245,27 @@ def test_whole_sites_are_not_taken_for_records():
         "all that any one site holds",
         "Signal-to-noise ratio 1.4",
         "clinic-16 7.92 8 1e-04 0.900 Epsilon: one site",
-        "over what one site can change",
-        "That a site takes part",
-        "no epsilon covers what they tell of a site",
-        "Every further run on the same sites spends anew",
+        "what one site can change",
+        "Participation and timing of a site",
+        "no epsilon covers what they reveal about a site",
+        "Every run on the same sites spends more",
     ):
         assert words in text
-    for words in ("Sampling rate", "Whoever has several records", "Held-out noise:"):
+    for words in ("Sampling rate", "A person with several records", "Held-out noise:"):
         assert words not in text
-    assert "Signal to noise 1.4 of the mean update" in _section(page, "summary")
+    assert "Signal to noise 1.4 " in _section(page, "summary")
     about_epsilon = page.split('id="figure-epsilon"')[1].split("</figure>")[0]
-    assert "What every site has spent" in about_epsilon
+    assert "Spent by every site" in about_epsilon
     assert 'class="key"' not in about_epsilon
     protection = _section(page, "reading")
-    assert "the model tell about all that any one site holds is bounded" in protection
+    assert "the model reveal about all that any one site holds is bounded" in protection
 
 
 def test_clip_norm_is_shown_where_it_adapts():
     """Beside the size of the steps, and for each round."""
     page = render(fold(event_samples.whole_sites(3)), JOB, VERSIONS)
     assert ">clip norm</text>" in page
-    assert "The clip norm bounds each site" in page
+    assert "The clip norm limits each site" in page
     rounds = _section(page, "rounds")
     assert "Clip norm" in rounds
     assert all(f" {0.5 * 0.9**index:.3f} " in f"{rounds} " for index in (1, 2, 3))
@@ -332,7 +334,7 @@ def test_loss_that_lacks_a_site_is_not_passed_off_as_everybodys():
     )
     page = render(fold(events), JOB, VERSIONS)
     assert "after round 3, 1 of 2 sites" in page
-    assert "of those that lack no site" in page
+    assert "among rounds that all sites evaluated" in page
     best = re.search(r"best\">([0-9.]+)", page)
     assert best
     assert best[1] == f"{fold(events).rounds[1].loss:.3f}"
@@ -340,11 +342,85 @@ def test_loss_that_lacks_a_site_is_not_passed_off_as_everybodys():
 
 def test_figures_follow_the_task():
     """A language model has perplexity in place of accuracy."""
-    shared = {"loss", "data", "bytes", "answers", "update-norm", "timeline"}
+    shared = {"loss", "loss-log", "data", "bytes", "participation", "update-norm"}
+    shared |= {"timeline"}
     quiet = draw_all(fold(event_samples.two_sites(2)))
     language = draw_all(fold(event_samples.language(2)))
-    assert shared | {"accuracy"} == set(quiet)
+    assert shared | {"accuracy", "accuracy-log"} == set(quiet)
     assert shared | {"perplexity"} == set(language)
+
+
+def test_training_loss_is_drawn_where_it_leaves_the_sites():
+    """Beside the held-out loss; under differential privacy there is none."""
+    assert 'class="dashes1"' in page_of("quiet")
+    assert "</i>training<" not in page_of("private")
+    assert "training 0." in draw_all(fold(RUNS["quiet"]), {"loss"})["loss"]
+    assert ">training " not in draw_all(fold(RUNS["private"]), {"loss"})["loss"]
+
+
+def test_accuracy_axis_shows_what_differs_late():
+    """It leaves out the steep beginning; errors on a logarithmic axis have it all."""
+    drawn = draw_all(fold(event_samples.two_sites(40)), {"accuracy", "accuracy-log"})
+    ticks = [
+        float(text) for text in re.findall(r">(\d+\.?\d*)</text>", drawn["accuracy"])
+    ]
+    assert min(tick for tick in ticks if tick > 40) > 85
+    (short,) = draw_all(fold(event_samples.two_sites(4)), {"accuracy"}).values()
+    assert ">20</text>" in short
+    assert all(f">{error}</text>" in drawn["accuracy-log"] for error in (5, 10, 50))
+
+
+def test_values_show_under_the_pointer_without_a_script():
+    """Each round of a curve has its line of values, hidden by an attribute."""
+    view = fold(event_samples.two_sites(4))
+    drawn = draw_all(view, {"loss"})["loss"]
+    assert drawn.count('<g class="at">') == drawn.count('visibility="hidden"') == 5
+    for row in view.rounds:
+        values = drawn.split(f">after round {row.index}<")[1].split("</text>")[0]
+        assert f">all sites {row.loss:.4g}<" in values
+        assert f">training {row.training_loss:.4g}<" in values
+    long = draw_all(fold(event_samples.two_sites(400)), {"loss"})["loss"]
+    assert long.count('<g class="at">') <= MAX_READOUTS
+
+
+def test_pages_allow_no_script_and_no_network():
+    """The policy is as strict as it was, with switches and values on the page."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    assert f'http-equiv="Content-Security-Policy" content="{policy}"' in page_of(
+        "quiet"
+    )
+
+
+def test_colours_follow_the_page_in_the_dark():
+    """With a colour of their own where no page defines one, as in a notebook."""
+    drawn = draw_all(fold(RUNS["quiet"]), {"loss"})["loss"]
+    assert f"stroke: var(--ink, {POOLED_COLOUR})" in drawn
+    assert not re.search(rf"(fill|stroke): {POOLED_COLOUR}", drawn)
+    assert "@media screen and (prefers-color-scheme: dark)" in page_of("quiet")
+
+
+def test_participation_is_a_strip_of_cells():
+    """One of each site and round, by what became of it; long runs merge theirs."""
+    names = {"participation"}
+    drawn = draw_all(fold(RUNS["troubled"]), names)["participation"]
+    assert drawn.count(f"fill: {UP_COLOUR}") == 16 + 1  # and the legend
+    assert drawn.count("fill: #c2372e") == 4 + 1
+    assert ">not asked<" not in drawn
+    long = draw_all(fold(event_samples.two_sites(100)), names)["participation"]
+    assert long.count(f"fill: {UP_COLOUR}") == 2 + 1
+
+
+def test_labels_of_rounds_do_not_lie_over_each_other():
+    """One of a short round next to a long one is left out."""
+    events = event_samples.two_sites(3)
+    far = [
+        replace(e, at=e.at + 600) if e.round_index > 2 else e
+        for e in events
+        if hasattr(e, "round_index")
+    ]
+    events = [events[0], *far]
+    drawn = draw_all(fold(events), {"timeline"})["timeline"]
+    assert re.findall(r">(round \d)</text>", drawn) == ["round 1", "round 3"]
 
 
 @pytest.mark.slow
@@ -419,10 +495,10 @@ def test_resources_are_shown_with_their_method():
         else event
         for event in event_samples.two_sites(2)
     ]
-    assert "At work" not in page_of("quiet")
+    assert ">Busy<" not in page_of("quiet")
     view = fold(events)
     page = render(view, JOB, VERSIONS)
-    for shown in ("At work", "2 min 02 s", "4 min 04 s", "3.0 GB", "of the process"):
+    for shown in (">Busy<", "2 min 02 s", "4 min 04 s", "3.0 GB", "of the process"):
         assert shown in page
     (site, _) = result(view)["sites"]
     assert site["resources"]["cpu_seconds"] == 244.0
@@ -437,7 +513,7 @@ def test_many_sites_and_labels_are_cut_and_counted():
     assert MAX_SITES_SHOWN == len(shown_sites(view)) == len(site_colours(view))
     assert all(site.failures for site in shown_sites(view))
     assert f"Figures show {MAX_SITES_SHOWN} of 1,000 sites" in page
-    assert "100 of 1,000 sites; all of them are in result.json" in page
+    assert "100 of 1,000 sites; result.json has all" in page
     assert len(page) < 1_000_000
     labels = tuple(f"class-{number}" for number in range(100))
     assert ">other<" in draw_all(fold(run(Script(rounds=1, labels=labels))))["data"]
@@ -488,9 +564,9 @@ def test_what_stores_were_used_for():
     assert f"{run_in_bucket} coordinator same region put 3 7 - 2.0 MB - 1.5 s" in text
     assert "stat 2 2 1 - - 0.2 s" in text
     assert "internet read 2 3 - - 5.0 MB 0.2 s" in text
-    assert "spared by the cache 4 - - - 12.5 MB -" in text
+    assert "served from cache 4 - - - 12.5 MB -" in text
     assert "All stores 9 15 1 2.0 MB 10.0 MB 2.2 s" in text
-    assert "spared 4 reads of 12.5 MB" in text
+    assert "saved 4 reads of 12.5 MB" in text
 
 
 def test_no_store_no_section():
