@@ -8,40 +8,52 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.abc import SourceLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import Any
 
-from federation.errors import FederationError, JobError, UserCodeError
+from clients.user_code import sentence
+from federation.errors import FederationError, JobError, UserCodeError, clash
+from federation.job import code_files
 
 Factory = Callable[..., Any]
 
 _FORM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+_PREFIX = "crossfed_code_"  # of the private names of users' files
 
 
 def import_factory(path: str, *, key: str | None = None) -> Factory:
     """Import the function that a ``module:function`` string names.
 
     Args:
-        path: For example ``clients.models:digits_cnn``.
+        path: For example ``clients.models:digits_cnn`` or ``./my_model.py:net``.
         key: Key of the job file that holds ``path``.
 
     Raises:
         JobError: ``path`` has another form, or names nothing that can be called.
     """
+    file, path = code_files.parse(path), code_files.unpinned(path)
     match = _FORM.fullmatch(path)
-    if match is None:
+    if file is not None:
+        module, name = _import_file(file, key=key), file.function
+    elif match is not None and not match[1].endswith(".py"):
+        module, name = _import_module(match[1], match[1], key=key), match[2]
+    else:
         raise JobError(
             f"{path!r} is not of the form module:function, for example "
-            "clients.models:digits_cnn",
+            "clients.models:digits_cnn, or ./file.py:function",
             key=key,
         )
-    module = _import_module(match[1], key=key)
-    name = match[2]
     if not hasattr(module, name):
         known = [n for n in dir(module) if not n.startswith("_")]
+        hint = _nearest(name, known) or _reason(clash(path.partition(":")[0]))
+        what = "the file" if file else "module"
         raise JobError(
-            f"module {match[1]!r} has no {name!r}{_nearest(name, known)}", key=key
+            f"{what} {path.rpartition(':')[0]!r} has no {name!r}{hint}", key=key
         )
     factory = getattr(module, name)
     if not callable(factory):
@@ -75,27 +87,81 @@ def call_factory(
         raise UserCodeError(_name(factory), error) from error
 
 
-def _import_module(name: str, *, key: str | None) -> ModuleType:
+class _Code(SourceLoader):
+    """Loads the files of one digest, as modules below a private name.
+
+    Nothing else is found below that name: what runs is what was hashed.
+    """
+
+    def __init__(self, package: str, sources: code_files.Sources) -> None:
+        self._files = {f"{package}.{n}".rstrip("."): f for n, f in sources.items()}
+        self._contents = dict(sources.values())
+        self._packages = {
+            name[: dot.start()]
+            for name in self._files
+            for dot in re.finditer("[.]", name)
+        }
+
+    def find_spec(
+        self, name: str, _path: Sequence[str] | None, _target: object = None
+    ) -> ModuleSpec | None:
+        inside: list[str] | None = [] if name in self._packages else None
+        if name in self._files:
+            return spec_from_file_location(
+                name, loader=self, submodule_search_locations=inside
+            )
+        # A folder without __init__.py.
+        return None if inside is None else ModuleSpec(name, None, is_package=True)
+
+    def get_filename(self, name: str) -> str:
+        return self._files[name][0]
+
+    def get_data(self, path: str) -> bytes:
+        return self._contents[path]
+
+
+def _import_file(file: code_files.CodeFile, *, key: str | None) -> ModuleType:
+    try:
+        sources = file.sources()
+    except JobError as error:
+        raise JobError(error.reason, key=key, outside=error.outside) from error
+    package = _PREFIX + code_files.digest_of(sources)[:32]
+    if package not in sys.modules:
+        sys.meta_path.append(_Code(package, sources))
+    return _import_module(f"{package}.{file.module}", file.path, key=key)
+
+
+def _import_module(name: str, shown: str, *, key: str | None) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
+        hint = _reason(clash(missing))
         if name == missing or name.startswith(f"{missing}."):
-            raise JobError(
-                f"there is no module {missing!r}: install it, or put its folder on "
-                "PYTHONPATH",
-                key=key,
-            ) from error
+            hint = hint or ": install it, or put its folder on PYTHONPATH"
+            raise JobError(f"there is no module {missing!r}{hint}", key=key) from error
+        missing = re.sub(rf"{_PREFIX}\w+", "", missing)
+        if name.startswith(_PREFIX):
+            hint = hint or "; import a file beside it with a dot: from .other import x"
         raise JobError(
-            f"module {name!r} needs {missing!r}, which is not installed", key=key
+            f"{shown!r} needs {missing!r}, which is not installed{hint}", key=key
         ) from error
     except Exception as error:
         # As in call_factory: importing a user's module runs foreign code.
+        # Of ``import deploy; deploy.mine``, and ``from deploy import mine``.
+        ours = getattr(getattr(error, "obj", None), "__name__", "")
+        hint = clash(ours or getattr(error, "name", None) or "")
+        text = re.sub(rf"{_PREFIX}\w+", "", sentence(error))
+        fault = f"module {shown!r} cannot be imported"
         raise JobError(
-            f"module {name!r} cannot be imported: {type(error).__name__}: {error}",
+            f"{fault}: {text}{_reason(hint) if hint not in text else ''}",
             key=key,
-            outside=f"module {name!r} cannot be imported: {type(error).__name__}",
+            outside=f"{fault}: {type(error).__name__}",
         ) from error
+
+
+def _reason(text: str) -> str:
+    return text and f": {text}"
 
 
 def _check_options(
@@ -129,4 +195,6 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _name(factory: Factory) -> str:
     module = getattr(factory, "__module__", type(factory).__module__)
+    if module.startswith(_PREFIX):
+        module = f"{module.partition('.')[2].replace('.', '/')}.py"
     return f"{module}:{getattr(factory, '__qualname__', type(factory).__qualname__)}"

@@ -34,7 +34,7 @@ for a caller's bad argument and is not listed here.
 import traceback
 
 # Whose errors are worded for both sides.
-_OURS = (
+OURS = (
     "federation",
     "privacy",
     "clients",
@@ -43,6 +43,18 @@ _OURS = (
     "monitoring",
     "deploy",
 )
+
+
+def clash(name: str) -> str:
+    """Say why a module of a user cannot be found; empty if its name is not ours."""
+    room = name.partition(".")[0]
+    if room not in OURS:
+        return ""
+    return (
+        f"{room!r} is a package of crossfed, which comes before a module of yours with "
+        "that name; name yours by file in the job, for example './my_model.py:net', "
+        "and import what lies beside it with a dot, or rename it"
+    )
 
 
 class FederationError(Exception):
@@ -68,10 +80,10 @@ class FederationError(Exception):
         """
         if self._outside:
             return self._outside
-        room = _OURS[0]
+        room = OURS[0]
         for frame, _ in traceback.walk_tb(self.__traceback__):
             room = frame.f_globals.get("__name__", "").partition(".")[0]
-        return str(self) if room in _OURS else type(self).__name__
+        return str(self) if room in OURS else type(self).__name__
 
 
 def outside_of(error: BaseException) -> str:

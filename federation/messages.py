@@ -319,7 +319,8 @@ class SiteUpdate(RoundMessage):
         site: Who answers.
         layout_digest: Digest of the layout of the site's model.
         delta_d: Local weights minus global weights in words of the job's codec for the
-            way up, shape ``(d,)`` in float32 by default.
+            way up, shape ``(d,)`` in float32 by default. Whoever receives it may write
+            over it if it is writable: a sender that keeps it sends a read-only view.
         integers_m: The site's integer values, shape ``(m,)``.
         num_examples: Training examples that the site holds; 0 if it keeps that to
             itself, as under differential privacy.

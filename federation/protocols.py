@@ -248,17 +248,23 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedUpdate:
-    """An update that passed every check, and how much it counts.
+    """An update whose values nobody has read yet, and how much it counts.
 
     Attributes:
         site: Who sent it.
-        delta_d: Shape ``(d,)``, finite; decoded as it is read.
+        delta_d: Shape ``(d,)``; decoded as it is read.
         weight: At least 0; not normalised.
+        handed_over: Whether ``delta_d`` is a vector that nobody else uses: the rule may
+            write to it, and return it.
+        refuse: The rule calls it, before it asks for the next update, if a value is
+            not finite: the update then counts for nothing. Without it that is an error.
     """
 
     site: SiteId
     delta_d: Values
     weight: float
+    handed_over: bool = False
+    refuse: Callable[[], None] | None = None
 
 
 class CombineRule(Protocol):
@@ -269,7 +275,11 @@ class CombineRule(Protocol):
 
         Args:
             updates: Possibly a generator that waits for the network.
-            out_d: Shape ``(d,)``, float32; overwritten and returned.
+            out_d: Shape ``(d,)``, float32; may be overwritten.
+
+        Returns:
+            The combination, shape ``(d,)``: in ``out_d``, or in the memory of an update
+            that was handed over. Then ``out_d`` is as it was.
 
         Raises:
             ValueError: There are too few updates for the rule, or no weight.

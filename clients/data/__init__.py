@@ -30,6 +30,7 @@ from clients.data.datasets import (
 from clients.factories import call_factory, import_factory
 from clients.preprocessing import preprocessing
 from federation.errors import SiteError
+from federation.job.code_files import unpinned
 
 __all__ = [
     "TOP_LEVEL",
@@ -88,6 +89,7 @@ def load(
         SiteError: It failed, or returned something else than two datasets.
     """
     factory = import_factory(source, key=f"{key}.source")
+    source = unpinned(source)
     pair = call_factory(factory, options, key=f"{key}.options")
     if not isinstance(pair, (tuple, list)) or len(pair) != _PAIR:
         raise SiteError(

@@ -19,7 +19,7 @@ Where datasets come from is in ``data``, how one is dealt out to sites in
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -270,13 +270,28 @@ def _check_item(item: object, *, name: str) -> None:
 
 
 def _fetch_items(items: Any, indices: Indices) -> Batch:
-    inputs, targets = zip(*(items[int(i)] for i in indices), strict=True)
-    return (
-        map_tree(lambda *each: _as_model_type(_stacked(*each)), *inputs),
-        map_tree(
-            lambda *each: _as_model_type(_stacked(*each), bools=torch.int64), *targets
-        ),
-    )
+    found = [items[int(i)] for i in indices]
+    inputs, targets = zip(*found, strict=True)
+    try:
+        return (
+            map_tree(lambda *each: _as_model_type(_stacked(*each)), *inputs),
+            map_tree(
+                lambda *each: _as_model_type(_stacked(*each), bools=torch.int64),
+                *targets,
+            ),
+        )
+    except (RuntimeError, TypeError, ValueError) as error:
+        fault = (
+            "records of one batch have different shapes or types and cannot be "
+            "stacked: pad or crop them in the dataset's __getitem__"
+        )
+        forms = [[describe(part) for part in item] for item in found]
+        odd = next((i for i, form in enumerate(forms) if form != forms[0]), 0)
+        raise SiteError(
+            f"{fault}; record {indices[0]} is {', '.join(forms[0])}, and record "
+            f"{indices[odd]} is {', '.join(forms[odd])}",
+            outside=fault,
+        ) from error
 
 
 def _stacked(*parts: object) -> Any:
@@ -289,6 +304,16 @@ def _as_model_type(
     if values.dtype == torch.bool:
         return values.to(bools)
     return values.to(torch.float32 if values.is_floating_point() else torch.int64)
+
+
+def first_not_finite(dataset: Dataset, walk: Iterable[Indices]) -> int | None:
+    """Index of the first record of some batches that holds NaN or infinity."""
+    for indices in walk:
+        for part in leaves(dataset.batch(indices)):
+            bad = ~part.isfinite().reshape(len(indices), -1).all(1)
+            if bad.any():
+                return int(indices[int(bad.int().argmax())])
+    return None
 
 
 def describe(obj: object) -> str:

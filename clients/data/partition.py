@@ -191,7 +191,7 @@ def _by_group(train: "Dataset", held_out: "Dataset", num_sites: int) -> Parts:
     train_n, held_n = train.groups, held_out.groups
     if train_n is None or held_n is None:
         raise SiteError(
-            "partition kind 'by_group' deals out whole groups, and the data has none: "
+            "partition kind 'by_group' assigns whole groups, and the data has none: "
             "return clients.data.Examples with `groups`, or use another kind"
         )
     if train.group_names != held_out.group_names:
@@ -203,7 +203,7 @@ def _by_group(train: "Dataset", held_out: "Dataset", num_sites: int) -> Parts:
     num_groups = np.count_nonzero(sizes)
     if num_groups < num_sites:
         raise SiteError(
-            f"{num_groups} groups with training examples cannot be dealt out to "
+            f"{num_groups} groups with training examples cannot be assigned to "
             f"{num_sites} sites: use fewer sites or another partition kind"
         )
     # Largest group first; if that leaves a site without held-out data, those groups

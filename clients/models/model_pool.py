@@ -127,11 +127,11 @@ class ModelPool:
         self.records_apart = RecordsApart(self.device)
         self.replaced: tuple[str, ...] = ()
         first = self._build()
-        self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
         # An app of Flower's is given the whole model in Flower's own words.
         self._sends_frozen = any(site.flower_app is not None for site in job.sites)
         self._integer_buffers = job.model.integer_buffers
         self.layout: Layout = self._layout_of(first)
+        self.num_trained = sum(p.numel() for p in first.parameters() if p.requires_grad)
         self.trained_spans = weights.trained_spans(first, self.layout)
         initial = weights.read(first, self.layout)
         _check_finite(self.layout, initial[0])
@@ -189,8 +189,21 @@ class ModelPool:
 
     def _another(self) -> torch.nn.Module:
         module = self._build()
+        layout = self._layout_of(module)
+        if layout.tensors != self.layout.tensors:
+            tensors = zip(self.layout.tensors, layout.tensors, strict=False)
+            first, second = next(
+                ((a, b) for a, b in tensors if a != b),
+                (self.layout.tensors[-1], layout.tensors[-1]),
+            )
+            raise JobError(
+                "gave out a second model of another shape: first "
+                f"{first.name!r} {first.shape}, then {second.name!r} {second.shape}; "
+                "build the same layers in every call",
+                key="model.factory",
+            )
         # All else is loaded from the global weights.
-        if self.layout.frozen and self._layout_of(module).frozen != self.layout.frozen:
+        if layout.frozen != self.layout.frozen:
             raise JobError(
                 "gave out a second model whose frozen tensors have other values than "
                 "the first one's, and those do not travel: read them from one file, "

@@ -6,7 +6,6 @@ Shape suffixes: B batch, K classes, T tokens, V vocabulary.
 """
 
 import math
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +16,12 @@ from torch.nn import functional
 
 from clients.data.datasets import Batch
 from clients.factories import import_factory
+from clients.user_code import place_of
 from federation.errors import FederationError, SiteError, UserCodeError
+from federation.job.code_files import unpinned
 from federation.job.metrics import BUILT_IN, LOSS, Metric, loss_of, metrics_of
 from federation.job.spec import TrainingSpec
-from federation.tree import Tree, num_records
+from federation.tree import Tree, leaves, num_records
 
 _KEY = "training.task"
 
@@ -89,7 +90,8 @@ def classification(
     labels = _one_tensor(labels, "targets of classification")
     if labels.ndim != 1 or labels.is_floating_point():
         raise _misfit(
-            "classification needs one integer class per example",
+            "classification needs one integer class per example: make the targets "
+            "integers of shape (n,), or name an objective of your own in training.task",
             f"the targets are {labels.dtype} of shape {tuple(labels.shape)}",
         )
     logits_bk = _logits(model, inputs)
@@ -157,7 +159,7 @@ class UserObjective:
         Raises:
             JobError: There is no such function.
         """
-        self._name = training.task
+        self._name = unpinned(training.task)
         self._function = import_factory(training.task, key=_KEY)
         self._bounds = {LOSS: loss_of(training), **metrics_of(training)}
 
@@ -190,8 +192,7 @@ class UserObjective:
             raise
         except Exception as error:
             # Foreign code may raise anything. This translates and does not go on.
-            place = _place(error, self._function)
-            raise UserCodeError(self._name, error, place) from error
+            raise UserCodeError(self._name, error, place_of(error)) from error
         if not isinstance(found, Mapping) or found.keys() != self._bounds.keys():
             names = list(found) if isinstance(found, Mapping) else type(found).__name__
             raise _misfit(
@@ -260,13 +261,27 @@ def _cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, max_loss: float | None
 ) -> BatchLoss:
     """Sum of the cross-entropies; one that is not a number counts ``max_loss``."""
-    if max_loss is None:
-        total = functional.cross_entropy(logits, targets, reduction="sum")
-    else:
-        losses = functional.cross_entropy(logits, targets, reduction="none")
+    try:
+        losses = functional.cross_entropy(
+            logits, targets, reduction="sum" if max_loss is None else "none"
+        )
+    except IndexError as error:  # Which a GPU cannot raise.
+        raise classes_misfit(logits.shape[1], targets) from error
+    total = losses
+    if max_loss is not None:
         total = losses.nan_to_num(nan=max_loss).clamp(max=max_loss).sum()
     correct = (logits.argmax(1) == targets).sum()
     return BatchLoss(total, targets.numel(), total.detach(), {"correct": correct})
+
+
+def classes_misfit(num_classes: int, targets: torch.Tensor) -> SiteError:
+    """Classes that the model has no output for."""
+    return _misfit(
+        f"the model (model.factory) has {num_classes} outputs, so classes and tokens "
+        f"must be from 0 to {num_classes - 1}: number them anew, or give the model "
+        "more outputs",
+        f"there are classes from {targets.min()} to {targets.max()}",
+    )
 
 
 def _misfit(fault: str, found: str) -> SiteError:
@@ -282,7 +297,11 @@ def _one_tensor(values: Tree, what: str) -> torch.Tensor:
 
 def _logits(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
     """Apply the model; losses are taken with float32 at least."""
-    logits = model(inputs)
+    try:
+        logits = model(inputs)
+    except Exception as error:
+        error.add_note(_advice(inputs))  # Notes stay where the error is.
+        raise
     if not isinstance(logits, torch.Tensor):
         raise SiteError(
             f"the model gave a {type(logits).__name__} and not a tensor of logits: "
@@ -291,18 +310,24 @@ def _logits(model: torch.nn.Module, inputs: Tree) -> torch.Tensor:
     return logits if logits.dtype is torch.float64 else logits.float()
 
 
+def _advice(inputs: Tree) -> str:
+    parts = list(leaves(inputs))
+    shapes = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+    said = f"the model (model.factory) was given inputs {shapes}"
+    if not isinstance(inputs, torch.Tensor):
+        said += (
+            f" as a {type(inputs).__name__}: a list is one tensor for each of its "
+            "items; make it an array to have one"
+        )
+    if not all(part.is_floating_point() for part in parts):
+        said += (
+            "; integer inputs are tokens and stay integers: scale images to floating "
+            "point in the data function, for example x / 255"
+        )
+    return said
+
+
 def _describe(values: Any) -> str:
     if isinstance(values, torch.Tensor):
         return f"a tensor of shape {tuple(values.shape)}"
     return f"a {type(values).__name__}"
-
-
-def _place(error: Exception, function: Callable[..., Any]) -> str:
-    """File and line of the user's own where an error comes from."""
-    code = getattr(function, "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if code is not None and f.filename == code.co_filename]
-    if not own:
-        return ""
-    name = own[-1].filename.replace("\\", "/").rpartition("/")[2]
-    return f" ({name}, line {own[-1].lineno})"

@@ -59,7 +59,9 @@ class PolicySpec:
             privacy is accepted: the other site can tell this one's update.
         max_rounds: Most rounds of a run.
         functions: What a job may name as model or objective, `module:function`, or
-            `module:*` for every function that the module itself defines. Models are
+            `module:*` for every function that the module itself defines; or
+            `./file.py:function`, a file beside this one, which must be the same as that
+            of whoever wrote the job. Models are
             called with the job's options, so name nothing that can call something else.
     """
 

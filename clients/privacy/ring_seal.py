@@ -18,6 +18,7 @@ from clients.privacy.masking import Masking, SumNoise, check_clip
 from clients.training.site import Work
 from federation.errors import ProtocolError, SiteError
 from federation.ids import SiteId
+from federation.job.metrics import MAX_PREDICTIONS
 from federation.messages import (
     MaskedUpdate,
     RoundTask,
@@ -71,7 +72,7 @@ class Protection:
     noise: SumNoise | None = None
     groups: GroupRule | None = None
     threads: int = 1
-    most_evaluated: int = train.MAX_PREDICTIONS
+    most_evaluated: int = MAX_PREDICTIONS
 
 
 class RingSeal:
@@ -232,7 +233,9 @@ class RingSeal:
         if not task.secure:
             raise ProtocolError("answers under secure aggregation only")
         if task.evaluate_after:
-            raise ProtocolError("a site's own model is not evaluated in secret")
+            raise ProtocolError(
+                "secure aggregation does not evaluate a site's own model"
+            )
         body = train.read_train(task.secure)
         session = self._session_of(body)
         contract = session.contract
@@ -263,7 +266,7 @@ class RingSeal:
         try:
             words, header_h = self._work(work, masking)
         except (UpdateNotFinite, UpdateOutOfRange, SiteError) as error:
-            _LOG.warning("round %s declined", task.round_index, exc_info=error)
+            work.report(task, error)
             return _step(task, SecureStep.DECLINE, session.decline())
         except BaseException:
             session.decline()  # Said to nobody: it erases the round's keys.

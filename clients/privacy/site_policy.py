@@ -9,7 +9,7 @@ from clients.factories import import_factory
 from clients.privacy.policy_spec import UNITS, PolicySpec
 from federation.errors import JobError
 from federation.ids import RunId, SiteId
-from federation.job import job_digest
+from federation.job import code_files, job_digest
 from federation.job.metrics import BUILT_IN
 from federation.job.spec import JobSpec
 from federation.vectors import Layout
@@ -258,11 +258,15 @@ def _function_faults(job: JobSpec, policy: PolicySpec) -> _Faults:
 def is_accepted(function: str, accepted: tuple[str, ...]) -> bool:
     """Whether a job may name a function.
 
-    Nothing is imported but modules of which every function is accepted.
+    Nothing is imported but modules of which every function is accepted. A file must be
+    pinned: it is loaded only if the site's own file is the one that the job names.
 
     Raises:
         JobError: Such a module has no such function.
     """
+    file = code_files.parse(function)
+    if file is not None and file.digest:
+        return function in accepted or code_files.unpinned(function) in accepted
     if not _FUNCTION.fullmatch(function):
         return False
     if function in accepted:

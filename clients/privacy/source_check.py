@@ -8,6 +8,7 @@ from clients.factories import import_factory
 from clients.shards.dataset import ShardedDataset
 from federation.errors import JobError
 from federation.ids import SiteId
+from federation.job.code_files import unpinned
 from federation.job.spec import JobSpec
 
 _HOW = "docs/howto/own-model-and-data.md, 'Preprocessing and privacy', explains it"
@@ -29,7 +30,9 @@ def declared(source: str, train: Dataset, *, key: str = "data") -> str:
     if "://" in source:
         return ""
     function = import_factory(source, key=f"{key}.source")
-    return preprocessing.declared_by(function, name=source, key=f"{key}.source")
+    return preprocessing.declared_by(
+        function, name=unpinned(source), key=f"{key}.source"
+    )
 
 
 def check_simulated(
@@ -57,7 +60,8 @@ def check_simulated(
         why = preprocessing.fault(kind, unit, is_dealt=_is_dealt(job, site.data))
         if why is not None:
             raise JobError(
-                f"{used.source} {why}{_advice(used.source, kind)}", key=f"{key}.source"
+                f"{unpinned(used.source)} {why}{_advice(used.source, kind)}",
+                key=f"{key}.source",
             )
 
 
@@ -111,7 +115,7 @@ def _advice(source: str, kind: str) -> str:
             "; write it again with `crossfed data shard --replace` from a source that "
             f"declares it, or set simulation.vouch_for_sources. {_HOW}"
         )
-    function = source.partition(":")[2]
+    function = source.rpartition(":")[2]
     return (
         f'; set `{function}.preprocessing = "none"` beside the function if each record '
         f"is prepared by itself, or set simulation.vouch_for_sources. {_HOW}"

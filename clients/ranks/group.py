@@ -54,7 +54,7 @@ class RankGroup:
             start: What they are told first.
             memory: Where the model's values lie; the caller closes it.
         """
-        self._command = (sys.executable, "-P", "-m", module)
+        self._command = (sys.executable, "-P", "-m", "crossfed.child", module)
         self._num_ranks = num_ranks
         self._environment = {**environment, **_VARIABLES}
         self._start = start

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from clients.data import Dataset
 from clients.models.model_pool import ModelPool
-from clients.training.site import Seal, Site
+from clients.training.site import Report, Seal, Site, log
 from clients.training.site_state import SiteState
 from clients.training.trainer import TorchTrainer
 from federation.ids import SiteId
@@ -56,6 +56,7 @@ class Federation:
         meter: UsageMeter = CLOCK,
         seal: Seal | None = None,
         tells_all: bool = True,
+        report: Report = log,
     ) -> Site:
         """Make one site; ``store`` is where it keeps what never leaves it."""
         optimizer = self.job.training.optimizer
@@ -75,4 +76,5 @@ class Federation:
             seal=seal,
             links=self.job.communication.links,
             tells_all=tells_all,
+            report=report,
         )

@@ -6,8 +6,7 @@ how it leaves: in the clear here, as masked words in ``clients.privacy.ring_seal
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -15,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from clients.training import update
 from clients.training.held_model import HeldModel
 from clients.training.site_state import SiteState
+from clients.user_code import sentence
 from federation.compression.codec import BeyondCodec, Codec, Links
 from federation.errors import BudgetExceeded, FederationError, ProtocolError
 from federation.ids import SiteId
@@ -88,6 +88,17 @@ class WorkResult(Generic[SealedT]):
     resources: Resources | None
 
 
+Report = Callable[[Task, Exception], None]
+
+
+def log(task: Task, error: Exception) -> None:
+    """Put an error into the log of the site, which may quote its records."""
+    if _kind_of(error) is FailureKind.CRASHED:
+        _LOG.warning("round %s failed", task.round_index, exc_info=error)
+    else:
+        _LOG.warning("round %s refused: %s", task.round_index, error)
+
+
 class Seal(Protocol):
     """How a site's answers leave it."""
 
@@ -132,7 +143,8 @@ class Site:
         links: The job's codecs.
         tells_all: Whether the text of any error leaves the site, as is good in a
             simulation. If not, of errors that are not ours only their kind does,
-            since they may quote a record; the rest is in the site's own log.
+            since they may quote a record.
+        report: Takes every error whole, here at the site; by default its log does.
     """
 
     name: SiteId
@@ -145,6 +157,7 @@ class Site:
     seal: InitVar[Seal | None] = None
     links: InitVar[Links] = Links()  # noqa: RUF009 -- immutable
     tells_all: bool = True
+    report: Report = log
 
     def __post_init__(self, seal: Seal | None, links: Links) -> None:
         """Make a site."""
@@ -159,14 +172,8 @@ class Site:
                 return self._seal.step(task, lambda: self._current_trainer().layout())
             return self._seal.answer(task, self._work(task))
         except Exception as error:  # noqa: BLE001 -- a site never takes the run down
-            kind = _kind_of(error)
-            if self.tells_all:
-                _LOG.debug("site_task_failed", exc_info=True)
-            elif kind is FailureKind.CRASHED:
-                _LOG.warning("round %s failed", task.round_index, exc_info=error)
-            else:
-                _LOG.warning("round %s refused: %s", task.round_index, error)
-            return failure(task, kind, self._text(error))
+            self.report(task, error)
+            return failure(task, _kind_of(error), self._text(error))
 
     def close(self) -> None:
         """Let go of model and data, and erase the keys of the run."""
@@ -182,13 +189,15 @@ class Site:
             held=self._held,
             meter=self.meter,
             withheld=self.withheld,
+            report=self.report,
         )
 
     def _text(self, error: Exception) -> str:
+        if self.tells_all:
+            return sentence(error)
         if isinstance(error, FederationError):
-            return str(error) if self.tells_all else error.outside
-        name = type(error).__name__
-        return f"{name}: {error}" if self.tells_all else name
+            return error.outside
+        return type(error).__name__
 
     def _current_trainer(self) -> Trainer:
         if self._trainer is None:
@@ -208,6 +217,7 @@ class Work:
         held: Reads the model.
         meter: Measures what else it takes.
         withheld: Fields of the result that the site does not send.
+        report: Takes what is wrong with the work, if the seal says less of it.
     """
 
     task: RoundTask
@@ -217,6 +227,7 @@ class Work:
     held: HeldModel
     meter: UsageMeter
     withheld: Collection[str]
+    report: Report
 
     def check_layout(self) -> None:
         """Check that the task is about the site's model, which is loaded for it.
@@ -366,18 +377,23 @@ class _Stopwatch:
         self._start = clock.monotonic()
         self._phases: list[Phase] = []
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a block."""
-        begin = self._clock.monotonic()
-        yield
-        self._phases.append(
-            Phase(
-                name=name,
-                start_seconds=begin - self._start,
-                seconds=self._clock.monotonic() - begin,
+    def phase(self, name: str) -> "_Stopwatch":
+        """Time the block that this is entered for; blocks are not nested."""
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._begin = self._clock.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._phases.append(
+                Phase(
+                    name=self._name,
+                    start_seconds=self._begin - self._start,
+                    seconds=self._clock.monotonic() - self._begin,
+                )
             )
-        )
 
     def phases(self) -> tuple[Phase, ...]:
         """What was timed so far."""

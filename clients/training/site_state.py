@@ -201,7 +201,7 @@ class SiteState:
             version = f"{head['version']!r:.20}"
             return f"it has version {version} and this release reads {VERSION}"
         if (head["site"], self._key(head["round"])) != (self.site, key):
-            return "it is of another site or round"
+            return "it belongs to another site or round"
         return ""
 
 

@@ -6,6 +6,7 @@ arXiv:1812.06127, equation 2) if the job asks for it. The trainer itself keeps n
 between rounds: optimiser state comes and goes with each of them, if the job keeps any.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -17,7 +18,7 @@ import torch
 
 from clients.data import batches
 from clients.data.batches import ALONE, Ordering, Rank
-from clients.data.datasets import Batch, Dataset, Indices
+from clients.data.datasets import Batch, Dataset, Indices, first_not_finite
 from clients.models import weights
 from clients.models.model_pool import ModelPool
 from clients.models.objectives import results_by_record
@@ -33,6 +34,7 @@ from clients.training.private_steps import (
     sampling_rate,
     takes_private_steps,
 )
+from clients.training.update import UNSTABLE, NotFinite
 from federation.errors import SiteError
 from federation.ids import SiteId
 from federation.job.metrics import metrics_of
@@ -40,7 +42,14 @@ from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights, RoundCharges
 from federation.tree import map_tree, num_records
-from federation.vectors import NO_ARRAYS, Arrays, IntegerVector, Layout, Vector
+from federation.vectors import (
+    NO_ARRAYS,
+    Arrays,
+    IntegerVector,
+    Layout,
+    Vector,
+    is_finite,
+)
 
 
 @dataclass(eq=False)
@@ -181,6 +190,8 @@ class TorchTrainer:
         else:
             num_steps = self._private_steps(model, round_index, optimizer, self.private)
         local_d, local_m = weights.read(model, layout)
+        if training is not None and not math.isfinite(training.loss_sum):
+            self._check_finite(local_d, round_index)
         if lost_d is not None:
             # What the model could not hold is not what training changed.
             local_d += lost_d
@@ -214,6 +225,22 @@ class TorchTrainer:
             optimizer.step(step)
             step += 1
         return sums.metrics(), step - first_step
+
+    def _check_finite(self, local_d: Vector, round_index: int) -> None:
+        """Find the record that made a model's weights infinite.
+
+        Raises:
+            NotFinite: It is one of this round's batches.
+        """
+        if is_finite(local_d) or self.peers.count > 1:
+            return
+        bad = first_not_finite(self.train, self._indices(round_index))
+        if bad is not None:
+            raise NotFinite(
+                f"training record {bad} holds NaN or infinite values: drop or fill "
+                "such records in the data function",
+                outside=UNSTABLE,
+            )
 
     def _add_gradient(
         self, model: torch.nn.Module, chosen: Indices, num_examples: int, sums: Sums
@@ -297,7 +324,7 @@ class TorchTrainer:
             JobError: The model mixes records.
         """
         batch = self._on_device(self.train.batch(chosen))
-        self._check_apart(model, batch, gradients=True)
+        self.check_apart(model, batch, gradients=True)
         return partial(self._sum_of_means, model, batch)
 
     def _sum_of_means(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -307,9 +334,14 @@ class TorchTrainer:
             loss = self._objective(model, inputs, targets)
         return loss.total / (loss.count / num_records(inputs))
 
-    def _check_apart(
+    def check_apart(
         self, model: torch.nn.Module, batch: Batch, *, gradients: bool
     ) -> None:
+        """Check that a model does not mix the records of a batch.
+
+        Raises:
+            JobError: It does.
+        """
         results = results_by_record(
             self._objective, self.job.training, gradients=gradients
         )
@@ -334,7 +366,7 @@ class TorchTrainer:
             inputs, targets = self._on_device(self.held_out.batch(chosen))
             if self.private is not None and max_loss is not None:
                 # What one record adds to the sums is promised here too.
-                self._check_apart(model, (inputs, targets), gradients=False)
+                self.check_apart(model, (inputs, targets), gradients=False)
             with self._autocast():
                 loss = self._objective(model, inputs, targets, max_loss=max_loss)
             if number < len(starts):

@@ -10,6 +10,11 @@ from federation.errors import SiteError
 from federation.protocols import LocalUpdate, LocalWeights
 from federation.vectors import Vector, Words, is_finite
 
+UNSTABLE = (
+    "training gave NaN or infinite weights: lower the learning rate or set "
+    "training.clip_grad_norm"
+)
+
 
 class NotFinite(SiteError):
     """Training left the finite numbers."""
@@ -44,10 +49,7 @@ def prepare(weights_d: Vector, result: LocalWeights | LocalUpdate) -> Vector:
         with np.errstate(over="ignore", invalid="ignore"):  # Looked at right below.
             np.subtract(delta_d, weights_d, out=delta_d)
     if not is_finite(delta_d):
-        raise NotFinite(
-            "training gave NaN or infinite weights: lower the learning rate or set "
-            "training.clip_grad_norm"
-        )
+        raise NotFinite(UNSTABLE)
     return delta_d
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from federation.errors import JobError
+from federation.job import code_files
 from federation.job.job_checks import check
 from federation.job.job_keys import documented
 from federation.job.spec import PLANNED_KEYS, JobSpec
@@ -49,8 +50,13 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
             is unknown, out of range, unsafe or not built yet.
     """
     document = read_toml(path)
-    for override in overrides:
-        _override(document, override)
+    for text in overrides:
+        name, equals, raw = text.partition("=")
+        if not equals or not name.strip():
+            fault = f"cannot set {text!r}: write key=value, for example rounds=3"
+            raise JobError(fault)
+        override(document, name.strip(), _toml_value(raw.strip()))
+    code_files.pin(document, path.parent)
     return parse(document)
 
 
@@ -124,11 +130,19 @@ def loads(text: str) -> JobSpec:
     Raises:
         JobError: It is not TOML, or see ``parse``.
     """
+    return parse(parse_toml(text))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Read the TOML text of a job, without checking what it says.
+
+    Raises:
+        JobError: It is not TOML.
+    """
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except _NOT_TOML as error:
         raise JobError(f"the job is not TOML: {error}") from error
-    return parse(document)
 
 
 def parse(document: Mapping[str, Any]) -> JobSpec:
@@ -182,13 +196,18 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _override(document: dict[str, Any], text: str) -> None:
-    name, equals, raw = text.partition("=")
-    name = name.strip()
-    if not equals or not name:
-        raise JobError(f"cannot set {text!r}: write key=value, for example rounds=3")
+def override(document: dict[str, Any], name: str, value: Any) -> None:
+    """Replace a value of a job's document.
+
+    Args:
+        document: Nested mappings.
+        name: Dotted key; ``sites.0.name`` for an entry of a list.
+        value: The new value; None removes the key.
+
+    Raises:
+        JobError: The name leads to no place.
+    """
     *path, last = name.split(".")
-    value = _toml_value(raw.strip())
     table: Any = document
     for index, part in enumerate(path):
         full = ".".join(path[: index + 1])

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from federation.errors import JobError
+from federation.job import code_files
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import MAX_METRICS, METRIC_NAME
 
@@ -22,6 +23,8 @@ MAX_LOSS = 6.0
 # Under secure aggregation nobody sees which site reports a loss: the mean of a site's
 # predictions counts for this many nats at most, more than guessing among 10^13 costs.
 MAX_MEAN_LOSS = 32.0
+# On held-out data of one site, if the job does not limit its examples.
+MAX_PREDICTIONS = 10**12
 
 # Whoever finds ``correct`` takes it for the number of right predictions.
 _RESERVED = ("count", "loss_sum", "metrics", "correct")
@@ -103,10 +106,10 @@ def check_objective(job: JobSpec) -> None:
                 key=key,
             )
         return
-    if not _FUNCTION.fullmatch(training.task):
+    if not (_FUNCTION.fullmatch(training.task) or code_files.parse(training.task)):
         raise JobError(
             f"{training.task!r:.80} is neither one of {', '.join(BUILT_IN)} nor of the "
-            "form module:function",
+            "form module:function or ./file.py:function",
             key="training.task",
         )
     if len(training.metrics) > MAX_METRICS:

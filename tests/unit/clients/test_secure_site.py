@@ -69,7 +69,7 @@ def test_own_model_is_not_evaluated_in_secret(after_a_run: Recording):
     """Its result would leave nowhere, and would be charged."""
     rounds = [t for t in after_a_run.tasks if isinstance(t, RoundTask)]
     asked = replace(rounds[0], evaluate_after=True)
-    assert "own model is not evaluated" in refused(after_a_run.site, asked)
+    assert "does not evaluate a site" in refused(after_a_run.site, asked)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -293,6 +293,17 @@ def test_fit_is_a_function_of_its_arguments(name: str):
     assert first.weights_d.tobytes() != other.weights_d.tobytes()
 
 
+def test_every_round_draws_its_own_dropout():
+    """Of a single record, whose order is the same in all of them."""
+    job = job_of(
+        {"local_steps": 1, "batch_size": 1},
+        model={"factory": f"{USERS}:dropout_network"},
+    )
+    rounds = [fit(job, rows(0), r).weights_d.tobytes() for r in range(1, 6)]
+    assert len(set(rounds)) > 1
+    assert fit(job, rows(0), 1).weights_d.tobytes() == rounds[0]
+
+
 def test_evaluation_changes_nothing():
     """No statistics, no counter, no gradient, no mode."""
     model = {"factory": f"{USERS}:norm_network"}

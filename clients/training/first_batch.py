@@ -1,0 +1,118 @@
+"""One batch forward and backward at each kind of site, before a run or without one."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from clients.data.datasets import first_not_finite
+from clients.models.objectives import classes_misfit
+from clients.training.local_federation import Federation
+from clients.training.private_steps import takes_private_steps
+from clients.training.trainer import TorchTrainer
+from clients.training.update import prepare
+from clients.user_code import sentence
+from federation.errors import JobError, SiteError
+from federation.ids import SiteId
+from federation.job.privacy_job import DifferentialPrivacySpec
+from federation.tree import map_tree
+
+_MOST_RECORDS, _CHUNK = 1024, 256  # To look for NaN in.
+
+
+def check_first_batches(federation: Federation) -> None:
+    """Read records of every site, and take a step at each kind of site.
+
+    Sites with the same table of data are of one kind.
+
+    Raises:
+        JobError: The factory does not make the same model in every call.
+        SiteError: A site could not train or evaluate; the cause is kept.
+    """
+    job, seen, num_classes = federation.job, [], 0
+    federation.pool.reserve(2)
+    for site in job.sites:
+        data = job.data if site.data is None else site.data
+        if site.flower_app is not None or data is None:
+            continue
+        name = SiteId(site.name)
+        try:
+            _check_records(federation, name)
+            if data not in seen:
+                num_classes = _check_step(federation, name)
+            _check_labels(federation, name, num_classes)
+        except Exception as error:
+            # User code may raise anything. This translates and does not go on.
+            said = sentence(error)
+            raise SiteError(f"site {name!r}, data {data.source!r}: {said}") from error
+        seen.append(data)
+
+
+def _check_records(federation: Federation, name: SiteId) -> None:
+    for part, what in zip(
+        federation.site_data[name], ("training", "held-out"), strict=True
+    ):
+        size = min(len(part), _MOST_RECORDS)
+        starts = range(0, size, _CHUNK)
+        walk = (np.arange(start, min(start + _CHUNK, size)) for start in starts)
+        bad = first_not_finite(part, walk)
+        if bad is not None:
+            raise SiteError(
+                f"{what} record {bad} holds NaN or infinite values: drop or fill such "
+                "records in the data function"
+            )
+
+
+def _check_step(federation: Federation, name: SiteId) -> int:
+    """Train and evaluate on one batch.
+
+    Returns:
+        How many classes the model knows; 0 if the task is another one.
+
+    Raises:
+        JobError: The model mixes records that privacy keeps apart, or gives
+            probabilities in place of logits.
+    """
+    job, pool = federation.job, federation.pool
+    train, held_out = federation.site_data[name]
+    # One step in the clear. What privacy asks of the model is asked apart from it.
+    step = replace(job.training, local_steps=1, local_epochs=None, accumulate=1)
+    off = replace(job.privacy, differential_privacy=DifferentialPrivacySpec())
+    trainer = TorchTrainer(
+        replace(job, training=step, privacy=off),
+        name,
+        pool=pool,
+        train=train,
+        held_out=held_out.subset(np.arange(min(len(held_out), _CHUNK))),
+    )
+    weights_d, integers_m = pool.initial_weights()
+    prepare(weights_d, trainer.fit(weights_d, integers_m, round_index=1))
+    if len(held_out):
+        trainer.evaluate(weights_d, integers_m, round_index=1)
+    batch = train.batch(np.arange(min(len(train), job.training.batch_size)))
+    batch = map_tree(lambda part: part.to(pool.device), batch)
+    with pool.borrow() as model:
+        model.load(weights_d, integers_m)
+        if takes_private_steps(job):
+            model.module.train()
+            trainer.check_apart(model.module, batch, gradients=True)
+        if job.training.task != "classification":
+            return 0
+        with torch.no_grad():
+            logits_bk = model.module.eval()(batch[0])
+    sums = logits_bk.sum(1)
+    if logits_bk.min() >= 0 and torch.allclose(sums, torch.ones_like(sums)):
+        raise JobError(
+            "gives probabilities, and classification takes logits: leave out the "
+            "softmax at its end",
+            key="model.factory",
+        )
+    return len(logits_bk[0])
+
+
+def _check_labels(federation: Federation, name: SiteId, num_classes: int) -> None:
+    """Check the class of every record: a batch need not have them all."""
+    for part in federation.site_data[name]:
+        labels = part.labels()
+        if num_classes and labels is not None and labels.max() >= num_classes:
+            raise classes_misfit(num_classes, torch.from_numpy(labels))

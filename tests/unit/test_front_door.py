@@ -1,0 +1,228 @@
+"""``import crossfed``: what it offers, and how it gets on with a user's own modules."""
+
+import ast
+import doctest
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small_jobs import small_job
+
+import crossfed
+from crossfed import _rooms
+from federation import errors
+from federation.errors import JobError, RunNotFound
+from federation.job import job_file
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = small_job(num_sites=2, rounds=4)
+ROWS = {"round", "loss", "accuracy", "training_loss", "epsilon", "bytes_up", "seconds"}
+
+
+def python(code: str, folder: Path, *options: str) -> str:
+    """Standard output of code that runs in a folder of a user."""
+    file = folder / "users_script.py"
+    file.write_text(code)
+    done = subprocess.run(
+        [sys.executable, *options, file],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_it_offers():
+    assert set(dir(crossfed)) == set(crossfed.__all__)
+    assert all(getattr(crossfed, name) is not None for name in crossfed.__all__)
+    assert crossfed.__version__ == metadata.version("crossfed")
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        crossfed.simulat  # noqa: B018
+
+
+def test_importing_it_imports_nothing_heavy(tmp_path: Path):
+    code = "import sys, crossfed; print([*sys.modules])"
+    loaded = set(ast.literal_eval(python(code, tmp_path)))
+    assert "crossfed" in loaded
+    rooms = {name.partition(".")[0] for name in loaded}
+    assert not rooms & {*_rooms.ROOMS, "torch", "numpy", "matplotlib", "argparse"}
+
+
+def test_it_is_typed():
+    for room in (*_rooms.ROOMS, "crossfed"):
+        assert (ROOT / room / "py.typed").is_file()
+
+
+@pytest.mark.slow
+def test_examples_in_docstrings_hold():
+    assert doctest.testmod(crossfed) == doctest.TestResults(0, 5)
+
+
+@pytest.mark.parametrize("form", ["path", "text", "dict", "job"])
+def test_a_job_comes_from(form: str, tmp_path: Path):
+    document = job_file.document(JOB)
+    text = (ROOT / "jobs" / "quickstart.toml").read_text()
+    file = tmp_path / "job.toml"
+    file.write_text(text)
+    sources: dict[str, Any] = {"path": str(file), "text": text}
+    source = sources.get(form, document if form == "dict" else JOB)
+    job = crossfed.load_job(source, {"training.optimizer.lr": 0.25}, rounds=2)
+    assert (job.rounds, job.training.optimizer.lr) == (2, 0.25)
+    assert JOB.rounds == document["rounds"] != 2  # What was given stays as it was.
+
+
+def test_an_override_of_none_removes_a_key():
+    key = "schedule.minimum_sites"
+    job = crossfed.load_job(JOB, {key: 1})
+    assert job.schedule.minimum_sites == 1
+    assert crossfed.load_job(job, {key: None}).schedule.minimum_sites is None
+
+
+def test_an_unknown_override_names_its_key():
+    with pytest.raises(JobError, match=r"training\.optimiser: unknown key"):
+        crossfed.load_job(JOB, {"training.optimiser.lr": 0.1})
+
+
+def test_history_has_a_row_for_each_round():
+    result = crossfed.simulate(JOB, rounds=3)
+    assert [row["round"] for row in result.history] == [1, 2, 3]
+    assert result.history[0].keys() >= ROWS
+    assert not any(isinstance(value, dict) for value in result.history[0].values())
+    assert result.history[-1]["loss"] == result.loss
+    assert all(isinstance(t, torch.Tensor) for t in result.state_dict().values())
+
+
+def test_a_notebook_shows_a_result(tmp_path: Path):
+    result = crossfed.simulate(JOB, rounds=2)
+    shown = result._repr_html_()
+    assert shown.startswith("<pre>")
+    assert "completed" in shown
+    assert result.plot().svg in shown
+    result.plot("bytes").save(tmp_path / "bytes.svg")
+    assert (tmp_path / "bytes.svg").read_text().startswith("<svg")
+    with pytest.raises(ValueError, match="no figure 'epsilon'"):
+        result.plot("epsilon")
+
+
+def test_callbacks_that_raise_do_not_end_a_run(caplog: pytest.LogCaptureFixture):
+    rows = []
+
+    def on_round(row: dict[str, Any]) -> None:
+        rows.append(row)
+        raise ValueError("my mistake")
+
+    def on_event(_event: object) -> None:
+        raise KeyError("another")
+
+    result = crossfed.simulate(JOB, rounds=2, on_round=on_round, on_event=on_event)
+    assert result.status == "completed"
+    assert rows == result.history
+    line = on_round.__code__.co_firstlineno + 2
+    said = f"on_round raised ValueError: my mistake (test_front_door.py, line {line})"
+    assert said in caplog.text
+    assert "on_event raised KeyError" in caplog.text
+
+
+def test_progress_is_quiet_off_a_terminal(capsys: pytest.CaptureFixture[str]):
+    crossfed.simulate(JOB, rounds=1)
+    assert capsys.readouterr() == ("", "")
+    crossfed.simulate(JOB, rounds=1, progress=True)
+    assert "run completed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_runs_that_were_kept_have_pages(tmp_path: Path):
+    one = crossfed.simulate(JOB, rounds=1, folder=tmp_path / "one")
+    crossfed.simulate(JOB, rounds=2, folder=tmp_path / "two")
+    page = crossfed.compare(one, tmp_path / "two", path=tmp_path / "both.html")
+    assert page.read_text().count(JOB.name) > 1
+    assert crossfed.report(one, tmp_path / "page.html").is_file()
+    with pytest.raises(RunNotFound, match="give simulate a folder"):
+        crossfed.report(crossfed.simulate(JOB, rounds=1))
+    with pytest.raises(ValueError, match="two runs or more"):
+        crossfed.compare(one)
+
+
+def test_our_names_are_the_same_everywhere():
+    assert set(_rooms.ROOMS) == set(errors.OURS)
+
+
+@pytest.fixture
+def users_folder(tmp_path: Path) -> Path:
+    """A folder whose modules have names of ours."""
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "clients" / "__init__.py").write_text("MINE = 1\n")
+    (tmp_path / "clients" / "patients.py").write_text("")
+    (tmp_path / "deploy.py").write_text("def go(): return 'mine'\n")
+    return tmp_path
+
+
+BESIDE = """
+import crossfed
+import clients, deploy
+assert not hasattr(clients, "MINE") and not hasattr(deploy, "go")
+job = crossfed.load_job("name = 'a'\\nrounds = 1\\nsites = [{ name = 'a' }]\\n"
+    "model = { factory = 'clients.models:mlp' }\\n"
+    "data = { source = 'clients.data:digits' }\\ntraining = { local_steps = 1 }")
+print(job.rounds)
+for code in ("import clients.patients", "from deploy import go"):
+    try:
+        exec(code)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_ours_come_before_a_users(users_folder: Path):
+    rounds, first, second = python(BESIDE, users_folder).splitlines()
+    assert rounds == "1"
+    assert first.startswith("there is no module 'clients.patients': 'clients' is a")
+    assert second.startswith("there is no module 'deploy.go': 'deploy' is a package")
+    assert "'./my_model.py:net'" in first
+
+
+def test_a_module_that_was_imported_first_stays_with_its_user(users_folder: Path):
+    code = (
+        "import clients, deploy\nimport crossfed\nfrom deploy.cli import main\n"
+        "print(clients.MINE, deploy.go(), crossfed.load_job.__name__)"
+    )
+    assert python(code, users_folder) == "1 mine load_job\n"
+
+
+@pytest.mark.slow
+def test_the_command_runs_beside_a_users_modules(users_folder: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "crossfed", "runs"],
+        cwd=users_folder,
+        env={"PYTHONPATH": str(users_folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (
+        0,
+        "crossfed: there are no runs in runs\n",
+    )
+
+
+def test_processes_of_ours_run_beside_a_users_modules(users_folder: Path):
+    """As ranks and coordinators start, with PYTHONPATH as the operator has set it."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "crossfed.child", "deploy.site_host.config", "a"],
+        env={"PYTHONPATH": str(users_folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_our_packages_are_listed_once_more_for_speed():
+    """The finder must not import what it is to find, so it has a list of its own."""
+    assert _rooms.ROOMS == errors.OURS
