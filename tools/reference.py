@@ -265,10 +265,9 @@ def _verbs(parser: argparse.ArgumentParser, prefix: str) -> Iterator[str]:
     for action in parser._actions:  # noqa: SLF001 -- argparse has no public list
         if not isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             continue
-        helps = {c.dest: c.help for c in action._choices_actions}  # noqa: SLF001
         for name, verb in action.choices.items():
             title = f"{prefix} {name}"
-            yield from (f"## `{title}`", "", _sentence(helps[name] or ""), "")
+            yield from (f"## `{title}`", "", _sentence(verb.description or ""), "")
             if rows := list(_arguments(verb)):
                 yield from _table(("Argument", "Meaning"), rows)
             yield from _verbs(verb, title)

@@ -18,6 +18,7 @@ from typing import Any
 
 from cloud_adapters.local import landlock
 from deploy.aggregator_host import host_secrets
+from federation.job import code_files
 from privacy import own_folder
 
 
@@ -26,6 +27,8 @@ def main() -> None:
     facts: dict[str, Any] = json.loads(sys.stdin.read())
     config = facts["config"]
     confine(Path(facts["folder"]), exchange_folders(Path(config)) if config else [])
+    if config:
+        code_files.look_in(Path(config).parent)
     from cloud_adapters.superlink.launcher import Launch, run_serverapp  # noqa: PLC0415 -- seconds
 
     run_serverapp(Launch(**facts))

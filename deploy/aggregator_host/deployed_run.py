@@ -6,9 +6,7 @@ knows of their data is learned from their introductions, or not at all.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from clients.models.model_pool import ModelPool
@@ -16,15 +14,13 @@ from clients.privacy import site_plans as private_sites, sum_plan as sum_privacy
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
 from clients.user_code import unable_to_exit
-from deploy.aggregator_host.enrolment_book import BookFile
+from deploy.aggregator_host.parties import Parties, check, fewest
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.run import ConnectedSites, Run, SecureContext
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
-from federation.durable_files import replace_file
-from federation.errors import JobError
 from federation.events import Emit, Event, SitePrivacy, SitesIntroduced, Warned
 from federation.ids import SiteId
 from federation.job import job_file
@@ -36,11 +32,6 @@ from federation.vectors import Layout
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult
 from monitoring.views.run_view import DEPLOYED
-from privacy.membership import roster_file
-from privacy.secagg.agreement import identity, roster
-from privacy.secagg.agreement.identity import Identity
-from privacy.secagg.agreement.roster import Roster
-from privacy.secagg.errors import RosterRefused
 from privacy.secagg.protocol.of_job import check_layout, contract_of
 
 
@@ -64,125 +55,6 @@ class Connect(Protocol):
             quorum: Without how many a round is of no use.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parties:
-    """Who runs the aggregator, and whom it believes.
-
-    Attributes:
-        identity: The aggregator's own key.
-        roster: Pins the sites' keys and its own.
-        revoked: Sites whose key is not believed any more, whatever the roster says.
-    """
-
-    identity: Identity
-    roster: Roster
-    revoked: frozenset[SiteId] = frozenset()
-
-    @classmethod
-    def of_run(cls, folder: Path, run: RunFolder) -> "Parties":
-        """Read a folder's key, and the roster that a run has begun with.
-
-        A site that enrols meanwhile changes the folder's roster; the sites of the run
-        hold the one before, and a contract is between holders of the same.
-
-        Raises:
-            FederationError: See ``load``; or the run's folder cannot be written.
-        """
-        found = cls.load(folder)
-        kept = run.path / "roster.toml"
-        if run.run_id() is None or not kept.exists():
-            replace_file(kept, [roster.dumps(found.roster).encode()])
-        members = roster.load(kept)
-        book = BookFile(folder=folder).read()
-        return replace(found, roster=members, revoked=book.revoked_sites(members))
-
-    @classmethod
-    def load(cls, folder: Path) -> "Parties":
-        """Read ``aggregator.pem``, ``roster.toml`` and ``sites.json`` of a folder.
-
-        Raises:
-            KeyFileRefused: The key is missing or open to others.
-            BookDamaged: The record of sites cannot be read.
-            JobError: The roster has no sites yet, is malformed or cannot be read, or
-                pins another aggregator.
-        """
-        pinned = folder / "roster.toml"
-        try:
-            serial, digest = roster_file.describe(pinned)
-            if serial and not digest:
-                raise JobError(
-                    "no site is enrolled yet: invite one with crossfed aggregator "
-                    f"invite SITE --config {folder / 'aggregator.toml'}"
-                )
-            members = roster.load(pinned)
-        except RosterRefused as error:
-            raise JobError(f"{pinned}: {error}; restore it from its copy") from error
-        book = BookFile(folder=folder).read()
-        found = cls(
-            identity=identity.load(folder / "aggregator.pem"),
-            roster=members,
-            revoked=book.revoked_sites(members),
-        )
-        if found.identity.public.key != found.roster.aggregator_key:
-            raise JobError(
-                f"{pinned} pins another aggregator than "
-                f"{folder / 'aggregator.pem'}: pin this one with crossfed keys trust"
-            )
-        return found
-
-
-def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
-    """Refuse what a deployed run cannot do.
-
-    Args:
-        job: The job.
-        parties: Whom the aggregator believes.
-        resumed: Whether the run has begun, so that it may do without a site.
-
-    Raises:
-        JobError: The job asks for it; ``key`` says where.
-    """
-    _check_revoked(job, parties.revoked, resumed=resumed)
-    names = {site.name for site in job.sites}
-    known = {entry.site for entry in parties.roster.sites}
-    if not names <= known:
-        raise JobError(
-            f"{', '.join(sorted(names - known))} are not in the roster: enrol them",
-            key="sites",
-        )
-    if job.simulation.faults:
-        raise JobError("are for simulations alone", key="simulation.faults")
-
-
-def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -> None:
-    gone = [site.name for site in job.sites if site.name in revoked]
-    names = ", ".join(gone)
-    if gone and not resumed:
-        raise JobError(
-            f"revoked: {names}; invite again with crossfed aggregator invite "
-            f"{gone[0]}. A job without it is another cohort, which sites without "
-            "differential privacy refuse if they were summed with it before",
-            key="sites",
-        )
-    if len(job.sites) - len(gone) < _fewest(job):
-        # A site that comes back has new keys, and the run's roster pins the old ones.
-        raise JobError(
-            f"revoked: {names}; this run needs {_fewest(job)} of its {len(job.sites)} "
-            "sites to go on: start a new one after crossfed aggregator invite SITE",
-            key="sites",
-        )
-
-
-def _fewest(job: JobSpec) -> int:
-    """How many sites a run that has begun needs when its coordinator starts.
-
-    Under secure aggregation all: they make new keys together, and where noise is in
-    the sum they state together what they need.
-    """
-    secure = job.privacy.secure_aggregation.enabled
-    return len(job.sites) if secure else job.minimum_sites
 
 
 class DeployedRun:
@@ -276,7 +148,7 @@ class DeployedRun:
         job = self._job
         known = self._promised.keys() >= {site.name for site in job.sites}
         private = job.privacy.differential_privacy.enabled
-        return _fewest(job) < len(job.sites) and (known or not private)
+        return fewest(job) < len(job.sites) and (known or not private)
 
     def run(self, connect: Connect) -> RunResult:
         """Begin the run, or go on with it from its newest checkpoint.

@@ -231,7 +231,7 @@ class BookFile:
                 where="sites",
             )
             if not isinstance(book, EnrolmentBook) or book.version != VERSION:
-                raise ValueError("it is of another version")  # noqa: TRY301
+                raise ValueError("it has another version")  # noqa: TRY301
             book.revoked(0.0)
         except (ValueError, RecursionError) as error:
             raise BookDamaged(

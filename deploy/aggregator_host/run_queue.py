@@ -215,11 +215,13 @@ def find_ended(job: JobSpec, root: Path) -> RunFolder:
     if found.outcome is None:
         raise RunConflict(f"run {name} has not ended: crossfed watch {name} shows it")
     if found.outcome.code == 0:
-        raise RunConflict(f"run {name} is completed: leave --resume out to start anew")
+        raise RunConflict(f"run {name} is completed: omit --resume to start a new run")
     kept = job_file.document(job_file.loads(run.read_job()))
     changes = job_file.differences(kept, job_file.document(job))
     if changes:
-        raise CheckpointMismatch(f"run {name} was begun with another job: {changes[0]}")
+        raise CheckpointMismatch(
+            f"run {name} was started with another job: {changes[0]}"
+        )
     return run
 
 

@@ -17,8 +17,9 @@ from cloud_adapters.transport.frames import Frames
 from deploy import exit_codes
 from deploy.aggregator_host import config as aggregator_file
 from deploy.aggregator_host.config import AggregatorConfig
-from deploy.aggregator_host.deployed_run import Connect, DeployedRun, Parties
+from deploy.aggregator_host.deployed_run import Connect, DeployedRun
 from deploy.aggregator_host.enrolment_book import BookFile
+from deploy.aggregator_host.parties import Parties
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.aggregator_host.run_queue import STOP, Outcome, goes_on, leave_outcome
 from deploy.wiring import exchange

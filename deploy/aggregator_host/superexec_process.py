@@ -1,8 +1,8 @@
 """Flower's SuperExec with our launcher, as the aggregator's service starts it.
 
-``python -P -m deploy.aggregator_host.superexec_process FACTS``, where FACTS is JSON. It
-starts ``deploy.aggregator_host.coordinator_process`` for every run that has the bundle
-of this release: see ``cloud_adapters.superlink.launcher``.
+``python -P -m crossfed.child deploy.aggregator_host.superexec_process FACTS``, where
+FACTS is JSON. It starts ``deploy.aggregator_host.coordinator_process`` for every run
+that has the bundle of this release: see ``cloud_adapters.superlink.launcher``.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from deploy.aggregator_host import host_secrets
 
 # Without the working directory, but with PYTHONPATH: a job may name functions there.
-_PYTHON = [sys.executable, "-P", "-m"]
+_PYTHON = [sys.executable, "-P", "-m", "crossfed.child"]
 
 
 def command(

@@ -163,7 +163,7 @@ def _why_not_sites(job: JobSpec, confidence: float) -> str:
     )
     target = private.target_epsilon
     if target is not None and most < target:
-        return f"{text}; the job's {target:g} cannot be put to the test"
+        return f"{text}; the job's {target:g} cannot be tested"
     return (
         f"{text}; that exceeds the job's target, but only guesses with next to no "
         "mistake would, so no such audit is made"

@@ -16,6 +16,7 @@ from deploy.cli import (
     data_verb,
     enrolment_verbs,
     model_verbs,
+    new_verb,
     run_verbs,
     service_verbs,
     simulate_verb,
@@ -66,6 +67,7 @@ def _forget_output() -> None:
 
 def _check_job(options: argparse.Namespace) -> int:
     job = load_job(options)
+    from clients.training.first_batch import check_first_batches  # noqa: PLC0415
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
     from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
     from federation.job import job_file  # noqa: PLC0415
@@ -73,9 +75,10 @@ def _check_job(options: argparse.Namespace) -> int:
     from monitoring.terminal.data_table import data_table  # noqa: PLC0415
 
     runs_root(job)  # It refuses a storage.url that names no place.
-    with unable_to_exit():
+    with unable_to_exit(), wiring.torch_threads(job):
         federation = wiring.build_federation(job)
         found = job_check.forecast(federation, options.clock, options.speeds)
+        check_first_batches(federation)
     dealt = wiring.data_distributed(federation, at=options.clock.now())
     size = federation.pool.layout.size
     if options.json:
@@ -162,6 +165,7 @@ _MODULES = (
     data_verb,
     enrolment_verbs,
     model_verbs,
+    new_verb,
     run_verbs,
     service_verbs,
     simulate_verb,
@@ -171,7 +175,19 @@ _MODULES = (
 
 
 def _parser() -> Parser:
-    does = {"check-job": _check_job, "report": _report, "runs": _runs}
+    does = {
+        "check-job": _check_job,
+        "completion": _completion,
+        "report": _report,
+        "runs": _runs,
+    }
     for module in _MODULES:
         does |= module.VERBS
     return parser_of(does)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    import shtab  # noqa: PLC0415 -- keeps `--help` fast
+
+    say(shtab.complete(_parser(), options.shell))
+    return DONE

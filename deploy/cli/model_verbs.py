@@ -33,7 +33,7 @@ def _export(options: argparse.Namespace) -> int:
         with contextlib.closing(store):
             done = export(run, store, overwrite=options.overwrite)
     if not lock:
-        tell("the export is in clear: --encryption-key encrypts one")
+        tell("the export is not encrypted: use --encryption-key to encrypt it")
     if options.json:
         say_json({**asdict(done), "encrypted": bool(lock)})
     else:

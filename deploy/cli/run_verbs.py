@@ -30,7 +30,7 @@ PAUSE_SECONDS = 3.0  # A coordinator that ends leaves its outcome before.
 def _run(options: argparse.Namespace) -> int:
     job = load_job(options)
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
-    from deploy.aggregator_host.deployed_run import Parties, check  # noqa: PLC0415
+    from deploy.aggregator_host.parties import Parties, check  # noqa: PLC0415
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
     from federation.ids import new_run_id  # noqa: PLC0415
     from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415

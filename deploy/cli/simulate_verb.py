@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 from clients.user_code import unable_to_exit
 from deploy.cli.arguments import load_job
 from deploy.cli.run_progress import run_progress
-from deploy.cli.terminal import complain, interrupts, say, say_json, tell
+from deploy.cli.terminal import (
+    complain,
+    interrupts,
+    say,
+    say_json,
+    show_failure,
+    tell,
+)
 from deploy.exit_codes import DONE, OUT_OF_BUDGET, STOPPED
 from federation.errors import FederationError, StoreUnavailable
 
@@ -46,6 +53,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 listeners=[show],
                 stop_requested=stop,
                 clock=options.clock,
+                show_failure=show_failure(options),
             )
     except KeyboardInterrupt:
         _say_how_to_resume(options, folder, "stopped at once")

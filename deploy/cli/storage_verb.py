@@ -28,7 +28,7 @@ def _rewrap(options: argparse.Namespace) -> int:
         say_json(rewrap.facts(done))
         return DONE
     say(done.url)
-    say(f"{done.rewrapped:>8,}  wrapped anew")
+    say(f"{done.rewrapped:>8,}  rewrapped")
     say(f"{done.already:>8,}  had the key already")
     say(f"{done.changed:>8,}  changed meanwhile, and are as others wrote them")
     say(f"{done.in_clear:>8,}  are not encrypted")

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from clients.user_code import frames_of, last_frames, origin
 from deploy import exit_codes
 from deploy.exit_codes import FAILED
-from federation.errors import FederationError, JobError, SiteError
+from federation.errors import FederationError, JobError, QuorumNotMet, SiteError
 from federation.typed_json import encode
 
 # Width of tables that nobody looks at on a terminal.
@@ -85,6 +86,18 @@ def interrupts(do: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def show_failure(
+    options: argparse.Namespace,
+) -> Callable[[str, Exception], None]:
+    """Show the first failure of a site: the user's last frames, or all of them."""
+
+    def show(place: str, error: Exception) -> None:
+        whole = "".join(traceback.format_exception(error))
+        tell(f"{place}:\n{whole if options.verbose else last_frames(error)}")
+
+    return show
+
+
 def complain(error: Exception, options: argparse.Namespace) -> int:
     """Tell a person what ended a command, and return its exit code."""
     if options.verbose:
@@ -103,7 +116,9 @@ def complain(error: Exception, options: argparse.Namespace) -> int:
     is_named = any(str(file) in text for file in (job, speeds) if file)
     if isinstance(error, (JobError, SiteError)) and job and not is_named:
         text = f"{job}: {text}"
-    tell(text)
+    if not (options.verbose or isinstance(error, QuorumNotMet)):  # Shown at once.
+        text = "\n".join([text, *traceback.format_list(frames_of(origin(error)))])
+    tell(text.rstrip())
     return exit_codes.of_error(error)
 
 

@@ -1,16 +1,24 @@
 """The parser of the command line, made of the table in ``verbs.toml``."""
 
 import argparse
+import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Table = Mapping[str, Any]
 
 _TABLE = Path(__file__).with_name("verbs.toml")
 _MOST_MINUTES = 7 * 24 * 60
 _MINUTES_DIGITS = 5
+_MANY = 10  # Choices that a message does not list.
+
+
+_EXIT_CODES = """\
+exit codes: 0 done, 1 failed, 2 wrong job or arguments, 3 privacy budget spent,
+4 inconclusive audit, 130 stopped on request"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,7 +26,38 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         """See argparse."""
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest what may have been meant, which argparse does from Python 3.14 on."""
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = get_close_matches(str(value), known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            listed = f" (choices: {', '.join(known)})" if len(known) < _MANY else ""
+            text = f"there is no {value!r}{meant}{listed}"
+            raise argparse.ArgumentError(action, text)
+
+
+class _ShowVersion(argparse.Action):
+    """Print the version, which takes a moment to look up."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        """See argparse."""
+        from importlib import metadata  # noqa: PLC0415 -- keeps `--help` fast
+
+        sys.stdout.write(f"crossfed {metadata.version('crossfed')}\n")
+        parser.exit()
+
+
+class _WithOverview(argparse.RawDescriptionHelpFormatter):
+    """Lists no verbs: the overview does, by groups."""
+
+    def _iter_indented_subactions(
+        self, _: argparse.Action
+    ) -> Generator[argparse.Action, None, None]:
+        yield from ()
 
 
 def parser_of(does: Mapping[str, Callable[[argparse.Namespace], int]]) -> Parser:
@@ -31,11 +70,20 @@ def parser_of(does: Mapping[str, Callable[[argparse.Namespace], int]]) -> Parser
     top = Parser(
         prog="crossfed",
         description="Train one model across clouds without moving data.",
+        epilog="\n".join(_overview(table)),
+        formatter_class=_WithOverview,
+    )
+    top.add_argument(
+        "--version", action=_ShowVersion, nargs=0, help="show the version and exit"
     )
     inside = {"": top.add_subparsers(required=True, metavar="VERB")}
     for name, about in table["verbs"].items():
         outer, _, word = name.rpartition(" ")
-        verb = inside[outer].add_parser(word, help=about.pop("help"))
+        text = about.pop("help")
+        epilog = "\n".join(_epilog(about.pop("examples", ())))
+        verb = inside[outer].add_parser(
+            word, help=text, description=text, epilog=epilog
+        )
         metavar = about.pop("metavar", None)
         if metavar is not None:
             inside[name] = verb.add_subparsers(required=True, metavar=metavar)
@@ -43,6 +91,24 @@ def parser_of(does: Mapping[str, Callable[[argparse.Namespace], int]]) -> Parser
         _add(verb, about, table["shared"])
         verb.set_defaults(verb=does[name])
     return top
+
+
+def _overview(table: Table) -> Iterator[str]:
+    """Verbs by what people do with them."""
+    for group, names in table["groups"].items():
+        yield f"{group}:"
+        for name in names:
+            yield f"  {name:<13}{table['verbs'][name]['help']}"
+        yield ""
+    yield "crossfed VERB --help shows the arguments of a verb, with examples."
+
+
+def _epilog(examples: Iterable[str]) -> Iterator[str]:
+    if examples:
+        yield "examples:"
+        yield from (f"  crossfed {example}" for example in examples)
+        yield ""
+    yield _EXIT_CODES
 
 
 def _add(verb: argparse.ArgumentParser, arguments: Table, shared: Table) -> None:

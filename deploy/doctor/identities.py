@@ -266,7 +266,7 @@ def _aws_principal(session: Any) -> tuple[str, str]:
     except ClientError as error:
         return "", f"AWS STS does not accept it ({_name_of(error)})"
     except BotoCoreError as error:
-        return "", f"AWS STS, which knows its name, is out of reach ({_name_of(error)})"
+        return "", f"AWS STS, which knows its name, is unreachable ({_name_of(error)})"
 
 
 def _name_of(error: Exception) -> str:
@@ -312,7 +312,7 @@ def _ask_google(*, is_own: bool) -> CloudIdentity:
         try:
             credentials.refresh(request)  # type: ignore[no-untyped-call]
         except TransportError:
-            doubt = "Google, which gives its tokens, is out of reach"
+            doubt = "Google, which issues its tokens, is unreachable"
         except (GoogleAuthError, OSError, ValueError) as error:
             doubt = f"Google gives no token for it ({type(error).__name__})"
     return CloudIdentity(

@@ -12,7 +12,7 @@ from deploy.wiring.exchange import ExchangeSpec
 from federation.addresses import parse_address
 from federation.errors import JobError
 from federation.ids import check_name
-from federation.job import job_file
+from federation.job import code_files, job_file
 from federation.job.job_keys import key
 from privacy.secagg.agreement.contract import WEIGHT_RULES
 from privacy.secagg.arithmetic.ring import RING_BITS
@@ -36,9 +36,10 @@ class LocalDataSpec:
     """The site's own data.
 
     Attributes:
-        source: `module:function` that returns `(train, held_out)`, or the URL of
-            shards. Empty for the part of the job's own dataset that a simulation deals
-            to this site, to rehearse with public data.
+        source: `module:function` or `./file.py:function`, relative to this file, that
+            returns `(train, held_out)`; or the URL of shards. Empty for the part of the
+            job's own dataset that a simulation deals to this site, to rehearse with
+            public data.
         options: Keyword arguments of the function, or options of the URL.
         preprocessing: What the source takes from the data to prepare records, where it
             does not declare that itself: `none`, each record is prepared by itself;
@@ -152,6 +153,7 @@ def load(path: Path) -> SiteConfig:
             message names file and key.
     """
     file = job_file.load_table(path, SiteFile, _check, {"floor": "policy"})
+    code_files.look_in(path.parent)
     folder = path.parent / file.folder
     return SiteConfig(
         file=file,

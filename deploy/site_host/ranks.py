@@ -41,6 +41,7 @@ _PLAIN = (
     "PATH", "HOME", "LANG", "LC_*", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONWARNINGS",
     "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "CROSSFED_CACHE_*", "CUDA_*", "NVIDIA_*",
     "NCCL_*", "OMP_*", "MKL_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CC", "CXX",
+    "CROSSFED_CODE",
 )  # fmt: skip
 # What the clients of object stores and key services look for.
 _CLOUD = (

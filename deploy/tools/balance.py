@@ -118,7 +118,7 @@ def measured_speeds(view: RunView, job: JobSpec) -> dict[str, float]:
         SiteError: A site has not finished a round, or the run hides what each took.
     """
     if view.data is None:
-        raise SiteError("the run ended before its data was dealt out: name another run")
+        raise SiteError("the run ended before its data was split: name another run")
     examples = {share.site: share.train_examples for share in view.data.shares}
     found: dict[str, list[float]] = {site: [] for site in examples}
     for row in view.rounds:

@@ -169,8 +169,8 @@ def _write(
             return 0
         if not overwrite:
             raise ObjectExists(
-                f"{key!r} in {store.url} is of another export: choose another place, "
-                "or replace it with --overwrite"
+                f"{key!r} in {store.url} belongs to another export: choose another "
+                "place, or replace it with --overwrite"
             ) from error
     return store.put(key, pieces).size
 

@@ -180,7 +180,7 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
         except ValueError:
             row = None
         if not isinstance(row, dict) or row.keys() != _COLUMNS:
-            raise CorruptObject(f"{index}: line {number} is not one of a transcript's")
+            raise CorruptObject(f"{index}: line {number} is not a line of a transcript")
         yield row
 
 

@@ -148,6 +148,7 @@ def site_handler(folder: str | None, site: SiteId, job_text: str) -> SiteHandler
         store=store,
         clock=clock,
         meter=THREAD,
+        report=lambda _task, _error: None,  # Another process: its answer says it all.
     )
     if not job.simulation.faults:
         return handler

@@ -1,5 +1,6 @@
 """Run a whole federation here: the function behind ``crossfed simulate``."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
 from clients.privacy.site_plans import LedgerContext, PrivateSites
 from clients.training.local_federation import Federation
+from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
 from deploy.wiring import parts as wiring, run_store, virtual_engine
 from deploy.wiring.rehearsal import (
@@ -25,10 +27,11 @@ from deploy.wiring.run import InProcess, Run, SiteSource
 from deploy.wiring.run_record import RunRecord
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock, VirtualClock
-from federation.errors import CorruptObject, RunConflict, RunNotFound
+from federation.errors import CorruptObject, QuorumNotMet, RunConflict, RunNotFound
 from federation.events import Emit, Event, Warned
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import job_file
+from federation.job.code_files import unpinned
 from federation.job.spec import JobSpec
 from federation.messages import join_anchors
 from federation.protocols import (
@@ -41,6 +44,8 @@ from federation.resources import CLOCK, THREAD
 from monitoring.runs.find import runs_root
 from monitoring.runs.run_folder import RunFolder
 from monitoring.runs.run_result import RunResult, result_of
+
+_LOG = logging.getLogger(__name__)
 
 ENGINES = ("inproc", "flower", "virtual")
 
@@ -55,6 +60,7 @@ def simulate(
     stop_requested: Callable[[], bool] = lambda: False,
     transcript: Path | None = None,
     clock: Clock | None = None,
+    show_failure: Callable[[str, Exception], None] | None = None,
 ) -> RunResult:
     """Run a federation with every site on this machine.
 
@@ -75,6 +81,8 @@ def simulate(
         transcript: A new folder for every message as the aggregator saw it.
         clock: The process's; by default a system clock is made for this run. Virtual
             time has its own.
+        show_failure: Shows where the first failure of a site was, and its error, as
+            soon as it happens; by default the log has the user's last frames.
 
     Returns:
         The result; it is also in ``folder`` as ``result.json``.
@@ -117,13 +125,14 @@ def simulate(
             clock=clock,
             meters=meters,
             listeners=listeners,
+            show_failure=show_failure or _log_failure,
         )
         if run is not None:
             stack.enter_context(run.locked())
             # Again: another process may have come and gone.
             _check_folder(run, resume=resume)
             if run.run_id() not in {None, simulation.run_id}:
-                raise RunConflict(f"{run.path} was begun by another process just now")
+                raise RunConflict(f"{run.path} was just started by another process")
         return simulation.run()
 
 
@@ -162,6 +171,10 @@ def _check_folder(run: RunFolder | None, *, resume: bool) -> None:
         )
 
 
+def _log_failure(place: str, error: Exception) -> None:
+    _LOG.error("%s:\n%s", place, last_frames(error))
+
+
 def _done_before(job: JobSpec, run: RunFolder | None) -> RunResult | None:
     """The result of a run of which nothing is left to do; None if something is."""
     view = None if run is None else run.completed(job)
@@ -181,7 +194,7 @@ def keeping(job: JobSpec, run: RunFolder | None, name: SiteId) -> LedgerContext:
     return LedgerContext(
         memory=InMemory() if run is None else FileMemory(run.memory / name),
         budget=LifetimeBudget(
-            dataset="records" if data is None else data.source,
+            dataset="records" if data is None else unpinned(data.source),
             epsilon=job.simulation.total_epsilon,
             key="simulation.total_epsilon",
         ),
@@ -211,7 +224,9 @@ class _Simulation:
         clock: Clock,
         meters: StoreMeters,
         listeners: Sequence[Emit],
+        show_failure: Callable[[str, Exception], None],
     ) -> None:
+        self._first = FirstFailure(show_failure)
         self._job = federation.job
         self._transcript = transcript
         self._run = run
@@ -260,7 +275,16 @@ class _Simulation:
         with ExitStack() as stack:
             if self._private is not None:
                 stack.enter_context(self._private)
-            return self._record.keep(self._drive)
+            try:
+                return self._record.keep(self._drive)
+            except QuorumNotMet as error:
+                # Beside events and files: those may not hold what user code said.
+                first = self._first.error
+                if first is None:
+                    raise
+                said = sentence(origin(first))
+                more = "" if said in str(error) else f"; the first failure: {said}"
+                raise QuorumNotMet(f"{error}{more}") from first
 
     def _facts(self) -> Iterator[Event]:
         yield wiring.data_distributed(self._federation, at=self._clock.now())
@@ -334,7 +358,8 @@ class _Simulation:
             clock=self._clock_of(name),
             meter=self._meter,
             seal=seal,
-            tells_all=seal is None,
+            tells_all=seal is None and self._private is None,
+            report=self._first,
         )
 
     def _clock_of(self, name: SiteId) -> Clock:

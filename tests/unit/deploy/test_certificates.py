@@ -175,7 +175,8 @@ def test_authority_reads_back(
     authority.save(tmp_path)
     assert stat.S_IMODE((tmp_path / "ca.key").stat().st_mode) == 0o600
     assert Authority.load(tmp_path, clock=clock).fingerprint == authority.fingerprint
-    assert x509.load_pem_x509_crl((tmp_path / "ca.crl").read_bytes()).is_signature_valid
+    listed = x509.load_pem_x509_crl((tmp_path / "ca.crl").read_bytes())
+    assert listed.is_signature_valid(authority.certificate.public_key())
     with pytest.raises(KeyFileRefused, match="never overwritten"):
         authority.save(tmp_path)
 

@@ -11,7 +11,8 @@ from support.enrolments import Federation
 from support.small_jobs import small_job
 
 from deploy.aggregator_host import run_queue
-from deploy.aggregator_host.deployed_run import DeployedRun, Parties, check
+from deploy.aggregator_host.deployed_run import DeployedRun
+from deploy.aggregator_host.parties import Parties, check
 from deploy.aggregator_host.roll_call import SignedRollCall
 from deploy.cli import commands as cli
 from federation.clock import SystemClock

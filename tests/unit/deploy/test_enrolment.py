@@ -483,12 +483,14 @@ def test_last_site_is_revoked(federation: Federation):
     federation.site("site-b")
 
 
-def test_revoked_keys_never_come_back(federation: Federation):
-    """A new invitation for the same name needs new keys."""
+@pytest.mark.parametrize("renewed", [(), ("identity.pem",), ("node.pem",)])
+def test_revoked_keys_never_come_back(renewed: tuple[str, ...], federation: Federation):
+    """A new invitation for the same name needs new keys, each of them."""
     site = federation.site("site-a")
     federation.revoke("site-a")
     token = federation.invite("site-a")
-    (site.folder / "site.pem").unlink()
+    for name in ("site.pem", *renewed):
+        (site.folder / name).unlink()
     with pytest.raises(EnrolmentRefused, match="new keys"):
         federation.enroll(token)
     federation.enroll(token, "fresh")

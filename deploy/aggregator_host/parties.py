@@ -1,0 +1,138 @@
+"""Who takes part in runs, and which jobs they can run.
+
+Nothing here imports torch: ``crossfed run`` hands a job over and trains nothing.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deploy.aggregator_host.enrolment_book import BookFile
+from federation.durable_files import replace_file
+from federation.errors import JobError
+from federation.ids import SiteId
+from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
+from privacy.membership import roster_file
+from privacy.secagg.agreement import identity, roster
+from privacy.secagg.agreement.identity import Identity
+from privacy.secagg.agreement.roster import Roster
+from privacy.secagg.errors import RosterRefused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parties:
+    """Who runs the aggregator, and whom it believes.
+
+    Attributes:
+        identity: The aggregator's own key.
+        roster: Pins the sites' keys and its own.
+        revoked: Sites whose key is not believed any more, whatever the roster says.
+    """
+
+    identity: Identity
+    roster: Roster
+    revoked: frozenset[SiteId] = frozenset()
+
+    @classmethod
+    def of_run(cls, folder: Path, run: RunFolder) -> "Parties":
+        """Read a folder's key, and the roster that a run has begun with.
+
+        A site that enrols meanwhile changes the folder's roster; the sites of the run
+        hold the one before, and a contract is between holders of the same.
+
+        Raises:
+            FederationError: See ``load``; or the run's folder cannot be written.
+        """
+        found = cls.load(folder)
+        kept = run.path / "roster.toml"
+        if run.run_id() is None or not kept.exists():
+            replace_file(kept, [roster.dumps(found.roster).encode()])
+        members = roster.load(kept)
+        book = BookFile(folder=folder).read()
+        return replace(found, roster=members, revoked=book.revoked_sites(members))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Parties":
+        """Read ``aggregator.pem``, ``roster.toml`` and ``sites.json`` of a folder.
+
+        Raises:
+            KeyFileRefused: The key is missing or open to others.
+            BookDamaged: The record of sites cannot be read.
+            JobError: The roster has no sites yet, is malformed or cannot be read, or
+                pins another aggregator.
+        """
+        pinned = folder / "roster.toml"
+        try:
+            serial, digest = roster_file.describe(pinned)
+            if serial and not digest:
+                raise JobError(
+                    "no site is enrolled yet: invite one with crossfed aggregator "
+                    f"invite SITE --config {folder / 'aggregator.toml'}"
+                )
+            members = roster.load(pinned)
+        except RosterRefused as error:
+            raise JobError(f"{pinned}: {error}; restore it from its copy") from error
+        book = BookFile(folder=folder).read()
+        found = cls(
+            identity=identity.load(folder / "aggregator.pem"),
+            roster=members,
+            revoked=book.revoked_sites(members),
+        )
+        if found.identity.public.key != found.roster.aggregator_key:
+            raise JobError(
+                f"{pinned} pins another aggregator than "
+                f"{folder / 'aggregator.pem'}: pin this one with crossfed keys trust"
+            )
+        return found
+
+
+def check(job: JobSpec, parties: Parties, *, resumed: bool = False) -> None:
+    """Refuse what a deployed run cannot do.
+
+    Args:
+        job: The job.
+        parties: Whom the aggregator believes.
+        resumed: Whether the run has begun, so that it may do without a site.
+
+    Raises:
+        JobError: The job asks for it; ``key`` says where.
+    """
+    _check_revoked(job, parties.revoked, resumed=resumed)
+    names = {site.name for site in job.sites}
+    known = {entry.site for entry in parties.roster.sites}
+    if not names <= known:
+        raise JobError(
+            f"{', '.join(sorted(names - known))} are not in the roster: enrol them",
+            key="sites",
+        )
+    if job.simulation.faults:
+        raise JobError("are for simulations alone", key="simulation.faults")
+
+
+def _check_revoked(job: JobSpec, revoked: frozenset[SiteId], *, resumed: bool) -> None:
+    gone = [site.name for site in job.sites if site.name in revoked]
+    names = ", ".join(gone)
+    if gone and not resumed:
+        raise JobError(
+            f"revoked: {names}; invite again with crossfed aggregator invite "
+            f"{gone[0]}. A job without it is another cohort, which sites without "
+            "differential privacy refuse if they were summed with it before",
+            key="sites",
+        )
+    if len(job.sites) - len(gone) < fewest(job):
+        # A site that comes back has new keys, and the run's roster pins the old ones.
+        raise JobError(
+            f"revoked: {names}; this run needs {fewest(job)} of its {len(job.sites)} "
+            "sites to go on: start a new one after crossfed aggregator invite SITE",
+            key="sites",
+        )
+
+
+def fewest(job: JobSpec) -> int:
+    """How many sites a run that has begun needs when its coordinator starts.
+
+    Under secure aggregation all: they make new keys together, and where noise is in
+    the sum they state together what they need.
+    """
+    secure = job.privacy.secure_aggregation.enabled
+    return len(job.sites) if secure else job.minimum_sites

@@ -1,0 +1,100 @@
+"""What the command line says of itself, and how a new project begins."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+import crossfed
+from deploy.cli import main
+from deploy.cli.commands import _parser
+from deploy.cli.verb_table import _TABLE, tomllib
+
+TABLE = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+
+
+def ended(*arguments: str) -> int:
+    """Exit code of a command that argparse ends."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return int(end.value.code or 0)
+
+
+def test_overview_names_every_verb_once():
+    grouped = [name for names in TABLE["groups"].values() for name in names]
+    assert sorted(grouped) == sorted(name for name in TABLE["verbs"] if " " not in name)
+
+
+def test_every_example_is_a_command():
+    """It can be parsed, so nobody copies one that has gone out of date."""
+    parser = _parser()
+    examples = [
+        e for about in TABLE["verbs"].values() for e in about.get("examples", ())
+    ]
+    assert len(examples) > 5
+    for example in examples:
+        parser.parse_args(example.partition(" >")[0].split())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert ended("--version") == 0
+    assert capsys.readouterr().out == f"crossfed {crossfed.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["simulte"], "did you mean 'simulate'?"),
+        (["agregator", "up"], "did you mean 'aggregator'?"),
+        (["aggregator", "invit"], "did you mean 'invite'? (choices: init, up,"),
+        (["simulate", "job.toml", "--engine", "flwer"], "did you mean 'flower'?"),
+    ],
+)
+def test_suggests_what_was_meant(
+    typed: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+):
+    assert ended(*typed) == 2
+    assert meant in capsys.readouterr().err
+
+
+def test_says_nothing_that_is_far_from_any_verb(capsys: pytest.CaptureFixture[str]):
+    assert ended("xyzzy") == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_verbs_and_options(
+    shell: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "check-job" in script
+    assert "engine" in script
+
+
+def test_new_project_trains_and_passes_its_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "my-federation"
+    assert main(["new", str(folder), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert sorted(made["files"]) == sorted(file.name for file in folder.iterdir())
+    assert crossfed.load_job(folder / "job.toml").name == "my-federation"
+    monkeypatch.chdir(tmp_path)  # The job names its code by file: any folder will do.
+    runpy.run_path(str(folder / "test_work.py"))["test_the_federation_learns"]()
+
+
+@pytest.mark.parametrize("name", ["No Name", "a" * 65, "full", "full/thesis.txt/x"])
+def test_new_project_that_cannot_be(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A name that no job may have, or a folder with somebody's work."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["new", str(tmp_path / name)]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+    err = capsys.readouterr().err
+    assert "name" in err
+    assert "expects" not in err

@@ -1,0 +1,56 @@
+"""The table of faults that tests must find is up to date."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import mutants  # noqa: E402
+from mutants import Mutant  # noqa: E402
+
+ALL = mutants.load()
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
+def test_fault_can_be_put_in(mutant: Mutant):
+    """Its place is there once, the file stays Python, and its tests exist."""
+    compile(mutant.applied(ROOT), mutant.file, "exec")
+    files = [test for test in mutant.tests if test.startswith("tests/")]
+    assert files
+    for test in files:
+        assert (ROOT / test.partition("::")[0]).exists()
+
+
+def test_names_are_different():
+    assert len({mutant.name for mutant in ALL}) == len(ALL)
+
+
+def test_fault_without_a_place_is_refused():
+    lost = Mutant(name="x", file="README.md", old="nowhere", new="", tests=("tests",))
+    with pytest.raises(ValueError, match="0 times 'nowhere'"):
+        lost.applied(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("from sut import f\ndef test(): assert f() == 1", "killed"),
+        ("def test(): pass", "SURVIVED"),
+        ("import sut.nothing", "BROKEN"),
+    ],
+)
+def test_verdicts(body: str, expected: str, tmp_path: Path):
+    """A mutant is run in the copy, and the copy is sound again afterwards."""
+    (tmp_path / "sut.py").write_text("def f(): return 1\n")
+    (tmp_path / "test_sut.py").write_text(body)
+    row = Mutant(
+        name="two",
+        file="sut.py",
+        old="return 1",
+        new="return 2",
+        tests=("test_sut.py", "-p", "no:cacheprovider"),
+    )
+    assert mutants.run(row, tmp_path)[0] == expected
+    assert (tmp_path / "sut.py").read_text() == "def f(): return 1\n"
