@@ -90,7 +90,7 @@ STATUSES: Mapping[str, Meaning] = {
         "application-default login), or check the machine's service account",
     ),
     "UNAVAILABLE": Meaning(
-        StoreUnavailable, "the service is not to be had now", is_temporary=True
+        StoreUnavailable, "the service is unavailable", is_temporary=True
     ),
 }
 _DAMAGED = Meaning(

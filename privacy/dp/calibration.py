@@ -80,8 +80,8 @@ def _check_beside(
     taken = accountant.epsilon(beside, delta)
     if taken >= goal:
         raise PrivacyUnreachable(
-            f"{target:g} at delta {delta:g} is out of reach: noised statistics of the "
-            f"same records take {taken:.3g} of it; give them more noise "
+            f"{target:g} at delta {delta:g} cannot be reached: noised statistics of "
+            f"the same records take {taken:.3g} of it; give them more noise "
             f"({_STATISTICS_NOISE})",
             key=_KEY,
         )
@@ -179,7 +179,7 @@ def _advice(target: float, spent: _SpentEpsilon) -> str:
             f"{times:g} times as many records, or a batch {times:g} times smaller"
         )
     return (
-        f"{target:g} at delta {spent.delta:g} is out of reach: {spent.steps} steps "
+        f"{target:g} at delta {spent.delta:g} cannot be reached: {spent.steps} steps "
         f"that draw each record with probability {spent.sampling_rate:.3g} need noise "
         f"of more than {top:g} clip norms a step; what would reach it: "
         + "; or ".join(ways)

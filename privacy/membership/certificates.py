@@ -198,7 +198,7 @@ class Authority:
         try:
             found = x509.load_pem_x509_crl(pem)
             if not found.is_signature_valid(self.key.public_key()):
-                raise KeyFileRefused("the list is of another authority")
+                raise KeyFileRefused("the list belongs to another authority")
             number = found.extensions.get_extension_for_class(x509.CRLNumber)
             revoked = {
                 row.serial_number: row.revocation_date_utc.timestamp() for row in found
@@ -216,7 +216,9 @@ class Authority:
         try:
             certificate.verify_directly_issued_by(self.certificate)
         except (*MALFORMED, InvalidSignature):
-            raise KeyFileRefused("the certificate is of another authority") from None
+            raise KeyFileRefused(
+                "the certificate belongs to another authority"
+            ) from None
         now = dt.datetime.fromtimestamp(self.clock.now(), dt.UTC)
         if (
             not certificate.not_valid_before_utc

@@ -6,7 +6,6 @@ these very draws.
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,12 +180,11 @@ def test_language_models_are_audited(unit: str, request: pytest.FixtureRequest):
     assert site.promise.is_private == (unit == "record")
 
 
-def test_benchmark_of_audits_runs():
+def test_benchmark_of_audits_runs(server: ForkServer):
     """In its short form: two rounds, one seed, and a line for each noise."""
     script = Path(__file__).parents[2] / "benchmarks" / "audit.py"
-    done = subprocess.run(
-        [sys.executable, script, "--smoke"], capture_output=True, text=True, check=True
-    )
+    done = server.run("--smoke", folder=script.parents[1], script=script)
+    assert done.code == 0, done.stderr
     machine, *rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert machine["benchmark"] == "audit"
     assert [row["noise"] for row in rows] == [1.0, 0.5]

@@ -250,4 +250,4 @@ def test_export_and_checkpoints_at_an_endpoint(
     assert cli.main(command) == exit_codes.DONE
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{target}\n")
-    assert "in clear" in printed.err
+    assert "not encrypted" in printed.err

@@ -91,7 +91,7 @@ def test_events_show_the_groups_and_which_one_stands_out():
     assert (round_1.norms[at], round_1.distances[at]) == (None, None)
     assert "missing: site-0" in round_1.remarks[at]
     page = render(fold(silent.seen), "", {})
-    assert "Distance from the combined one" in page
+    assert "Distance from the combined update" in page
 
 
 def test_groups_are_a_cohort_at_each_site():

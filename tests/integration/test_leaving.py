@@ -112,6 +112,8 @@ def test_site_that_leaves_is_asked_where_its_answer_is_needed():
     lost = [e.round_index for e in only(seen, RoundFinished) if e.status == "lost"]
     assert lost == [2, 3]
     assert [e.round_index for e in only(seen, SiteFailed)] == [2, 3]
+    # That it is asked in round 3 and leaves again is no news; that it is back is.
+    assert left_out(seen) == [(2, (LEAVES,), ("gone",)), (4, (), ())]
 
 
 def test_quorum_is_no_smaller_for_those_who_leave():

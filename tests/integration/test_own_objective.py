@@ -8,44 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support import users_module
+from support.small_jobs import BOUNDS, regression_job
 
 from deploy.wiring.simulation import simulate
 from federation import events
 from federation.errors import JobError, QuorumNotMet
-from federation.job import job_file
 from federation.job.spec import JobSpec
 from monitoring.runs.run_result import RunResult
 
 pytestmark = pytest.mark.slow
 
-BOUNDS = {"loss": [0.0, 4.0], "absolute_error": [0.0, 2.0]}
 SECURE = {"enabled": True, "clip_norm": 5.0, "max_examples": 100}
-
-
-def regression_job(
-    objective: str = "squared_error",
-    *,
-    metrics: dict[str, list[float]] = BOUNDS,
-    num_sites: int = 3,
-    **tables: Any,
-) -> JobSpec:
-    """A linear regression on records of two parts."""
-    document: dict[str, Any] = {
-        "name": "regression",
-        "rounds": 4,
-        "seed": 3,
-        "model": {"factory": "support.users_module:regression"},
-        "data": {"source": "support.users_module:two_parts"},
-        "training": {
-            "task": f"support.users_module:{objective}",
-            "metrics": metrics,
-            "local_steps": 3,
-            "batch_size": 8,
-            "optimizer": {"lr": 0.1},
-        },
-        "sites": [{"name": f"site-{i}"} for i in range(num_sites)],
-    }
-    return job_file.parse(document | tables)
 
 
 def by_hand(result: RunResult, low: float = 0.0, high: float = 2.0) -> float:

@@ -7,10 +7,13 @@ from pathlib import Path
 from support.source_code import nodes
 
 ROOT = Path(__file__).parents[2]
-ROOMS = "aggregator clients cloud_adapters deploy federation monitoring privacy"
+ROOMS = (
+    "aggregator clients cloud_adapters crossfed deploy federation monitoring privacy"
+)
 
 # Where a process begins, or a caller of the library may bring none.
 DOORS = {
+    "crossfed/running.py": 1,
     "deploy/cli/commands.py": 1,
     "deploy/aggregator_host/server_app.py": 1,
     "deploy/wiring/flower_engine.py": 1,

@@ -4,6 +4,7 @@ A code block after the comment ``<!-- file: NAME -->`` is a file of the reader's
 files of a page lie in one folder. After ``<!-- run -->`` it is Python that runs.
 """
 
+import importlib
 import re
 import sys
 import tomllib
@@ -20,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(
-    r"(?:<!-- (.+?) -->\n)?```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE
+    r"(?:<!-- ([^\n]+?) -->\n)?```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE
 )
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -103,6 +104,7 @@ def test_files_of_a_page_make_federations(
                 path.write_text(content)
                 # Another page may have brought a module of the same name.
                 monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    importlib.invalidate_caches()  # The folder was looked at before.
     for path in sorted(tmp_path.glob("*.toml")):
         federation = wiring.build_federation(job_file.load(path))
         assert len(federation.site_data) == len(federation.job.sites)

@@ -11,7 +11,15 @@ import pytest
 from support.source_code import nodes
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("aggregator", "clients", "cloud_adapters", "deploy", "monitoring", "privacy")
+ROOMS = (
+    "aggregator",
+    "clients",
+    "cloud_adapters",
+    "crossfed",
+    "deploy",
+    "monitoring",
+    "privacy",
+)
 PUBLIC = {"flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation"}
 PRIVATE = "cloud_adapters/flower/private/"
 

@@ -18,6 +18,7 @@ PACKAGES = (
     "aggregator",
     "monitoring",
     "deploy",
+    "crossfed",
 )
 MOST_MODULES = 22
 STARTS_THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadingHTTPServer"}

@@ -159,7 +159,7 @@ def _is_torn(content: bytes) -> bool:
 def _decode(content: bytes, info: ObjectInfo) -> ObjectInfo:
     record = json.loads(content)
     if (record["key"], record["size"]) != (info.key, info.size):
-        raise ValueError("the record is of another object")
+        raise ValueError("the record belongs to another object")
     crc32c, sha256 = record["crc32c"], record["sha256"]
     if not (_CRC32C.fullmatch(crc32c) and _SHA256.fullmatch(sha256)):
         raise ValueError("a checksum is malformed")

@@ -149,7 +149,7 @@ def _proposal_faults(q: Contract, policy: LocalPolicy) -> _Faults:
     if q.job_digest != policy.job_digest:
         yield _Fault(
             "job_digest",
-            f"it is of another job ({q.job_digest.hex()[:16]}...) than the one "
+            f"it belongs to another job ({q.job_digest.hex()[:16]}...) than the one "
             f"proposed to this site ({policy.job_digest.hex()[:16]}...): the "
             "aggregator has told sites to compute different things, or has changed "
             "the job since it proposed it",

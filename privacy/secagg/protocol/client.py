@@ -308,7 +308,7 @@ class SiteSession:
             InconsistentSurvivors: The list has strangers, lacks this site, or shows
                 another head of it.
             TooFewSites: It is shorter than max(t, n_min).
-            WrongContext: A head is of another round or model.
+            WrongContext: A head belongs to another round or model.
             BadSignature: A head is not signed by its site.
             MalformedMessage: The bytes are not a list.
             OutOfOrder: A list was signed before in this round, or none is due.
@@ -345,7 +345,7 @@ class SiteSession:
             InconsistentSurvivors: A consent is about another list, or the inbox is
                 not that of the survivors.
             BadShare: What the aggregator shows is not what a survivor signed.
-            WrongContext: A consent is of another round or model.
+            WrongContext: A consent belongs to another round or model.
             BadSignature: A consent is not signed by its site.
             MalformedMessage: The bytes are not a reveal.
             OutOfOrder: No reveal is due.
@@ -482,7 +482,7 @@ class SiteSession:
             verify(consent, member)
             if consent.context != current.context:
                 raise WrongContext(
-                    f"the consent of {member.site!r} is of another round or model"
+                    f"the consent of {member.site!r} belongs to another round or model"
                 )
             if consent.survivors != current.survivors:
                 raise InconsistentSurvivors(

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from federation.job.metrics import CORRECT, MAX_MEAN_LOSS, most_of_a_record
+from federation.job.metrics import (
+    CORRECT,
+    MAX_MEAN_LOSS,
+    MAX_PREDICTIONS,
+    most_of_a_record,
+)
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums, RoundTask
 from federation.vectors import IntegerVector, Words
@@ -34,8 +39,6 @@ from privacy.secagg.protocol.key_schedule import Stream
 MAX_CONFIRMS_BYTES = 16 << 20
 _TAG = b"xsa-v2/train"
 _LARGEST_COUNT = 1 << 56
-# On held-out data of one site, if the job does not say how many examples it may have.
-MAX_PREDICTIONS = 10**12
 _LARGEST_NOISE = 1 << 16
 _LARGEST_METRIC = 1 << 24  # of an objective of a user's, summed over a site's records
 _MICRO = 1e6

@@ -114,6 +114,14 @@ def test_sampled_and_whole_releases_compose():
     assert max(alone) < both < sum(basic)
 
 
+def test_events_that_differ_in_slack_alone_add_up():
+    """They are steps of one mechanism; none of them may be forgotten."""
+    mixed = [event(0.1, 1.0, 30), event(0.1, 1.0, 40, slack=1e-20)]
+    assert accountant.epsilon(mixed, 1e-5) == pytest.approx(
+        accountant.epsilon([event(0.1, 1.0, 70)], 1e-5), rel=1e-6
+    )
+
+
 def test_slack_is_taken_from_delta():
     """Delta less the slack of every step; nothing is left in the end."""
     with_slack = accountant.epsilon([event(1.0, 1.0, 4, slack=1e-6)], 1e-5)

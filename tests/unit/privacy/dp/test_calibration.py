@@ -42,7 +42,7 @@ def test_large_targets_get_the_least_noise():
 def test_advice_reaches_the_target():
     """Each way that the message names, by itself."""
     target, delta, rate, steps = 0.1, 1e-5, 0.5, 1000
-    with pytest.raises(PrivacyUnreachable, match="out of reach") as caught:
+    with pytest.raises(PrivacyUnreachable, match="cannot be reached") as caught:
         calibration.noise_multiplier(target, delta, rate, steps)
     text = str(caught.value)
     assert isinstance(caught.value, JobError)

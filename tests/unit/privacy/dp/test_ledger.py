@@ -1,6 +1,7 @@
 """A ledger shows what was spent, or says that it cannot."""
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -59,6 +60,24 @@ def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ledger]:
         kept = FileLedger(tmp_path, TERMS, clock=clock)
     yield kept
     kept.close()
+
+
+def test_charge_is_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The line first, then the head, which must not name a line that may be lost."""
+    ledger = opened(tmp_path / "one")
+    flushed, fsync = [], os.fsync
+
+    def watched(handle: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    ledger.charge(EVENT, round_index=0)
+    ledger.close()
+    line, head = flushed.index("ledger.jsonl"), flushed.index("ledger.new")
+    assert line < head < flushed.index("one")
 
 
 def test_charges_add_up(ledger: Ledger):
