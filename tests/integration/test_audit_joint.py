@@ -205,7 +205,8 @@ def test_job_of_joint_noise_is_audited_from_its_sums(tmp_path: Path):
     """Two rounds of jobs/joint.toml; nobody sees a site's own model."""
     path = Path(__file__).parents[2] / "jobs" / "joint.toml"
     job = job_file.load(path, ["rounds=2"])
-    found = audit(job, Attack(canaries=300))
+    # Of 300 canaries, one draw in ten could not have told that noise is missing.
+    found = audit(job, Attack(canaries=600))
     assert found.broken == []
     assert (found.num_sites, found.noise_shares) == (4, 3)
     assert all(0.5 < site.canaries.auc < 1 for site in found.sites)
