@@ -55,6 +55,10 @@ CLOSING_SECONDS = 1.0
 QUICK_SECONDS = 0.0005
 TURN_SECONDS = 0.05
 
+# The receiver wakes at least so often: the handler of a signal that came just before
+# the wait, or to another thread, runs only when the main thread does.
+AWAKE_SECONDS = 0.25
+
 Fault = Callable[[Task, Callable[[], SiteMessage]], Sequence[SiteMessage]]
 Returned = Callable[[Collection[SiteId], int], Collection[SiteId]]
 Answer = tuple[SiteMessage, int]  # What a site said, and its bytes on the wire.
@@ -281,7 +285,7 @@ class InProcessGrid(Closing):
     def _await_replies(self, seconds: float) -> None:
         """Wait for something to take; where sites are quick, for all of a turn."""
         self._gathering = self._quick
-        longest = TURN_SECONDS if self._quick else threading.TIMEOUT_MAX
+        longest = TURN_SECONDS if self._quick else AWAKE_SECONDS
         if not self._to_receive.wait(min(seconds, longest)):
             self._quick = False  # Until a site shows that it is.
         self._gathering = False

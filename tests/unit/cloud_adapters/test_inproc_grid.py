@@ -4,6 +4,7 @@ What every grid promises is in ``contract/test_grid.py``.
 """
 
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -585,6 +586,43 @@ def test_left_exchange_keeps_no_update():
         _wait_until(lambda: alive.made == 3)
         replies.close()
         _wait_until(lambda: alive.now == 0)
+
+
+def test_signal_that_another_thread_got_is_handled_while_receiving():
+    """Nothing else would wake the main thread, in which handlers run."""
+
+    def stop(_number: int, _frame: object) -> None:
+        handled.set()
+        raise KeyboardInterrupt
+
+    begun, over = threading.Event(), threading.Event()
+    handled = threading.Event()
+    in_time = []
+
+    def site(task: RoundTask) -> SiteMessage:
+        begun.set()
+        over.wait(PATIENT)
+        return sound(task)
+
+    def interrupt() -> None:
+        begun.wait(PATIENT)
+        SystemClock().sleep(SHORT)  # The receiver waits by now.
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        in_time.append(handled.wait(PATIENT / 6))
+        over.set()
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with grid_of(site) as grid:
+            grid.send(tasks(sites=SITES[:1]), deadline_seconds=PATIENT)
+            other = threading.Thread(target=interrupt)
+            other.start()
+            with pytest.raises(KeyboardInterrupt):
+                grid.receive()
+            other.join()
+        assert in_time == [True]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
