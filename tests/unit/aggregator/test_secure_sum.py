@@ -248,6 +248,23 @@ def test_lost_evaluation_leaves_a_model_without_metrics():
     assert "no site evaluated the final model" in found.warnings()
 
 
+def test_metrics_are_taken_only_from_rounds_that_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What sites put into a sum unasked is refused: see ``honest_sums``."""
+    asked: list[bool] = []
+    opened = MaskedRound.open
+
+    def noted(self: MaskedRound, job: Any, **terms: Any) -> Any:
+        asked.append(terms["evaluation"])
+        return opened(self, job, **terms)
+
+    monkeypatch.setattr(MaskedRound, "open", noted)
+    run(secure_job(rounds=3, evaluation={"every": 2}))
+    # The last one is that of the final model.
+    assert asked == [True, False, True, True]
+
+
 def test_failure_of_a_masked_update_says_its_kind():
     """A site's own refusal is told apart from a crash."""
 
