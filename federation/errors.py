@@ -1,34 +1,27 @@
 """Every error that crossfed raises on purpose, in one tree.
 
-FederationError
-|-- JobError                  the job file asks for something that cannot be done
-|-- ProtocolError             a message that breaks the protocol
-|   |-- WireError             bytes that are not a message of ours
-|   |-- LayoutMismatch        a model that is not shaped like the run's model
-|   `-- InvalidUpdate         a site's answer that must not be counted
-|-- SiteError                 work that failed at a site
-|   `-- UserCodeError         a function of the job or of site.toml raised something
-|-- QuorumNotMet              too few sites answered, too many rounds in a row
-|-- RunConflict               another coordinator works on the same run
-|-- CheckpointMismatch        a run that was started from another job
-|-- RunNotFound               no run where one was expected
-|-- RunStopped                a person has stopped the run before a round began
-|-- PrivacyError              a guarantee that cannot be given: nothing is released
-|   `-- BudgetExceeded        a release that would go beyond a site's epsilon
-`-- StoreError                an object store did not do what it was asked
-    |-- ObjectNotFound
-    |-- ObjectExists          a create-only write found an object in its place
-    |-- ObjectChanged         another version than the one that was named
-    |-- CorruptObject         bytes whose digest or form is wrong
-    `-- StoreUnavailable      full disk, missing permission, unreachable
-        |-- StoreThrottled    too many requests, after all attempts
-        |-- StoreForbidden    these credentials may not do this
-        |-- NotAuthenticated  no credentials, or none that the service accepts
-        |-- KeyRefused        the key that encrypts objects is not to be had
-        `-- BucketNotFound    the bucket, not the object
+FederationError |-- JobError the job file asks for something that cannot be done |--
+ProtocolError a message that breaks the protocol | |-- WireError bytes that are not a
+crossfed message | |-- LayoutMismatch a model whose layout differs from the run's | `--
+InvalidUpdate a site's answer that cannot be counted |-- SiteError work that failed at a
+site | `-- UserCodeError a function of the job or of site.toml raised something |--
+QuorumNotMet too few sites answered in too many rounds in a row |-- RunConflict another
+coordinator works on the same run |-- CheckpointMismatch a run that another job started
+|-- RunNotFound no run where one was expected |-- RunStopped someone stopped the run
+before its first round |-- PrivacyError a guarantee that cannot be given: nothing is
+released | `-- BudgetExceeded a release that would exceed a site's epsilon `--
+StoreError an object store request failed
+    |-- ObjectNotFound |-- ObjectExists a create-only write found an object in its place
+    |-- ObjectChanged the object does not have the expected version |-- CorruptObject
+    bytes whose digest or form is wrong `-- StoreUnavailable full disk, missing
+    permission, unreachable
+        |-- StoreThrottled too many requests, after all attempts |-- StoreForbidden
+        these credentials may not do this |-- NotAuthenticated no credentials, or none
+        that the service accepts |-- KeyRefused the encryption key is wrong, disabled or
+        unavailable `-- BucketNotFound the bucket, not the object
 
-A message says what happened, where, and what to do about it. ``ValueError`` is
-for a caller's bad argument and is not listed here.
+A message says what happened, where, and what to do about it. ``ValueError`` means that
+a caller passed a bad argument; it is not listed here.
 """
 
 import traceback
@@ -58,7 +51,7 @@ def clash(name: str) -> str:
 
 
 class FederationError(Exception):
-    """Root of the errors that a caller may want to handle.
+    """Base class of the errors that a caller may want to handle.
 
     Args:
         message: Its text.
@@ -131,7 +124,7 @@ class SiteError(FederationError):
 
 
 class UserCodeError(SiteError):
-    """Code of a user failed. What it said may quote a record and stays at the site.
+    """A user's code failed. Its message may quote a record and stays at the site.
 
     Args:
         what: The function.
@@ -162,7 +155,7 @@ class RunNotFound(FederationError):
 
 
 class RunStopped(FederationError):
-    """A person has stopped the run while it waited for its sites."""
+    """Someone stopped the run while it waited for its sites."""
 
 
 class PrivacyError(FederationError):
@@ -170,7 +163,7 @@ class PrivacyError(FederationError):
 
 
 class BudgetExceeded(PrivacyError):
-    """A release would take a site beyond its epsilon.
+    """A release would exceed a site's epsilon.
 
     Args:
         message: What was asked, at which site, and what to do.
@@ -188,7 +181,7 @@ class BudgetExceeded(PrivacyError):
 
 
 class StoreError(FederationError):
-    """An object store did not do what it was asked.
+    """A request to an object store failed.
 
     Args:
         message: What was asked, where, and what to do.
@@ -214,7 +207,7 @@ class ObjectExists(StoreError):
 
 
 class ObjectChanged(StoreError):
-    """The object is not, or no longer, of the version that was named."""
+    """The object does not have, or no longer has, the expected version."""
 
 
 class CorruptObject(StoreError):
@@ -226,11 +219,11 @@ class StoreUnavailable(StoreError):
 
 
 class StoreThrottled(StoreUnavailable):
-    """The service wants fewer requests, and went on saying so."""
+    """The service kept asking for fewer requests."""
 
 
 class StoreForbidden(StoreUnavailable):
-    """These credentials may not do this: a person must grant it."""
+    """These credentials lack the permission, which someone must grant."""
 
 
 class NotAuthenticated(StoreUnavailable):
@@ -238,7 +231,7 @@ class NotAuthenticated(StoreUnavailable):
 
 
 class KeyRefused(StoreUnavailable):
-    """The key that encrypts objects is another one, disabled or not to be had."""
+    """The key that encrypts objects is wrong, disabled or unavailable."""
 
 
 class BucketNotFound(StoreUnavailable):

@@ -1,14 +1,14 @@
 """The events of a run as JSON lines: ``events.jsonl``.
 
-One line is one event: ``{"event": "RoundFinished", "at": ..., ...}``, in ASCII.
-JSON knows no NaN and no infinity; they are written as the strings ``"NaN"``,
-``"Infinity"`` and ``"-Infinity"``, which only a float field turns back.
+One line is one event: ``{"event": "RoundFinished", "at": ..., ...}``, in ASCII. JSON
+has no NaN and no infinity; they are written as the strings ``"NaN"``, ``"Infinity"``
+and ``"-Infinity"``, which only a float field converts back.
 
-A file may hold several coordinators of one run, one after another: each begins
-with ``RunStarted``, and where a round occurs twice the later one counts. What a
-newer version has added, kinds of events and fields, is passed over; anything
-else that is not as written is an error. Folding events into a view of the run
-is the work of ``monitoring.views.run_fold``.
+A file may hold the events of several coordinators of one run, one after another. Each
+begins with ``RunStarted``; if a round occurs twice, the later one counts. Readers
+ignore kinds of events and fields that a newer version has added; anything else that
+does not match is an error. ``monitoring.views.run_fold`` folds events into a view of
+the run.
 """
 
 import contextlib

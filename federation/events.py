@@ -1,8 +1,8 @@
 """What happens in a run, as typed events.
 
-The coordinator emits them, ``event_log`` writes them as JSON lines, and everything in
-``monitoring`` reads only them. Times are seconds since the epoch (``at``) or
-durations; sizes are bytes.
+The coordinator emits them, ``event_log`` writes them as JSON lines, and ``monitoring``
+reads nothing else. Times are seconds since the epoch (``at``) or durations; sizes are
+bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ class SiteShare:
         region: The cloud's name of the region.
         train_examples: Training examples.
         held_out_examples: Examples kept for evaluation.
-        counts: Training examples by class or by group, in the order of ``labels``
-            of the event; empty if the data has neither.
+        counts: Training examples by class or by group, in the order of the event's
+            ``labels``; empty if the data has neither.
     """
 
     site: str
@@ -60,21 +60,21 @@ class SiteShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(RunEvent):
-    """A coordinator has begun, or gone on with, a run.
+    """A coordinator has started or resumed a run.
 
     Attributes:
         at: When.
         run_id: The run.
         job_name: Name of its job.
         rounds: Rounds that the job plans.
-        first_round: The round that this coordinator begins with.
+        first_round: The round that this coordinator starts with.
         sites: Every site of the job.
-        parameters: Length of the model's float vector: what travels of it.
-        engine: What brings tasks to the sites: ``inproc``, ``flower`` or ``virtual``
-            in a simulation, ``deployed`` where they are machines of their own.
-        task: What is learnt: ``classification`` or ``causal_lm``.
+        parameters: Length of the model's float vector: the values that are sent.
+        engine: What brings tasks to the sites: ``inproc``, ``flower`` or ``virtual`` in
+            a simulation, ``deployed`` on several machines.
+        task: The job's task: ``classification``, ``causal_lm`` or ``module:function``.
         secure_aggregation: Whether the aggregator sees sums only.
-        frozen: Values of the model that are not trained and never travel.
+        frozen: Number of the model's values that are neither trained nor sent.
     """
 
     run_id: str
@@ -91,7 +91,7 @@ class RunStarted(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataDistributed(RunEvent):
-    """Who holds what (simulation: the partition).
+    """The data of each site (in a simulation: the partition).
 
     Attributes:
         at: When.
@@ -107,14 +107,14 @@ class DataDistributed(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SitesIntroduced(RunEvent):
-    """Sites that are machines of their own have told how much they hold.
+    """Deployed sites have reported how much data they hold.
 
-    It is their word, signed: no update of theirs may claim more.
+    They signed these numbers, and none of their updates may claim more.
 
     Attributes:
         at: When.
-        sites: Those who have told it.
-        num_examples: Training examples of each of them.
+        sites: Sites that have reported.
+        num_examples: Number of training examples at each.
     """
 
     sites: tuple[str, ...]
@@ -147,21 +147,21 @@ class SitePrivacy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyPlanned(RunEvent):
-    """The job asks for differential privacy, and this is what it means.
+    """The job's differential privacy, in numbers and words.
 
     Attributes:
         at: When.
         unit: Unit of privacy: ``record``, ``joint`` or ``site``.
         relation: Neighbouring relation.
         accountant: What computes epsilon.
-        sampling: What the accountant assumes of the batches.
-        holds_against: Who learns no more than that, in words.
-        signal_to_noise: Largest norm of the mean update over that of its noise, where
-            whole sites are the unit; otherwise None.
+        sampling: What the accountant assumes about batches.
+        holds_against: Whom the guarantee holds against, in words.
+        signal_to_noise: Largest norm of the mean update divided by that of its noise,
+            if the unit is a whole site; otherwise None.
         sites: What each site promises.
-        replaced: What of the model was replaced, since it mixes records: for example
-            ``bn1: BatchNorm2d by GroupNorm``.
-        withheld: What leaves no site, and what leaves with noise, in words.
+        replaced: Layers that were replaced because they mix records, for example ``bn1:
+            BatchNorm2d by GroupNorm``.
+        withheld: What never leaves a site, and what leaves with noise, in words.
     """
 
     unit: str
@@ -177,14 +177,14 @@ class PrivacyPlanned(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostPredicted(RunEvent):
-    """What the whole run will take, if every site answers every task.
+    """The predicted cost of the whole run, if every site answers every task.
 
     Attributes:
         at: When.
-        bytes_down: Least and most bytes to all sites.
-        bytes_up: Least and most bytes from them.
-        seconds: How long it takes; None unless the job states speeds and the run
-            keeps to them, as in virtual time.
+        bytes_down: Smallest and largest number of bytes to all sites.
+        bytes_up: Smallest and largest number of bytes from all sites.
+        seconds: Duration; None unless the job states speeds that determine it, as in
+            virtual time.
     """
 
     bytes_down: tuple[int, int]
@@ -194,12 +194,12 @@ class CostPredicted(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStarted(RoundEvent):
-    """Tasks are about to go out.
+    """Tasks are about to be sent.
 
     Attributes:
         at: When.
         round_index: 1 for the first.
-        cohort: Sites that are asked.
+        cohort: Sites that get a task.
     """
 
     cohort: tuple[str, ...]
@@ -207,26 +207,26 @@ class RoundStarted(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteAnswered(RoundEvent):
-    """A site's update was accepted and folded in.
+    """A site's update was accepted and added to the result.
 
     Attributes:
         at: When.
         round_index: The round.
-        site: Who answered.
-        asked_seconds: When it was asked, from the start of the round.
-        answered_seconds: When its answer arrived, from the start of the round.
-        bytes_down: Sent to it for this task.
-        bytes_up: Received from it.
-        num_examples: Training examples that it holds.
+        site: The site that answered.
+        asked_seconds: When its task was sent, counted from the start of the round.
+        answered_seconds: When its answer arrived, counted from the start of the round.
+        bytes_down: Bytes sent to the site for this task.
+        bytes_up: Bytes received from the site.
+        num_examples: Number of its training examples.
         num_steps: Optimiser steps that it took.
-        weight: What its update counts, not normalised.
-        training: Pooled over its batches, taken while it trained.
-        evaluation: Of the global model that the round began with, on its held-out
-            data; None if it was not asked.
+        weight: Weight of its update, not normalised.
+        training: Sums over its batches, taken during training.
+        evaluation: Results of the round's initial global model on its held-out data;
+            None if the task did not ask for them.
         phases: Where its time went.
-        spent: Under differential privacy what the site has spent so far.
-        resources: What its work took, without waiting and transfer. None if the site
-            may not say, or is of another kind, such as an app of Flower.
+        spent: With differential privacy, what the site has spent so far.
+        resources: Resources that its work used, without waiting and transfer. None if
+            the site may not report them, or cannot, such as a Flower app.
 
     Under secure aggregation what a site reports is known of all together only: here
     it is None, and the phases are empty.
@@ -254,13 +254,14 @@ class SiteFailed(RoundEvent):
     Attributes:
         at: When.
         round_index: The round.
-        site: Who failed.
+        site: The site that failed.
         kind: Why.
         message: What happened, in one line.
-        asked_seconds: When it was asked, from the start of the round.
-        answered_seconds: When the answer or the verdict came, likewise.
-        bytes_down: Sent to it for this task.
-        bytes_up: Received from it.
+        asked_seconds: When its task was sent, counted from the start of the round.
+        answered_seconds: When the answer arrived or the site failed, counted the same
+            way.
+        bytes_down: Bytes sent to the site for this task.
+        bytes_up: Bytes received from the site.
     """
 
     site: str
@@ -274,21 +275,21 @@ class SiteFailed(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTaken(RoundEvent):
-    """A step of secure aggregation beside the exchange of updates has ended.
+    """A step of secure aggregation, other than the exchange of updates, has ended.
 
-    The tuples run in parallel with ``sites``. An answer that was refused is a
-    ``SiteFailed`` with bytes of its own and does not occur here.
+    The tuples run in parallel with ``sites``. A refused answer is a ``SiteFailed``
+    event with its own bytes and does not occur here.
 
     Attributes:
         at: When.
-        round_index: The round; that after the last for the final evaluation.
-        step: ``advertise`` or ``confirm``, once for each coordinator;
-            ``survivors`` or ``reveal``, in a round that allows dropouts; or
-            ``evaluate``: masked results of the final model that stay masked,
-            because some later step had too few answers.
+        round_index: The round; the number after the last one for the final evaluation.
+        step: ``advertise`` or ``confirm``, once per coordinator; ``survivors`` or
+            ``reveal``, in a round that allows dropouts; or ``evaluate``: masked results
+            of the final model that stay masked because a later step had too few
+            answers.
         sites: Sites whose answer counted, in the order of arrival.
-        bytes_down: Sent to each for this step.
-        bytes_up: Received from each.
+        bytes_down: Bytes sent to each for this step.
+        bytes_up: Bytes received from each.
     """
 
     step: str
@@ -299,19 +300,20 @@ class StepTaken(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SitesLeftOut(RoundEvent):
-    """Rounds go on without some sites.
+    """The run continues without some sites.
 
-    They have left, or do not keep to the protocol of secure aggregation. Emitted when
-    it changes, and once by each coordinator that goes on with such a run. The tuples
-    run in parallel.
+    They have left, or violated the secure aggregation protocol. Emitted when the set
+    changes, and once by each coordinator that resumes such a run. The tuples run in
+    parallel.
 
     Attributes:
         at: When.
-        round_index: The round that showed it, or before which a coordinator resumed.
-        sites: All sites that are left out from now on; empty if all are asked again.
-        reasons: Why, in one line each: of a site that leaves what it says itself.
-        standings: ``leaving``, at the end of the round; ``gone``, until it is back; or
-            ``left out``, for what it did.
+        round_index: The round in which it happened, or before which a coordinator
+            resumed.
+        sites: All sites left out from now on; empty if all take part again.
+        reasons: Why, in one line each; for a site that leaves, its own words.
+        standings: ``leaving`` at the end of the round, ``gone`` until it returns, or
+            ``left out`` because of what it did.
     """
 
     sites: tuple[str, ...]
@@ -355,8 +357,8 @@ class GroupsCompared(RoundEvent):
         round_index: The round.
         groups: Names of the sites of each group.
         norms: Euclidean norm of each group's mean update; None if it has no sum.
-        distances: How far that is from the combined update, likewise.
-        remarks: Why a group has no sum that counts; empty if it has.
+        distances: Its distance from the combined update; None if it has no sum.
+        remarks: Why a group has no valid sum; empty if it has one.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -369,20 +371,20 @@ class GroupsCompared(RoundEvent):
 class ModelEvaluated(RoundEvent):
     """The global model after ``round_index`` rounds, on held-out data.
 
-    Sites evaluate the model that a round begins with, so this follows one round
-    behind. The tuples run in parallel with ``sites``.
+    Sites evaluate the model that a round starts with, so this event comes one round
+    later. The tuples run in parallel with ``sites``.
 
     Attributes:
         at: When.
-        round_index: Rounds that made the model; 0 for the initial one.
+        round_index: Number of rounds that the model was trained; 0 for the initial one.
         pooled: Over all sites that evaluated it.
         sites: These sites.
-        by_site: Each one's own; empty under secure aggregation.
-        bytes_down: Bytes of an exchange for evaluation alone, as after the last
-            round; 0 where the metrics came along with updates.
+        by_site: Each site's own results; empty with secure aggregation.
+        bytes_down: Bytes of a separate evaluation exchange, as after the last round; 0
+            if the metrics came with updates.
         bytes_up: The same, from the sites.
-        spent: Under differential privacy what each site has spent by an exchange
-            for evaluation alone; else empty.
+        spent: With differential privacy, what each site has spent after a separate
+            evaluation exchange; otherwise empty.
     """
 
     pooled: MetricSums
@@ -395,27 +397,27 @@ class ModelEvaluated(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFinished(RoundEvent):
-    """The canonical line of a round.
+    """The summary of a round.
 
     Attributes:
         at: When it ended.
         round_index: 1 for the first.
         status: ``completed``; or ``lost`` (no quorum) or ``discarded`` (result not
-            finite): the weights are then those of the round before.
-        asked: Sites that were asked.
-        answered: Sites whose update was folded in.
-        failed: Number of refused or missing answers by kind.
+            finite), which leave the weights unchanged.
+        asked: Sites that got a task.
+        answered: Sites whose update was accepted.
+        failed: Refused or missing answers, counted by kind.
         bytes_down: To all sites.
         bytes_up: From all sites.
-        seconds: From the first question to the result; the checkpoint follows.
+        seconds: From the first task sent to the result; the checkpoint follows.
         phases: Where the aggregator's time went.
-        training: Pooled over the sites, taken while they trained.
+        training: Sums over the sites, taken during training.
         update_norm: Euclidean norm of the combined update; None if there is none.
-        update_clip: What each site's update was clipped to, in weight units; None if
-            nothing is clipped or the round has no result.
-        epsilon: Largest epsilon that a site which answered has spent by now; None
+        update_clip: Clip norm of the sites' updates, in weight units; None if nothing
+            is clipped or the round has no result.
+        epsilon: Largest epsilon that any participating site has spent so far; None
             without differential privacy.
-        resources: What the round took of the aggregator.
+        resources: Resources that the round used at the aggregator.
     """
 
     status: str
@@ -450,7 +452,7 @@ class CheckpointSaved(RoundEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSkipped(RunEvent):
-    """A checkpoint was torn or corrupt; the one before it is used.
+    """A checkpoint was incomplete or corrupt; the previous one is used.
 
     Attributes:
         at: When.
@@ -496,21 +498,21 @@ class StoreUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUsed(RunEvent):
-    """A store was used since the last such event.
+    """Use of a store since the last event of this kind.
 
-    What a killed coordinator had not told, and the copies at the very end of a run,
-    are in no event.
+    Use that a killed coordinator had not reported, and the copies at the end of a run,
+    appear in no event.
 
     Attributes:
         at: When.
         url: Where the store is; no secrets.
-        way: How it was reached, which decides on the price: ``same region``,
-            ``other region``, ``internet``, ``this machine`` or ``unknown``.
-        uses: What for, by operation.
-        who: ``coordinator``, the name of a site, or ``all sites`` where a simulation
-            deals one dataset out.
-        spared_calls: Reads that the disk cache made unnecessary.
-        spared_bytes: What they would have received.
+        way: How it was reached, which determines the price: ``same region``, ``other
+            region``, ``internet``, ``this machine`` or ``unknown``.
+        uses: Use by operation.
+        who: ``coordinator``, the name of a site, or ``all sites`` if a simulation
+            splits one dataset.
+        spared_calls: Number of reads that the disk cache saved.
+        spared_bytes: Bytes that these reads would have received.
     """
 
     url: str
@@ -523,7 +525,7 @@ class StoreUsed(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned(RunEvent):
-    """Something that a person should know and that does not stop the run.
+    """A warning that does not stop the run.
 
     Attributes:
         at: When.
@@ -535,14 +537,14 @@ class Warned(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEvent):
-    """The coordinator has ended.
+    """The coordinator has finished.
 
     Attributes:
         at: When.
         status: ``completed``, ``stopped`` (on request), ``exhausted`` (the sites'
-            privacy budgets allow no further round), ``failed``, or ``interrupted``
-            (the service goes on with the run by another coordinator).
-        rounds_completed: Rounds after which the weights changed.
+            privacy budgets allow no further round), ``failed``, or ``interrupted`` (the
+            service starts another coordinator for the run).
+        rounds_completed: Number of rounds that changed the weights.
         last_round: Index of the last round that ended.
         message: Why it ended, if not completed.
         seconds: Since this coordinator began.

@@ -25,52 +25,53 @@ class TaskKind(StrEnum):
 
 
 class SecureStep(StrEnum):
-    """An exchange of the secure-aggregation protocol beside that of the model."""
+    """An exchange of the secure aggregation protocol, other than that of the model."""
 
-    COMMIT = "commit"  # once a run with groups: a commitment to a secret back
-    DRAW = "draw"  # once a run with groups: all commitments out, the secret back
-    ADVERTISE = "advertise"  # once a run: contract out, public keys back
-    CONFIRM = "confirm"  # once a run: everybody's public keys out, assent back
-    DECLINE = "decline"  # a round: the site's signed word that it has no update
-    SURVIVORS = "survivors"  # a round with dropouts: who answered; assent back
-    REVEAL = "reveal"  # a round with dropouts: assents out, shares back
+    COMMIT = "commit"  # once per run with groups: commitment to a secret back
+    DRAW = "draw"  # once per run with groups: all commitments out, the secret back
+    ADVERTISE = "advertise"  # once per run: contract out, public keys back
+    CONFIRM = "confirm"  # once per run: all public keys out, consent back
+    DECLINE = "decline"  # a round: the site's signed statement that it has no update
+    SURVIVORS = "survivors"  # a round with dropouts: surviving sites out, consent back
+    REVEAL = "reveal"  # a round with dropouts: consents out, shares back
 
 
 class FailureKind(StrEnum):
     """Why a site's answer does not count."""
 
     CRASHED = "crashed"  # the site raised an error
-    NOT_SET_UP = "not_set_up"  # the site has no keys of the run, as after a restart
+    NOT_SET_UP = "not_set_up"  # the site has no keys for the run, as after a restart
     DEADLINE = "deadline"  # no answer before the round's deadline
     UNREACHABLE = "unreachable"  # the site is not connected
-    DISCONNECTED = "disconnected"  # its connection ended: it may come back restarted
-    BUSY = "busy"  # the site still works on an earlier round
+    DISCONNECTED = "disconnected"  # its connection ended; it may return after a restart
+    BUSY = "busy"  # the site is still working on an earlier round
     BUDGET = "budget"  # the site's privacy budget does not allow the work
     NOT_FINITE = "not_finite"  # the update holds NaN or infinity
     INVALID = "invalid"  # wrong length, wrong model, wrong round
-    DUPLICATE = "duplicate"  # a second answer to one question
+    DUPLICATE = "duplicate"  # a second answer to the same task
     LATE = "late"  # an answer after its round had ended
-    UNKNOWN = "unknown"  # an answer of a site that was not asked
+    UNKNOWN = "unknown"  # an answer from a site that had no task
     LEAVING = "leaving"  # the site leaves the run; the message is a ``LeaveReason``
 
 
 class LeaveReason(StrEnum):
     """Why a site leaves a run in its middle."""
 
-    SIGTERM = "sigterm"  # its supervisor stops it
-    SPOT = "spot"  # its cloud takes the machine away
-    OPERATOR = "operator"  # a person wants it
+    SIGTERM = "sigterm"  # its supervisor stopped it
+    SPOT = "spot"  # its cloud reclaims the machine
+    OPERATOR = "operator"  # a person asked for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSums:
-    """Sums over examples, so that metrics of several sites add up exactly.
+    """Sums over examples, so that the metrics of several sites add up exactly.
 
     Attributes:
         count: Predictions made: tokens of a language model, otherwise examples.
         loss_sum: Sum of the losses of these predictions, in nats.
-        metrics: The job's other sums over them, by name; ``correct`` of the built-in
-            tasks is the number that were right. They lie beside the other two.
+        metrics: The job's other sums over them, by name; in the built-in tasks,
+            ``correct`` is the number of correct predictions. In JSON they stand beside
+            ``count`` and ``loss_sum``.
     """
 
     count: int
@@ -164,7 +165,7 @@ class PrivacySpent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A stretch of work at a site.
+    """One phase of a site's work.
 
     Attributes:
         name: For example ``evaluate``, ``train`` or ``prepare``.
@@ -213,30 +214,31 @@ class RoundMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTask(RoundMessage):
-    """What the aggregator asks of one site in one round.
+    """One site's task in one round.
 
     Attributes:
         run_id: The run.
         round_index: 1 for the first round.
-        site: Who is asked.
-        kind: Train and answer with an update, or only evaluate.
+        site: The site that gets the task.
+        kind: Whether to train and answer with an update, or only to evaluate.
         layout_digest: Digest of the run's model layout.
-        weights_d: The global model in words of the job's codec for the way down, shape
-            ``(d,)`` in float32 by default; not to be written to.
-        integers_m: Its integer values, shape ``(m,)``; not to be written to.
-        evaluate: Whether the weights are evaluated on the site's held-out data
-            before training.
-        evaluate_after: Whether the site's own model is evaluated after training,
-            which dynamic weights need.
-        secure: Under secure aggregation what its protocol says beside the model, as
-            bytes of ``privacy.secagg.protocol.train``: hash of the setup, confirms,
-            certificate, and what updates are clipped to; empty otherwise.
-        anchor: The largest that this site has sent in this run; its ledger must not
-            be behind it. It decides nothing but whether the site refuses.
-        based_on: The round whose model the site is sent; 0 for the initial one.
-        fragment: Which part of the model it is; 0 for the whole.
-        changed_to: Empty if ``weights_d`` is the whole model. If not, it is what to add
-            to the model that the site was sent before, and this is SHA-256 of the sum.
+        weights_d: The global model, encoded with the job's downstream codec, shape
+            ``(d,)``, float32 by default; read-only.
+        integers_m: Its integer values, shape ``(m,)``; read-only.
+        evaluate: Whether the site evaluates the weights on its held-out data before
+            training.
+        evaluate_after: Whether the site evaluates its own model after training, which
+            dynamic weights need.
+        secure: With secure aggregation, the protocol's part of the task, as bytes of
+            ``privacy.secagg.protocol.train``: hash of the setup, confirms, certificate,
+            and the clip norm of updates; otherwise empty.
+        anchor: The largest anchor that this site has sent in this run. The site refuses
+            the task if its ledger is behind it; the anchor has no other effect.
+        based_on: The round whose model the task carries; 0 for the initial one.
+        fragment: Which part of the model the task carries; 0 for the whole.
+        changed_to: Empty if ``weights_d`` is the whole model. Otherwise ``weights_d``
+            is the difference to the model that the site received before, and this is
+            the SHA-256 of the result.
     """
 
     kind: TaskKind
@@ -254,12 +256,12 @@ class RoundTask(RoundMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecureTask(RoundMessage):
-    """A step of the secure-aggregation protocol that one site is asked to take.
+    """One site's task in a step of the secure aggregation protocol.
 
     Attributes:
         run_id: The run.
         round_index: The round; 0 for the setup of the run.
-        site: Who is asked.
+        site: The site that gets the task.
         step: Which step.
         body: Bytes of ``privacy.secagg``.
     """
@@ -278,24 +280,24 @@ class SecureAnswer(RoundMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedUpdate(RoundMessage):
-    """A site's answer to a task under secure aggregation.
+    """A site's answer to a task with secure aggregation.
 
-    Nothing in it tells of the site's update, loss or number of examples but through
-    the sum over all sites.
+    It reveals nothing about the site's update, loss or number of examples except
+    through the sum over all sites.
 
     Attributes:
         run_id: The run.
-        round_index: The round that this answers.
-        site: Who answers.
+        round_index: The round of the task.
+        site: The site that answers.
         layout_digest: Digest of the layout of the site's model.
         words: The masked update, raw little-endian words of the contract's ring,
             shape ``(bytes,)``, uint8.
-        header_h: The masked header, shape ``(h,)``, uint64: sums of weights,
-            counts, losses and hits.
+        header_h: The masked header, shape ``(h,)``, uint64: weight, counts, losses and
+            numbers of correct predictions.
         body: Signed head, sealed shares and commitments, bytes of ``privacy.secagg``.
-        spent: Under differential privacy what the site has spent; public.
-        based_on: As in the task that this answers.
-        fragment: As in the task that this answers.
+        spent: With differential privacy, what the site has spent; public.
+        based_on: As in the task.
+        fragment: As in the task.
         leaving: Why the site leaves after this round; None if it stays.
     """
 
@@ -315,25 +317,27 @@ class SiteUpdate(RoundMessage):
 
     Attributes:
         run_id: The run.
-        round_index: The round that this answers.
-        site: Who answers.
+        round_index: The round of the task.
+        site: The site that answers.
         layout_digest: Digest of the layout of the site's model.
-        delta_d: Local weights minus global weights in words of the job's codec for the
-            way up, shape ``(d,)`` in float32 by default. Whoever receives it may write
-            over it if it is writable: a sender that keeps it sends a read-only view.
+        delta_d: Local weights minus global weights, encoded with the job's upstream
+            codec, shape ``(d,)``, float32 by default. The receiver may overwrite it if
+            it is writable, so a sender that keeps it sends a read-only view.
         integers_m: The site's integer values, shape ``(m,)``.
-        num_examples: Training examples that the site holds; 0 if it keeps that to
-            itself, as under differential privacy.
-        num_steps: Optimiser steps that it took.
-        training: Sums over the training batches, taken while training; None under
+        num_examples: Number of training examples at the site; 0 if the site does not
+            report it, as with differential privacy.
+        num_steps: Number of optimiser steps that it took.
+        training: Sums over the training batches, taken during training; None with
             differential privacy.
-        evaluation: Of the global weights on the site's held-out data, if asked.
-        evaluation_after: Of the local weights on the same data, if asked.
-        phases: Where the site's time went; empty under differential privacy.
-        spent: Under differential privacy what the site has spent.
-        based_on: As in the task that this answers.
-        fragment: As in the task that this answers.
-        resources: What the work took; None under differential privacy.
+        evaluation: Results of the global weights on the site's held-out data, if the
+            task asks for them.
+        evaluation_after: Results of the local weights on the same data, if the task
+            asks for them.
+        phases: Where the site's time went; empty with differential privacy.
+        spent: With differential privacy, what the site has spent.
+        based_on: As in the task.
+        fragment: As in the task.
+        resources: Resources that the work used; None with differential privacy.
         leaving: Why the site leaves after this round; None if it stays.
     """
 
@@ -359,13 +363,13 @@ class SiteEvaluation(RoundMessage):
 
     Attributes:
         run_id: The run.
-        round_index: The round that this answers.
-        site: Who answers.
+        round_index: The round of the task.
+        site: The site that answers.
         evaluation: Sums over the site's held-out data.
-        phases: Where the site's time went; empty under differential privacy.
-        spent: Under differential privacy what the site has spent.
-        based_on: As in the task that this answers.
-        fragment: As in the task that this answers.
+        phases: Where the site's time went; empty with differential privacy.
+        spent: With differential privacy, what the site has spent.
+        based_on: As in the task.
+        fragment: As in the task.
         leaving: Why the site leaves after this round; None if it stays.
     """
 
@@ -379,12 +383,12 @@ class SiteEvaluation(RoundMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFailure(RoundMessage):
-    """A site's, or the grid's, word that no update will come.
+    """A report, by a site or the grid, that no update will come.
 
     Attributes:
         run_id: The run.
-        round_index: The round that was asked for.
-        site: Who failed.
+        round_index: The round of the task.
+        site: The site that failed.
         kind: Why.
         message: What happened, in one line without secrets.
     """

@@ -53,33 +53,32 @@ _WORDS: Mapping[Any, str] = {
 
 _JOB_FILE = (
     "One TOML file describes one job. A key that is not listed here is an error, and "
-    "so is a value that is marked *not built*. `crossfed check-job JOB` checks a file "
-    "without training."
+    "so is a value marked *not built*. `crossfed check-job JOB` checks a file without "
+    "training."
 )
 _SITE_FILE = (
-    "`site.toml` is what a site's operator decides, and no job can change. "
-    "`crossfed enroll` writes a first one; `crossfed doctor --site FILE` checks it."
+    "`site.toml` holds the decisions of a site's operator, which no job can change. "
+    "`crossfed enroll` creates it; `crossfed doctor --site FILE` checks it."
 )
 _DISCLOSURE = """\
-The columns say in which form a number may exist under differential privacy, under \
-secure aggregation, and where sites are machines of their own; `-` stands for the form \
-in which the field holds it. Where several apply, the strictest counts. A field in a \
-stricter form than it holds is empty in `events.jsonl`, on the terminal and in the \
-report."""
+The last three columns show the form in which a number may exist with differential \
+privacy, with secure aggregation and in deployed runs; `-` means unrestricted. If \
+several apply, the strictest counts. A field that may not exist in the form that it \
+has is empty in `events.jsonl`, on the terminal and in the report."""
 
 _SPEEDS_FILE = """\
-What you state of sites, lines and prices for `crossfed check-job JOB --speeds FILE`. \
-The result is as good as these numbers: measure them, or take them from a bill. A \
-key that is not listed here is an error."""
+Speeds and prices of sites and connections for `crossfed check-job JOB --speeds FILE`. \
+The prediction is only as good as these numbers: measure them, or take them from a \
+bill. A key that is not listed here is an error."""
 
 _AGGREGATOR_FILE = (
-    "`aggregator.toml` is what the aggregator's operator decides. `crossfed aggregator "
-    "init` writes a first one."
+    "`aggregator.toml` holds the decisions of the aggregator's operator. `crossfed "
+    "aggregator init` creates it."
 )
 _OVERRIDES = (
     "Every key can be replaced on the command line: `--set training.optimizer.lr=0.1`, "
-    "`--set sites.0.name=here` for an entry of a list, "
-    "`--set schedule.minimum_sites=` to take a key out."
+    "`--set sites.0.name=here` for an entry of a list, `--set schedule.minimum_sites=` "
+    "to unset a key."
 )
 
 
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     found = stale(ROOT)
     for path in found:
-        print(f"{path} is not what the code says; run `make docs`", file=sys.stderr)
+        print(f"{path} is out of date; run `make docs`", file=sys.stderr)
     return 1 if found else 0
 
 
@@ -137,7 +136,7 @@ def _job_file() -> Iterator[str]:
     yield from ("# Job file", "", _JOB_FILE, "", _OVERRIDES, "")
     yield from _job_table(job.JobSpec, "")
     yield from ("## Keys that are refused by name", "")
-    yield "They belong to parts that are not in this version:"
+    yield "They belong to features that are not built yet:"
     yield ""
     yield from (f"- `{key}`: {part}" for key, part in job.PLANNED_KEYS.items())
 

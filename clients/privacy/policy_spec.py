@@ -13,56 +13,56 @@ UNITS = ("none", "site", "joint", "record")  # from the weakest promise on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """What the site demands of every job; it refuses a job that promises less.
+    """What the site requires of every job; it refuses a job that offers less.
 
-    A table with the old name `[floor]` is read as well, with a warning.
+    The old table name `[floor]` still works, with a warning.
 
     Attributes:
-        privacy: Weakest unit of differential privacy that is accepted.
-        max_epsilon: Largest epsilon of a run. If `privacy` is `none`, a run beyond it
-            counts as one without differential privacy.
-        max_delta: Largest delta of a run; likewise.
+        privacy: Weakest unit of differential privacy that the site accepts.
+        max_epsilon: Largest epsilon of a run. If `privacy` is `none`, a run that
+            exceeds it counts as a run without differential privacy.
+        max_delta: Largest delta of a run; the same applies.
         public_held_out: Whether a job may declare the held-out data public, so that
-            results on them leave without noise; likewise.
-        total_epsilon: Largest epsilon of all runs on these records together, from
-            everything that they have released of training and held-out records. Jobs
-            with differential privacy are refused without it.
-        total_delta: Delta that goes with it; by default the smallest of all the runs.
+            results on it leave the site without noise; the same applies.
+        total_epsilon: Largest total epsilon of all runs on these records, over
+            everything released about training and held-out records. Without it, the
+            site refuses jobs with differential privacy.
+        total_delta: Delta that goes with `total_epsilon`; by default the smallest
+            delta of all runs.
         secure_aggregation: Whether updates must be summed with secure aggregation.
-        min_sites: Fewest updates in a secure sum: at most `threshold` of the job, which
-            is the number of its sites where all must answer. By default 3; or 2 where
-            `privacy` is `record`, or where `accept_two_sites` is set and the run is one
-            of two.
-        min_group: Fewest sites of a secure sum without differential privacy that all
-            secure sums on this data may single out together, over all runs; `min_sites`
-            or 3 by default, or `colluding_sites` and two if that is more. 1 lets a run
-            be repeated without a site, which gives that site's update away.
-        accept_dropouts: Whether a round without differential privacy may go on without
-            fewer sites than that (a job's `threshold` below the number of its sites).
-            The sums before and after then tell of what the absent sites add.
-        colluding_sites: Other sites that may collude with the aggregator without
-            learning this site's update.
-        max_clip_norm: Largest clip norm of an update under secure aggregation.
-        max_element_bound: Largest `element_bound` of a job, which is its `clip_norm`
-            where it names none; no limit beside `max_clip_norm` by default. A tighter
-            bound makes sums more precise, and says more of a site that declines because
-            of it.
-        ring_bits: Widths of the ring that are accepted for secure sums, of 16, 24 and
-            32. Fewer bits are less precise, and no less secret.
-        weight_rules: Weights that are accepted in secure sums: `examples` tell the
-            aggregator how many examples all sites have together, `uniform` tell
+        min_sites: Fewest updates in a secure sum. The job's `threshold` (by default,
+            its number of sites) must be at least this. Default: 3, or 2 if `privacy` is
+            `record`, or if `accept_two_sites` is set and the run has two sites.
+        min_group: Smallest group of sites whose sum can be computed from all secure
+            sums without differential privacy on this data, over all runs. Default:
+            `min_sites` or 3, or `colluding_sites` + 2 if that is more. 1 allows a run
+            to be repeated without one site, which reveals that site's update.
+        accept_dropouts: Whether a round without differential privacy may continue when
+            fewer than `min_group` sites are absent (a job's `threshold` below its
+            number of sites). Comparing the sums before and after then reveals what the
+            absent sites add.
+        colluding_sites: How many other sites may collude with the aggregator and still
+            not learn this site's update.
+        max_clip_norm: Largest clip norm of an update with secure aggregation.
+        max_element_bound: Largest `element_bound` of a job (its `clip_norm` if it sets
+            none); by default only `max_clip_norm` limits it. A tighter bound makes sums
+            more precise, but reveals more about a site that declines because of it.
+        ring_bits: Accepted ring widths of secure sums: 16, 24 and 32. Fewer bits are
+            less precise, but just as secret.
+        weight_rules: Accepted weights in secure sums: `examples` reveals the total
+            number of examples of all sites to the aggregator, `uniform` reveals
             nothing.
-        require_hybrid: Whether the keys of secure sums must rest on ML-KEM-768 as well
-            as on X25519. Without it traffic that is recorded today can be read by a
-            quantum computer.
-        accept_two_sites: Whether a run of two sites without record-level differential
-            privacy is accepted: the other site can tell this one's update.
+        require_hybrid: Whether the keys of secure sums must be derived from ML-KEM-768
+            as well as X25519. Without it, a future quantum computer could read traffic
+            recorded today.
+        accept_two_sites: Whether to accept a run of two sites without record-level
+            differential privacy: the other site can compute this site's update.
         max_rounds: Most rounds of a run.
-        functions: What a job may name as model or objective, `module:function`, or
-            `module:*` for every function that the module itself defines; or
-            `./file.py:function`, a file beside this one, which must be the same as that
-            of whoever wrote the job. Models are
-            called with the job's options, so name nothing that can call something else.
+        functions: Functions that a job may use as model or objective:
+            `module:function`; `module:*` for every function that the module itself
+            defines; or `./file.py:function` for a file beside this one, which must be
+            identical to the job author's. Models are called with the job's options, so
+            never list a function that can call others by name.
     """
 
     privacy: str = key(default="record", choices=UNITS)

@@ -22,18 +22,16 @@ ANSWER_ROOM_MIB = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsSpec:
-    """What sites may leave on the aggregator's disk before it is collected.
+    """How much uncollected data sites may leave on the aggregator's disk.
 
     Attributes:
-        answer_mib: MiB that one answer of a site may have; at least
-            `exchange.threshold_mb` and 16. Raise it for an app of Flower that answers
-            with more.
-        site_mib: MiB that all answers of one site may have which have not been
-            collected.
-        run_mib: MiB that all answers of a run may have which have not been collected.
-        reserve_mib: MiB of the disk that no answer of a site may take: with less room
-            the aggregator refuses answers, says so in its log and in `/health`, and can
-            still revoke a site.
+        answer_mib: Largest size of one answer in MiB; at least `exchange.threshold_mb`
+            + 16. Raise it for a Flower app with larger answers.
+        site_mib: Largest total size, in MiB, of one site's uncollected answers.
+        run_mib: Largest total size, in MiB, of a run's uncollected answers.
+        reserve_mib: Disk space, in MiB, that answers may not use. With less free space,
+            the aggregator refuses answers, reports it in its log and in `/health`, and
+            can still revoke a site.
     """
 
     answer_mib: int = key(default=96, low=1)
@@ -58,17 +56,17 @@ class AggregatorFile:
     """The aggregator's configuration.
 
     Attributes:
-        listen: `ADDRESS:PORT` where sites connect, through the proxy.
-        hosts: Names and addresses that sites know this host by; they go into its
-            certificate.
-        superlink_port: Port of Flower's SuperLink on the loopback; 0 for any that is
-            free.
-        service_port: Port of health and enrolment on the loopback; 0 for any that is
-            free.
-        proxy: Whether nginx stands before the SuperLink and lets in sites alone.
-            Without it the SuperLink listens on `listen` itself, which must be a
-            loopback.
-        connect_seconds: How long a run waits for its sites.
+        listen: `ADDRESS:PORT` that sites connect to, through the proxy.
+        hosts: Names and addresses that sites use for this host; its certificate lists
+            them.
+        superlink_port: Port of Flower's SuperLink on the loopback interface; 0 for any
+            free port.
+        service_port: Port of health and enrolment on the loopback interface; 0 for any
+            free port.
+        proxy: Whether nginx runs in front of the SuperLink and admits only enrolled
+            sites. Without it, the SuperLink itself listens on `listen`, which must be a
+            loopback address.
+        connect_seconds: How long a run waits for its sites to connect.
         limits: What sites may leave on this host's disk.
         exchange: Where large models travel; the same at all sites.
     """

@@ -24,7 +24,8 @@ class AggregatorSpec:
 
     Attributes:
         address: `HOST:PORT` of the aggregator.
-        authority: Certificate file (PEM) of the authority that it pins.
+        authority: Certificate file (PEM) of the aggregator's authority, which this site
+            pins.
     """
 
     address: str
@@ -37,22 +38,22 @@ class LocalDataSpec:
 
     Attributes:
         source: `module:function` or `./file.py:function`, relative to this file, that
-            returns `(train, held_out)`; or the URL of shards. Empty for the part of the
-            job's own dataset that a simulation deals to this site, to rehearse with
-            public data.
+            returns `(train, held_out)`; or the URL of shards. If empty, the site uses
+            the part of the job's own dataset that a simulation would give it, to
+            rehearse with public data.
         options: Keyword arguments of the function, or options of the URL.
-        preprocessing: What the source takes from the data to prepare records, where it
-            does not declare that itself: `none`, each record is prepared by itself;
+        preprocessing: What the source derives from the data to prepare records, if it
+            does not declare this itself: `none`, each record is prepared separately;
             `public`, constants that come from elsewhere; `own`, exact statistics of
             this site's data; `pooled`, statistics over the data of several sites. The
             units `record` and `joint` permit the first two, `site` the first three.
-            Empty if you do not vouch for it: every unit of privacy then refuses a
-            source that declares nothing.
-        name: What the records are called: by this name the site remembers what they
-            have spent of `policy.total_epsilon`, in which sums they were and in which
-            groups. With another name they would begin anew, so give one to other
-            people's records only: not to a new version of the same data, nor to another
-            place of them.
+            Leave it empty if you cannot vouch for the source: jobs with differential
+            privacy then refuse a source that declares nothing.
+        name: Name of the records. Under it, the site remembers how much of
+            `policy.total_epsilon` they have spent, and the sums and groups that they
+            were in. A new name starts again from zero, so use one only for different
+            people's records: never for a new version or a new location of the same
+            data.
     """
 
     source: str = ""
@@ -66,17 +67,17 @@ class ComputeSpec:
     """What the site trains with.
 
     Attributes:
-        ranks: Processes that train together, each with a GPU of its own if there are
-            GPUs. 1 trains in the agent's own process, unless `compile` is set.
-        sharding: `none`: every rank holds the whole model. `full`: each holds a part of
-            its weights, gradients and optimiser state (FSDP2).
+        ranks: Number of processes that train together, each with its own GPU if there
+            are GPUs. 1 trains in the agent's process, unless `compile` is set.
+        sharding: `none`: every rank holds the whole model. `full`: each rank holds a
+            part of the weights, gradients and optimiser state (FSDP2).
         compile: Train with `torch.compile` where it works; private steps are not
             compiled.
-        restarts: How often a round is begun again because a rank died.
-        timeout_seconds: How long a rank waits for the others in a step before it gives
-            up.
-        environment: Names of environment variables that ranks get besides those that
-            Python, torch and a remote data source need.
+        restarts: How many times a round is retried after a rank died.
+        timeout_seconds: How long a rank waits for the others in one step before it
+            fails.
+        environment: Names of environment variables to pass to ranks, in addition to
+            those that Python, torch and a remote data source need.
     """
 
     ranks: int = key(default=1, low=1, high=64)
@@ -93,15 +94,15 @@ class SiteFile:
 
     Attributes:
         name: Name of the site, as in the roster and in jobs.
-        folder: Where keys, ledgers and what is kept between rounds lie, relative to
-            this file.
-        roster: Roster file, relative to `folder`; made by `crossfed keys trust` and
-            compared by people.
-        identity: Key file of the site's identity, relative to `folder`.
-        node_key: Key file that Flower knows the site by, relative to `folder`.
-        certificate: File with the certificate that the aggregator's proxy asks for and
-            its key, relative to `folder`; made by `crossfed enroll`. Empty for none,
-            where there is no proxy.
+        folder: Folder for keys, ledgers and state between rounds, relative to this
+            file.
+        roster: Roster file, relative to `folder`; created by `crossfed enroll` or
+            `crossfed keys trust`.
+        identity: Key file with the site's identity, relative to `folder`.
+        node_key: Key file that identifies the site to Flower, relative to `folder`.
+        certificate: File with the client certificate for the aggregator's proxy and its
+            key, relative to `folder`; created by `crossfed enroll`. Empty if there is
+            no proxy.
         aggregator: The aggregator.
         data: The site's data.
         compute: What it trains with.

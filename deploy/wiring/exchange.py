@@ -22,23 +22,23 @@ _MB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSpec:
-    """Where messages go that are too large to travel in one piece.
+    """Store for messages that are too large to send directly.
 
     Attributes:
-        url: Store that the aggregator and all sites reach: `s3://BUCKET/PREFIX`,
+        url: Store that the aggregator and all sites can reach: `s3://BUCKET/PREFIX`,
             `gs://BUCKET/PREFIX`, or `file://` and an absolute path on a file system
-            that they share. Empty for none: then a model above the threshold is an
-            error.
-        endpoint: URL of the service of a bucket, where that is not the cloud's own.
-        region: Region of an S3 bucket, if the environment does not say it.
-        bucket_owner: Account number that an S3 bucket must belong to; any by default.
-        kms_key: Key with which the cloud itself encrypts what it stores; as the bucket
-            is configured by default.
+            that they share. If empty, there is none, and a model above the threshold is
+            an error.
+        endpoint: URL of the bucket's service, if it is not the cloud's own.
+        region: Region of an S3 bucket, if the environment names none.
+        bucket_owner: Account number that must own the S3 bucket; any by default.
+        kms_key: Key that the cloud encrypts stored objects with; by default, the
+            bucket's configuration decides.
         encryption: Encryption before anything leaves this machine; the same key at all
             parties. None by default.
-        scratch: Folder for vectors that are in use, as files without a name. Empty for
-            `scratch` beside what else is kept; a tmpfs is faster, and takes memory.
-        threshold_mb: Messages above so many MiB go through the store.
+        scratch: Folder for vectors that are in use, as unnamed files. By default
+            `scratch` in the working folder; a tmpfs is faster, but uses memory.
+        threshold_mb: Messages larger than this many MiB go through the store.
     """
 
     url: str = ""

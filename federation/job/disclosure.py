@@ -1,11 +1,11 @@
 """What a run's events may reveal, field by field: the one table.
 
-Whatever shows a run (events.jsonl, terminal, report, result) reads events that have
-passed ``conceal``. Each field of each event, and of what events are made of, has a
+Everything that shows a run (events.jsonl, terminal, report, result) reads events that
+have passed ``conceal``. Each field of each event, and of the parts of events, has a
 row; ``tests/unit/federation/test_disclosure.py`` refuses a field without one.
 
-Sites read it as well: ``withheld`` names what a site may not even send, since an
-aggregator that wants to know need not obey a table.
+Sites use it too: ``withheld`` names what a site may not even send, because a curious
+aggregator need not obey a table.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from federation.job.spec import JobSpec
 
 
 class Form(StrEnum):
-    """In which form a number about sites may exist."""
+    """The form in which a number about sites may exist."""
 
     SITE = "each site's own"
     SUM = "sums over sites"
@@ -33,7 +33,7 @@ class Rule:
         why: What the fields are.
         private: The form under differential privacy.
         secure: The form under secure aggregation.
-        deployed: The form where sites are machines of their own.
+        deployed: The form in a deployed run.
     """
 
     why: str
@@ -56,18 +56,18 @@ def strictness(form: Form) -> int:
     return list(Form).index(form)
 
 
-PUBLIC = Rule(why="known to all parties, or said of the whole run")
-TRAFFIC = Rule(why="what the aggregator sees of any message, masked or not")
+PUBLIC = Rule(why="known to all parties, or about the whole run")
+TRAFFIC = Rule(why="what the aggregator sees of every message, masked or not")
 SPENT = Rule(why="computed by a site from public settings")
-DEALT = Rule(why="what a simulation deals to its sites", deployed=Form.NEVER)
+DEALT = Rule(why="how a simulation splits the data", deployed=Form.NEVER)
 EXAMPLES = Rule(why="numbers of records", private=Form.NEVER, secure=Form.SUM)
 INTRODUCED = Rule(
-    why="numbers of records that sites sign", private=Form.NEVER, secure=Form.NEVER
+    why="numbers of records, signed by sites", private=Form.NEVER, secure=Form.NEVER
 )
-WORK = Rule(why="what a site says of its work", secure=Form.NEVER)
+WORK = Rule(why="what a site reports about its work", secure=Form.NEVER)
 # Under Poisson sampling time grows with the batches, whose sizes are private.
-TIMES = Rule(why="what work took", private=Form.NEVER, secure=Form.NEVER)
-LOSSES = Rule(why="losses in training", private=Form.NEVER, secure=Form.SUM)
+TIMES = Rule(why="time and resources used", private=Form.NEVER, secure=Form.NEVER)
+LOSSES = Rule(why="training losses", private=Form.NEVER, secure=Form.SUM)
 RESULTS = Rule(why="held-out results, noised at the site", secure=Form.SUM)
 
 _SITES, _SUMS = Form.SITE, Form.SUM

@@ -12,24 +12,22 @@ from federation.job.job_keys import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowerAppSpec:
-    """How an existing Flower `ClientApp` takes part, and what it calls things.
+    """How an existing Flower `ClientApp` takes part, and the names that it uses.
 
     Attributes:
         arrays: Record of the model's tensors, in messages and answers.
         config: Record of settings in messages.
         metrics: Record of numbers in answers.
-        num_examples: Metric: examples that the numbers are of, and that a site counts
-            with.
-        train_loss: Metric of training: mean loss of an example. Empty if the app tells
+        num_examples: Metric: number of examples behind the other metrics, which is also
+            the site's weight.
+        train_loss: Training metric: mean loss per example. Empty if the app reports
             none.
-        evaluate: Whether the app is asked to evaluate; false for one without
-            `@app.evaluate()`.
-        eval_loss: Metric of evaluation: mean loss of an example.
-        eval_accuracy: Metric of evaluation: fraction of examples that were right.
-        settings: Numbers, texts and flags for the record of settings. Without them it
-            has `server-round`, and of `[training]` `lr`, `batch-size`, and
-            `local-steps` or `local-epochs`; what the app makes of them is its own
-            affair.
+        evaluate: Whether the app evaluates; false for an app without `@app.evaluate()`.
+        eval_loss: Evaluation metric: mean loss per example.
+        eval_accuracy: Evaluation metric: fraction of correct examples.
+        settings: Numbers, strings and flags for the settings record. If empty, the
+            record holds `server-round`, and from `[training]` `lr`, `batch-size`, and
+            `local-steps` or `local-epochs`; the app decides what to do with them.
     """
 
     arrays: str = "arrays"

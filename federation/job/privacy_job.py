@@ -10,37 +10,38 @@ from federation.job.job_keys import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecureAggregationSpec:
-    """Whether the aggregator sees single updates.
+    """Whether the aggregator sees individual updates.
 
     Attributes:
-        enabled: Hide single updates from the aggregator: it learns their sum alone.
-        threshold: Sites that must answer for a sum to be opened. All of them by
-            default, in one exchange a round; or at least two thirds of them and one
-            more, in three exchanges, so that the others may drop out.
-        groups: Divide the sites by lot into so many groups, at least 3, and let
-            `aggregation.combine` compare the means of the groups: each group has a sum
-            of its own. Without it there is one sum, and a mean.
+        enabled: Hide individual updates from the aggregator, which learns only their
+            sum.
+        threshold: Number of sites that must answer before a sum can be unmasked. By
+            default all, with one exchange per round. Or more than two thirds of them,
+            with three exchanges, so that the others may drop out.
+        groups: Divide the sites at random into this many groups, at least 3, each with
+            its own sum, and let `aggregation.combine` compare the groups' means. If not
+            set, there is a single sum, and `mean`.
         ring_bits: Bits of an encoded value: 32 (4 bytes up), 24 or 16 (2 bytes up,
             coarser; for at most 16 sites).
         clip_norm: Largest Euclidean norm of an update, in weight units; larger ones are
-            scaled down. It sets the grid of the encoding: a tight bound is a fine grid.
-            10 by default; under joint differential privacy twice what a step can
-            change, and under that of sites it is
-            `privacy.differential_privacy.clip_norm`.
-        element_bound: Largest value of an element of an update times its site's weight,
-            in weight units, at most `clip_norm`. Far below it, it makes the grid that
-            much finer; a site with a larger element declines the round. A public
-            constant: never take it from private data.
+            scaled down. It sets the grid of the encoding: the tighter the bound, the
+            finer the grid. Default: 10; with `unit = "joint"` twice the largest change
+            of one step; with `unit = "site"` `privacy.differential_privacy.clip_norm`.
+        element_bound: Largest absolute value of an update's element times the site's
+            weight, in weight units; at most `clip_norm`. A value far below `clip_norm`
+            makes the grid finer by the same factor. A site with a larger element
+            declines the round. This is a public constant: never derive it from private
+            data.
         clip_elements: Clip elements beyond `element_bound` instead of declining the
             round.
-        max_examples: Examples that no site exceeds, rounded up to three significant
-            bits (8, 10, 12, 14, 16, 20, ...); every site sees this number. A simulation
-            takes its largest site by default.
-        hybrid: Rest the keys on ML-KEM-768 as well as on X25519, so that traffic
-            recorded today stays closed to a quantum computer.
-        two_sites_waiver: Accept that with two sites each can compute the other's update
-            from the sum. Needed for two sites without record-level differential
-            privacy.
+        max_examples: Largest number of examples at any site, rounded up to three
+            significant bits (8, 10, 12, 14, 16, 20, ...); every site sees this number.
+            In a simulation, the largest site's by default.
+        hybrid: Derive keys from ML-KEM-768 as well as X25519, so that a future quantum
+            computer cannot read traffic recorded today.
+        two_sites_waiver: Accept that with two sites, each can compute the other's
+            update from the sum. Required for two sites without record-level
+            differential privacy.
     """
 
     enabled: bool = False
@@ -57,15 +58,16 @@ class SecureAggregationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandardiseSpec:
-    """Standardise records by noised mean and deviation of their own site.
+    """Standardise records with the noised mean and deviation of their site.
 
     Attributes:
-        low: Smallest value of each feature, or one for all; smaller ones count as it.
-            Features are the columns of a record, or the channels of an image. A public
-            constant: never take it from private data.
+        low: Smallest value of each feature, or one for all; smaller values are clipped
+            to it. Features are the columns of a record, or the channels of an image.
+            This is a public constant: never derive it from private data.
         high: Largest value of each feature, or one for all.
-        noise_multiplier: Standard deviation of the noise over what one record changes
-            of the sums. 10 costs an epsilon of 0.34 at delta 1e-5 by itself.
+        noise_multiplier: Standard deviation of the noise divided by the most that one
+            record can change the sums. A value of 10 alone costs an epsilon of 0.34 at
+            delta 1e-5.
     """
 
     low: tuple[float, ...]
@@ -75,45 +77,42 @@ class StandardiseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferentialPrivacySpec:
-    """What the trained model may reveal of a single record.
+    """What the trained model may reveal about a single record.
 
     Attributes:
-        unit: Unit of privacy: `none`; `record`, one training record, where each site
-            makes its own training private with noise of its own; `joint`, one record
-            too, where every round is one step and the noise of all sites adds up inside
-            the secure sum; `site`, all that a site holds, with noise inside the secure
-            sum.
-        target_epsilon: What no site's epsilon may exceed over the run. Without
-            `noise_multiplier` the noise is calibrated to it; with one it is the cap
-            alone.
-        delta: The delta that goes with epsilon; at most 1 / (10 n) for the n records of
-            a site, or for n sites where these are the unit. By default it is that
-            bound, rounded down to one digit.
+        unit: Unit of privacy: `none`; `record`, one training record, protected by noise
+            that each site adds in training; `joint`, also one record, but every round
+            is one step and the noise of all sites adds up inside the secure sum;
+            `site`, all the data of one site, with noise inside the secure sum.
+        target_epsilon: Largest epsilon of any site over the run. The noise is
+            calibrated to it, unless `noise_multiplier` is set; then it is only a cap.
+        delta: The delta that goes with epsilon: at most 1 / (10 n) for the n records of
+            a site, or for n sites with `unit = "site"`. Default: that bound, rounded
+            down to one digit.
         clip_norm: Largest Euclidean norm of one record's gradient, or of a site's
-            update where sites are the unit; larger ones are scaled down.
-        noise_multiplier: Standard deviation of the noise of a step, or of a sum, over
-            `clip_norm`; calibrated to `target_epsilon` by default.
-        reserve_rounds: Rounds beyond `rounds` that the noise is calibrated for. A round
-            that was lost, or cut short by a crash, is charged too; without a reserve
-            the run then ends as many rounds early.
+            update with `unit = "site"`; larger ones are scaled down.
+        noise_multiplier: Standard deviation of the noise of a step, or of a sum,
+            divided by `clip_norm`; calibrated to `target_epsilon` by default.
+        reserve_rounds: Rounds beyond `rounds` that the noise is calibrated for. Lost
+            rounds, and rounds that a crash cut short, are charged too; without a
+            reserve, the run ends that many rounds early.
         colluding_sites: `joint` and `site`: how many of the sites whose noise is in a
-            sum may be the adversary's. The others bring enough by themselves; at least
-            1, since each site knows its own.
-        adaptive_clip: `site`: let the clip norm follow the updates, beginning at
-            `clip_norm`. A tenth of the noise's worth goes into telling how many were
-            within it.
-        clip_quantile: Share of the updates that an adaptive clip norm leaves as they
-            are.
-        clip_rate: Learning rate of an adaptive clip norm: per round it moves by a
-            factor of at most `exp(clip_rate)`.
-        accept_low_signal: `site`: run although the mean of the updates drowns in the
-            noise, with a ratio below 0.5.
-        clipping: How gradients of single records are found: `hooks` (each in memory),
-            `ghost` (their norms alone, in a second pass) or `auto`.
-        held_out: What leaves a site of its held-out results: sums with `noise`, charged
-            to a budget of the same size, which the held-out records have to themselves;
-            or the sums as they are, for held-out data that is `public`. For nothing at
-            all set `evaluation.every = 0`.
+            sum may collude with the adversary. The noise of the others is enough. At
+            least 1, because each site knows its own noise.
+        adaptive_clip: `site`: adapt the clip norm to the updates, starting from
+            `clip_norm`. A tenth of the privacy cost goes into counting the updates
+            below it.
+        clip_quantile: Fraction of updates that an adaptive clip norm leaves unclipped.
+        clip_rate: Learning rate of an adaptive clip norm: it changes by a factor of at
+            most `exp(clip_rate)` per round.
+        accept_low_signal: `site`: run even if noise dominates the mean update
+            (signal-to-noise ratio below 0.5).
+        clipping: How per-record gradients are computed: `hooks` (all in memory),
+            `ghost` (only their norms, with a second pass) or `auto`.
+        held_out: Which held-out results leave a site: sums with `noise`, charged to a
+            separate budget of the same size for the held-out records; or exact sums,
+            for held-out data that is `public`. To send no results, set
+            `evaluation.every = 0`.
         standardise: `record` and `joint`: standardise the records of each site by
             noised statistics of its own.
     """
@@ -149,7 +148,7 @@ class DifferentialPrivacySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacySpec:
-    """Protection beyond keeping data where it is.
+    """Protection beyond keeping data at its site.
 
     Attributes:
         secure_aggregation: Secure aggregation.

@@ -49,20 +49,20 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSpec:
-    """How one dataset is dealt out to the sites of a simulation.
+    """How one dataset is split among the sites of a simulation.
 
     Attributes:
         kind: `iid` (at random), `stratified` (the same class shares everywhere),
             `dirichlet` (class shares drawn at random), `by_group` (whole groups, for
-            example sub-packages of a text), `proportional` (at random, as many as
-            `speeds` says).
-        speeds: Speed of each site that is dealt to, in the order of the sites and in
-            one unit, for example examples a second; `proportional` only. `crossfed data
-            balance RUN` tells those that a run measured.
-        alpha: Concentration of the Dirichlet distribution: near 0 each class lives at
-            one site, large values approach `stratified`.
-        min_examples: Training examples that every site must get; a draw that gives
-            fewer is drawn again.
+            example sub-packages of a text), `proportional` (at random, in proportion to
+            `speeds`).
+        speeds: Speed of each site that gets a part, in the order of the sites and in
+            the same unit, such as examples per second; `proportional` only. `crossfed
+            data balance RUN` prints the speeds that a run measured.
+        alpha: Concentration of the Dirichlet distribution: near 0, each class is at one
+            site; large values approach `stratified`.
+        min_examples: Minimum number of training examples per site; a draw that gives a
+            site fewer is repeated.
     """
 
     kind: str = key(
@@ -76,7 +76,7 @@ class PartitionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """The data, as one dataset that the simulation deals out.
+    """The data, as one dataset that the simulation splits among the sites.
 
     Attributes:
         source: `module:function` that returns `(train, held_out)`, called with
@@ -102,8 +102,9 @@ class OptimizerSpec:
         nesterov: Nesterov momentum; `sgd` only.
         betas: The two decay rates of `adam` and `adamw`.
         weight_decay: Weight decay.
-        state: `fresh`: momentum, moments and step count begin at 0 in every round.
-            `keep`: each site goes on with its own from the last round that it trained.
+        state: `fresh`: momentum, moments and step count start at 0 in every round.
+            `keep`: each site continues with its own state from the last round in which
+            it trained.
     """
 
     name: str = key(default="sgd", choices=("sgd", "adam", "adamw"))
@@ -117,13 +118,13 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRateSpec:
-    """How the learning rate moves over all local steps of the run.
+    """How the learning rate changes over all local steps of the run.
 
     Attributes:
-        name: Course from the optimiser's `lr` to `final_fraction` of it.
-        warmup_steps: Local steps, counted over the run, in which the rate rises
-            linearly from 0.
-        final_fraction: Fraction of `lr` that is left at the end; not for `constant`.
+        name: Shape of the decay from the optimiser's `lr` to `final_fraction` of it.
+        warmup_steps: Number of local steps, counted over the run, in which the rate
+            rises linearly from 0.
+        final_fraction: Fraction of `lr` at the end of the run; not for `constant`.
     """
 
     name: str = key(default="constant", choices=("constant", "linear", "cosine"))
@@ -138,17 +139,18 @@ class TrainingSpec:
     Attributes:
         task: What is minimised: `classification` (cross-entropy of one label per
             example), `causal_lm` (cross-entropy of each next token), or
-            `module:function`, an objective of your own; called with model, inputs and
+            `module:function`, your own objective; called with model, inputs and
             targets.
-        metrics: Metrics that an objective of your own returns, by name, each with the
-            bounds `[low, high]` of one record; what is reported is clipped to them.
-            `loss` bounds the reported loss. `[]` states no bounds; differential privacy
-            and secure aggregation need them.
-        max_tokens: Most predictions of one record of `causal_lm`: its tokens less one.
-            A site refuses longer records; what it may count in a sum follows from this.
-        local_steps: Optimiser steps of each site in a round. Either this or
-            `local_epochs`. 1 is FedSGD: the round then combines gradients.
-        local_epochs: Passes of each site over its own data in a round.
+        metrics: Metrics that your own objective returns, by name, each with the bounds
+            `[low, high]` of one record; reported values are clipped to them. `loss`
+            bounds the reported loss. `[]` means no bounds; differential privacy and
+            secure aggregation require bounds.
+        max_tokens: Maximum number of predictions in one `causal_lm` record: its tokens
+            minus one. A site refuses longer records; the largest count that it may add
+            to a sum follows from this.
+        local_steps: Optimiser steps per site and round. Set either this or
+            `local_epochs`. 1 is FedSGD: each round combines gradients.
+        local_epochs: Passes of each site over its own data per round.
         batch_size: Examples of one forward and backward pass.
         accumulate: Batches whose gradients are averaged into one optimiser step.
         optimizer: Local optimiser.
@@ -160,8 +162,8 @@ class TrainingSpec:
         precision: `fp32`, or `bf16`: autocast of the forward pass with float32 weights.
         device: `auto` (the first CUDA device if there is one), `cpu`, `cuda` or
             `cuda:N`.
-        threads: CPU threads of one site's arithmetic. Part of the job because results
-            depend on it in the last bits, and on nothing else of the machine.
+        threads: CPU threads that one site computes with. It is part of the job because
+            the last bits of the results depend on it.
     """
 
     task: str = "classification"
@@ -192,7 +194,7 @@ class EvaluationSpec:
     """Evaluation of the global model on the sites' held-out data.
 
     Attributes:
-        every: Evaluate the model after every so many rounds, and after the last; 0 for
+        every: Evaluate the model every this many rounds, and after the last one; 0 for
             never.
         batch_size: Examples of one forward pass.
     """
@@ -230,12 +232,12 @@ class AggregationSpec:
     """How updates become one step of the global model.
 
     Attributes:
-        combine: `mean`, or a rule that withstands `byzantine_sites` bad sites:
+        combine: `mean`, or a rule that tolerates `byzantine_sites` bad sites:
             `trimmed_mean`, `median`, `krum`, `multi_krum`.
-        weights: What a site counts: `examples` it holds, `uniform`, or `dynamic`
-            (examples times its relative improvement of the loss on its held-out data).
-        byzantine_sites: Bad sites that `trimmed_mean`, `krum` and `multi_krum` must
-            withstand.
+        weights: A site's weight: its number of `examples`, `uniform`, or `dynamic`
+            (examples times the relative improvement of the loss on its held-out data).
+        byzantine_sites: Number of bad sites that `trimmed_mean`, `krum` and
+            `multi_krum` must tolerate.
         server_optimizer: Server optimiser.
     """
 
@@ -249,12 +251,12 @@ class AggregationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
-    """How float values are encoded on their way.
+    """How float values are encoded for transfer.
 
     Attributes:
         name: `identity` (float32, 4 bytes a value), `bf16` (2 bytes: the range of
-            float32 with 8 significant bits) or `fp16` (2 bytes: 11 significant bits,
-            and a value of 65520 or more is refused).
+            float32 with 8 significant bits) or `fp16` (2 bytes: 11 significant bits;
+            values of 65520 or more are refused).
     """
 
     name: str = key(
@@ -273,10 +275,10 @@ class CommunicationSpec:
             aggregation, whose ring has words of its own.
         down_codec: Encoding of the model on its way down. The aggregator keeps the
             model in float32; sites train from, and evaluate, what they receive.
-        down_content: `model`, or `change`: sites that have the model of the round
-            before are sent what changed, encoded, and check the digest of the sum; the
-            others are sent the whole model in float32. Takes one more model of memory
-            at each site. Not under secure aggregation.
+        down_content: `model`, or `change`: a site that has the previous round's model
+            receives the encoded difference and checks the digest of the result; other
+            sites receive the whole model in float32. Needs memory for one more model at
+            each site. Not available with secure aggregation.
     """
 
     codec: CodecSpec = CodecSpec()
@@ -292,16 +294,16 @@ class CommunicationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec:
-    """Who takes part in a round, and for how long it waits.
+    """Which sites take part in a round, and how long it waits for them.
 
     Attributes:
         mode: `synchronous`: a round ends before the next begins.
-        round_deadline_seconds: A site that has not answered by then is left out of the
-            round.
-        minimum_sites: Quorum: with fewer answers the round is lost and the weights
-            stay. All sites by default.
-        max_lost_rounds: The run stops after so many lost rounds in a row.
-        sites_per_round: Sites drawn at random for each round; all of them by default.
+        round_deadline_seconds: A site that has not answered by this deadline is left
+            out of the round.
+        minimum_sites: Quorum: with fewer answers the round is lost and the weights do
+            not change. All sites by default.
+        max_lost_rounds: The run stops after this many lost rounds in a row.
+        sites_per_round: Number of sites drawn at random for each round; all by default.
         allocation: `static`: every site does the same local work.
     """
 
@@ -317,12 +319,12 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteDataSpec:
-    """Data of one site alone, instead of a share of the job's dataset.
+    """A site's own data, instead of a share of the job's dataset.
 
     Attributes:
         source: `module:function` that returns `(train, held_out)`, or a URL as in
             `[data]`.
-        options: Of the source, as in `[data]`.
+        options: Options of the source, as in `[data]`.
     """
 
     source: str
@@ -336,7 +338,7 @@ class SiteSpec:
     Attributes:
         name: Its name: lower-case letters, digits, `.`, `_`, `-`.
         cloud: Where it runs.
-        region: The cloud's name of the region.
+        region: Region, as the cloud names it.
         data: Data of this site alone.
         flower_app: Set, `{}` for all defaults, where an existing Flower `ClientApp`
             takes part through a stock SuperNode; deployed and without privacy only.
@@ -351,17 +353,17 @@ class SiteSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """A misfortune to rehearse at one site (simulation only).
+    """A fault to rehearse at one site (simulation only).
 
     Attributes:
         site: Name of the site.
         kind: `crash` (raises), `silent` (never answers), `hang` (answers after
             `seconds`), `duplicate` (answers twice), `nan`, `inf`, `garbage` (random
-            values of norm `scale`), `wrong_length`, `wrong_round`, `restart` (loses
-            what it has in memory just before it is asked), `leave` (says that it
-            leaves, and is back after `rounds` with nothing in memory).
-        rounds: Rounds in which it happens; all of them when empty.
-        every: Only in every so many rounds.
+            values of norm `scale`), `wrong_length`, `wrong_round`, `restart` (loses its
+            memory just before the task arrives), `leave` (announces that it leaves, and
+            returns after `rounds` with an empty memory).
+        rounds: Rounds in which it happens; all if empty.
+        every: With 2, only in every second round of these, and so on.
         seconds: How long `hang` takes.
         scale: Euclidean norm of `garbage`, in weight units.
     """
@@ -390,14 +392,14 @@ class FaultSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpec:
-    """How fast a site and its line are (`simulate --engine virtual` only).
+    """How fast a site and its connection are (`simulate --engine virtual` only).
 
     Attributes:
         site: Name of the site.
-        examples_per_second: Examples that it trains on, or evaluates, in a second.
-        down_mbit: Megabits a second from the aggregator to it.
-        up_mbit: Megabits a second from it to the aggregator.
-        latency_seconds: Time that a message takes beside its bytes.
+        examples_per_second: Examples that it trains on, or evaluates, per second.
+        down_mbit: Megabits per second from the aggregator to the site.
+        up_mbit: Megabits per second from the site to the aggregator.
+        latency_seconds: Delay of each message, in addition to its transfer time.
     """
 
     site: str
@@ -409,19 +411,19 @@ class MachineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSpec:
-    """What only a simulation has.
+    """Settings for simulations only.
 
     Attributes:
-        workers: Sites that train at the same time; 0 for as many as the processor's
+        workers: Number of sites that train at the same time; 0 for as many as the CPU
             cores allow. Results do not depend on it.
         faults: Misfortunes to rehearse.
         machines: Speed of each site, for `simulate --engine virtual`.
-        vouch_for_sources: Accept, under a unit of privacy, sources that do not declare
-            their preprocessing. Deployed sites look at `data.preprocessing` of their
-            own `site.toml` instead.
-        total_epsilon: Largest epsilon of all private runs beside this one on the same
-            data, as a deployed site demands it with `policy.total_epsilon`; by default
-            it is counted, and not limited.
+        vouch_for_sources: With differential privacy, accept sources that do not declare
+            their preprocessing. Deployed sites use `data.preprocessing` of their own
+            `site.toml` instead.
+        total_epsilon: Largest total epsilon of all private runs on the same data, like
+            `policy.total_epsilon` of a deployed site; by default the total is counted
+            but not limited.
     """
 
     workers: int = key(default=0, low=0)
@@ -438,8 +440,8 @@ class JobSpec:
     Attributes:
         name: Name of the job: lower-case letters, digits, `.`, `_`, `-`.
         rounds: Rounds to run.
-        seed: Seed of everything random in a simulation: initial weights, partition,
-            order of examples, cohorts.
+        seed: Seed of all randomness in a simulation: initial weights, partition,
+            example order, cohorts.
         model: The model.
         data: The data that is dealt out to the sites that name none of their own.
         training: Local training.

@@ -7,11 +7,11 @@ from federation.job.job_keys import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceSpec:
-    """Where the coordinator runs: it decides what the way to its store costs.
+    """Where the coordinator runs, which determines what access to its store costs.
 
     Attributes:
-        cloud: Its cloud; `other` is a machine in neither.
-        region: The cloud's name of the region.
+        cloud: Its cloud; `other` means neither.
+        region: Region, as the cloud names it.
     """
 
     cloud: str = key(default="unknown", choices=("unknown", "aws", "gcp", "other"))
@@ -20,11 +20,11 @@ class PlaceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncryptionSpec:
-    """Encryption of what is stored, before it leaves this machine.
+    """Encryption on this machine, before objects are stored.
 
     Attributes:
-        endpoint: URL of the key service, where that is not the cloud's own.
-        key: What wraps the data keys of objects: `file:PATH` of a key file,
+        endpoint: URL of the key service, if it is not the cloud's own.
+        key: Key that wraps the objects' data keys: `file:PATH` of a key file,
             `aws-kms:ARN` of a key or alias, or
             `gcp-kms:projects/P/locations/L/keyRings/R/cryptoKeys/K`.
     """
@@ -41,19 +41,19 @@ class StorageSpec:
     Attributes:
         url: Folder of all runs: `file://` and a path, relative to the working
             directory; `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX` for checkpoints and
-            results, with a copy of all but the checkpoints in the folder `runs`; or
-            `memory://` to keep nothing.
-        endpoint: URL of the service of a bucket, where that is not the cloud's own.
-        region: Region of the bucket: tells what reading costs, and where an S3 bucket
-            is if the environment does not say it.
-        bucket_owner: Account number that an S3 bucket must belong to, so that a deleted
-            one is not somebody else's tomorrow; any by default.
-        kms_key: Key with which the cloud itself encrypts what it stores: the ARN of a
-            key of AWS KMS for `s3://`, `projects/P/locations/L/keyRings/R/cryptoKeys/K`
-            for `gs://`; as the bucket is configured by default.
+            results, with a copy of everything except checkpoints in the folder `runs`;
+            or `memory://` to keep nothing.
+        endpoint: URL of the bucket's service, if it is not the cloud's own.
+        region: Region of the bucket: determines the cost of reading, and locates an S3
+            bucket if the environment names no region.
+        bucket_owner: Account number that must own the S3 bucket, in case someone else
+            creates a bucket with the name of a deleted one; any by default.
+        kms_key: Key that the cloud encrypts stored objects with: the ARN of an AWS KMS
+            key for `s3://`, `projects/P/locations/L/keyRings/R/cryptoKeys/K` for
+            `gs://`; by default, the bucket's configuration decides.
         encryption: Encryption of checkpoints, and of all files in a bucket, before they
             leave this machine; none by default.
-        keep_checkpoints: Checkpoints that are kept, newest first.
+        keep_checkpoints: Number of checkpoints to keep: the newest ones.
         coordinator: Where the coordinator runs, for the record of what storage is used
             for.
     """

@@ -20,17 +20,17 @@ _BYTES_PER_MBIT = 125_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteSpeed:
-    """One site: its speed, its line and its prices.
+    """One site: its speed, its connection and its prices.
 
     Attributes:
         name: Name of the site.
-        train_examples_per_second: While it trains.
-        evaluate_examples_per_second: While it evaluates.
-        down_bytes_per_second: Of the line to the site.
-        up_bytes_per_second: Of the line from the site.
-        latency_seconds: Of a message, one way.
-        dollars_per_hour: Of its machines, while rounds last.
-        dollars_per_gigabyte: Of what leaves the site.
+        train_examples_per_second: Examples per second in training.
+        evaluate_examples_per_second: Examples per second in evaluation.
+        down_bytes_per_second: Bandwidth to the site.
+        up_bytes_per_second: Bandwidth from the site.
+        latency_seconds: One-way delay of a message.
+        dollars_per_hour: Price of its machines during rounds.
+        dollars_per_gigabyte: Price of traffic that leaves the site.
     """
 
     name: str
@@ -48,9 +48,10 @@ class Speeds:
     """A speeds file.
 
     Attributes:
-        combine_seconds: What the aggregator needs after the last answer of a round.
-        dollars_per_hour: Of the aggregator, while rounds last.
-        dollars_per_gigabyte: Of what leaves the aggregator.
+        combine_seconds: Time that the aggregator needs after the last answer of a
+            round.
+        dollars_per_hour: Price of the aggregator during rounds.
+        dollars_per_gigabyte: Price of traffic that leaves the aggregator.
         sites: One `[[sites]]` table for each site.
     """
 

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: the only format that crosses a cloud's border.
+"""Messages to bytes and back: the only format that crosses between clouds.
 
 A frame, all numbers little-endian::
 
@@ -14,25 +14,24 @@ A frame, all numbers little-endian::
     payload                    integers as i64, floats as f32, words as bytes,
                                body as bytes
 
-The header says how much the payload holds of each: ``num_integers``, ``num_floats``,
-``words_bytes`` and ``body_bytes``, as far as its kind of message has them. Where the
-job's codec sends floats in 16 bits, ``num_fp16`` or ``num_bf16`` stands in the place of
-``num_floats``, and the payload holds IEEE halves or the upper halves of f32. The body
-is a task's ``secure`` or another message's ``body``; the masked header of a masked
-update stands in the place of the integers, with the bits of its u64.
+The header states the sizes of the payload's parts that its kind of message has:
+``num_integers``, ``num_floats``, ``words_bytes`` and ``body_bytes``. If the job's codec
+sends floats in 16 bits, ``num_fp16`` or ``num_bf16`` replaces ``num_floats``, and the
+payload holds IEEE halves or the upper halves of f32. The body is a task's ``secure`` or
+another message's ``body``; the masked header of a masked update replaces the integers,
+with the bits of its u64.
 
-Numbers that may be fractions stand in the header as ``float.hex`` text, which is
-exact and has a spelling for infinity and for not-a-number. There is one spelling
-of every message: encoding what was decoded gives the same bytes.
+Numbers that may be fractions are ``float.hex`` text in the header, which is exact and
+can express infinity and not-a-number. Every message has exactly one encoding: encoding
+a decoded message gives the same bytes.
 
-Input is hostile. Length is checked before content, version before meaning and
-digest before use; whatever is wrong is a ``WireError``; nothing is allocated on
-the word of a length. The digest finds accidents, not attackers: who sent a frame
-is for the transport to prove. Values *inside* vectors are not looked at here, the
-aggregator decides on those.
+Input is hostile. Length is checked before content, version before meaning and digest
+before use; any fault raises ``WireError``, and no memory is allocated because a length
+field asks for it. The digest finds accidents, not attackers: the transport must prove
+who sent a frame. Values *inside* vectors are not checked here but by the aggregator.
 
-What each kind of message holds is in ``wire_fields``, how values of the header are
-spelled in ``wire_values``.
+``wire_fields`` lists the content of each kind of message, ``wire_values`` the spelling
+of header values.
 """
 
 import hashlib
