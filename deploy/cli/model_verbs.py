@@ -1,7 +1,7 @@
-"""Verbs of the command line for what a run leaves in stores: model, checkpoints.
+"""Verbs of the command line for what a run leaves: model, checkpoints, metrics.
 
-Arguments in and text out; the work is in ``deploy.tools.export`` and
-``deploy.tools.checkpoints``.
+Arguments in and text out; the work is in ``deploy.tools`` and
+``monitoring.runs.trackers``.
 """
 
 import argparse
@@ -40,6 +40,21 @@ def _export(options: argparse.Namespace) -> int:
         say(done.url)
         for name, digest in done.sha256.items():
             say(f"{digest}  {name}")
+    return DONE
+
+
+def _export_metrics(options: argparse.Namespace) -> int:
+    from monitoring.runs.find import find_run  # noqa: PLC0415 -- keeps `--help` fast
+    from monitoring.runs.trackers import export_metrics  # noqa: PLC0415
+
+    run = find_run(options.run, options.root)
+    points = export_metrics(
+        run, options.to, follow=options.follow, clock=options.clock, tell=tell
+    )
+    if options.json:
+        say_json({"run": str(run.path), "to": options.to, "points": points})
+    else:
+        say(f"{points} points of {run.path} are in {options.to}")
     return DONE
 
 
@@ -94,5 +109,6 @@ def _opened(
 
 VERBS = {
     "export": _export,
+    "export-metrics": _export_metrics,
     "checkpoints": _checkpoints,
 }

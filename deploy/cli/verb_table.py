@@ -98,7 +98,7 @@ def _overview(table: Table) -> Iterator[str]:
     for group, names in table["groups"].items():
         yield f"{group}:"
         for name in names:
-            yield f"  {name:<13}{table['verbs'][name]['help']}"
+            yield f"  {name:<15}{table['verbs'][name]['help']}"
         yield ""
     yield "crossfed VERB --help shows the arguments of a verb, with examples."
 
