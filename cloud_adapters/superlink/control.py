@@ -56,6 +56,10 @@ class FlowerControl:
 
     def __exit__(self, *_: object) -> None:
         """Close connections."""
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close connections; the next call makes new ones."""
         self._client.close()
 
     def start(self, settings: Mapping[str, str]) -> int:

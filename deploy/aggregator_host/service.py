@@ -146,6 +146,8 @@ class AggregatorService:
             self._children = [*self._flower(port), *self._proxy(port, service_port)]
             for child in self._children:
                 stack.callback(child.stop)
+            # A SuperLink that ends waits for its clients to close their connections.
+            stack.callback(control.disconnect)
             self._serve(control)
 
     def _secret(self) -> bytes:
@@ -227,7 +229,7 @@ class AggregatorService:
                 if not self._answers:
                     control.nodes()
                     self._answers = True
-                self._renew()
+                self._renew(control)
                 self._schedule(control)
             except FederationError as error:
                 if str(error) != trouble and self._answers:
@@ -243,7 +245,7 @@ class AggregatorService:
         except OSError as error:
             self._tell_once(f"a log cannot be bounded: {error}")
 
-    def _renew(self) -> None:
+    def _renew(self, control: FlowerControl) -> None:
         """Renew the server's certificate when it is due; the SuperLink starts anew."""
         now = self.clock.monotonic()
         if now < self._next_renewal:
@@ -253,6 +255,7 @@ class AggregatorService:
             self.listener("the server's certificate was renewed")
             for child in self._children:
                 if child.name == SUPERLINK:
+                    control.disconnect()
                     child.stop()
 
     def _schedule(self, control: FlowerControl) -> None:

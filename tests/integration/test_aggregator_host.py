@@ -104,6 +104,10 @@ def test_killed_service_starts_again(host: Deployment):
     log = (host.folder / "aggregator.log").read_text()
     assert "Traceback" not in log
     assert "superlink ended" not in log
+    host.end("aggregator")
+    said = (host.folder / "aggregator" / "logs" / "superlink.log").read_text()
+    _, _, last = said.rpartition("Started server process")
+    assert "Finished server process" in last  # It was not killed.
 
 
 def test_logs_of_its_programs_are_bounded(host: Deployment):
