@@ -21,7 +21,7 @@ Shape suffixes: d float values of the model, m integer values of the model.
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class RunCheckpoints:
         emit: Takes a ``CheckpointSkipped`` for each damaged checkpoint.
         clock: Dates the events.
         chunk_bytes: A larger blob is stored in chunks of this size.
+        rounds_before: Numbers of rounds that the job had before it was extended.
 
     Raises:
         ValueError: ``keep``, ``prefix`` or ``chunk_bytes`` is out of range.
@@ -84,6 +85,7 @@ class RunCheckpoints:
     emit: Emit
     clock: Clock
     chunk_bytes: int = CHUNK_BYTES
+    rounds_before: Collection[int] = ()
 
     def __post_init__(self) -> None:
         """Check the values; nothing is read or written yet."""
@@ -222,14 +224,16 @@ class RunCheckpoints:
                 f"{self.run_id!r}; resume that run, or start in an empty folder"
             )
         # Older releases wrote keys that decide nothing, too.
-        found = differences(
-            job_digest.what_decides(self.job), job_digest.what_decides(manifest.job)
-        )
+        theirs = job_digest.what_decides(manifest.job)
+        if theirs.get("rounds") in self.rounds_before:
+            theirs["rounds"] = self.job.get("rounds")
+        found = differences(job_digest.what_decides(self.job), theirs)
         if found:
             raise CheckpointMismatch(
                 f"the run was started from another job than this one: "
                 f"{'; '.join(found)} (there: {manifest.key}). Set these keys back to "
-                "resume, or start a new run"
+                "resume, extend the run (--extend ROUNDS) if it is to have more "
+                "rounds, or start a new run"
             )
         if self.layout.num_frozen and not manifest.layout.num_frozen:
             raise CheckpointMismatch(

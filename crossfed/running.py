@@ -64,6 +64,7 @@ def simulate(
     *,
     folder: str | Path | None = None,
     resume: bool = False,
+    extend: int | None = None,
     engine: str = "inproc",
     on_round: Callable[[dict[str, Any]], object] | None = None,
     on_event: Callable[[Event], object] | None = None,
@@ -81,6 +82,7 @@ def simulate(
         overrides: As in ``load_job``.
         folder: Where to keep the run; without it nothing is written.
         resume: Continue the run in ``folder`` from its newest checkpoint.
+        extend: Continue it, finished or not, up to this higher number of rounds.
         engine: ``inproc``, ``flower`` (Flower's simulation) or ``virtual`` (virtual
             time).
         on_round: Called with a row of ``RunResult.history`` once the round's model is
@@ -102,6 +104,8 @@ def simulate(
     from deploy.wiring import simulation  # noqa: PLC0415 -- imports torch
 
     clock = SystemClock()
+    if extend is not None:
+        keys["rounds"] = extend
     listeners: list[Emit] = []
     if on_event is not None:
         listeners.append(_guarded("on_event", on_event))
@@ -112,6 +116,7 @@ def simulate(
             load_job(job, overrides, **keys),
             folder=None if folder is None else Path(folder),
             resume=resume,
+            extend=extend is not None,
             engine=engine,
             listeners=[*shown, *listeners],
             stop_requested=stop_requested,

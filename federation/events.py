@@ -90,6 +90,29 @@ class RunStarted(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunExtended(RunEvent):
+    """From here on the run's job has more rounds; nothing else of it has changed.
+
+    Attributes:
+        at: When.
+        last_round: The last round before.
+        first_round: The next one. With secure aggregation a number is left out if the
+            final model was evaluated under it.
+        rounds_before: Rounds that the job had.
+        rounds: Rounds that it has.
+        job_before: Digest of the job before, 64 hexadecimal digits.
+        job: Digest of the job from here on.
+    """
+
+    last_round: int
+    first_round: int
+    rounds_before: int
+    rounds: int
+    job_before: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataDistributed(RunEvent):
     """The data of each site (in a simulation: the partition).
 
@@ -559,6 +582,7 @@ class RunFinished(RunEvent):
 
 Event = (
     RunStarted
+    | RunExtended
     | DataDistributed
     | SitesIntroduced
     | PrivacyPlanned

@@ -18,4 +18,6 @@ def load_job(options: argparse.Namespace) -> "JobSpec":
     overrides = list(options.set)
     if options.seed is not None:
         overrides.append(f"seed={options.seed}")
+    if getattr(options, "extend", None) is not None:
+        overrides.append(f"rounds={options.extend}")
     return job_file.load(options.job, overrides)

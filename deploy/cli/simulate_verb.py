@@ -48,6 +48,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 job,
                 folder=folder,
                 resume=options.resume,
+                extend=options.extend is not None,
                 engine=options.engine,
                 transcript=options.transcript,
                 listeners=[show],
@@ -63,7 +64,8 @@ def _simulate(options: argparse.Namespace) -> int:
         if folder is not None and _has_begun(folder):
             _say_how_to_resume(options, folder, "once that is mended")
         return code
-    if options.resume and outcome.status == "completed" and not outcome.rounds_now:
+    resumed = options.resume or options.extend is not None
+    if resumed and outcome.status == "completed" and not outcome.rounds_now:
         tell(f"run {outcome.run_id} is completed: no round was left to run")
     if options.json:
         kept = None if outcome.folder is None else str(outcome.folder)
@@ -92,7 +94,7 @@ def _folder(job: "JobSpec", options: argparse.Namespace) -> Path | None:
         return out
     if root is None:
         return None
-    if options.resume:
+    if options.resume or options.extend is not None:
         return run_store.newest_folder(job, root)
     return root / job.name / new_run_id(options.clock.now(), os.urandom(3))
 
@@ -152,7 +154,8 @@ def _say_how_to_resume(
         words += ["--seed", str(options.seed)]
     if options.engine != "inproc":
         words += ["--engine", options.engine]
-    words += ["--out", str(folder), "--resume"]
+    go_on = ["--resume"] if options.extend is None else ["--extend", options.extend]
+    words += ["--out", str(folder), *map(str, go_on)]
     tell(f"{why}; go on with\n  {shlex.join(words)}")
 
 

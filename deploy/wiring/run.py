@@ -23,7 +23,7 @@ from cloud_adapters.local.faults import FaultInjector, Restartable
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.local.transcript import recorded
 from deploy.wiring import parts as wiring
-from federation.events import Emit
+from federation.events import Emit, RunExtended
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
 from federation.job.spec import FaultSpec, JobSpec
@@ -136,6 +136,7 @@ class Run:
         transcript: Folder for every message as the aggregator saw it.
         seen: What looks on as the aggregator gathers; an audit's witness.
         meter: Measures what rounds take of this process.
+        extensions: How its job was extended, in their order.
     """
 
     federation: Federation
@@ -148,6 +149,7 @@ class Run:
     transcript: Path | None = None
     seen: Callable[[Gather], Gather] = field(default=lambda gather: gather)
     meter: UsageMeter = CLOCK
+    extensions: Sequence[RunExtended] = ()
 
     def checkpoints(self) -> RunCheckpoints:
         """Find the run's checkpoints in its store; nothing is read yet."""
@@ -161,6 +163,7 @@ class Run:
             keep=job.storage.keep_checkpoints,
             emit=self.emit,
             clock=self.clock,
+            rounds_before=[one.rounds_before for one in self.extensions],
         )
 
     def drive(
@@ -230,6 +233,7 @@ class Run:
             goes_on=self.goes_on,
             anchors=anchors,
             meter=self.meter,
+            first_round=max((one.first_round for one in self.extensions), default=1),
         )
 
 

@@ -15,7 +15,7 @@ from clients.privacy.site_plans import LedgerContext, PrivateSites
 from clients.training.local_federation import Federation
 from clients.user_code import FirstFailure, last_frames, origin, sentence
 from cloud_adapters.local.transcript import check_fresh
-from deploy.wiring import parts as wiring, run_store, virtual_engine
+from deploy.wiring import extension, parts as wiring, run_store, virtual_engine
 from deploy.wiring.rehearsal import (
     Rehearsal,
     dropout_notice,
@@ -55,6 +55,7 @@ def simulate(
     *,
     folder: Path | None = None,
     resume: bool = False,
+    extend: bool = False,
     engine: str = "inproc",
     listeners: Sequence[Emit] = (),
     stop_requested: Callable[[], bool] = lambda: False,
@@ -70,6 +71,7 @@ def simulate(
             before model and data are built.
         resume: Go on with the run in ``folder`` from its newest checkpoint. A run
             that is completed is left as it is.
+        extend: Resume a run that was begun with fewer rounds: it gets those of the job.
         engine: ``inproc`` calls the sites in threads of this process; ``flower``
             runs them on Flower's simulation engine (extra ``crossfed[flower]``).
             Both give the same weights, bit for bit. ``virtual`` calls them one by one
@@ -93,7 +95,8 @@ def simulate(
         RunNotFound: ``resume`` is set, and ``folder`` holds no run.
         RunConflict: ``folder`` holds a run and ``resume`` is not set, or another
             process works on it.
-        CheckpointMismatch: The run to resume was started from another job.
+        CheckpointMismatch: The run to resume was started from another job, or cannot
+            be extended to this one.
         FederationError: Anything else that ends a run before its time.
     """
     if not isinstance(job, JobSpec):
@@ -104,7 +107,8 @@ def simulate(
     runs_root(job)
     if transcript is not None:
         check_fresh(transcript)
-    run = _run_folder(job, folder, resume=resume)
+    resume = resume or extend
+    run = _run_folder(job, folder, resume=resume, extend=extend)
     done = _done_before(job, run) if resume else None
     if done is not None:
         return done
@@ -129,11 +133,17 @@ def simulate(
         )
         if run is not None:
             stack.enter_context(run.locked())
-            # Again: another process may have come and gone.
-            _check_folder(run, resume=resume)
-            if run.run_id() not in {None, simulation.run_id}:
-                raise RunConflict(f"{run.path} was just started by another process")
+            _take_over(run, simulation, resume=resume)
+            if extend:
+                extension.record(job, run, clock)
         return simulation.run()
+
+
+def _take_over(run: RunFolder, simulation: "_Simulation", *, resume: bool) -> None:
+    """Check a folder once more: another process may have come and gone."""
+    _check_folder(run, resume=resume)
+    if run.run_id() not in {None, simulation.run_id}:
+        raise RunConflict(f"{run.path} was just started by another process")
 
 
 def _clock(
@@ -144,12 +154,16 @@ def _clock(
     return SystemClock() if given is None else given
 
 
-def _run_folder(job: JobSpec, folder: Path | None, *, resume: bool) -> RunFolder | None:
+def _run_folder(
+    job: JobSpec, folder: Path | None, *, resume: bool, extend: bool
+) -> RunFolder | None:
     """Find a run's folder fit for what is asked, with what its bucket knows of it."""
     run = None if folder is None else RunFolder(Path(folder))
     if resume and run is not None:
         run_store.fetch(job, run)
     _check_folder(run, resume=resume)
+    if run is not None and extend:
+        extension.check(job, run)
     return run
 
 
@@ -310,6 +324,7 @@ class _Simulation:
             stop_requested=self._stop_requested,
             transcript=self._transcript,
             meter=self._meter,
+            extensions=[] if self._run is None else self._run.extensions(),
         )
         if self._private is not None:
             noted = {} if self._run is None else self._run.anchors()

@@ -79,6 +79,9 @@ TABLE: Mapping[str, Rows] = {
         (PUBLIC, _SUMS): "at run_id job_name rounds first_round sites parameters "
         "engine task secure_aggregation frozen"
     },
+    "RunExtended": {
+        (PUBLIC, _SUMS): "at last_round first_round rounds_before rounds job_before job"
+    },
     "DataDistributed": {
         (PUBLIC, _SUMS): "at label_kind labels",
         (DEALT, _SITES): "shares",

@@ -64,6 +64,7 @@ class ServerParts:
         anchors: The largest anchor of each site that is known beside the checkpoints.
         meter: Measures what rounds take of this process.
         returned: Which of some sites are there again before a round: ``Grid.returned``.
+        first_round: Numbers before this one are used up, whatever the checkpoints say.
     """
 
     run_id: RunId
@@ -83,6 +84,7 @@ class ServerParts:
     returned: Callable[[Collection[SiteId], int], Collection[SiteId]] = (
         lambda _sites, _index: ()
     )
+    first_round: int = 1
 
 
 def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
@@ -107,7 +109,11 @@ def run_federation(job: JobSpec, parts: ServerParts) -> RunState:
     start = parts.clock.monotonic()
     saved = parts.checkpoints.load_latest()
     state = parts.initial_state() if saved is None else saved
-    state = replace(state, anchors=join_anchors(state.anchors, parts.anchors))
+    state = replace(
+        state,
+        anchors=join_anchors(state.anchors, parts.anchors),
+        round_index=max(state.round_index, parts.first_round - 1),
+    )
     _emit_started(job, parts, state)
     spare_d = np.empty(parts.layout.size, dtype=np.float32)
     exhausted, complaints = "", list[str]()

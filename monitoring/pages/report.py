@@ -208,6 +208,8 @@ def _tiles(view: RunView) -> Sequence[Tile]:
     resumes = units.format_count(view.coordinators - 1, "resume")
     traffic = units.format_bytes(view.bytes_up + view.bytes_down)
     rounds = f"{view.rounds_completed} of {view.started.rounds}"
+    ends = ", ".join(str(event.last_round) for event in view.extended)
+    extended = f"; extended after round {ends}" if ends else ""
     time_note = "virtual, " if view.started.engine == VIRTUAL else ""
     time_note += resumes if view.coordinators > 1 else "without a restart"
     after += "" if loss_noise is None else f", with noise of {loss_noise:.2g}"
@@ -215,7 +217,7 @@ def _tiles(view: RunView) -> Sequence[Tile]:
         Tile("Held-out loss", f"{noisy}{units.format_number(loss)}", after),
         *(own or (quality,)),
         *_privacy_tiles(view),
-        Tile("Rounds", rounds, "that changed the model"),
+        Tile("Rounds", rounds, f"that changed the model{extended}"),
         Tile("Sites", f"{len(view.started.sites):,}", failures),
         Tile("Traffic", traffic, f"{up} up, {down} down"),
         Tile("Time", units.format_duration(view.seconds), time_note),

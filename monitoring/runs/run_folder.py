@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,7 +21,13 @@ from federation.errors import (
     RunNotFound,
 )
 from federation.event_log import read_events
-from federation.events import Event, ModelEvaluated, RunStarted, SiteAnswered
+from federation.events import (
+    Event,
+    ModelEvaluated,
+    RunExtended,
+    RunStarted,
+    SiteAnswered,
+)
 from federation.ids import RunId, SiteId, new_run_id
 from federation.job import job_file
 from federation.job.spec import JobSpec
@@ -126,6 +132,16 @@ class RunFolder:
             known = {SiteId(site): each.anchor for site, each in spent if each}
             found = join_anchors(found, known)
         return found
+
+    def extensions(self) -> Sequence[RunExtended]:
+        """How the run was extended, in order.
+
+        Raises:
+            CorruptObject: The record is damaged.
+            StoreUnavailable: The record cannot be read.
+        """
+        found = self.read_events() if self.exists() else []
+        return [event for event in found if isinstance(event, RunExtended)]
 
     def new_run_id(self, unix_seconds: float) -> RunId:
         """Name a run that begins here: as its folder, if that is such a name."""

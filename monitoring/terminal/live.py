@@ -17,6 +17,7 @@ from federation.events import (
     CheckpointSkipped,
     Event,
     PrivacyPlanned,
+    RunExtended,
     RunFinished,
     RunStarted,
     SiteAnswered,
@@ -30,6 +31,7 @@ from federation.protocols import Clock
 from monitoring import privacy_words
 from monitoring.terminal.progress import (
     attempt_failed,
+    extended,
     introduced,
     killed_before,
     left_out,
@@ -165,6 +167,8 @@ def _trouble(event: Event) -> Iterator[Text]:
     match event:
         case SitesLeftOut():
             yield Text(printable(left_out(event), limit=500), style="red")
+        case RunExtended():
+            yield Text(printable(extended(event)))
         case Warned(message=message):
             yield Text(printable(f"warning: {message}"), style="yellow")
         case CheckpointSkipped(key=key, reason=reason):

@@ -16,6 +16,7 @@ from federation.events import (
     ModelEvaluated,
     PrivacyPlanned,
     RoundFinished,
+    RunExtended,
     RunFinished,
     RunStarted,
     SiteAnswered,
@@ -74,6 +75,14 @@ def killed_before(event: RunStarted) -> str:
     return (
         "the coordinator before was killed, or its machine failed; another resumes at "
         f"round {event.first_round}"
+    )
+
+
+def extended(event: RunExtended) -> str:
+    """That the job of a run has more rounds from here on."""
+    return (
+        f"extended  from {event.rounds_before} to {event.rounds} rounds, after round "
+        f"{event.last_round}"
     )
 
 
@@ -180,6 +189,8 @@ class PlainProgress(Closing):
                 self._write(f"groups  {'  |  '.join(named)}")
             case Warned(message=message):
                 self._write(f"warning  {message}")
+            case RunExtended():
+                self._write(extended(event))
             case CheckpointSkipped(key=key, reason=reason):
                 self._write(f"checkpoint skipped  {key}  {reason}")
 

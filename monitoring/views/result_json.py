@@ -27,6 +27,7 @@ def result(view: RunView) -> dict[str, Any]:
         "run_id": view.started.run_id,
         "job": view.started.job_name,
         "rounds_completed": view.rounds_completed,
+        "extended": [asdict(event) for event in view.extended],
         "final": _final(view),
         **_privacy_result(view),
         "rounds": _round_results(view),

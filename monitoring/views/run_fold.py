@@ -20,6 +20,7 @@ from federation.events import (
     RoundEvent,
     RoundFinished,
     RoundStarted,
+    RunExtended,
     RunFinished,
     RunStarted,
     SiteAnswered,
@@ -49,6 +50,7 @@ _NEWEST = (
 # They may come before the RunStarted of their coordinator, or at the end of another's:
 # they do not lengthen the time of a coordinator.
 _NOTICES = (
+    RunExtended,
     RunFinished,
     DataDistributed,
     PrivacyPlanned,
@@ -84,8 +86,8 @@ class RunFold:
         self._rounds: dict[int, _RoundNotes] = {}
         # Never forgotten: a round that runs again was charged all the same.
         self._spent: dict[str, PrivacySpent] = {}
-        self._warnings: list[Warned] = []
-        self._skipped: list[CheckpointSkipped] = []
+        self._extended: list[RunExtended] = []
+        self._remarks: list[Warned | CheckpointSkipped] = []
         # Of all coordinators: a round that runs again is paid for again.
         self._storage: dict[tuple[str, str, str], StoreUsed] = {}
 
@@ -99,10 +101,11 @@ class RunFold:
         match event:
             case RunStarted():
                 self._start(event)
-            case Warned():
-                self._warnings.append(event)
-            case CheckpointSkipped():
-                self._skipped.append(event)
+            case RunExtended():
+                self._extended.append(event)
+                self._newest.pop(RunFinished, None)  # It was not the end.
+            case Warned() | CheckpointSkipped():
+                self._remarks.append(event)
             case StoreUsed():
                 self._use(event)
             case _ if isinstance(event, _NEWEST):
@@ -148,6 +151,7 @@ class RunFold:
             started=self._started[-1],
             first_started_at=self._started[0].at,
             coordinators=len(self._started),
+            extended=tuple(self._extended),
             finished=self._newest_of(RunFinished),
             seconds=self._seconds_before + self._seconds_now(),
             initial=self._rounds[0].evaluated if 0 in self._rounds else None,
@@ -169,9 +173,9 @@ class RunFold:
             spent=dict(self._spent) if privacy else {},
             left_out=self._newest_of(SitesLeftOut),
             groups=self._newest_of(GroupsCompared),
-            warnings=tuple(self._warnings),
+            warnings=tuple(e for e in self._remarks if isinstance(e, Warned)),
             checkpoints=tuple(row.saved for _, row in known if row.saved),
-            skipped=tuple(self._skipped),
+            skipped=tuple(e for e in self._remarks if isinstance(e, CheckpointSkipped)),
             storage=tuple(self._storage.values()),
         )
 

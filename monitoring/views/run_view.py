@@ -19,6 +19,7 @@ from federation.events import (
     GroupsCompared,
     ModelEvaluated,
     PrivacyPlanned,
+    RunExtended,
     RunFinished,
     RunStarted,
     SiteAnswered,
@@ -57,6 +58,7 @@ class RunView:
         started: The newest line of a coordinator that began.
         first_started_at: When the first coordinator began, seconds since the epoch.
         coordinators: How many began: 1 plus the number of resumes.
+        extended: How the number of rounds was raised, each time.
         finished: The newest coordinator's last line; None while it runs, and for
             ever if it was killed.
         seconds: Time that coordinators have worked, all together.
@@ -83,6 +85,7 @@ class RunView:
     started: RunStarted
     first_started_at: float
     coordinators: int
+    extended: tuple[RunExtended, ...]
     finished: RunFinished | None
     seconds: float
     initial: ModelEvaluated | None

@@ -43,7 +43,7 @@ def test_verbs_and_options_are_frozen() -> None:
     common = {"-h", "--help", "-v", "--verbose", "--json"}
     job = {"job", "--set", "--seed"}
     passphrase = {"--passphrase-file"}
-    run = {"--out", "--resume", "--engine", "--transcript"}
+    run = {"--out", "--resume", "--extend", "--engine", "--transcript"}
     key = {"--encryption-key", "--encryption-endpoint"}
     service = key | {"--endpoint", "--region", "--bucket-owner"}
     place = service | {"place", "--root"}

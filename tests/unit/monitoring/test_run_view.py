@@ -245,6 +245,7 @@ def test_result_is_json():
         "run_id",
         "job",
         "rounds_completed",
+        "extended",
         "final",
         "epsilon",
         "delta",

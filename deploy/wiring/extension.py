@@ -1,0 +1,67 @@
+"""Extend a run: record that its job has more rounds, before anybody works on them."""
+
+from dataclasses import replace
+
+from federation.errors import CheckpointMismatch
+from federation.event_log import EventWriter
+from federation.events import RunExtended
+from federation.job import job_digest, job_file
+from federation.job.job_extension import check_extension
+from federation.job.spec import JobSpec
+from federation.protocols import Clock
+from monitoring.runs.run_folder import RunFolder
+
+
+def check(job: JobSpec, run: RunFolder) -> RunExtended | None:
+    """Check that a run can be extended to a job's number of rounds.
+
+    Returns:
+        What its record lacks; None if it was extended to this job before.
+
+    Raises:
+        CheckpointMismatch: The job differs in more than that, or a result depends on
+            the number of rounds.
+        RunNotFound: There is no run, or its job file is missing.
+        CorruptObject: The record is damaged.
+    """
+    before = job_file.loads(run.read_job())
+    old, new = job_digest.digest(before).hex(), job_digest.digest(job).hex()
+    if old == new and any(one.job == new for one in run.extensions()):
+        return None
+    check_extension(before, job)
+    view = run.view()
+    last = max((row.index for row in view.rounds), default=0)
+    # With secure aggregation a site answers each number once, and the evaluation of
+    # the final model has used up the one after the last round.
+    secure = job.privacy.secure_aggregation.enabled
+    spent = secure and job.evaluation.every > 0 and last >= before.rounds
+    first = last + 1 + spent
+    if first > job.rounds:
+        raise CheckpointMismatch(
+            f"rounds: extend this run to at least {first}: with secure aggregation the "
+            f"number {last + 1} was used up to evaluate its model"
+        )
+    return RunExtended(
+        at=0.0,
+        last_round=last,
+        first_round=first,
+        rounds_before=before.rounds,
+        rounds=job.rounds,
+        job_before=old,
+        job=new,
+    )
+
+
+def record(job: JobSpec, run: RunFolder, clock: Clock) -> None:
+    """Extend a run that nobody else works on; see ``check``.
+
+    Raises:
+        StoreUnavailable: The record cannot be written.
+    """
+    event = check(job, run)
+    if event is None:
+        return
+    with EventWriter(run.events) as write:
+        write(replace(event, at=clock.now()))
+    run.flush_events()
+    run.write_job(job)
