@@ -209,8 +209,9 @@ def _content(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
                 f"{path} is not what the index says: {name} is {value!r} and not "
                 f"{row[name]!r}"
             )
-    _, header = wire_fields.write(message)
-    return {"clear": dict(sorted(header.items())), "sections": _sections(message)}
+    _, header, _ = wire_fields.write(message)
+    clear = {name: json.loads(header[name]) for name in sorted(header)}
+    return {"clear": clear, "sections": _sections(message)}
 
 
 def _sections(message: WireMessage) -> list[dict[str, Any]]:

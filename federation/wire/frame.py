@@ -115,8 +115,9 @@ def encode(message: WireMessage) -> list[Buffer]:
         WireError: ``decode`` would refuse the message: a field is out of range, or
             a vector has another type or more than one dimension.
     """
-    payload = [np.ascontiguousarray(p).data for p in wire_fields.sections(message)]
-    kind, header = _head(message)
+    kind, members, parts = wire_fields.write(message)
+    payload = [np.ascontiguousarray(part).data for part in parts]
+    header = _padded(wire_values.spell(members))
     lengths = _LENGTHS.pack(kind, len(header), sum(p.nbytes for p in payload))
     digest = hashlib.sha256(lengths)
     digest.update(header)
@@ -159,9 +160,9 @@ def encoded_sizes(messages: Sequence[WireMessage]) -> list[int]:
         if last is not None and _differ_in_site(message, last):
             wire_values.name_of(site, "site")  # All else was checked with the last.
         else:
-            _, header = wire_fields.write(message)
-            chars = len(_CANONICAL.encode(header)) - len(site)
-            payload = sum(part.nbytes for part in wire_fields.sections(message))
+            _, members, parts = wire_fields.write(message)
+            chars = wire_values.spelled_size(members) - len(site)
+            payload = sum([part.nbytes for part in parts])
             last = message
         whole = _PREFIX_BYTES + chars + len(site)
         sizes.append(whole + -whole % _ALIGNMENT_BYTES + payload)
@@ -222,14 +223,9 @@ def decode(data: Buffer) -> WireMessage:
     return wire_fields.read(kind, fields, frame[body:])
 
 
-def _head(message: WireMessage) -> tuple[Kind, bytes]:
-    kind, fields = wire_fields.write(message)
-    return kind, _format_header(fields)
-
-
-def _format_header(fields: Fields) -> bytes:
-    header = _CANONICAL.encode(fields).encode("ascii")
-    return header + b" " * (-(_PREFIX_BYTES + len(header)) % _ALIGNMENT_BYTES)
+def _padded(header: str) -> bytes:
+    text = header.encode("ascii")
+    return text + b" " * (-(_PREFIX_BYTES + len(text)) % _ALIGNMENT_BYTES)
 
 
 def _parse_header(header: bytes) -> Fields:
@@ -237,7 +233,9 @@ def _parse_header(header: bytes) -> Fields:
         fields = json.loads(header)
         # A repeated key, a NaN, a fraction written two ways or a wrong padding
         # does not survive being written again.
-        canonical = isinstance(fields, dict) and _format_header(fields) == header
+        canonical = isinstance(fields, dict) and (
+            _padded(_CANONICAL.encode(fields)) == header
+        )
     except (ValueError, RecursionError) as error:
         raise WireError("the header is not JSON of a reasonable depth") from error
     if not canonical:

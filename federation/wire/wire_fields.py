@@ -10,7 +10,7 @@ of a masked header.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -72,30 +72,23 @@ _TYPES: Mapping[Kind, Callable[..., WireMessage]] = {
 }
 
 
-_Form = Callable[[Any, str], Any]
-
-
 @dataclass(frozen=True, slots=True)
 class _Value:
     """How a field of the header is read and spelt; both check it.
 
     Attributes:
         read: Takes what the header says, and the name of the field.
-        write: Takes the field's value, and its name.
+        write: Takes the field's value, and its name; returns JSON text.
     """
 
-    read: _Form
-    write: _Form
-
-
-def _as_is(check: _Form) -> _Value:
-    return _Value(check, check)
+    read: Callable[[Any, str], Any]
+    write: Callable[[Any, str], str]
 
 
 def _word(words: Any) -> _Value:
     return _Value(
         lambda value, name: wire_values.read_word(value, name, words),
-        lambda value, name: wire_values.read_word(value, name, words).value,
+        lambda value, name: wire_values.write_word(value, name, words),
     )
 
 
@@ -103,14 +96,14 @@ def _or_none(value: _Value) -> _Value:
     read, write = value.read, value.write
     return _Value(
         lambda value, name: None if value is None else read(value, name),
-        lambda value, name: None if value is None else write(value, name),
+        lambda value, name: "null" if value is None else write(value, name),
     )
 
 
-_COUNT = _as_is(wire_values.count)
-_FLAG = _as_is(wire_values.flag)
-_NAME = _as_is(wire_values.name_of)
-_DIGEST = _as_is(wire_values.digest)
+_COUNT = _Value(wire_values.count, wire_values.write_count)
+_FLAG = _Value(wire_values.flag, wire_values.write_flag)
+_NAME = _Value(wire_values.name_of, wire_values.write_name)
+_DIGEST = _Value(wire_values.digest, wire_values.write_digest)
 _PHASES = _Value(wire_values.read_phases, wire_values.write_phases)
 _RESOURCES = _or_none(_Value(wire_values.read_resources, wire_values.write_resources))
 _SPENT = _or_none(_Value(wire_values.read_spent, wire_values.write_spent))
@@ -118,7 +111,7 @@ _ANCHOR = _Value(wire_values.read_anchor, wire_values.write_anchor)
 _SUMS = _Value(wire_values.read_sums, wire_values.write_sums)
 _SUMS_OR_NONE = _or_none(_SUMS)
 # A failure must not get lost for its text, which often is a library's.
-_TEXT = _Value(wire_values.text, lambda value, _: wire_values.one_line(value))
+_TEXT = _Value(wire_values.text, wire_values.write_one_line)
 
 # Fields of the dataclasses that stand in the header under their own names, in order.
 _ABOUT = {"run_id": _NAME, "round_index": _COUNT, "site": _NAME}
@@ -247,40 +240,38 @@ _SECTIONS: Mapping[Kind, tuple[_Section, ...]] = {
 # Writing.
 
 
-def sections(message: WireMessage) -> list[NDArray[Any]]:
-    """Values of a message's payload, in order, in little-endian order.
+def write(message: WireMessage) -> tuple[Kind, dict[str, str], list[NDArray[Any]]]:
+    """Write a message, checked by the rules of ``read``.
+
+    Returns:
+        Its kind; its header, JSON text by name; and the values of its payload, in order
+        and in little-endian order.
 
     Raises:
-        WireError: A vector has another type or more than one dimension.
+        WireError: A field is out of range, or a vector has another type or more than
+            one dimension.
     """
-    parts = []
-    for section, held in _held(message):
-        value = _raw(held, section.field) if section.is_bytes else held
+    kind = _KINDS[type(message)]
+    parts, sizes = [], {}
+    for first in _SECTIONS[kind]:
+        value = getattr(message, first.field)
+        if first.is_bytes:
+            value = _raw(value, first.field)
+        section = first.of_type(value.dtype)
         if value.dtype != section.native or value.ndim != 1:
             raise WireError(
                 f"a vector is {value.dtype} of shape {value.shape}, "
                 f"not one-dimensional {section.native}"
             )
+        sizes[section.size] = wire_values.write_count(
+            value.size, section.size, section.maximum
+        )
         parts.append(value.astype(section.dtype, copy=False))
-    return parts
-
-
-def write(message: WireMessage) -> tuple[Kind, Fields]:
-    """Kind and header of a message, checked by the rules of ``read``.
-
-    Raises:
-        WireError: A field is out of range.
-    """
-    kind = _KINDS[type(message)]
-    fields: Fields = {
+    header = {
         name: form.write(getattr(message, name), name)
         for name, form in _fields(kind, message.__getattribute__).items()
     }
-    for section, held in _held(message):
-        fields[section.size] = wire_values.count(
-            len(held), section.size, section.maximum
-        )
-    return kind, fields
+    return kind, header | sizes, parts
 
 
 def _fields(kind: Kind, find: Callable[[str], Any]) -> Mapping[str, _Value]:
@@ -289,13 +280,6 @@ def _fields(kind: Kind, find: Callable[[str], Any]) -> Mapping[str, _Value]:
         name: form for name, form in _OPTIONAL.get(kind, {}).items() if find(name)
     }
     return _FIELDS[kind] | optional if optional else _FIELDS[kind]
-
-
-def _held(message: WireMessage) -> Iterator[tuple[_Section, Any]]:
-    """Sections of a message's payload, each with the value that travels in it."""
-    for section in _SECTIONS[_KINDS[type(message)]]:
-        held = getattr(message, section.field)
-        yield section.of_type(held.dtype) if section.others else section, held
 
 
 def _raw(value: object, name: str) -> NDArray[np.uint8]:
