@@ -42,7 +42,7 @@ from federation.ids import SiteId
 from federation.job import job_digest
 from federation.job.job_file import differences
 from federation.messages import LedgerAnchor, join_anchors
-from federation.protocols import Buffer, Clock, ObjectStore, RunState
+from federation.protocols import Buffer, Clock, ObjectInfo, ObjectStore, RunState
 from federation.vectors import Layout, Vector
 
 CHUNK_BYTES = 8 << 20
@@ -99,6 +99,8 @@ class RunCheckpoints:
         # As it will come back: JSON has lists where Python may have tuples.
         self.job = json.loads(json.dumps(self.job, allow_nan=False))
         self._unnamed: set[str] = set()
+        # What manifests that this object has written name, by key and version.
+        self._named: dict[tuple[str, str], set[str]] = {}
 
     def save(self, state: RunState) -> int:
         """Make a state durable and return the bytes written.
@@ -133,9 +135,10 @@ class RunCheckpoints:
         )
         content = manifests.encode(manifest)
         try:  # 2.
-            self.store.put(manifest.key, [content], if_absent=True)
+            info = self.store.put(manifest.key, [content], if_absent=True)
         except ObjectExists as error:
             raise self._conflict(manifest.key) from error
+        self._named[info.key, info.version] = self._names(manifest)
         self._retire(manifest.key)  # 3.
         return written + len(content)
 
@@ -277,21 +280,23 @@ class RunCheckpoints:
         Raises:
             RunConflict: There are later rounds than the one that we have saved.
         """
-        keys = self._objects.manifest_keys()
-        if not keys or keys[-1] != newest:
+        found = self._objects.manifests()
+        last = found[-1].key if found else newest
+        if not found or last != newest:
             # Their first rounds may be retired, so that ours met no manifest.
-            raise self._conflict(keys[-1] if keys else newest)
-        old, kept = keys[: -self.keep], keys[-self.keep :]
+            raise self._conflict(last)
+        old, kept = found[: -self.keep], found[-self.keep :]
         try:
-            needed = {name for key in kept for name in self._objects_named_by(key)}
+            needed = {name for info in kept for name in self._objects_named_by(info)}
         except (BadCheckpoint, CheckpointMismatch):
             return  # What it needs is unknown: nothing is removed this time.
         retired: set[str] = set()
-        for key in old:
+        for info in old:
             # If it cannot be read, its blobs are found as unnamed ones.
             with contextlib.suppress(BadCheckpoint, CheckpointMismatch):
-                retired |= self._objects_named_by(key)
-            self.store.delete(key)
+                retired |= self._objects_named_by(info)
+            self.store.delete(info.key)
+            self._named.pop((info.key, info.version), None)
         unnamed = {
             info.key: info for info in self._objects.stored() if info.key not in needed
         }
@@ -301,8 +306,13 @@ class RunCheckpoints:
         self._objects.remove([unnamed[key] for key in sorted(doomed)])
         self._unnamed = unnamed.keys() - doomed
 
-    def _objects_named_by(self, manifest_key: str) -> set[str]:
-        manifest = self._objects.read_manifest(manifest_key)
+    def _objects_named_by(self, manifest: ObjectInfo) -> set[str]:
+        named = self._named.get((manifest.key, manifest.version))
+        if named is not None:
+            return named
+        return self._names(self._objects.read_manifest(manifest.key))
+
+    def _names(self, manifest: Manifest) -> set[str]:
         return {self.prefix + found.key for found in manifest.objects}
 
 

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,12 +51,16 @@ class CheckpointObjects:
 
     def manifest_keys(self) -> Sequence[str]:
         """Keys of all manifests, oldest round first."""
-        rounds = {}
+        return [info.key for info in self.manifests()]
+
+    def manifests(self) -> Sequence[ObjectInfo]:
+        """All manifests, oldest round first."""
+        found: list[tuple[int, ObjectInfo]] = []
         for info in self._store.list(f"{self._prefix}round-"):
             match = _MANIFEST_NAME.fullmatch(info.key.removeprefix(self._prefix))
             if match:
-                rounds[info.key] = int(match[1])
-        return sorted(rounds, key=lambda key: rounds[key])
+                found.append((int(match[1]), info))
+        return [info for _, info in sorted(found, key=itemgetter(0))]
 
     def read_manifest(self, key: str) -> Manifest:
         """Read a manifest and verify its digest.
