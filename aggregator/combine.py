@@ -133,13 +133,12 @@ def _fold_into_update(delta_d: Vector, mean_d: Vector, share: float) -> bool:
     """
     if share == 1.0:
         return is_finite(delta_d)
-    delta, mean = torch.from_numpy(delta_d), torch.from_numpy(mean_d)
     for piece in chunks(mean_d.size, _CHECKED_CHUNK_VALUES):
-        whole = piece.stop - piece.start == mean_d.size
-        delta_c, mean_c = (delta, mean) if whole else (delta[piece], mean[piece])
-        if not is_finite(delta_d if whole else delta_d[piece]):
+        part_c = delta_d[piece]
+        if not is_finite(part_c):
             return False
-        torch.lerp(mean_c, delta_c, share, out=delta_c)
+        delta_c = torch.from_numpy(part_c)
+        torch.lerp(torch.from_numpy(mean_d[piece]), delta_c, share, out=delta_c)
     return True
 
 

@@ -265,9 +265,11 @@ def is_finite(vector_d: Values) -> bool:
     """Whether every value is a finite number, looked at chunk by chunk."""
     # A product's sum is finite unless a value is not, or finite values overflow; only
     # then is the slower exact test needed.
-    with np.errstate(over="ignore", invalid="ignore"):
-        if vector_d.size <= _SERIAL_VALUES and math.isfinite(_product(vector_d[:])):
+    if vector_d.size <= _SERIAL_VALUES:
+        part = vector_d[:]
+        if math.isfinite(np.vdot(part, part)):  # It never warns of an overflow.
             return True
+    with np.errstate(over="ignore", invalid="ignore"):
         for piece in chunks(vector_d.size, _CHECK_VALUES):
             part = vector_d[piece]
             if not math.isfinite(_product(part)) and not np.isfinite(part).all():

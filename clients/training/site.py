@@ -48,7 +48,7 @@ _IN_THE_CLEAR = (
 SealedT = TypeVar("SealedT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class TrainResult(Generic[SealedT]):
     """What training gave, its update sealed.
 
@@ -69,7 +69,7 @@ class TrainResult(Generic[SealedT]):
     evaluation_after: MetricSums | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class WorkResult(Generic[SealedT]):
     """What a site has done for a task.
 
@@ -205,7 +205,7 @@ class Site:
         return self._trainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Work:
     """What a site does for one task, whatever seals it.
 

@@ -167,7 +167,7 @@ class PlainGather:
                 open=self._desk.open,
             ),
             write=lambda sites: self._tasks(state, record, sites, TaskKind.TRAIN),
-            num_counted=lambda: len(verdicts.answered),
+            num_counted=lambda: verdicts.num_answered,
             now=record.clock.monotonic,
         )
         for update, reply in record.sound(self._faultless(replies), SiteUpdate):
@@ -185,8 +185,8 @@ class PlainGather:
                     record.count(update, reply, weight)
                     self._held[update.site] = update.based_on
             del update, reply  # One update at a time: the next is about to land.
-        if len(verdicts.answered) < job.minimum_sites:
-            raise QuorumNotMet(f"{len(verdicts.answered)} of {job.minimum_sites} sites")
+        if verdicts.num_answered < job.minimum_sites:
+            raise QuorumNotMet(f"{verdicts.num_answered} of {job.minimum_sites} sites")
 
     def _weighted(
         self,

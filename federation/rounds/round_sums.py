@@ -78,6 +78,8 @@ class RoundSums:
             self.training = _pool(self.training, update.training)
         if update.evaluation is not None:
             self.evaluations[update.site] = update.evaluation
+        if not update.integers_m.size:
+            return
         if self._largest_m is None:
             self._largest_m = update.integers_m.copy()
         else:

@@ -27,6 +27,8 @@ from federation.protocols import Suspicions
 from federation.rounds.schedule import OpenTask
 from federation.vectors import Layout
 
+_INT64 = np.dtype(np.int64)
+
 
 @dataclass(kw_only=True, eq=False)
 class RoundVerdicts:
@@ -81,6 +83,11 @@ class RoundVerdicts:
     def answered(self) -> tuple[SiteId, ...]:
         """Sites whose answer counts, in the order of arrival."""
         return tuple(self._answered)
+
+    @property
+    def num_answered(self) -> int:
+        """How many sites gave an answer that counts."""
+        return len(self._answered)
 
     @property
     def failed(self) -> tuple[tuple[str, int], ...]:
@@ -235,7 +242,7 @@ class RoundVerdicts:
         delta_d, integers_m = update.delta_d, update.integers_m
         for name, values, size, dtype in (
             ("values", delta_d, codec.num_words(layout.size), codec.dtype),
-            ("integer values", integers_m, layout.num_integers, np.dtype(np.int64)),
+            ("integer values", integers_m, layout.num_integers, _INT64),
         ):
             if values.shape != (size,):
                 text = f"sent {values.size} {name}; the model has {size}"

@@ -245,7 +245,7 @@ def spelled_size(members: Mapping[str, str]) -> int:
 
 def write_count(value: object, name: str, maximum: int = MAX_COUNT) -> str:
     """Spell a whole number from 0 to a maximum."""
-    return str(count(value, name, maximum))
+    return f"{count(value, name, maximum)}"
 
 
 def write_flag(value: object, name: str) -> str:
@@ -338,7 +338,7 @@ def _hex(number: float) -> str:
 
 
 def _write_seconds(seconds: float, name: str) -> str:
-    return _hex(_duration(float(seconds), name))
+    return f'"{_duration(float(seconds), name).hex()}"'
 
 
 def _write_text(value: str, name: str) -> str:
