@@ -54,9 +54,9 @@ from privacy.membership.certificates import (
 )
 from privacy.secret_files import write_new
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS, START_LOOK_SECONDS = 1.0, 0.2
 RENEWAL_LOOK_SECONDS = 3600.0
-SUPERLINK = "superlink"
+SUPERLINK, SUPEREXEC = "superlink", "superexec"
 _OK, _UNAVAILABLE = 200, 503
 
 # What Flower's programs must be told so as not to call home.
@@ -221,8 +221,11 @@ class AggregatorService:
     def _serve(self, control: FlowerControl) -> None:
         trouble = ""
         while not self.stopped.is_set():
+            pause = LOOK_SECONDS if self._answers else START_LOOK_SECONDS
             for child in self._children:
-                child.watch()
+                # A SuperExec that cannot reach it waits longer with every attempt.
+                if self._answers or child.name != SUPEREXEC:
+                    child.watch()
             self._bound_logs()
             self._look_at_disk()
             try:
@@ -237,7 +240,7 @@ class AggregatorService:
                 trouble = str(error)
             else:
                 trouble = ""
-            self.stopped.wait(LOOK_SECONDS)
+            self.stopped.wait(pause)
 
     def _bound_logs(self) -> None:
         try:
@@ -335,7 +338,10 @@ class AggregatorService:
         if file.proxy:
             host, outside = parse_address(file.listen, key="listen")
             advice = "stop what listens there, or change listen in aggregator.toml"
-            ports.await_free(host, outside, advice=advice, clock=self.clock)
+            # An nginx that was left over is gone by now.
+            ports.await_free(
+                host, outside, advice=advice, clock=self.clock, patience_seconds=1.0
+            )
 
     def _flower(self, port: int) -> list[Child]:
         folder = self.config.folder.resolve()
@@ -355,7 +361,7 @@ class AggregatorService:
             bundle=bundle().hash_str,
             config=self.config_path.resolve(),
         )
-        return [self._child(SUPERLINK, start), self._child("superexec", execute)]
+        return [self._child(SUPERLINK, start), self._child(SUPEREXEC, execute)]
 
     def _proxy(self, port: int, service_port: int) -> list[Child]:
         if not self.config.file.proxy:
