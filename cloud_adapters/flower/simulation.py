@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# How long Ray's processes may take to import what sites need, on a busy machine.
+START_SECONDS = 600.0
 # How long the server's thread may take to notice that Flower has ended.
 END_SECONDS = 10.0
 
@@ -137,6 +139,7 @@ class _ServerRun(Generic[T]):
     def main(self, api: "FlowerApi", context: "Context") -> None:  # noqa: ARG002
         """Run the server; Flower calls this."""
         from cloud_adapters.flower.grid import Delivery, FlowerGrid  # noqa: PLC0415
+        from cloud_adapters.flower.roll_call import Attendance  # noqa: PLC0415
 
         self.idle.clear()
         try:
@@ -144,6 +147,7 @@ class _ServerRun(Generic[T]):
                 api,
                 self.sites,
                 clock=self.clock,
+                attendance=Attendance(connect_seconds=START_SECONDS),
                 delivery=Delivery(
                     job_text=self.job_text, ordered=True, workers=self.workers
                 ),

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -30,8 +31,20 @@ from federation.messages import (
 # Rounds in which sites misbehave.
 FAILING_ROUND = 1001
 HANGING_ROUND = 1002
-DEADLINE_SECONDS = 2.0  # of the hanging round: ample for those that do not hang
 HANGING_SECONDS = 4.0
+
+# Names a file: sites hang for as long as it is there.
+HOLD = "CROSSFED_TOY_SITES_HOLD"
+
+
+def hang() -> None:
+    """Wait until the test lets go, or for a while where none holds."""
+    held = os.environ.get(HOLD)
+    if held is None:
+        time.sleep(HANGING_SECONDS)
+        return
+    while Path(held).exists():
+        time.sleep(0.02)
 
 
 class EchoSite:
@@ -42,10 +55,10 @@ class EchoSite:
         site: SiteId,
         job_text: str,
         *,
-        sleep: Callable[[float], None] = time.sleep,
+        hang: Callable[[], None] = hang,
     ) -> None:
-        """Make a site; it says its job's text back, and hangs by ``sleep``."""
-        self._sleep = sleep
+        """Make a site; it says its job's text back, and hangs by ``hang``."""
+        self._hang = hang
         self._site = site
         self._job_text = job_text
 
@@ -61,7 +74,7 @@ class EchoSite:
                 text = f"no disk for {self._job_text}"
                 return SiteFailure(**about, kind=FailureKind.CRASHED, message=text)
             if task.round_index == HANGING_ROUND:
-                self._sleep(HANGING_SECONDS)
+                self._hang()
         if isinstance(task, SecureTask):
             return SecureAnswer(**about, step=task.step, body=task.body[::-1])
         about |= {"based_on": task.based_on, "fragment": task.fragment}
