@@ -1,8 +1,10 @@
 """The node against a real SuperLink: over TLS, with keys, and through misfortune."""
 
+import contextlib
 import gc
 import importlib.util
 import itertools
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -46,7 +48,7 @@ MB = 1 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
-    with superlink.serve(tmp_path_factory.mktemp("superlink")) as running:
+    with superlink.serve(tmp_path_factory.mktemp("superlink"), forked=True) as running:
         yield running
         assert "Traceback" not in running.log
 
@@ -151,9 +153,9 @@ def test_heartbeats_are_close_enough_for_the_aggregator(running: Running):
         until = running.server.online()[node]
         if until not in seen:
             seen.append(until)
-        return len(seen) == 4
+        return len(seen) == 3
 
-    wait_for(beaten, "three heartbeats have come")
+    wait_for(beaten, "two heartbeats have come")
     gaps = [after - before for before, after in itertools.pairwise(seen)]
     # A busy machine may come late to any one of them.
     often = flower_node.BEAT_EVERY_SECONDS
@@ -298,10 +300,21 @@ def test_run_that_was_stopped_does_not_end_the_node(running: Running):
     assert running.said("connected to") == 1, running.words
 
 
+def _age_heartbeat(server: SuperLink, node: int, until: float) -> None:
+    """Have a node be over sooner than its last heartbeat is old."""
+    number = node - (1 << 64) if node >= 1 << 63 else node  # As SQLite has it.
+    state = server.folder / server.database
+    with contextlib.closing(sqlite3.connect(state)) as database, database:
+        changed = database.execute(
+            "UPDATE node SET online_until = ? WHERE node_id = ?", (until, number)
+        )
+        assert changed.rowcount == 1
+
+
 def test_killed_node_comes_back_under_its_number(
     server: SuperLink, key: ec.EllipticCurvePrivateKey, tmp_path: Path
 ):
-    """Refused until its last heartbeat is old; then it works on."""
+    """Refused while its last heartbeat counts; then it works on."""
     (tmp_path / "node.pem").touch(mode=0o600)
     (tmp_path / "node.pem").write_bytes(key_pem(key))
     (tmp_path / "ca.crt").write_bytes(server.authority)
@@ -320,13 +333,16 @@ def test_killed_node_comes_back_under_its_number(
         finally:
             process.kill()
     killed = SystemClock().now()
-    assert node in server.online()
+    # It tries for longer than the SuperLink counts the one that was killed.
+    assert server.online()[node] - killed < flower_fleet.TURN_SECONDS
     second = Running(server, key)
     try:
+        wait_for(
+            lambda: second.said("counts another node with this site's key"),
+            "the second node is refused",
+        )
+        _age_heartbeat(server, node, killed)
         assert second.connected() == node
-        assert second.said("counts another node with this site's key")
-        activated = server.online()[node] - 2 * flower_fleet.HEARTBEAT_SECONDS
-        assert activated - killed < flower_fleet.TURN_SECONDS
         assert second.ask("query", 8)["right"]
     finally:
         second.stop()

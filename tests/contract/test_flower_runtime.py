@@ -42,7 +42,7 @@ class Mirror(flower_node_process.EchoAgent):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SuperLink]:
     """A SuperLink and a node."""
-    with superlink.serve(tmp_path) as running:
+    with superlink.serve(tmp_path, forked=True) as running:
         key = new_key()
         running.register(key)
         app = flower_node_process.echo_app(Mirror())

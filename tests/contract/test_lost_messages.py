@@ -32,7 +32,7 @@ SECONDS = 90.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
-    with superlink.serve(tmp_path_factory.mktemp("superlink")) as running:
+    with superlink.serve(tmp_path_factory.mktemp("superlink"), forked=True) as running:
         yield running
         assert "Traceback" not in running.log
 

@@ -127,7 +127,6 @@ def rig(folder: Path) -> Iterator[Rig]:
                 namespaces=net.namespaces,
                 environment=store_process.CREDENTIALS,
                 sites=jobs.SITES,
-                forked=True,
             )
         )
         with Path(deployment.config).open("a") as config:

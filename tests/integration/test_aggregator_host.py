@@ -22,6 +22,7 @@ from support.deployment import (
     free_port,
     wait_for,
 )
+from support.forked import shared
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +38,7 @@ pytestmark = [
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Deployment]:
     """An aggregator that has not been started, and no site."""
-    made = Deployment(folder=tmp_path, port=free_port())
+    made = Deployment(folder=tmp_path, port=free_port(), server=shared())
     address = f"{made.host}:{made.port}"
     home = str(tmp_path / "aggregator")
     crossfed("aggregator", "init", home, "--host", made.host, "--listen", address)
@@ -133,7 +134,7 @@ def test_full_disk_is_named_and_passes(tmp_path: Path):
     """In the log and in ``/health``; an operator can still invite and revoke."""
     disk = tmp_path / "disk"
     with disks.disks([disk]):
-        host = Deployment(folder=disk, port=free_port())
+        host = Deployment(folder=disk, port=free_port(), server=shared())
         address = f"{host.host}:{host.port}"
         home = str(disk / "aggregator")
         crossfed("aggregator", "init", home, "--host", host.host, "--listen", address)

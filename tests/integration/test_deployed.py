@@ -76,7 +76,7 @@ def test_site_of_another_release_takes_no_part(
     """Both ends are told who is to upgrade; that ends the run and nothing else."""
     site, other = SITES[1], another_release(tmp_path, version)
     federation.end(site)
-    federation.start_site(site, **other)
+    federation.start_site(site, anew=True, **other)
     job = str(JOBS / "quickstart.toml")
     refused = crossfed("run", job, "--aggregator", federation.config, code=2).stderr
     federation.end(site)

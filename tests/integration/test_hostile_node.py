@@ -124,7 +124,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("superlink")
     with (
-        superlink.serve(folder, limits=LIMITS) as server,
+        superlink.serve(folder, limits=LIMITS, forked=True) as server,
         contextlib.ExitStack() as stack,
     ):
         authority = Authority.load(folder, clock=SystemClock())

@@ -83,7 +83,7 @@ def attack() -> Iterator[Attack]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)  # Others may come as far as the aggregator's own folder.
-        with deployed(folder, "", sites=()) as host:
+        with deployed(folder, "", sites=(), forked=False) as host:
             for site in SITES:
                 invited = crossfed(
                     "aggregator", "invite", site, "--config", host.config

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,16 +34,13 @@ def wait_for(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> No
 
 
 def crossfed(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the command line."""
-    done = subprocess.run(
-        [*CROSSFED, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    """Run the command line, in a fork."""
+    with tempfile.TemporaryDirectory() as name:
+        out, err = (Path(name) / each for each in ("out", "err"))
+        process = shared().start(*arguments, out=out, err=err, environment=os.environ)
+        stdout, stderr = process.communicate(300)
+    assert process.returncode == code, stdout + stderr
+    return subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
 def _prepare(*arguments: str) -> str:
@@ -76,12 +74,17 @@ class Deployment:
     def config(self) -> str:
         return str(self.folder / "aggregator" / "aggregator.toml")
 
-    def start(self, name: str, *arguments: str, **environment: str) -> None:
-        """Start a process that stays, in its network namespace if it has one."""
+    def start(
+        self, name: str, *arguments: str, anew: bool = False, **environment: str
+    ) -> None:
+        """Start a process that stays, in its network namespace if it has one.
+
+        ``anew`` as a person does, also where the others are forks.
+        """
         namespace = self.namespaces.get(name, "")
         variables = {**os.environ, **self.environment, **environment}
         path = self.folder / f"{name}.log"
-        if self.server is not None:
+        if self.server is not None and not anew:
             self.processes[name] = self.server.start(
                 *arguments,
                 out=path,
@@ -103,9 +106,10 @@ class Deployment:
     def start_aggregator(self) -> None:
         self.start("aggregator", "aggregator", "up", "--config", self.config)
 
-    def start_site(self, name: str, **environment: str) -> None:
+    def start_site(self, name: str, *, anew: bool = False, **environment: str) -> None:
         config = self.folder / name / "site.toml"
-        self.start(name, "site", "up", "--config", str(config), **environment)
+        words = ("site", "up", "--config", str(config))
+        self.start(name, *words, anew=anew, **environment)
 
     def end(self, name: str) -> None:
         """End a process of ours as a supervisor does."""
@@ -247,7 +251,7 @@ def deployed(
     namespaces: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
     sites: Sequence[str] = SITES,
-    forked: bool = False,
+    forked: bool = True,
 ) -> Iterator[Deployment]:
     """Make a federation as the how-to says, and end it.
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,9 +55,14 @@ def _child(order: dict[str, Any]) -> NoReturn:
     os.environ.update(order["environment"])
     if order["misfortune"]:
         misfortunes.prepare(order["misfortune"])
+    finish(lambda: _run(order["script"], order["call"], order["arguments"]))
+
+
+def finish(run: Callable[[], object]) -> NoReturn:
+    """Run, and end as the interpreter would."""
     code: object = 1
     try:
-        code = _run(order["script"], order["call"], order["arguments"])
+        code = run()
     except SystemExit as leaving:
         code = leaving.code
     except BaseException:  # noqa: BLE001 -- what the interpreter does with it
@@ -64,11 +70,11 @@ def _child(order: dict[str, Any]) -> NoReturn:
     _end(code if isinstance(code, int) else int(code is not None))
 
 
-def _run(script: str, call: str, arguments: list[str]) -> int:
+def _run(script: str, call: str, arguments: list[str]) -> object:
     """Do what the interpreter does with a script, or call; or run the command."""
     if call:
         module, _, name = call.partition(":")
-        return int(getattr(importlib.import_module(module), name)(arguments))
+        return getattr(importlib.import_module(module), name)(arguments)
     if not script:
         return deploy.cli.commands.main(arguments)
     sys.argv = [script, *arguments]

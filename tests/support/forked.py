@@ -1,7 +1,8 @@
 """Commands that stay, as forks of one process that has imported torch already.
 
 A real start imports for four seconds; a federation of five is there in one. What is
-forked is a process like any other: it can be signalled, frozen and killed.
+forked is a process like any other: it can be signalled, frozen and killed. The
+programs that an aggregator's service starts are forks, too, each of its real parent.
 """
 
 import atexit
@@ -18,10 +19,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from cloud_adapters.local import child_process
 
 _TESTS = Path(__file__).parents[1]
 _START = """
@@ -31,6 +35,15 @@ from support import forked
 forked.serve()
 """
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+# Flower reads them when it is imported.
+_QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+# Place for what `ps` shows of a fork.
+_TITLE = "." * 4000
+_PROGRAMS = {
+    f"deploy.aggregator_host.{name}_process"
+    for name in ("superlink", "superexec", "coordinator")
+}
 
 
 class Forked:
@@ -74,6 +87,73 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+class Forks(subprocess.Popen[Any]):
+    """Forks the programs of an aggregator's service, and starts all others."""
+
+    def _execute_child(self, *given: Any) -> None:
+        command, cwd, env = given[0], given[5], given[6]
+        stdin, _, _, stdout, _, stderr = pipes = given[10:16]
+        words, has_session = program(command), given[21]
+        if not words:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        ready, begun = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            if has_session:
+                os.setsid()
+            if child_process._STARTER in command:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            for number, file in enumerate((stdin, stdout, stderr)):
+                if file != -1:
+                    os.dup2(file, number)
+            _become(words, cwd, env)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        os.close(begun)
+        os.read(ready, 1)  # It leads its own group now, if it is to.
+        os.close(ready)
+
+
+def program(command: Sequence[object]) -> list[str]:
+    """Module and arguments, if a command starts a program that can be forked."""
+    words = [str(word) for word in command]
+    found = (place for place, word in enumerate(words) if word in _PROGRAMS)
+    return words[next(found, len(words)) :]
+
+
+def _become(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> NoReturn:
+    """Do in a fork what a new interpreter would."""
+    from support import fork_server  # noqa: PLC0415 -- imports torch
+
+    atexit._clear()  # What is to be done at the parent's end.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            is_int = number == signal.SIGINT
+            signal.signal(
+                number, signal.default_int_handler if is_int else signal.SIG_DFL
+            )
+    tempfile.tempdir = None  # It is looked for again, where it may be another's.
+    if env is not None:
+        os.environ.clear()
+        os.environ.update(env)
+    if cwd is not None:
+        os.chdir(cwd)
+    _show([sys.executable, "-m", *words])
+    name, *arguments = words
+    main = importlib.import_module(name).main
+    fork_server.finish(lambda: main(arguments) if arguments else main())
+
+
+def _show(words: Sequence[str]) -> None:
+    """Have ``ps`` show what this fork is."""
+    text = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = map(int, text[45:47])
+    line = "\0".join(words).encode()[: end - begin - 1]
+    ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
+
+
 class Server:
     """Starts ``crossfed`` with arguments; for one thread."""
 
@@ -86,7 +166,8 @@ class Server:
         self._orders, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, str(_TESTS)],
+                [sys.executable, "-I", "-c", _START, str(_TESTS), _TITLE],
+                env=os.environ | _QUIET,
                 stdin=its,
                 stdout=subprocess.PIPE,
             )
@@ -176,6 +257,11 @@ def serve() -> None:
         "cloud_adapters.flower.node",
         "support.fork_server",
         "deploy.site_host.service",
+        "deploy.aggregator_host.server_app",
+        "deploy.aggregator_host.service",
+        "cloud_adapters.superlink.gate",
+        "cloud_adapters.superlink.guard",
+        "cloud_adapters.superlink.launcher",
     ):
         importlib.import_module(name)
     children: dict[int, int] = {}
@@ -204,6 +290,9 @@ def _begin(
         _take(files, order["files"])
         _enter(order["namespace"])
         os.environ.clear()
+        words = [order["call"] or "crossfed", *order["arguments"]]
+        _show([sys.executable, *words])
+        subprocess.Popen = Forks  # type: ignore[misc]
         fork_server._child(order)
     for file in files:
         os.close(file)

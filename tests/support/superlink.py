@@ -32,6 +32,8 @@ from flwr.common.serde import fab_to_proto, user_config_to_proto
 from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest, StopRunRequest
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
+from support import forked
+from support.forked import Forked
 
 from cloud_adapters.superlink.answer_limits import Limits
 from cloud_adapters.superlink.guard import SecretSender, control_word
@@ -121,13 +123,17 @@ class SuperLink:
         address: ``127.0.0.1:PORT``.
         database: As Flower names it; a path is below ``folder``.
         limits: What nodes may leave there.
+        forked: Whether programs of ours are forks; see ``support.forked``.
     """
 
     folder: Path
     address: str
     database: str = "state.db"
     limits: Limits = LIMITS
-    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    forked: bool = False
+    _processes: dict[str, subprocess.Popen[bytes] | Forked] = field(
+        default_factory=dict
+    )
     _app: socket.socket | None = None
     _run: int = 0
 
@@ -308,7 +314,18 @@ class SuperLink:
             "PATH": f"{_BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             **more,
         }
-        with (self.folder / f"{name}.log").open("ab") as log:
+        path, words = self.folder / f"{name}.log", forked.program(program)
+        if self.forked and words:
+            self._processes[name] = forked.shared().start(
+                *words[1:],
+                out=path,
+                err=path,
+                environment=environment,
+                call=f"{words[0]}:main",
+                folder=self.folder,
+            )
+            return
+        with path.open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [*program, *arguments],
                 cwd=self.folder,
@@ -322,10 +339,15 @@ class SuperLink:
 
 @contextlib.contextmanager
 def serve(
-    folder: Path, *, database: str = "state.db", limits: Limits = LIMITS
+    folder: Path,
+    *,
+    database: str = "state.db",
+    limits: Limits = LIMITS,
+    forked: bool = False,
 ) -> Iterator[SuperLink]:
     """Run a SuperLink and a ServerApp until the end of the block."""
-    running = SuperLink(folder, f"127.0.0.1:{_free_port()}", database, limits)
+    address = f"127.0.0.1:{_free_port()}"
+    running = SuperLink(folder, address, database, limits, forked)
     # A ServerApp cannot read in folders that are made beside its secrets later.
     for name in ("home", "store", "scratch"):
         (folder / name).mkdir()
