@@ -27,7 +27,7 @@ _SUFFIX = ".crossfed"  # Only files with this ending are ours to remove.
 _ENDS = {"completed": "FINISHED", "exhausted": "FINISHED", "stopped": "KILLED"}
 
 
-class Place(NamedTuple):
+class MetricStep(NamedTuple):
     """Where a value belongs: one metric after one round."""
 
     name: str
@@ -41,7 +41,7 @@ class Point(NamedTuple):
     at_ms: int
 
 
-Points = Mapping[Place, Point]
+Points = Mapping[MetricStep, Point]
 
 
 class Tracker(Protocol):
@@ -94,7 +94,7 @@ def points_of(view: RunView) -> Points:
         for name in ("training_loss", "loss", "accuracy", "epsilon"):
             series[f"sites/{site.site}/{name}"] = list(getattr(site, name))
     return {
-        Place(name, step): Point(float(value), round(1000 * when[step]))
+        MetricStep(name, step): Point(float(value), round(1000 * when[step]))
         for name, values in series.items()
         for step, value in values
         if isinstance(value, int | float)
@@ -188,7 +188,7 @@ class MlflowRun:
                 return {}
             self._run = runs[0].info.run_id
             return {
-                Place(name, each.step): Point(each.value, each.timestamp)
+                MetricStep(name, each.step): Point(each.value, each.timestamp)
                 for name in runs[0].data.metrics
                 for each in client.get_metric_history(self._run, name)
             }
@@ -297,7 +297,7 @@ def export_metrics(
 
 def _bring_up_to_date(
     tracker: Tracker, written: Points, view: RunView
-) -> dict[Place, Point]:
+) -> dict[MetricStep, Point]:
     """Write what is new; all of it if a resumed run has measured something again."""
     points = points_of(view)
     if any(points.get(place) != point for place, point in written.items()):

@@ -19,7 +19,7 @@ from federation.events import Event, RoundFinished, RunStarted
 from federation.job.disclosure import Exposure, conceal
 from monitoring.runs import trackers
 from monitoring.runs.run_folder import RunFolder
-from monitoring.runs.trackers import Place, Point, export_metrics, points_of
+from monitoring.runs.trackers import MetricStep, Point, export_metrics, points_of
 from monitoring.views.run_fold import fold
 
 AWS, GCP = event_samples.TWO_SITES
@@ -37,7 +37,7 @@ def export(run: RunFolder, name: str = "tensorboard") -> int:
     )
 
 
-def in_tensorboard(run: RunFolder) -> list[tuple[Place, Point]]:
+def in_tensorboard(run: RunFolder) -> list[tuple[MetricStep, Point]]:
     """Every point that TensorBoard's own reader finds."""
     accumulators = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
@@ -45,13 +45,13 @@ def in_tensorboard(run: RunFolder) -> list[tuple[Place, Point]]:
     found = accumulators.EventAccumulator(str(run.path / "tensorboard"))
     found.Reload()
     return [
-        (Place(name, each.step), Point(each.value, round(1000 * each.wall_time)))
+        (MetricStep(name, each.step), Point(each.value, round(1000 * each.wall_time)))
         for name in found.Tags()["scalars"]
         for each in found.Scalars(name)
     ]
 
 
-def single(points: Any) -> list[tuple[Place, Point]]:
+def single(points: Any) -> list[tuple[MetricStep, Point]]:
     """Points as a TensorBoard file holds them: float32."""
     return [
         (place, Point(pytest.approx(value, rel=1e-6), at_ms))
@@ -72,11 +72,11 @@ def test_tensorboard_reads_each_point_once(tmp_path: Path):
         e for e in events if isinstance(e, RoundFinished) and e.round_index == 2
     )
     assert second.training is not None
-    assert wanted[Place("training_loss", 2)] == Point(
+    assert wanted[MetricStep("training_loss", 2)] == Point(
         second.training.loss, round(1000 * second.at)
     )
     assert {place.step for place in wanted if place.name == "loss"} == {0, 1, 2, 3}
-    assert Place(f"sites/{AWS}/accuracy", 3) in wanted
+    assert MetricStep(f"sites/{AWS}/accuracy", 3) in wanted
 
 
 @pytest.mark.slow
@@ -114,10 +114,10 @@ class Recorder:
     """A tracker that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.points: dict[Place, Point] = {}
+        self.points: dict[MetricStep, Point] = {}
         self.restarts = 0
 
-    def written(self) -> dict[Place, Point]:
+    def written(self) -> dict[MetricStep, Point]:
         return dict(self.points)
 
     def restart(self) -> None:
@@ -272,7 +272,7 @@ def test_mlflow_holds_each_point_once(mlflow_client: Any, tmp_path: Path):
     experiment = mlflow_client.get_experiment_by_name("two-clouds-quickstart")
     (found,) = mlflow_client.search_runs([experiment.experiment_id])
     points = [
-        (Place(name, each.step), Point(each.value, each.timestamp))
+        (MetricStep(name, each.step), Point(each.value, each.timestamp))
         for name in found.data.metrics
         for each in mlflow_client.get_metric_history(found.info.run_id, name)
     ]
