@@ -8,13 +8,9 @@ READY := $(VENV)/.ready
 # -I: tests see the installed package, not whatever the working folder holds.
 PYTEST := $(BIN)/python -I -m pytest
 
-# What `make check` runs. A module that has none of it is not even imported: Flower takes
-# two seconds.
-FAST := tests/contract tests/unit --ignore=tests/unit/cloud_adapters/test_flower_grid.py \
-	--ignore=tests/unit/cloud_adapters/test_flower_roll_call.py \
-	--ignore=tests/unit/cloud_adapters/test_flower_fleet.py \
-	--ignore=tests/contract/test_flower_node.py \
-	-m "not slow and not flower and not deploy"
+# What `make check` runs.
+FAST := tests/contract tests/unit \
+	-m "not slow and not flower and not deploy" --hypothesis-profile quick
 
 .PHONY: help demo nginx test test-long test-fast test-faults test-cloud test-lowest lint check format bench docs dist clean
 
@@ -44,7 +40,7 @@ test-long: $(READY) ## Run the tests that take many minutes
 	$(PYTEST) -m long -n 2 --dist loadgroup
 
 test-fast: $(READY) ## Run the tests that take milliseconds
-	$(PYTEST) $(FAST) -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTEST) $(FAST) -n 2 --dist worksteal
 
 test-faults: $(READY) ## Run the fault matrix and write its table (hours; as root)
 	@mkdir -p runs

@@ -3,20 +3,39 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from hypothesis import settings
 
 # The same examples in every run, and no wall clock: a busy machine fails no test.
-settings.register_profile("crossfed", deadline=None, derandomize=True)
+every = settings(deadline=None, derandomize=True)
+settings.register_profile("crossfed", every)
+settings.register_profile("quick", every, max_examples=25)  # For make check.
 settings.load_profile("crossfed")
 
 
 # Whatever talks to a server is slow: starting one, and every request, takes its time.
 _SERVERS = {"s3_server", "s3_store", "gcs_server", "gcs_store", "kms_server"}
 _SERVED = {"s3", "gcs", "aws", "gcp"}
+
+
+_MODULES_MARKS = re.compile(r"^pytestmark = .*?\n\n", re.MULTILINE | re.DOTALL)
+
+
+def pytest_ignore_collect(
+    collection_path: Path, config: pytest.Config
+) -> Literal[True] | None:
+    """Import no module whose every test is left out: importing Flower takes seconds."""
+    if collection_path.suffix != ".py":
+        return None
+    found = _MODULES_MARKS.search(collection_path.read_text("utf-8"))
+    marks = re.findall(r"pytest\.mark\.(\w+)", found[0] if found else "")
+    left_out = re.findall(r"\bnot (\w+)", config.getoption("markexpr"))
+    return True if set(marks) & set(left_out) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -54,11 +73,21 @@ def pytest_collection_modifyitems(
             item._id = type(item._id).parse(f"{item.nodeid}@{mark.args[0]}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector off modules and tests, which live to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000)  # Every 700 objects cost 4 % of the fast tests' time.
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Make every test cheaper by what it need not pay for."""
-    # What lives to the end, torch and thousands of tests, is no garbage.
-    gc.collect()
-    gc.freeze()
     # pytest hangs its handlers on every logger that does not hand on what it is told,
     # six times a test; of torch's there are forty.
     for name, logger in logging.root.manager.loggerDict.items():

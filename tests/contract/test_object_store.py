@@ -304,7 +304,7 @@ def test_one_of_many_racers_wins(store: ObjectStore):
     def race(racer: int) -> bool:
         barrier.wait()
         try:
-            store.put("prize", [b"%02d" % racer] * 1000, if_absent=True)
+            store.put("prize", [b"%02d" % racer] * 50, if_absent=True)
         except ObjectExists:
             return False
         return True
@@ -313,7 +313,7 @@ def test_one_of_many_racers_wins(store: ObjectStore):
         for _ in range(5):
             won = list(pool.map(race, range(16)))
             assert sum(won) == 1
-            assert store.read("prize") == b"%02d" % won.index(True) * 1000
+            assert store.read("prize") == b"%02d" % won.index(True) * 50
             assert keys(store) == ["prize"]
             store.delete("prize")
 
@@ -324,7 +324,7 @@ def test_readers_never_see_half_an_object(store: ObjectStore):
     done = threading.Event()
 
     def write() -> None:
-        for turn in range(30):
+        for turn in range(10):
             store.put("key", [b"ab"[turn % 2 :][:1] * 2500] * 2)
         done.set()
 

@@ -75,6 +75,7 @@ def test_python_compiles(page: Path):
         compile(content, page.name, "exec")
 
 
+@pytest.mark.slow
 @every_page
 def test_python_that_is_marked_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

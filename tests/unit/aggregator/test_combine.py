@@ -135,8 +135,14 @@ def test_mean_never_holds_two_updates():
 
 
 # Of each size the last value is in a chunk of another length, or of the usual one.
-CHUNK = combine._CHECKED_CHUNK_VALUES
+CHUNK = 8192
 SIZES = [1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 4097]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of several chunks that take no megabytes."""
+    monkeypatch.setattr(combine, "_CHECKED_CHUNK_VALUES", CHUNK)
 
 
 def _own(updates: list[WeightedUpdate], refused: list[str]) -> list[WeightedUpdate]:
@@ -152,6 +158,7 @@ def _own(updates: list[WeightedUpdate], refused: list[str]) -> list[WeightedUpda
     ]
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("size", SIZES)
 def test_mean_in_the_updates_memory_has_the_same_bits(size: int):
     """The first update's memory, then the next one's; the caller's is not touched."""
@@ -164,6 +171,7 @@ def test_mean_in_the_updates_memory_has_the_same_bits(size: int):
     assert not refused
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -182,7 +190,7 @@ def test_bad_value_found_late_leaves_the_mean_as_it_was(
 
 def test_mean_of_own_and_of_foreign_memory_is_the_same():
     """Updates that may only be read are folded into the mean, wherever it lies."""
-    updates = _updates(6)
+    updates = _updates(6, size=1000)
     expected = _run(combine.weighted_mean, updates).tobytes()
     for owned in itertools.product([False, True], repeat=6):
         mixed = [

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 import torch
 from support.faulty_store import FaultyStore
 from support.small_jobs import blobs
@@ -86,6 +87,7 @@ def test_what_is_not_wanted_any_more_is_not_fetched():
     assert len(gate.asked) == 5
 
 
+@pytest.mark.slow
 def test_many_threads_share_a_shelf_that_is_too_small():
     """As the sites of a simulation do; each gets what it asks for."""
     _, data, _ = opened(memory_bytes=0)

@@ -55,6 +55,7 @@ def guessed(found: Draw) -> Guesses:
     return guess(*found, num_guesses=len(found[0]) // 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVENTS)
 def test_correct_mechanisms_are_contradicted_no_more_often_than_the_level_says(
     name: str,
@@ -72,6 +73,7 @@ def p_values_of_best_attacks() -> list[float]:
     return [independent(curve_of(ONE), *drawn(ONE, 400, seed)) for seed in range(100)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0.01, 0.05, 0.2])
 def test_level_is_kept_where_the_attack_reaches_the_curve(level: float):
     """One release: the score is the likelihood ratio, and no attack is better."""
@@ -109,6 +111,7 @@ def test_less_noise_is_clearer():
         assert found[0] > 0.05 > found[2]
 
 
+@pytest.mark.slow
 def test_more_right_guesses_are_clearer():
     """And fewer guesses, all of them right, are less clear."""
     curve = curve_of(PRIVATE)
@@ -147,7 +150,10 @@ def largest_probability(
     return -float(found.fun)
 
 
-@pytest.mark.parametrize(("canaries", "guesses"), [(10, 10), (20, 8), (40, 20)])
+@pytest.mark.parametrize(
+    ("canaries", "guesses"),
+    [(10, 10), (20, 8), pytest.param(40, 20, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", ["private", "release"])
 def test_p_value_of_guesses_is_the_optimum_of_a_linear_program(
     name: str, canaries: int, guesses: int

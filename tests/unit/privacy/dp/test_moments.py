@@ -61,6 +61,7 @@ def _p_value(told: MomentsMechanism, used: MomentsMechanism) -> float:
     return independent(accountant.trade_off([told.event()]), scores, is_in)
 
 
+@pytest.mark.slow
 def test_attacks_stay_within_what_is_charged():
     """And half the noise is found."""
     claim = moments(noise=1.0)

@@ -76,7 +76,7 @@ def test_one_exchange_gives_the_sum(num_sites: int, hybrid: str):
             np.testing.assert_array_equal(values, actual[part])
 
 
-@pytest.mark.parametrize("num_sites", [4, 5, 8])
+@pytest.mark.parametrize("num_sites", [4, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_dropouts_give_the_sum_or_an_end(num_sites: int):
     """P2: any pattern of dropouts ends in the survivors' exact sum or in an error.
 
