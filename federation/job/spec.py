@@ -33,8 +33,8 @@ class ModelSpec:
     """The model that is trained.
 
     Attributes:
-        factory: `module:function` that returns a `torch.nn.Module`; called with
-            `options`.
+        factory: `module:function`, or `./file.py:function` relative to the job file,
+            that returns a `torch.nn.Module`; called with `options`.
         options: Keyword arguments of the factory.
         integer_buffers: Role of integer and boolean buffers by name pattern: `keep`
             (each site keeps its own), `max` (largest of any site) or `from_server`.
@@ -79,8 +79,9 @@ class DataSpec:
     """The data, as one dataset that the simulation splits among the sites.
 
     Attributes:
-        source: `module:function` that returns `(train, held_out)`, called with
-            `options`; or the URL that `crossfed data shard` wrote to.
+        source: `module:function` or `./file.py:function` that returns
+            `(train, held_out)`, called with `options`; or the URL that
+            `crossfed data shard` wrote to.
         options: Keyword arguments of the function; for a URL `version`, `order`,
             `window`, `warm_up`, `endpoint`, `region`.
         partition: How the data is dealt out to the sites (simulation only).
@@ -139,8 +140,8 @@ class TrainingSpec:
     Attributes:
         task: What is minimised: `classification` (cross-entropy of one label per
             example), `causal_lm` (cross-entropy of each next token), or
-            `module:function`, your own objective; called with model, inputs and
-            targets.
+            `module:function` or `./file.py:function`, your own objective; called with
+            model, inputs and targets.
         metrics: Metrics that your own objective returns, by name, each with the bounds
             `[low, high]` of one record; reported values are clipped to them. `loss`
             bounds the reported loss. `[]` means no bounds; differential privacy and
@@ -322,8 +323,8 @@ class SiteDataSpec:
     """A site's own data, instead of a share of the job's dataset.
 
     Attributes:
-        source: `module:function` that returns `(train, held_out)`, or a URL as in
-            `[data]`.
+        source: `module:function` or `./file.py:function` that returns
+            `(train, held_out)`, or a URL as in `[data]`.
         options: Options of the source, as in `[data]`.
     """
 
