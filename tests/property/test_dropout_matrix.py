@@ -8,8 +8,9 @@ after another, so that every round also begins after whatever the last one left.
 
 import functools
 import hashlib
+import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -330,13 +331,27 @@ MEDIUM = st.sampled_from([9, 10, 10, 11, 12, 12, 13, 16])
 Case = tuple[Kind, Drops, random.Random]
 
 
+def every_step(room: int, occasions: int) -> Iterator[tuple[int, ...]]:
+    """How many may be lost at each occasion: up to two more than there is room for."""
+    for sizes in itertools.product(range(room + 3), repeat=occasions):
+        if sum(sizes) <= room + 2:
+            yield sizes
+
+
 @pytest.mark.slow
-@settings(max_examples=1900)
-@given(case=cases(SMALL))
-def test_few_sites(case: Case):
-    """2 to 8 sites."""
-    kind, drops, rng = case
-    check(pooled(kind), kind, drops, rng)
+@pytest.mark.parametrize(
+    ("num_sites", "threshold"),
+    [(n, t) for n in range(2, 9) for t in range(2 * n // 3 + 1, n + 1)],
+)
+def test_few_sites(num_sites: int, threshold: int):
+    """2 to 8 sites: every number of dropouts at every step."""
+    rng = random.Random(100 * num_sites + threshold)  # noqa: S311  # No secret.
+    room = num_sites - threshold
+    for sizes in every_step(room, 5 if room else 3):
+        usual = min(3, num_sites)
+        lowest = rng.choice([usual, usual, num_sites])
+        kind = Kind(num_sites, threshold, lowest, rng.choice([16, 24, 32]))
+        check(pooled(kind), kind, draw_drops(kind, sizes, rng), rng)
 
 
 @pytest.mark.slow
