@@ -2,6 +2,7 @@
 
 import random
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from faults.verdict import COMPLETED, Run
 from support.deployment import CLOCK, wait_for
 
 PATIENCE_SECONDS = 900
+# Simulations of one process share torch's generator.
+_REPLAY = threading.Lock()
 _PRIVATE = {Mode.P1_PRIVATE, Mode.P2_PRIVATE}
 
 
@@ -131,6 +134,11 @@ def _faults(cells: Sequence[Cell], run: Run, folder: Path) -> Iterator[str]:
         }
         yield from verdict.check_ledgers(run, ledgers)
         return
+    with _REPLAY:
+        yield from _check_model(cells, run)
+
+
+def _check_model(cells: Sequence[Cell], run: Run) -> Iterator[str]:
     found, first = run.weights(), replay(run)
     if cells[0].mode is Mode.PLAIN and not _is_ranked(cells):
         yield from verdict.check_bits(found, first)

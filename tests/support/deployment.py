@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from federation.clock import SystemClock
 CLOCK = SystemClock()
 CROSSFED = [str(Path(sys.executable).with_name("crossfed"))]
 SITES = ("aws-us-east-1", "gcp-us-central1")
+_PREPARING = threading.Lock()
 
 
 def wait_for(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
@@ -47,7 +49,7 @@ def _prepare(*arguments: str) -> str:
     """Run a short command in this process, which has imported torch; its output."""
     out = io.StringIO()
     path = [*sys.path]
-    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+    with _PREPARING, contextlib.redirect_stdout(out), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Those of libraries, as for a user.
         code = commands.main(arguments)
     sys.path[:] = path  # The command line has added the working folder.

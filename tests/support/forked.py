@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -155,7 +156,7 @@ def _show(words: Sequence[str]) -> None:
 
 
 class Server:
-    """Starts ``crossfed`` with arguments; for one thread."""
+    """Starts ``crossfed`` with arguments; for any thread."""
 
     def __init__(self) -> None:
         """Start to import; the first command waits for that."""
@@ -163,6 +164,7 @@ class Server:
         self.codes: dict[int, int] = {}
         self._numbers = itertools.count()
         self._rest = b""
+        self._reading = threading.Lock()
         self._orders, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with its:
             self._process = subprocess.Popen(
@@ -227,14 +229,15 @@ class Server:
         """Read what the server has said, or says within so many seconds."""
         pipe = self._process.stdout
         assert pipe is not None
-        while select.select([pipe], [], [], seconds)[0]:
-            some = os.read(pipe.fileno(), 1 << 16)
-            assert some, "the server of forks has ended"
-            *lines, self._rest = (self._rest + some).split(b"\n")
-            for said in map(json.loads, lines):
-                found = self.pids if "pid" in said else self.codes
-                found[said["number"]] = said.get("pid", said.get("code"))
-            seconds = 0
+        select.select([pipe], [], [], seconds)
+        with self._reading:
+            while select.select([pipe], [], [], 0)[0]:
+                some = os.read(pipe.fileno(), 1 << 16)
+                assert some, "the server of forks has ended"
+                *lines, self._rest = (self._rest + some).split(b"\n")
+                for said in map(json.loads, lines):
+                    found = self.pids if "pid" in said else self.codes
+                    found[said["number"]] = said.get("pid", said.get("code"))
 
     def close(self) -> None:
         """End the server; its processes are their starters' affair."""

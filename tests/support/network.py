@@ -5,6 +5,7 @@ and nobody is told. Where a host is far away, a process carries its packets, as 
 of some length, width and quality would (``line``).
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -17,6 +18,10 @@ from pathlib import Path
 
 from support import line
 from support.line import Line
+
+# At a time in one process.
+MOST_NETWORKS = 4
+_NUMBERS = itertools.count()
 
 
 def possible() -> bool:
@@ -79,8 +84,9 @@ def network(hosts: Sequence[str], *, distant: Sequence[str] = ()) -> Iterator[Ne
         hosts: Their names.
         distant: Those of them with a line, which is a perfect one at first.
     """
-    mark = f"cf{os.getpid() % 1_000_000}"
-    subnet = f"10.{80 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    pid, number = os.getpid(), next(_NUMBERS) % MOST_NETWORKS
+    mark = f"cf{pid % 1_000_000}{'abcd'[number]}"
+    subnet = f"10.{80 + pid % 100}.{MOST_NETWORKS * (pid // 100 % 60) + number}"
     made = Network(
         address=f"{subnet}.1",
         # Names of devices have at most 15 characters.
