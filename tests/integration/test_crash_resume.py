@@ -2,18 +2,19 @@
 
 import contextlib
 import json
+import os
 import random
 import shlex
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import misfortunes
-from support.commands import CROSSFED, Done, ForkServer, workplace
+from support import forked, misfortunes
+from support.commands import Done, ForkServer, workplace
+from support.forked import Forked
 
 from federation.event_log import read_events
 from monitoring.views.result_json import result
@@ -177,15 +178,15 @@ def test_damaged_checkpoint_is_skipped_with_a_warning(
 
 
 @contextlib.contextmanager
-def coordinator(place: Path, *more: str) -> Iterator[subprocess.Popen]:
+def coordinator(place: Path, *more: str) -> Iterator[Forked]:
     """A run in a process of its own, held in its second round."""
-    with (place / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            [CROSSFED, "simulate", "job.toml", *HELD, "--out", "run", *more],
-            cwd=place,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-        )
+    process = forked.shared().start(
+        *("simulate", "job.toml", *HELD, "--out", "run", *more),
+        out=Path(os.devnull),
+        err=place / "stderr",
+        environment=os.environ,
+        folder=place,
+    )
     try:
         wait_for(place / "run/events.jsonl", '"RoundStarted"', 2)
         yield process
