@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from aggregator.weighting import ROUNDING, most_trained_on
 from federation.job.metrics import (
     MAX_PREDICTIONS,
+    evaluated_of,
     loss_of,
     metrics_of,
     reported_loss_of,
@@ -122,7 +123,8 @@ def _evaluation_faults(totals: _Totals, asked: SumTerms) -> _Faults:
 def _sum_faults(
     kind: str, totals: _Totals, asked: SumTerms, *, is_asked: bool
 ) -> _Faults:
-    metrics = metrics_of(asked.job.training)
+    of_kind = evaluated_of if kind == train.EVALUATION else metrics_of
+    metrics = of_kind(asked.job.training)
     count, loss, *values = (
         totals[f"{kind}_{name}"] for name in ("count", "loss", *metrics)
     )

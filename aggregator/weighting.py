@@ -15,6 +15,7 @@ from federation.ids import SiteId
 from federation.job.metrics import (
     MAX_PREDICTIONS,
     Metric,
+    evaluated_of,
     metrics_of,
     most_of_a_record,
 )
@@ -102,12 +103,13 @@ def sums_fault(
         job: The job.
         introduced: What sites have signed before the first round.
     """
-    metrics, each = metrics_of(job.training), most_of_a_record(job.training)
+    training, each = metrics_of(job.training), most_of_a_record(job.training)
+    held_out = evaluated_of(job.training)
 
     def fault(answer: SiteUpdate | SiteEvaluation) -> str:
         said = introduced.get(answer.site)
-        held_out = said.held_out if said else 0
-        evaluated = held_out * each if held_out else MAX_PREDICTIONS
+        examples = said.held_out if said else 0
+        evaluated = examples * each if examples else MAX_PREDICTIONS
         most = most_trained_on(job, said.examples or None) if said else None
         trained = MAX_PREDICTIONS if most is None else most
         bounds = {"evaluation": evaluated, "evaluation_after": evaluated}
@@ -120,6 +122,7 @@ def sums_fault(
                     f"counts {sums.count} predictions in {name.partition('_')[0]}; by "
                     f"what is known of its data there are {bound} at most"
                 )
+            metrics = training if name == "training" else held_out
             if not _are_possible(sums, metrics):
                 return "counted predictions that cannot be"
         return ""

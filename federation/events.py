@@ -75,6 +75,8 @@ class RunStarted(RunEvent):
         task: The job's task: ``classification``, ``causal_lm`` or ``module:function``.
         secure_aggregation: Whether the aggregator sees sums only.
         frozen: Number of the model's values that are neither trained nor sent.
+        classes: Names of the classes, if the job asks for a confusion matrix. Its cells
+            are metrics of held-out results, ``confusion_LABEL_PREDICTION``.
     """
 
     run_id: str
@@ -87,6 +89,7 @@ class RunStarted(RunEvent):
     task: str
     secure_aggregation: bool = False
     frozen: int = 0
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from enum import StrEnum
 from federation.ids import RunId, SiteId, TaskId
 from federation.vectors import ByteVector, HeaderVector, IntegerVector, Words
 
-MAX_METRICS = 16
+MAX_METRICS = 16  # Of an objective of a user's.
+MAX_CLASSES = 32  # Of a confusion matrix, which is so many squared sums.
 METRIC_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 

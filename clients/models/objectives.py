@@ -7,7 +7,7 @@ Shape suffixes: B batch, K classes, T tokens, V vocabulary.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,14 @@ from clients.factories import import_factory
 from clients.user_code import place_of
 from federation.errors import FederationError, SiteError, UserCodeError
 from federation.job.code_files import unpinned
-from federation.job.metrics import BUILT_IN, LOSS, Metric, loss_of, metrics_of
+from federation.job.metrics import (
+    BUILT_IN,
+    CONFUSION,
+    LOSS,
+    Metric,
+    loss_of,
+    metrics_of,
+)
 from federation.job.spec import TrainingSpec
 from federation.tree import Tree, leaves, num_records
 
@@ -34,7 +41,8 @@ class BatchLoss:
         total: Sum of the losses of all predictions; carries the gradient.
         count: Number of predictions.
         loss: The same sum as it is reported: clipped, where the job bounds it.
-        metrics: Sums of the job's metrics, by name.
+        metrics: Sums of the job's metrics, by name, in their order; the cells of a
+            confusion matrix in one tensor.
     """
 
     total: torch.Tensor
@@ -67,6 +75,8 @@ def objective_of(training: TrainingSpec) -> Objective:
     """
     if training.task == "causal_lm":
         return partial(causal_lm, max_tokens=training.max_tokens)
+    if training.classes:
+        return partial(classification, num_classes=len(training.classes))
     if training.task in BUILT_IN:
         return OBJECTIVES[training.task]
     return UserObjective(training)
@@ -79,11 +89,15 @@ def classification(
     /,
     *,
     max_loss: float | None = None,
+    num_classes: int = 0,
 ) -> BatchLoss:
     """Cross-entropy of one label per example: ``model(inputs)`` gives ``(B, K)``.
 
+    With ``num_classes``, evaluation also counts predictions by label and class.
+
     Raises:
-        SiteError: Labels or logits have another shape or type.
+        SiteError: Labels or logits have another shape or type, or the model has
+            another number of outputs.
     """
     if labels is None:
         raise SiteError("classification needs targets, and the data has none")
@@ -100,7 +114,19 @@ def classification(
             "classification needs logits of shape (examples, classes)",
             f"for {len(labels)} examples the model gave {tuple(logits_bk.shape)}",
         )
-    return _cross_entropy(logits_bk, labels, max_loss)
+    if num_classes not in {0, logits_bk.shape[1]}:
+        raise _misfit(
+            "training.classes must name each output of the model, in order",
+            f"it names {num_classes}, and the model has {logits_bk.shape[1]} outputs",
+        )
+    found = _cross_entropy(logits_bk, labels, max_loss)
+    if not num_classes or torch.is_grad_enabled():
+        return found
+    # Compared and not counted: torch.bincount would wait for the device.
+    cells_b = labels * num_classes + logits_bk.argmax(1)
+    cells_k = torch.arange(num_classes**2, device=cells_b.device)
+    confusion_k = (cells_b[:, None] == cells_k).sum(0)
+    return replace(found, metrics={**found.metrics, CONFUSION: confusion_k})
 
 
 def causal_lm(

@@ -121,30 +121,30 @@ class Sums:
         """Begin with nothing."""
         self._peers = peers
         self._metrics = metrics
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._sums = {
-            name: torch.zeros((), dtype=torch.float64, device=device)
-            for name in metrics
-        }
+        # The loss, and then the metrics.
+        size = 1 + len(metrics)
+        self._sums = torch.zeros(size, dtype=torch.float64, device=device)
         self._count = 0
 
     def add(
         self, loss: torch.Tensor, count: int, metrics: Mapping[str, torch.Tensor]
     ) -> None:
-        """Count a batch of this rank."""
-        self._loss += loss
-        for name, value in metrics.items():
-            self._sums[name] += value
+        """Count a batch of this rank; a tensor may hold several metrics in a row."""
+        parts = [value.reshape(-1).double() for value in (loss, *metrics.values())]
+        self._sums += torch.cat(parts)
         self._count += count
 
     def metrics(self) -> MetricSums:
         """Sums over the batches of all ranks."""
+        count = self._peers.total(self._count)
+        loss, *values = self._peers.sum_(self._sums).tolist()
         return MetricSums(
-            count=self._peers.total(self._count),
-            loss_sum=float(self._peers.sum_(self._loss)),
-            metrics={name: self._read(name) for name in self._metrics},
+            count=count,
+            loss_sum=loss,
+            metrics={
+                name: int(value) if metric.is_whole else value
+                for (name, metric), value in zip(
+                    self._metrics.items(), values, strict=True
+                )
+            },
         )
-
-    def _read(self, name: str) -> float:
-        value = float(self._peers.sum_(self._sums[name]))
-        return int(value) if self._metrics[name].is_whole else value

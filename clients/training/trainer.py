@@ -37,7 +37,7 @@ from clients.training.private_steps import (
 from clients.training.update import UNSTABLE, NotFinite
 from federation.errors import SiteError
 from federation.ids import SiteId
-from federation.job.metrics import metrics_of
+from federation.job.metrics import evaluated_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.messages import MetricSums
 from federation.protocols import LocalUpdate, LocalWeights, RoundCharges
@@ -106,7 +106,6 @@ class TorchTrainer:
         self._is_protected = job.privacy.differential_privacy.enabled
         self._seed = job.seed if self.seed is None else self.seed
         self._objective = self.pool.objective
-        self._metrics = metrics_of(job.training)
         if private is None:
             # Data that is far away begins to come while the first task is on its way
             # and held-out data is read. After a resume this is the wrong guess.
@@ -214,7 +213,7 @@ class TorchTrainer:
         """Take this round's local steps."""
         training = self.job.training
         model.train()
-        sums = Sums(self.pool.device, self.peers, self._metrics)
+        sums = Sums(self.pool.device, self.peers, metrics_of(training))
         wrapped = self.peers.wrap(model)
         step = first_step = (round_index - 1) * self._steps_per_round()
         for group in groups(self._indices(round_index), training.accumulate):
@@ -355,7 +354,8 @@ class TorchTrainer:
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, max_loss: float | None) -> MetricSums:
         model.eval()
-        sums = Sums(self.pool.device, self.peers, self._metrics)
+        metrics = evaluated_of(self.job.training)
+        sums = Sums(self.pool.device, self.peers, metrics)
         size = self.job.evaluation.batch_size
         total, rank = len(self.held_out), self.peers.rank
         starts = range(rank.rank * size, total, rank.world_size * size)

@@ -112,6 +112,11 @@ def _check_job(job: JobSpec, name: str) -> None:
             "training.task",
         ),
         (
+            bool(job.training.classes),
+            "it reports loss and accuracy, and no confusion matrix; leave them out",
+            "training.classes",
+        ),
+        (
             job.training.proximal_mu != 0.0,
             "nothing keeps it near the global weights; if it does so, use settings",
             "training.proximal_mu",

@@ -25,6 +25,7 @@ EXCLUDED_KEYS = (("schedule", "round_deadline_seconds"),)
 ADDED: tuple[tuple[tuple[str, ...], object], ...] = (
     (("training", "optimizer", "state"), "fresh"),
     (("training", "metrics"), {}),
+    (("training", "classes"), []),
     (("training", "max_tokens"), 1 << 16),
     (("communication", "down_codec"), {"name": "identity"}),
     (("communication", "down_content"), "model"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from federation.errors import JobError
 from federation.job import code_files
 from federation.job.spec import JobSpec, TrainingSpec
-from federation.messages import MAX_METRICS, METRIC_NAME
+from federation.messages import MAX_CLASSES, MAX_METRICS, METRIC_NAME
 
 LOSS = "loss"
 # The loss of a prediction of a built-in task is clipped to this many nats before it
@@ -53,6 +53,9 @@ class Metric:
 
 
 CORRECT: Mapping[str, Metric] = {"correct": Metric(low=0.0, high=1.0, is_whole=True)}
+# Of one cell of a confusion matrix: confusion_LABEL_PREDICTION, both from 0.
+CONFUSION = "confusion"
+MAX_CLASS_CHARS = 40
 BUILT_IN: Mapping[str, Mapping[str, Metric]] = {
     "classification": CORRECT,
     "causal_lm": CORRECT,
@@ -60,11 +63,26 @@ BUILT_IN: Mapping[str, Mapping[str, Metric]] = {
 
 
 def metrics_of(training: TrainingSpec) -> Mapping[str, Metric]:
-    """Metrics of the job's objective, by name, in the order in which they travel."""
+    """Metrics of the job's objective, by name, in the order in which they travel.
+
+    On held-out data those of ``confusion_of`` follow.
+    """
     built_in = BUILT_IN.get(training.task)
     if built_in is not None:
         return built_in
     return {name: _bounds(training, name) for name in training.metrics if name != LOSS}
+
+
+def confusion_of(training: TrainingSpec) -> Mapping[str, Metric]:
+    """Cells of the confusion matrix, row by row; empty if the job names no classes."""
+    labels = range(len(training.classes))
+    names = (f"{CONFUSION}_{label}_{found}" for label in labels for found in labels)
+    return dict.fromkeys(names, CORRECT["correct"])
+
+
+def evaluated_of(training: TrainingSpec) -> Mapping[str, Metric]:
+    """All metrics that are reported on held-out data."""
+    return {**metrics_of(training), **confusion_of(training)}
 
 
 def loss_of(training: TrainingSpec) -> Metric:
@@ -98,6 +116,7 @@ def check_objective(job: JobSpec) -> None:
         JobError: The first such thing.
     """
     training, key = job.training, "training.metrics"
+    _check_classes(job)
     if training.task in BUILT_IN:
         if training.metrics:
             raise JobError(
@@ -119,6 +138,26 @@ def check_objective(job: JobSpec) -> None:
         if fault:
             raise JobError(fault, key=f"{key}.{name}")
     _check_bounded(job)
+
+
+def _check_classes(job: JobSpec) -> None:
+    """Refuse a confusion matrix that has no use, or that would cost too much noise."""
+    classes, private = job.training.classes, job.privacy.differential_privacy
+    fault = ""
+    if job.training.task != "classification":
+        fault = "names classes: set training.task to classification, or leave it out"
+    elif not 2 <= len(set(classes)) == len(classes) <= MAX_CLASSES:  # noqa: PLR2004
+        fault = f"must be 2 to {MAX_CLASSES} different names"
+    elif any(not (0 < len(c) <= MAX_CLASS_CHARS and c.isprintable()) for c in classes):
+        fault = f"must be printable names of at most {MAX_CLASS_CHARS} characters"
+    elif private.enabled and private.held_out == "noise":
+        fault = (
+            "asks for a confusion matrix, whose many counts would need too much noise "
+            "under differential privacy: leave it out, or set privacy."
+            'differential_privacy.held_out to "public" if the held-out data is public'
+        )
+    if classes and fault:
+        raise JobError(fault, key="training.classes")
 
 
 def _fault(name: str, stated: tuple[float, ...]) -> str:

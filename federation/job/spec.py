@@ -146,6 +146,9 @@ class TrainingSpec:
             `[low, high]` of one record; reported values are clipped to them. `loss`
             bounds the reported loss. `[]` means no bounds; differential privacy and
             secure aggregation require bounds.
+        classes: Names of the classes, from label 0 on. With them, `classification`
+            reports a confusion matrix on held-out data, which the report shows. At most
+            32; not with noise on held-out results.
         max_tokens: Maximum number of predictions in one `causal_lm` record: its tokens
             minus one. A site refuses longer records; the largest count that it may add
             to a sum follows from this.
@@ -169,6 +172,7 @@ class TrainingSpec:
 
     task: str = "classification"
     metrics: Mapping[str, tuple[float, ...]] = key(default={})
+    classes: tuple[str, ...] = ()
     max_tokens: int = key(default=1 << 16, low=1)
     local_steps: int | None = key(default=None, low=1)
     local_epochs: int | None = key(default=None, low=1)

@@ -425,6 +425,7 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             frozen=parts.layout.num_frozen,
             engine=parts.engine,
             task=job.training.task,
+            classes=job.training.classes,
             secure_aggregation=_in_secret(job),
         )
     )

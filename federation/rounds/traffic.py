@@ -17,7 +17,7 @@ import numpy as np
 
 from federation.compression.codec import Codec
 from federation.ids import RunId, SiteId
-from federation.job.metrics import metrics_of
+from federation.job.metrics import Metric, evaluated_of, metrics_of
 from federation.job.spec import JobSpec, TrainingSpec
 from federation.messages import (
     LedgerAnchor,
@@ -234,9 +234,9 @@ class Traffic:
     def _answer(
         self, site: SiteId, index: int, kind: TaskKind, end: int
     ) -> SiteMessage:
-        facts, secure = self.facts[site], self.secure
+        facts, secure, training = self.facts[site], self.secure, self.job.training
         spent = self._spent(index, end)
-        held_out = _sums(self.job, facts.held_out, end)
+        held_out = _sums(evaluated_of(training), facts.held_out, end)
         if secure is not None:
             values = self.layout.size if kind is TaskKind.TRAIN else 0
             return MaskedUpdate(
@@ -274,7 +274,7 @@ class Traffic:
             integers_m=_nothing(self.layout.num_integers, "i8"),
             num_examples=0 if private else facts.train,
             num_steps=trained if end else 1,
-            training=None if private else _sums(self.job, trained, end),
+            training=None if private else _sums(metrics_of(training), trained, end),
             evaluation=held_out if before else None,
             evaluation_after=held_out if after else None,
             phases=self._phases((*names, "prepare"), end),
@@ -341,13 +341,13 @@ def _nothing(size: int, kind: str | np.dtype[np.generic]) -> np.ndarray:
     return np.broadcast_to(np.zeros(1, kind), (size,))
 
 
-def _sums(job: JobSpec, count: int, end: int) -> MetricSums:
+def _sums(metrics: Mapping[str, Metric], count: int, end: int) -> MetricSums:
     number = _LONG if end else _SHORT
-    metrics = {
+    sums = {
         name: end * count if metric.is_whole else number
-        for name, metric in metrics_of(job.training).items()
+        for name, metric in metrics.items()
     }
-    return MetricSums(count=count, loss_sum=number, metrics=metrics)
+    return MetricSums(count=count, loss_sum=number, metrics=sums)
 
 
 def _span(messages: Iterable[RoundTask | SiteMessage]) -> Span:

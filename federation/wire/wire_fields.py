@@ -42,7 +42,7 @@ WireMessage = Task | SiteMessage
 MAX_FLOAT_VALUES = 1 << 33  # 32 GiB of float32
 MAX_INTEGER_VALUES = 1 << 24  # 128 MiB of int64
 MAX_WORDS_BYTES = 4 * MAX_FLOAT_VALUES  # a word has at most 32 bits
-MAX_MASKED_HEADER_WORDS = 64
+MAX_MASKED_HEADER_WORDS = 2048
 MAX_BODY_BYTES = 1 << 24  # 16 MiB
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from federation.errors import WireError
 from federation.ids import check_name
 from federation.messages import (
+    MAX_CLASSES,
     MAX_METRICS,
     METRIC_NAME,
     FailureKind,
@@ -31,6 +32,8 @@ MAX_COUNT = (1 << 53) - 1  # exact in float64 and in every JSON reader
 MAX_PHASES = 64
 MAX_PHASE_NAME_CHARS = 64
 MAX_TEXT_CHARS = 1000
+
+_MAX_SUMS = max(MAX_METRICS, 1 + MAX_CLASSES**2)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # Controls, line and paragraph separators, direction overrides and lone surrogates
@@ -129,8 +132,8 @@ def _delta(delta: float, name: str) -> float:
 
 
 def _metrics(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    if len(found) > MAX_METRICS or not all(map(METRIC_NAME.fullmatch, found)):
-        raise WireError(f"metrics are not at most {MAX_METRICS} names and numbers")
+    if len(found) > _MAX_SUMS or not all(map(METRIC_NAME.fullmatch, found)):
+        raise WireError(f"metrics are not at most {_MAX_SUMS} names and numbers")
     return found
 
 

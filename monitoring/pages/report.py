@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -61,6 +62,24 @@ class Tile:
     note: str = ""
 
 
+class ConfusionRow(NamedTuple):
+    """Examples of one class, and what the model took them for.
+
+    Attributes:
+        name: The class.
+        cells: By predicted class: how many, and their percentage of the row.
+        total: Examples of the class.
+        recall: Fraction of them that were predicted as it; None if there are none.
+        precision: Fraction of what was predicted as it that is it; None likewise.
+    """
+
+    name: str
+    cells: tuple[tuple[int, int], ...]
+    total: int
+    recall: float | None
+    precision: float | None
+
+
 def write_report(
     view: RunView, job_toml: str, versions: Mapping[str, str], path: Path
 ) -> None:
@@ -107,6 +126,7 @@ def render(view: RunView, job_toml: str, versions: Mapping[str, str]) -> str:
             status_word="not finished" if view.status == RUNNING else view.status,
             tiles=_tiles(view),
             panels=panels.of_run(view),
+            confusion=_confusion(view),
             colours=plots.site_colours(view),
             sites=sites,
             rounds=view.rounds[-MAX_ROUND_ROWS:],
@@ -222,6 +242,22 @@ def _tiles(view: RunView) -> Sequence[Tile]:
         Tile("Traffic", traffic, f"{up} up, {down} down"),
         Tile("Time", units.format_duration(view.seconds), time_note),
     )
+
+
+def _confusion(view: RunView) -> Sequence[ConfusionRow]:
+    """The confusion matrix, shaded by the share of its label's examples."""
+    names, rows = view.started.classes, view.confusion
+    columns = [sum(column) for column in zip(*rows, strict=True)]
+    return [
+        ConfusionRow(
+            name,
+            tuple((number, round(100 * number / max(sum(row), 1))) for number in row),
+            sum(row),
+            row[label] / sum(row) if sum(row) else None,
+            row[label] / columns[label] if columns[label] else None,
+        )
+        for label, (name, row) in enumerate(zip(names, rows, strict=False))
+    ]
 
 
 def _listed_sites(view: RunView) -> Sequence[SiteView]:

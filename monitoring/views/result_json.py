@@ -87,12 +87,15 @@ def _final(view: RunView) -> Mapping[str, Any]:
     event = view.last_evaluated
     sums = None if event is None else event.pooled
     loss = loss_of(sums)
-    final = {
+    final: dict[str, Any] = {
         "round": None if event is None else event.round_index,
         "sites_evaluated": 0 if event is None else len(event.sites),
         "loss": _finite(loss),
         "accuracy": _finite(accuracy_of(sums)),
     }
+    if view.confusion:
+        final["classes"] = list(view.started.classes)
+        final["confusion"] = [list(row) for row in view.confusion]
     if view.is_language:
         final["perplexity"] = None if loss is None else _finite(perplexity(loss))
     return {**final, **_own_metrics(sums)}

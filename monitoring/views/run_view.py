@@ -29,7 +29,7 @@ from federation.events import (
     StoreUsed,
     Warned,
 )
-from federation.job.metrics import BUILT_IN
+from federation.job.metrics import BUILT_IN, CONFUSION
 from federation.messages import MetricSums, PrivacySpent
 from monitoring.views.round_view import RUNNING, RoundView
 from monitoring.views.site_view import (
@@ -168,6 +168,16 @@ class RunView:
         """The newest evaluation of the global model."""
         evaluated = (row.evaluated for row in reversed(self.rounds) if row.evaluated)
         return next(evaluated, self.initial)
+
+    @property
+    def confusion(self) -> Sequence[Sequence[int]]:
+        """The newest confusion matrix, a row for each label; empty if there is none."""
+        event, labels = self.last_evaluated, range(len(self.started.classes))
+        sums = {} if event is None else event.pooled.metrics
+        names = [[f"{CONFUSION}_{one}_{found}" for found in labels] for one in labels]
+        if not all(name in sums for row in names for name in row):
+            return ()
+        return [[int(sums[name]) for name in row] for row in names]
 
     @property
     def failures(self) -> tuple[SiteFailed, ...]:

@@ -7,7 +7,7 @@ from federation.errors import JobError
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
-from federation.job.metrics import metrics_of
+from federation.job.metrics import confusion_of, metrics_of
 from federation.job.spec import JobSpec
 from federation.vectors import Layout, Role
 from privacy.counts import coarse
@@ -110,7 +110,8 @@ def _ring(job: JobSpec, terms: PrivacyTerms) -> RingSpec:
 def header_slots(job: JobSpec) -> tuple[str, ...]:
     """Slots of the header that a site of this job sends."""
     adapts = job.privacy.differential_privacy.adaptive_clip
-    return slots_of(metrics_of(job.training), adapts=adapts)
+    training = job.training
+    return slots_of(metrics_of(training), confusion_of(training), adapts=adapts)
 
 
 def _privacy_terms(

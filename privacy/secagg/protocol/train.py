@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from federation.job.metrics import (
+    CONFUSION,
     CORRECT,
     MAX_MEAN_LOSS,
     MAX_PREDICTIONS,
@@ -50,16 +51,20 @@ _COUNTS = ("count", "loss", *CORRECT)
 WITHIN_CLIP = "within_clip"
 
 
-def slots_of(metrics: Iterable[str], *, adapts: bool = False) -> tuple[str, ...]:
+def slots_of(
+    metrics: Iterable[str], matrix: Iterable[str] = (), *, adapts: bool = False
+) -> tuple[str, ...]:
     """Name the slots of a header.
 
     Args:
         metrics: Names of the job's metrics.
+        matrix: Names of further sums over held-out data alone.
         adapts: Whether the clip norm follows the updates.
     """
     sums = ("count", "loss", *metrics)
     kinds = (TRAINING, EVALUATION)
     slots = (WEIGHT, *(f"{kind}_{name}" for kind in kinds for name in sums))
+    slots = (*slots, *(f"{EVALUATION}_{name}" for name in matrix))
     return (*slots, WITHIN_CLIP) if adapts else slots
 
 
@@ -124,7 +129,7 @@ def header_spec(num_sites: int, names: Sequence[str] = HEADER_SLOTS) -> HeaderSp
     counts = [f"{kind}_{name}" for kind in (TRAINING, EVALUATION) for name in _COUNTS]
     slots = [
         Slot(name=name, kind=SlotKind.COUNT, bound=_LARGEST_COUNT)
-        if name in counts
+        if name in counts or name.startswith(f"{EVALUATION}_{CONFUSION}_")
         else Slot(
             name=name,
             kind=SlotKind.FRACTION,
@@ -199,7 +204,7 @@ def write_sums(
     if sums is None:
         return dict.fromkeys((s for s in slots if s.startswith(f"{kind}_")), 0)
     loss = sums.loss_sum
-    if math.isfinite(loss) and sums.metrics.keys() == CORRECT.keys():
+    if math.isfinite(loss) and sums.metrics.keys() >= CORRECT.keys():
         # A built-in task; an objective of a user's has bounds of its own.
         loss = min(loss, MAX_MEAN_LOSS * sums.count)
     if not 0 <= loss * _MICRO <= _LARGEST_COUNT:

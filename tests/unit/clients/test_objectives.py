@@ -42,6 +42,25 @@ def test_classification_sums_over_examples():
     assert (loss.count, loss.metrics["correct"].item()) == (2, 1)
 
 
+def test_evaluation_counts_predictions_by_label():
+    """Row by row: label, then prediction. Training does not pay for it."""
+    job = small_job(training={"local_steps": 1, "classes": ["a", "b", "c"]})
+    logits = torch.eye(3)[torch.tensor([0, 2, 1, 1])].requires_grad_()
+    labels = torch.tensor([0, 0, 1, 2])
+    objective = objective_of(job.training)
+    with torch.no_grad():
+        found = objective(Fixed(logits), INPUTS, labels).metrics["confusion"]
+    assert found.tolist() == [1, 0, 1, 0, 1, 0, 0, 1, 0]
+    assert set(objective(Fixed(logits), INPUTS, labels).metrics) == {"correct"}
+
+
+def test_class_without_a_name_is_refused():
+    job = small_job(training={"local_steps": 1, "classes": ["a", "b"]})
+    objective = objective_of(job.training)
+    with pytest.raises(SiteError, match="names 2, and the model has 3 outputs"):
+        objective(Fixed(torch.zeros(2, 3)), INPUTS, LABELS)
+
+
 def test_causal_lm_sums_over_next_tokens():
     """Each position predicts the token after it."""
     logits = torch.zeros(2, 2, 4)

@@ -61,6 +61,11 @@ def own(task: str = "m:f", *, table: Any = None, **metrics: Any) -> dict[str, An
     return {"training": training} | (table or {})
 
 
+def classes(*names: str) -> dict[str, Any]:
+    """A job that asks for a confusion matrix."""
+    return {"training": {"local_steps": 1, "classes": list(names)}}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "task": (own("regression"), "training.task", "neither one of classification"),
     "metrics of a built-in task": (
@@ -82,6 +87,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         own(correct=[0.0, 40.0]),
         "training.metrics.correct",
         "no name of a metric",
+    ),
+    "classes of another task": (
+        {"training": {"local_steps": 1, "task": "causal_lm", "classes": ["a", "b"]}},
+        "training.classes",
+        "set training.task to classification",
+    ),
+    "class twice": (classes("a", "b", "a"), "training.classes", "2 to 32 different"),
+    "one class": (classes("a"), "training.classes", "2 to 32 different"),
+    "too many classes": (
+        classes(*(f"c{i}" for i in range(33))),
+        "training.classes",
+        "2 to 32 different",
+    ),
+    "class that is no text": (
+        classes("a", "b\x1b[2J"),
+        "training.classes",
+        "printable names",
+    ),
+    "class without a name": (classes("a", ""), "training.classes", "printable names"),
+    "confusion matrix with noise": (
+        classes("a", "b") | private(),
+        "training.classes",
+        'held_out to "public"',
+    ),
+    "confusion matrix of an app of Flower": (
+        classes("a", "b") | with_app(),
+        "training.classes",
+        "no confusion matrix",
     ),
     "one bound": (own(error=[1.0]), "training.metrics.error", "[low, high]"),
     "bounds the wrong way": (

@@ -143,6 +143,42 @@ def test_numbers_are_on_the_page():
         assert text in page
 
 
+def test_confusion_matrix_has_names_counts_and_shares():
+    """Names are text; a class without examples has no recall."""
+    events = event_samples.secure(1)
+    names = ("cat", HOSTILE, "none")
+    counts = [[6, 2, 0], [1, 1, 0], [0, 0, 0]]
+    cells = {
+        f"confusion_{label}_{found}": number
+        for label, row in enumerate(counts)
+        for found, number in enumerate(row)
+    }
+    sums = MetricSums(count=10, loss_sum=2.0, metrics={"correct": 7, **cells})
+    view = fold(
+        replace(event, classes=names)
+        if isinstance(event, RunStarted)
+        else replace(event, pooled=sums)
+        if isinstance(event, ModelEvaluated)
+        else event
+        for event in events
+    )
+    assert view.confusion == counts
+    assert result(view)["final"]["confusion"] == counts
+    page = render(view, JOB, VERSIONS)
+    section = page[page.index('id="confusion"') : page.index('id="sites"')]
+    _read(page)
+    assert "script" not in _read(page).tags
+    assert "cat predicted as cat: 75 %" in section
+    assert ">75.0 %</td>" in section  # recall of cat
+    assert ">85.7 %</td>" in section  # precision of cat
+    assert section.count(">-</td>") == 2  # of a class that nobody has or predicts
+
+
+def test_run_without_class_names_has_no_confusion_matrix():
+    assert 'id="confusion"' not in page_of("quiet")
+    assert "confusion" not in result(fold(RUNS["quiet"]))["final"]
+
+
 def test_secure_run_shows_sums_only():
     """The header says so; the key of the curves names no site, the tables do."""
     view, page = fold(RUNS["secure"]), page_of("secure")
