@@ -171,7 +171,7 @@ def _newer(content: bytes) -> bytes:
         (_changed, "does not match its digest"),
         (_other_fact, "does not match its digest"),
         (_torn, "does not match its digest|cannot be read"),
-        (_newer, "version 3 and this release reads 2|does not match its digest"),
+        (_newer, "version 3, but this release reads 2|does not match its digest"),
         (lambda _: b"", "cannot be read"),
         (lambda _: b"garbage", "cannot be read"),
         (lambda _: b"{}\n\n", "cannot be read"),

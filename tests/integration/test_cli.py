@@ -507,7 +507,7 @@ BAD = {
     ),
     "data: ends the program": (
         ["--set", "data.source=small_parts:leaving_data"],
-        ["job.toml", "ended the program", "SystemExit(0)"],
+        ["job.toml", "exited the program", "SystemExit(0)"],
     ),
     "more sites than data": (
         [

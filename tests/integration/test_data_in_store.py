@@ -289,7 +289,7 @@ def test_encrypted_shards_and_wrong_keys(
     shards(url, "--encryption-key", key)
     add_key(tmp_path / "other.toml")
     before = {p: p.read_bytes() for p in (tmp_path / "blobs").rglob("*") if p.is_file()}
-    with pytest.raises(CorruptObject, match="is encrypted: name its key"):
+    with pytest.raises(CorruptObject, match="is encrypted: give its key"):
         simulate(job(url), folder=None)
     other = f"file:{tmp_path}/other.toml"
     with pytest.raises(KeyRefused, match=r"not in .*other\.toml"):

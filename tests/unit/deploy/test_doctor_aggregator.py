@@ -121,8 +121,8 @@ def test_service_of_root_whose_memory_cannot_be_closed(
     if user == 0:
         assert found["user"].status == "problem"
         assert "fs.suid_dumpable is 1" in found["user"].found
-        assert "a user of its own" in found["user"].advice
-        with pytest.raises(proxy.ProxyFailed, match="a user of its own"):
+        assert "a separate user that" in found["user"].advice
+        with pytest.raises(proxy.ProxyFailed, match="a separate user that"):
             proxy.prepare(
                 proxy.ProxySettings(
                     listen="127.0.0.1:1",
