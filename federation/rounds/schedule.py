@@ -74,6 +74,9 @@ class Wait:
     until: float | None = None
 
 
+WAIT = Wait()
+
+
 @dataclass(frozen=True, slots=True)
 class Apply:
     """Make what counts the next model; tasks that are open stay open."""
@@ -122,7 +125,7 @@ class Barrier:
         if state.round_index > state.rounds:
             return Done()
         if state.open:
-            return Wait()
+            return WAIT
         return Apply() if inbox or not state.cohort else Send(state.cohort)
 
     def share(self, staleness: int) -> float:

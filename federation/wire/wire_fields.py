@@ -157,6 +157,9 @@ _OPTIONAL: Mapping[Kind, Mapping[str, _Value]] = {
     Kind.UPDATE: _LEAVING,
     Kind.EVALUATION: _LEAVING,
     Kind.MASKED_UPDATE: _LEAVING,
+    Kind.FAILURE: {},
+    Kind.SECURE_TASK: {},
+    Kind.SECURE_ANSWER: {},
 }
 
 
@@ -276,10 +279,11 @@ def write(message: WireMessage) -> tuple[Kind, dict[str, str], list[NDArray[Any]
 
 def _fields(kind: Kind, find: Callable[[str], Any]) -> Mapping[str, _Value]:
     """Fields of a message's header, without optional ones that are empty."""
-    optional = {
-        name: form for name, form in _OPTIONAL.get(kind, {}).items() if find(name)
-    }
-    return _FIELDS[kind] | optional if optional else _FIELDS[kind]
+    fields = _FIELDS[kind]
+    for name, form in _OPTIONAL[kind].items():
+        if find(name):
+            fields = {**fields, name: form}
+    return fields
 
 
 def _raw(value: object, name: str) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ message has is in ``wire_fields``.
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import Any, TypeVar
 
@@ -114,7 +115,7 @@ def digest(value: object, name: str) -> str:
 
 
 def _duration(seconds: float, name: str) -> float:
-    if not (math.isfinite(seconds) and seconds >= 0):
+    if not 0 <= seconds < math.inf:
         raise WireError(f"{name} is {seconds} s, not a finite time of at least 0 s")
     return seconds
 
@@ -234,7 +235,9 @@ def read_resources(value: object, _name: str) -> Resources:
 
 # Writing: canonical JSON without spaces, members in the order of their names. Text of
 # the fixed forms is joined here, because a general encoder takes longer than a site
-# that has little to do.
+# that has little to do; names and digests, the same in many messages, are kept.
+
+_kept = lru_cache(maxsize=1024, typed=True)
 
 
 def spell(members: Mapping[str, str]) -> str:
@@ -250,7 +253,9 @@ def spelled_size(members: Mapping[str, str]) -> int:
 
 def write_count(value: object, name: str, maximum: int = MAX_COUNT) -> str:
     """Spell a whole number from 0 to a maximum."""
-    return f"{count(value, name, maximum)}"
+    # A call less than by ``count`` alone, of which most headers have a dozen.
+    is_count = type(value) is int and 0 <= value <= maximum
+    return f"{value if is_count else count(value, name, maximum)}"
 
 
 def write_flag(value: object, name: str) -> str:
@@ -258,11 +263,13 @@ def write_flag(value: object, name: str) -> str:
     return "true" if flag(value, name) else "false"
 
 
+@_kept
 def write_name(value: object, name: str) -> str:
     """Spell the name of a run or of a site."""
     return f'"{name_of(value, name)}"'
 
 
+@_kept
 def write_digest(value: object, name: str) -> str:
     """Spell the digest of a layout."""
     return f'"{digest(value, name)}"'
@@ -281,12 +288,11 @@ def write_one_line(value: str, _name: str) -> str:
 def write_sums(sums: MetricSums, _name: str) -> str:
     """Spell sums over examples."""
     members = {
-        "count": write_count(sums.count, "count"),
-        "loss_sum": _hex(float(sums.loss_sum)),
+        name: write_count(item, name) if isinstance(item, int) else _hex(float(item))
+        for name, item in _metrics(sums.metrics).items()
     }
-    for name, item in _metrics(sums.metrics).items():
-        is_count = isinstance(item, int)
-        members[name] = write_count(item, name) if is_count else _hex(float(item))
+    members["count"] = write_count(sums.count, "count")
+    members["loss_sum"] = _hex(float(sums.loss_sum))
     return spell(members)
 
 
@@ -346,5 +352,6 @@ def _write_seconds(seconds: float, name: str) -> str:
     return f'"{_duration(float(seconds), name).hex()}"'
 
 
+@_kept
 def _write_text(value: str, name: str) -> str:
     return encode_basestring_ascii(text(value, name, MAX_PHASE_NAME_CHARS))
