@@ -10,7 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import pytest
@@ -33,7 +33,14 @@ from federation.errors import (
 from federation.events import CheckpointSkipped, Event
 from federation.ids import SiteId
 from federation.members import EVERYBODY
-from federation.protocols import Buffer, ObjectInfo, ObjectStore, RunState, Suspicions
+from federation.protocols import (
+    Buffer,
+    ObjectInfo,
+    ObjectStore,
+    ReadArguments,
+    RunState,
+    Suspicions,
+)
 from federation.vectors import Layout, Role
 
 LAYOUT = Layout.build(
@@ -260,6 +267,39 @@ def test_retention():
     assert run.names("round-") == [f"round-{r:06d}.json" for r in rounds]
     needed = {key for r in rounds for key in run.blobs_of(r).values()}
     assert {"checkpoints/" + key for key in run.names("blobs/")} == needed
+
+
+def test_retention_reads_no_manifest_of_its_own():
+    """What a coordinator has written it need not fetch; what it has not, it must."""
+
+    class Reads(MemoryStore):
+        keys: ClassVar[list[str]] = []
+
+        def read(self, key: str, **options: Unpack[ReadArguments]) -> bytes:
+            self.keys.append(key)
+            return super().read(key, **options)
+
+    run = Run(Reads())
+    first = run.open()
+    for round_index in (1, 2, 3, 4):
+        first.save(state_of(round_index))
+    assert Reads.keys == []
+    run.open().save(state_of(5))
+    assert Reads.keys == [f"checkpoints/round-{r:06d}.json" for r in (3, 4, 2)]
+
+
+def test_retention_keeps_what_a_replaced_manifest_names():
+    """Another coordinator wrote a round anew: the blobs of that one are needed."""
+    run = Run(keep=5)
+    first = run.open()
+    first.save(state_of(1))
+    first.save(state_of(2))
+    run.store.delete("checkpoints/round-000002.json")
+    run.open().save(state_of(2, salt=1))
+    for round_index in (3, 4, 5):
+        first.save(state_of(round_index))
+    kept = {"checkpoints/" + name for name in run.names("blobs/")}
+    assert set(run.blobs_of(2).values()) <= kept
 
 
 def test_rounds_sort_as_numbers():
