@@ -4,7 +4,7 @@ They see the pseudo-gradient ``g = -update`` (update: local minus global weights
 by chunk, and write the step over it and their state over itself, as
 ``federation.protocols.ServerOptimizer`` says. The round loop adds the step to theta.
 
-Shape suffix: c values of a chunk.
+Shape suffix: c values of a chunk, p of a piece of it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,10 @@ import numpy as np
 
 from federation.job.spec import ServerOptimizerSpec
 from federation.protocols import OptimizerState, ServerOptimizer
-from federation.vectors import Vector
+from federation.vectors import Vector, chunks
+
+# So little memory is used again, where more would be new pages for every chunk.
+_SIGN_VALUES = 1 << 14
 
 # Rewrites a chunk of the second moment, from (it, squared update) in place.
 _SecondMoment = Callable[[Vector, Vector], None]
@@ -112,11 +115,13 @@ def yogi(*, lr: float, beta1: float, beta2: float, tau: float) -> ServerOptimize
     """FedYogi: ``v -= (1 - beta2) * update^2 * sign(v - update^2)``; else ``adam``."""
 
     def second_moment(second_c: Vector, square_c: Vector) -> None:
-        # In place, ``sign`` goes value by value: five times as long.
-        sign_c = np.sign(second_c - square_c)
-        square_c *= 1 - beta2
-        square_c *= sign_c
-        second_c -= square_c
+        for piece in chunks(second_c.size, _SIGN_VALUES):
+            moment_p, square_p = second_c[piece], square_c[piece]
+            # In place, ``sign`` goes value by value: five times as long.
+            sign_p = np.sign(moment_p - square_p)
+            square_p *= 1 - beta2
+            square_p *= sign_p
+            moment_p -= square_p
 
     return _adaptive(second_moment, lr=lr, beta1=beta1, tau=tau)
 
