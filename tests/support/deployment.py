@@ -27,7 +27,7 @@ SITES = ("aws-us-east-1", "gcp-us-central1")
 _PREPARING = threading.Lock()
 
 
-def wait_for(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+def wait_for(holds: Callable[[], bool], what: str, seconds: float = 280.0) -> None:
     """Wait until something holds."""
     deadline = CLOCK.monotonic() + seconds
     while not holds():

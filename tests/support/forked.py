@@ -198,6 +198,8 @@ class Server:
             files: Open files that it has under the same numbers.
         """
         number = next(self._numbers)
+        for path in (out, err):
+            path.touch(mode=0o600)  # A reader need not wait for the fork.
         order = {
             "number": number,
             "arguments": arguments,
