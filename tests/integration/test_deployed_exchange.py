@@ -99,7 +99,8 @@ def test_encrypted_run_through_a_store(tmp_path: Path):
     add_key(key)
     add_key(other)
     table = exchange_table(place, key)
-    with deployed(tmp_path, POLICY + table) as federation:
+    # Every process starts as people start it, which forks do not.
+    with deployed(tmp_path, POLICY + table, forked=False) as federation:
         with Path(federation.config).open("a") as config:
             config.write(table)
         job = large_job(tmp_path / "job.toml")
