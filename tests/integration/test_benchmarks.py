@@ -108,12 +108,11 @@ def test_script_prints_the_machine_and_figures(
 
 
 @pytest.mark.slow
-@pytest.mark.flower
-def test_every_case_of_turns_does_a_unit():
+def test_every_case_of_turns_does_a_unit(server: ForkServer):
     """But for those that take long, whose functions the others share."""
-    names = run("turn_cases", "--list")[0]["cases"]
+    names = run("turn_cases", "--list", server=server)[0]["cases"]
     assert isinstance(names, list)
     wanted = [name for name in names if name not in LONG_CASES]
-    found = run("turn_cases", *wanted)
+    found = run("turn_cases", *wanted, server=server)
     assert [row["case"] for row in found if "case" in row] == wanted
     assert len([row for row in found if "seconds" in row]) == len(wanted)
