@@ -3,6 +3,9 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+
+# Made when what the demo needs is installed, and when everything is.
+DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 
 # -I: tests see the installed package, not whatever the working folder holds.
@@ -17,14 +20,26 @@ FAST := tests/contract tests/unit \
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt
+# A comma in the arguments of a call.
+, := ,
+
+# Not --quiet: it downloads for minutes, and pip shows what.
+define install
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not here; name a Python 3.11 or newer with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[flower]' --group dev
+	@echo "make: installing $(1) into $(VENV); the first time takes minutes, most of them for torch"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable $(1)
 	@touch $@
+endef
 
-demo: $(READY) ## Train one model across two simulated clouds and write a report
+$(DEMO_READY): pyproject.toml constraints.txt
+	$(call install,.)
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,'.[aws$(,)flower$(,)gcp$(,)parquet]' --group dev)
+
+demo: $(if $(wildcard $(READY)),$(READY),$(DEMO_READY)) ## Train one model across two simulated clouds and write a report
 	$(BIN)/crossfed simulate jobs/quickstart.toml
 
 nginx: ## Install nginx, which tests of the proxy start (Debian, as root)

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from cloud_adapters.extras import naming_extras
 from cloud_adapters.storage.disk.store import LocalStore
 from cloud_adapters.storage.memory import MemoryStore
 from cloud_adapters.storage.object_keys import check_key
@@ -113,6 +114,7 @@ def open_store(
     Raises:
         JobError: The URL is malformed, or of an unknown scheme.
         NotAuthenticated: There are no credentials for it.
+        MissingExtra: The cloud's client is not installed.
     """
     parsed = parse_url(url)
     if not parsed.is_remote and (options.kms_key or options.bucket_owner):
@@ -165,6 +167,7 @@ def _check_options(scheme: str, options: StoreOptions) -> None:
         raise ValueError(f"kms_key {key!r} must be {form} for {scheme}://")
 
 
+@naming_extras()
 def _open_s3(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
     from cloud_adapters.storage.s3.calls import ServerSideEncryption  # noqa: PLC0415
     from cloud_adapters.storage.s3.store import S3Store  # noqa: PLC0415 -- slow to import
@@ -183,6 +186,7 @@ def _open_s3(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
     )
 
 
+@naming_extras()
 def _open_gcs(bucket: str, prefix: str, options: StoreOptions) -> ObjectStore:
     from cloud_adapters.storage.gcs.store import GcsStore  # noqa: PLC0415 -- slow to import
 

@@ -1,24 +1,32 @@
 """Every error that crossfed raises on purpose, in one tree.
 
-FederationError |-- JobError the job file asks for something that cannot be done |--
-ProtocolError a message that breaks the protocol | |-- WireError bytes that are not a
-crossfed message | |-- LayoutMismatch a model whose layout differs from the run's | `--
-InvalidUpdate a site's answer that cannot be counted |-- SiteError work that failed at a
-site | `-- UserCodeError a function of the job or of site.toml raised something |--
-QuorumNotMet too few sites answered in too many rounds in a row |-- RunConflict another
-coordinator works on the same run |-- CheckpointMismatch a run that another job started
-|-- RunNotFound no run where one was expected |-- RunStopped someone stopped the run
-before its first round |-- PrivacyError a guarantee that cannot be given: nothing is
-released | `-- BudgetExceeded a release that would exceed a site's epsilon `--
-StoreError an object store request failed
-    |-- ObjectNotFound |-- ObjectExists a create-only write found an object in its place
-    |-- ObjectChanged the object does not have the expected version |-- CorruptObject
-    bytes whose digest or form is wrong `-- StoreUnavailable full disk, missing
-    permission, unreachable
-        |-- StoreThrottled too many requests, after all attempts |-- StoreForbidden
-        these credentials may not do this |-- NotAuthenticated no credentials, or none
-        that the service accepts |-- KeyRefused the encryption key is wrong, disabled or
-        unavailable `-- BucketNotFound the bucket, not the object
+FederationError
+|-- JobError                  the job file asks for something that cannot be done
+|-- ProtocolError             a message that breaks the protocol
+|   |-- WireError             bytes that are not a crossfed message
+|   |-- LayoutMismatch        a model whose layout differs from the run's
+|   `-- InvalidUpdate         a site's answer that cannot be counted
+|-- SiteError                 work that failed at a site
+|   `-- UserCodeError         a function of the job or of site.toml raised something
+|-- MissingExtra              a package that an extra of crossfed installs
+|-- QuorumNotMet              too few sites answered in too many rounds in a row
+|-- RunConflict               another coordinator works on the same run
+|-- CheckpointMismatch        a run that another job started
+|-- RunNotFound               no run where one was expected
+|-- RunStopped                someone stopped the run before its first round
+|-- PrivacyError              a guarantee that cannot be given: nothing is released
+|   `-- BudgetExceeded        a release that would exceed a site's epsilon
+`-- StoreError                an object store request failed
+    |-- ObjectNotFound
+    |-- ObjectExists          a create-only write found an object in its place
+    |-- ObjectChanged         the object does not have the expected version
+    |-- CorruptObject         bytes whose digest or form is wrong
+    `-- StoreUnavailable      full disk, missing permission, unreachable
+        |-- StoreThrottled    too many requests, after all attempts
+        |-- StoreForbidden    these credentials may not do this
+        |-- NotAuthenticated  no credentials, or none that the service accepts
+        |-- KeyRefused        the encryption key is wrong, disabled or unavailable
+        `-- BucketNotFound    the bucket, not the object
 
 A message says what happened, where, and what to do about it. ``ValueError`` means that
 a caller passed a bad argument; it is not listed here.
@@ -136,6 +144,21 @@ class UserCodeError(SiteError):
         """Keep the text apart from the kind of the error."""
         kind = f"{what} failed with {type(error).__name__}"
         super().__init__(f"{kind}: {error}{place}", outside=kind + place)
+
+
+class MissingExtra(FederationError):
+    """A package is not installed here that an extra of crossfed installs.
+
+    Args:
+        package: What cannot be imported or started.
+        extra: For example ``aws``.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        """Name the command that installs it."""
+        super().__init__(
+            f"{package} is not installed here: pip install 'crossfed[{extra}]'"
+        )
 
 
 class QuorumNotMet(FederationError):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.shards.rows import RowLayout, Rows
+from cloud_adapters.extras import naming_extras
 
 
 def encode(rows: Rows, *, first: int) -> bytes:
@@ -19,10 +20,11 @@ def encode(rows: Rows, *, first: int) -> bytes:
     Args:
         rows: Its examples.
         first: Number of the first one in its split; not kept.
-    """
-    import pyarrow as pa  # noqa: PLC0415 -- slow to import, and rarely needed
-    from pyarrow import parquet  # noqa: PLC0415
 
+    Raises:
+        MissingExtra: pyarrow is not installed.
+    """
+    pa, parquet = _pyarrow()
     del first
     columns = {"x": _as_lists(pa, rows.inputs)}
     if rows.targets is not None:
@@ -48,10 +50,9 @@ def decode(content: bytes | memoryview, layout: RowLayout) -> Rows:
 
     Raises:
         ValueError: It is laid out in another way.
+        MissingExtra: pyarrow is not installed.
     """
-    import pyarrow as pa  # noqa: PLC0415 -- slow to import, and rarely needed
-    from pyarrow import parquet  # noqa: PLC0415
-
+    pa, parquet = _pyarrow()
     names = ["x", "y"] if layout.target_type else ["x"]
     try:
         # Threads of its own would fight for the cores with the training.
@@ -72,6 +73,14 @@ def decode(content: bytes | memoryview, layout: RowLayout) -> Rows:
             lists["y"], layout.examples, layout.target_shape, layout.target_type
         ),
     )
+
+
+@naming_extras()
+def _pyarrow() -> tuple[Any, Any]:
+    import pyarrow as pa  # noqa: PLC0415 -- slow to import, and rarely needed
+    from pyarrow import parquet  # noqa: PLC0415
+
+    return pa, parquet
 
 
 def example_bytes(rows: Rows) -> int:

@@ -7,7 +7,6 @@ files behind.
 
 import gc
 import importlib
-import importlib.util
 import logging
 import os
 import signal
@@ -20,7 +19,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from federation.errors import FederationError, JobError
+from cloud_adapters.extras import naming_extras
+from federation.errors import FederationError
 from federation.ids import SiteId
 from federation.protocols import Clock, Grid
 
@@ -78,7 +78,7 @@ def run_on_flower_simulation(
             every GPU that there is.
 
     Raises:
-        JobError: Flower is not installed.
+        MissingExtra: Flower or Ray is not installed.
         FederationError: Flower's engine failed.
     """
     with ExitStack() as stack:
@@ -229,15 +229,9 @@ def import_flower() -> None:
     """Import Flower and Ray, which warn of their own dependencies' plans.
 
     Raises:
-        JobError: They are not installed.
+        MissingExtra: They are not installed.
     """
-    missing = [n for n in ("flwr", "ray") if importlib.util.find_spec(n) is None]
-    if missing:
-        raise JobError(
-            f"the Flower engine needs {' and '.join(missing)}, which this "
-            'installation lacks: pip install "crossfed[flower]"'
-        )
-    with _environment(_QUIET), warnings.catch_warnings():
+    with naming_extras(), _environment(_QUIET), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for name in ("flwr.serverapp", "flwr.simulation", "ray"):
             importlib.import_module(name)

@@ -8,9 +8,8 @@ import functools
 import hashlib
 from pathlib import Path
 
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-
 from cloud_adapters.flower.private.bundle import (
+    DecodeError,
     Fab,
     GetFabRequest,
     GetFabResponse,

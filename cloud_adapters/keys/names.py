@@ -5,6 +5,7 @@ Clients of clouds are imported when a key of theirs is used, and not before.
 
 from pathlib import Path
 
+from cloud_adapters.extras import naming_extras
 from cloud_adapters.keys.key_file import KIND as FILE, KeyFile
 from federation.errors import JobError
 from federation.protocols import KeyService
@@ -13,6 +14,7 @@ _KEY = "storage.encryption.key"
 _POSSIBLE = "use file:PATH, aws-kms:ARN or gcp-kms:NAME"
 
 
+@naming_extras()
 def open_keys(name: str, *, endpoint: str = "") -> KeyService:
     """Open the key service that a job names.
 
@@ -24,6 +26,7 @@ def open_keys(name: str, *, endpoint: str = "") -> KeyService:
     Raises:
         JobError: The name is malformed, or of an unknown kind.
         KeyRefused: A key file cannot be used; services are not asked yet.
+        MissingExtra: The service's client is not installed.
     """
     kind, separator, place = name.partition(":")
     if not separator or not place:

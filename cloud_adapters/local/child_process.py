@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from federation.errors import JobError
+from federation.errors import MissingExtra
 from federation.protocols import Clock
 
 FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 30.0
@@ -120,11 +120,9 @@ def installed_program(name: str) -> str:
     """A program that was installed beside this Python.
 
     Raises:
-        JobError: It was not.
+        MissingExtra: It was not.
     """
     path = Path(sys.executable).parent / name
     if not path.exists():
-        raise JobError(
-            f"{name} is not installed: pip install 'crossfed[flower]' beside crossfed"
-        )
+        raise MissingExtra(name, "flower")
     return str(path)

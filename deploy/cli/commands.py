@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from clients.user_code import unable_to_exit
+from cloud_adapters.extras import naming_extras
 from deploy.cli import (
     audit_verb,
     data_verb,
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A user's own models and data are found from where the command is run.
         sys.path.append(os.getcwd())  # noqa: PTH109 -- sys.path holds texts
         # What a command leaves is for its own user.
-        with own_folder.private_umask():
+        with own_folder.private_umask(), naming_extras():
             code = int(options.verb(options))
         # Here and not at the interpreter's end, where no error can be handled.
         sys.stdout.flush()

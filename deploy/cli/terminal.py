@@ -103,9 +103,6 @@ def complain(error: Exception, options: argparse.Namespace) -> int:
     if options.verbose:
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
-    if isinstance(error, ModuleNotFoundError) and _is_of_flower(error):
-        tell("Flower is not installed here: pip install 'crossfed[flower]'")
-        return FAILED
     if not isinstance(error, FederationError):
         tell(f"{type(error).__name__}: {error}")
         if not options.verbose:
@@ -120,7 +117,3 @@ def complain(error: Exception, options: argparse.Namespace) -> int:
         text = "\n".join([text, *traceback.format_list(frames_of(origin(error)))])
     tell(text.rstrip())
     return exit_codes.of_error(error)
-
-
-def _is_of_flower(error: ModuleNotFoundError) -> bool:
-    return (error.name or "").partition(".")[0] == "flwr"

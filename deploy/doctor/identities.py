@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from cloud_adapters.extras import naming_extras
 from cloud_adapters.urls import parse_url
 from deploy.doctor.checks import Check
 from federation.job.spec import JobSpec
@@ -190,6 +191,7 @@ def _within(question: Callable[[], _Found]) -> _Found | None:
         return None
 
 
+@naming_extras()
 def _aws(*, is_own: bool) -> CloudIdentity:
     from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 -- slow
 
@@ -276,6 +278,7 @@ def _name_of(error: Exception) -> str:
     return type(error).__name__
 
 
+@naming_extras()
 def _gcp(*, is_own: bool) -> CloudIdentity:
     # Its warnings of single attempts say less than what is found in the end.
     log = logging.getLogger("google.auth")

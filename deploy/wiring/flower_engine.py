@@ -54,7 +54,8 @@ class FlowerSimulation:
         """Run the rounds against the sites.
 
         Raises:
-            JobError: Flower is not installed, or the job needs what this engine lacks.
+            MissingExtra: Flower is not installed.
+        JobError: The job needs what this engine lacks.
         """
         import_flower()
         job, folder = self.job, self.folder

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from cloud_adapters.extras import naming_extras
 from federation import folder_lock
-from federation.errors import FederationError, StoreUnavailable
+from federation.errors import StoreUnavailable
 from federation.os_errors import os_errors
 from federation.protocols import Clock
 from monitoring.runs.run_folder import RunFolder
@@ -264,7 +265,8 @@ def export_metrics(
         The number of points that are there now.
 
     Raises:
-        FederationError: The package is missing, or another process exports this run.
+        MissingExtra: The package is not installed.
+        FederationError: Another process exports this run.
         RunNotFound: No run has begun in the folder.
         StoreUnavailable: Events cannot be read, or metrics cannot be written.
     """
@@ -273,13 +275,8 @@ def export_metrics(
     lock = run.path / f".{name}.lock"
     complaint = f"another process exports {run.path} to {name}"
     with folder_lock.hold(lock, complaint), closing(tracker):
-        try:
+        with naming_extras():
             written = dict(tracker.written())
-        except ImportError as error:
-            raise FederationError(
-                f"{name} is not installed here ({error}): "
-                f"pip install 'crossfed[{name}]'"
-            ) from error
         size, is_alone = -1, False
         while True:
             with os_errors(StoreUnavailable, f"read {run.events}"):

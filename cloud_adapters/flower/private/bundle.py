@@ -10,3 +10,4 @@ from flwr.proto.fab_pb2 import (
     GetFabResponse as GetFabResponse,
 )
 from flwr.supercore.fab import Fab as Fab
+from google.protobuf.message import DecodeError as DecodeError  # type: ignore[import-untyped]

@@ -1,6 +1,5 @@
 """What a run on Flower's simulation engine leaves, and how it ends badly."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from support import toy_sites
 from cloud_adapters.flower import simulation as flower_simulation
 from cloud_adapters.flower.simulation import import_flower, run_on_flower_simulation
 from federation.clock import SystemClock
-from federation.errors import FederationError, JobError
+from federation.errors import FederationError, MissingExtra
 from federation.exchange import exchange
 from federation.ids import SiteId
 from federation.messages import FailureKind, Reply, RoundTask, SiteUpdate, TaskKind
@@ -189,10 +188,10 @@ def test_engine_that_cannot_start_is_an_error_of_ours():
 
 def test_missing_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
     """Somebody without Flower is told how to get it."""
-    monkeypatch.setattr(importlib.util, "find_spec", {}.get)
-    with pytest.raises(JobError, match=r'pip install "crossfed\[flower\]"'):
+    monkeypatch.setitem(sys.modules, "flwr.serverapp", None)
+    with pytest.raises(MissingExtra, match=r"flwr.*pip install 'crossfed\[flower\]'"):
         run(ask)
-    with pytest.raises(JobError, match="needs flwr and ray"):
+    with pytest.raises(MissingExtra):
         import_flower()
 
 

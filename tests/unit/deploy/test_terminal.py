@@ -18,15 +18,6 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]):
     assert found == {"rows": [{"loss": "NaN"}, ["Infinity", 1.0]]}
 
 
-@pytest.mark.parametrize("name", ["flwr", "flwr.app"])
-def test_flower_that_is_not_installed(capsys: pytest.CaptureFixture[str], name: str):
-    """It is an extra: whoever simulates does without."""
-    error = ModuleNotFoundError(f"No module named {name!r}", name=name)
-    assert terminal.complain(error, argparse.Namespace(verbose=False)) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "Flower is not installed here: pip install 'crossfed[flower]'" in line
-
-
 def test_an_error_names_one_file(capsys: pytest.CaptureFixture[str]):
     """The job's file stands before an error, unless that names another file."""
     options = argparse.Namespace(verbose=False, job="job.toml", speeds="speeds.toml")

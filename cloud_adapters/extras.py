@@ -1,0 +1,34 @@
+"""Packages that only some users need: which extra of crossfed installs each."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from federation.errors import MissingExtra
+
+_EXTRAS = {
+    "boto3": "aws",
+    "botocore": "aws",
+    "flwr": "flower",
+    "google": "gcp",
+    "httpx": "flower",
+    "mlflow": "mlflow",
+    "pyarrow": "parquet",
+    "ray": "flower",
+    "tensorboard": "tensorboard",
+}
+
+
+@contextmanager
+def naming_extras() -> Iterator[None]:
+    """Say which extra is missing where an import of one of its packages fails.
+
+    Raises:
+        MissingExtra: A package is not installed that an extra installs.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        raise MissingExtra(error.name or package, _EXTRAS[package]) from error

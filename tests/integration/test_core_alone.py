@@ -1,0 +1,82 @@
+"""crossfed without any of its extras trains, and names the extra that it lacks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+JOBS = TESTS.parent / "jobs"
+QUICKSTART = str(JOBS / "quickstart.toml")
+
+pytestmark = pytest.mark.slow
+
+WORKS = {
+    "help": ["--help"],
+    "check-job": ["check-job", QUICKSTART],
+    "simulate": ["simulate", QUICKSTART, "--set", "rounds=2", "--out", "run"],
+    "report": ["report", "run"],
+    "export": ["export", "run", "--to", "file://exported"],
+    "shards": ["data", "shard", "clients.data:digits", "file://tar"],
+    "doctor": ["doctor"],
+}
+SIMULATE = ["simulate", QUICKSTART, "--set", "rounds=1"]
+SHARD = ["data", "shard", "clients.data:breast_cancer"]
+GOOGLE_KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
+KEY = "--encryption-key"
+NEEDS = {
+    "s3": ("aws", [*SIMULATE, "--set", "storage.url=s3://bucket/runs"]),
+    "gcs": ("gcp", [*SIMULATE, "--set", "storage.url=gs://bucket/runs"]),
+    "s3-shards": ("aws", [*SHARD, "s3://bucket/shards"]),
+    "s3-data": ("aws", ["check-job", str(JOBS / "two-clouds-storage.toml")]),
+    "aws-key": ("aws", [*SHARD, "file://a", KEY, "aws-kms:alias/key"]),
+    "gcp-key": ("gcp", [*SHARD, "file://b", KEY, f"gcp-kms:{GOOGLE_KEY}"]),
+    "s3-doctor": ("aws", ["doctor", "--store", "s3://bucket"]),
+    "gcs-doctor": ("gcp", ["doctor", "--store", "gs://bucket"]),
+    "parquet": ("parquet", [*SHARD, "file://parquet", "--format", "parquet"]),
+    "mlflow": ("mlflow", ["export-metrics", "run", "--to", "mlflow"]),
+    "tensorboard": (
+        "tensorboard",
+        ["export-metrics", "run", "--to", "tensorboard"],
+    ),
+    "engine": ("flower", [*SIMULATE, "--engine", "flower"]),
+    "aggregator": ("flower", ["aggregator", "init", "aggregator"]),
+    "agent": ("flower", ["site", "up"]),
+    "relay": ("flower", ["site", "relay"]),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code, and what was written, of every command."""
+    lines = WORKS | {name: line for name, (_, line) in NEEDS.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "support.core_alone"],
+        cwd=tmp_path_factory.mktemp("work"),
+        env={"PYTHONPATH": str(TESTS)},
+        input=json.dumps([*lines.values()]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = zip(lines, json.loads(done.stdout), strict=True)
+    return {name: (code, out + err) for name, (code, out, err) in found}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_needs_no_extra(results: dict[str, tuple[int, str]], name: str):
+    code, said = results[name]
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_needs_an_extra_names_it(results: dict[str, tuple[int, str]], name: str):
+    """One line, with the command that mends it, and no traceback."""
+    code, said = results[name]
+    assert code == 1, said
+    (line,) = (line for line in said.splitlines() if "not installed" in line)
+    assert f"pip install 'crossfed[{NEEDS[name][0]}]'" in line
+    assert "Traceback" not in said
