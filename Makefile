@@ -1,6 +1,7 @@
 # Every target sets itself up: all it needs is Python 3.11 and make.
 
 PYTHON ?= python3.11
+NEWEST ?= python3.13
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -15,7 +16,7 @@ PYTEST := $(BIN)/python -I -m pytest
 FAST := tests/contract tests/unit \
 	-m "not slow and not flower and not deploy" --hypothesis-profile quick
 
-.PHONY: help demo nginx test test-long test-fast test-faults test-cloud test-lowest lint check format bench docs dist clean
+.PHONY: help demo nginx test test-long test-fast test-faults test-cloud test-lowest test-newest test-all lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -74,6 +75,16 @@ test-lowest: ## Run the fast tests with the oldest versions that we promise
 	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable . --group test
 	$(VENV)-lowest/bin/python -I -m pytest $(FAST)
 
+test-newest: ## Run the fast tests with the newest versions there are (NEWEST names the Python)
+	$(NEWEST) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --editable . --group test
+	$(VENV)-newest/bin/python -I -m pytest $(FAST)
+
+# Hours, for a nightly run. Its parts install torch again: on Linux without a GPU, set
+# PIP_EXTRA_INDEX_URL to an index of CPU builds, or pip downloads CUDA's libraries.
+test-all: test test-long test-lowest test-newest ## Run all that CI runs, the oldest and newest dependencies, and the mutants (hours)
+	$(BIN)/python tools/mutants.py
+
 lint: $(READY) ## Check format, style, types and floors
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
@@ -93,7 +104,7 @@ docs: $(READY) ## Generate the reference pages from the code
 	$(BIN)/python tools/reference.py
 
 dist: $(READY) ## Build the wheel and the source archive
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m build --outdir dist .
 
 clean: ## Remove what make made
-	rm -rf $(VENV) $(VENV)-lowest dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,68 @@
+"""What ``make dist`` builds works where it is installed, and reads well there."""
+
+import re
+import subprocess
+import sys
+import venv
+from email import message_from_bytes
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def output(*command: str | Path, folder: Path) -> str:
+    """What a command writes."""
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source archive, as whoever has only that would."""
+    place = tmp_path_factory.mktemp("dist")
+    output(sys.executable, "-m", "build", "--outdir", place, ROOT, folder=place)
+    assert len([*place.glob("crossfed-*.tar.gz")]) == 1
+    (built,) = place.glob("crossfed-*.whl")
+    return built
+
+
+def test_its_description_has_no_link_into_the_repository(wheel: Path):
+    with ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+    text = metadata.get_payload()
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"aws", "gcp", "flower", "parquet", "all"} <= {
+        *metadata.get_all("Provides-Extra", [])
+    }
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links
+    assert all(link.startswith("https://") for link in links)
+    assert "crossfed new my-federation" in text
+
+
+def test_it_trains_where_it_is_installed(wheel: Path, tmp_path: Path):
+    """In an environment of its own, which sees the dependencies that are here."""
+    venv.create(tmp_path / "env", with_pip=False)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    here = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(here) + "\n")
+    scripts = tmp_path / "env" / "bin"
+    pip = (sys.executable, "-m", "pip", "--python", scripts / "python", "install")
+    output(*pip, "--no-deps", "--ignore-installed", wheel, folder=tmp_path)
+    where = "import deploy, crossfed; print(deploy.__file__, crossfed.__file__)"
+    files = output(scripts / "python", "-c", where, folder=tmp_path).split()
+    assert all(file.startswith(str(packages)) for file in files)
+    output(scripts / "crossfed", "new", "mine", folder=tmp_path)
+    (job,) = (tmp_path / "mine").glob("*.toml")
+    rounds = ("--set", "rounds=2")
+    said = output(scripts / "crossfed", "simulate", job, *rounds, folder=tmp_path)
+    assert "completed" in said
+    assert [*tmp_path.rglob("report.html")]
