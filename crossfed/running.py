@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from clients.user_code import sentence, unable_to_exit
 from federation.clock import SystemClock
 from federation.events import Event, ModelEvaluated, RoundFinished, RunFinished
-from federation.job import code_files, job_file
+from federation.job import job_file
 from federation.job.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def load_job(
             folder = Path(source).parent
     for key, value in {**(overrides or {}), **keys}.items():
         job_file.override(document, key, value)
-    code_files.pin(document, folder)
+    job_file.pin(document, folder)
     return job_file.parse(document)
 
 

@@ -77,6 +77,8 @@ class RunStarted(RunEvent):
         frozen: Number of the model's values that are neither trained nor sent.
         classes: Names of the classes, if the job asks for a confusion matrix. Its cells
             are metrics of held-out results, ``confusion_LABEL_PREDICTION``.
+        weights: File of weights that the run began with, and its digest; empty where
+            the model's factory drew them.
     """
 
     run_id: str
@@ -90,6 +92,7 @@ class RunStarted(RunEvent):
     secure_aggregation: bool = False
     frozen: int = 0
     classes: tuple[str, ...] = ()
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.run import ConnectedSites, Run, SecureContext
 from deploy.wiring.run_record import RunRecord
+from deploy.wiring.starting_weights import initial_weights, notice
 from deploy.wiring.store_meters import StoreMeters
 from federation.events import Emit, Event, SitePrivacy, SitesIntroduced, Warned
 from federation.ids import SiteId
@@ -98,6 +99,8 @@ class DeployedRun:
         self._federation = Federation(job=self._job, pool=pool, site_data={})
         if self._job.privacy.secure_aggregation.enabled:
             check_layout(self._federation.pool.layout)
+        if begun is None:
+            initial_weights(self._job, pool)  # Before a site is asked.
         run_id = begun or run.new_run_id(clock.now())
         # What the sites have promised to this run, as an earlier coordinator noted it.
         planned = None if begun is None else run.view().privacy
@@ -128,6 +131,7 @@ class DeployedRun:
             stop_requested=stop_requested,
             goes_on=goes_on,
             meter=PROCESS,
+            extensions=run.extensions(),
         )
 
     @property
@@ -194,9 +198,9 @@ class DeployedRun:
         return join_anchors(checkpoints.anchors(), self._run.anchors())
 
     def _facts(self) -> Iterator[Event]:
-        notice = dropout_notice(self._job)
-        if notice:
-            yield Warned(at=self._clock.now(), message=notice)
+        for text in (dropout_notice(self._job), notice(self._job)):
+            if text:
+                yield Warned(at=self._clock.now(), message=text)
         for reason in self._roll_call.absent.values():
             text = f"{reason}; the run continues without it"
             yield Warned(at=self._clock.now(), message=text)

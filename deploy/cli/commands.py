@@ -71,6 +71,7 @@ def _check_job(options: argparse.Namespace) -> int:
     from clients.training.first_batch import check_first_batches  # noqa: PLC0415
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
     from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
+    from deploy.wiring.starting_weights import initial_weights  # noqa: PLC0415
     from federation.job import job_file  # noqa: PLC0415
     from monitoring.runs.find import runs_root  # noqa: PLC0415 -- imports torch
     from monitoring.terminal.data_table import data_table  # noqa: PLC0415
@@ -78,6 +79,7 @@ def _check_job(options: argparse.Namespace) -> int:
     runs_root(job)  # It refuses a storage.url that names no place.
     with unable_to_exit(), wiring.torch_threads(job):
         federation = wiring.build_federation(job)
+        initial_weights(job, federation.pool)
         found = job_check.forecast(federation, options.clock, options.speeds)
         check_first_batches(federation)
     dealt = wiring.data_distributed(federation, at=options.clock.now())

@@ -23,6 +23,7 @@ from cloud_adapters.local.faults import FaultInjector, Restartable
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.local.transcript import recorded
 from deploy.wiring import parts as wiring
+from deploy.wiring.starting_weights import initial_weights
 from federation.events import Emit, RunExtended
 from federation.ids import RunId, SiteId
 from federation.job import job_digest
@@ -208,7 +209,7 @@ class Run:
         optimizer = server_optimizer(spec)
 
         def initial_state() -> RunState:
-            weights_d, integers_m = pool.initial_weights()
+            weights_d, integers_m = initial_weights(self.federation.job, pool)
             return RunState(
                 round_index=0,
                 weights_d=weights_d,

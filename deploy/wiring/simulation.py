@@ -25,6 +25,7 @@ from deploy.wiring.rehearsal import (
 )
 from deploy.wiring.run import InProcess, Run, SiteSource
 from deploy.wiring.run_record import RunRecord
+from deploy.wiring.starting_weights import initial_weights, notice
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import CorruptObject, QuorumNotMet, RunConflict, RunNotFound
@@ -252,6 +253,8 @@ class _Simulation:
         self._clocks: Mapping[SiteId, VirtualClock] = {}  # In virtual time alone.
         self._federation = federation
         now = self._clock.now()
+        if run is None or not run.exists():
+            initial_weights(self._job, federation.pool)  # Before anything is written.
         if run is None:
             self._run_id = new_run_id(now, os.urandom(3))
         else:
@@ -302,9 +305,9 @@ class _Simulation:
 
     def _facts(self) -> Iterator[Event]:
         yield wiring.data_distributed(self._federation, at=self._clock.now())
-        notice = dropout_notice(self._job)
-        if notice:
-            yield Warned(at=self._clock.now(), message=notice)
+        for text in (dropout_notice(self._job), notice(self._job)):
+            if text:
+                yield Warned(at=self._clock.now(), message=text)
         if self._private is not None:
             yield self._private.planned(at=self._clock.now())
         virtual = isinstance(self._clock, VirtualClock)

@@ -64,11 +64,11 @@ class CodeFile:
             JobError: There is no such file, it is not Python, or it is not the code
                 that was pinned.
         """
-        places = [folder] if folder else _places()
-        files = [file for p in places if (file := p / self.path).is_file()]
+        folders = [folder] if folder else places()
+        files = [file for p in folders if (file := p / self.path).is_file()]
         if not files:
             fault = f"there is no file {self.path}"
-            where = " or ".join(str(place.resolve()) for place in places)
+            where = " or ".join(str(place.resolve()) for place in folders)
             raise JobError(f"{fault} in {where}", outside=fault)
         for file in files:
             found = _sources(file)
@@ -124,12 +124,12 @@ def pin(document: Any, folder: Path, name: str = "") -> None:
 
 def look_in(folder: Path) -> None:
     """Look for files of users in a folder, in this process and in its children."""
-    known = _places() if os.environ.get(FOLDERS) else []
-    places = dict.fromkeys(map(str, [folder.resolve(), *known]))
-    os.environ[FOLDERS] = os.pathsep.join(places)
+    known = places() if os.environ.get(FOLDERS) else []
+    found = dict.fromkeys(map(str, [folder.resolve(), *known]))
+    os.environ[FOLDERS] = os.pathsep.join(found)
 
 
-def _places() -> list[Path]:
+def places() -> list[Path]:
     """Folders of ``look_in``; without any, the working folder."""
     return [Path(p) for p in os.environ.get(FOLDERS, ".").split(os.pathsep)]
 

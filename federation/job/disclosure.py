@@ -77,7 +77,7 @@ Rows = Mapping[tuple[Rule, Form], str]
 TABLE: Mapping[str, Rows] = {
     "RunStarted": {
         (PUBLIC, _SUMS): "at run_id job_name rounds first_round sites parameters "
-        "engine task secure_aggregation frozen classes"
+        "engine task secure_aggregation frozen classes weights"
     },
     "RunExtended": {
         (PUBLIC, _SUMS): "at last_round first_round rounds_before rounds job_before job"

@@ -27,7 +27,8 @@ def check_extension(before: JobSpec, after: JobSpec) -> None:
         )
     for key, reason in _dependents(after).items():
         raise CheckpointMismatch(
-            f"a run with {key} cannot be extended: {reason}. Start a new run"
+            f"a run with {key} cannot be extended: {reason}. Start a new run from its "
+            "model instead (model.weights)"
         )
 
 

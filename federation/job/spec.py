@@ -40,11 +40,15 @@ class ModelSpec:
             (each site keeps its own), `max` (largest of any site) or `from_server`.
             They are never averaged. Others: `max` for `*num_batches_tracked`, else
             `from_server`.
+        weights: Weights to start from, in place of those that the factory draws: a
+            safetensors file or the folder of a completed run, relative to the job file
+            or to the working folder. A digest is added when the job is loaded.
     """
 
     factory: str
     options: Mapping[str, Any] = key(default={})
     integer_buffers: Mapping[str, str] = key(default={})
+    weights: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -426,6 +426,7 @@ def _emit_started(job: JobSpec, parts: ServerParts, state: RunState) -> None:
             task=job.training.task,
             classes=job.training.classes,
             secure_aggregation=_in_secret(job),
+            weights=job.model.weights or "",
         )
     )
     if state.members.away():

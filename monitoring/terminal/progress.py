@@ -145,6 +145,7 @@ class PlainProgress(Closing):
             f"{format_count(event.parameters, 'parameter')}"
             f"{f' ({event.frozen:,} more frozen)' if event.frozen else ''}"
             f"{'  secure aggregation' if self._is_secret else ''}"
+            f"{f'  from {event.weights}' if event.weights else ''}"
         )
 
     def _plan(self, event: PrivacyPlanned) -> None:

@@ -209,3 +209,24 @@ def test_with_secure_aggregation_a_new_contract_goes_on(tmp_path: Path) -> None:
     assert extensions(run)[0].first_round == 4
     ends = [e for e in run.read_events() if isinstance(e, RunFinished)]
     assert [end.rounds_completed for end in ends] == [2, 3]
+
+
+def test_a_run_starts_from_the_model_of_another(tmp_path: Path) -> None:
+    """As it was exported; the record says where it came from."""
+    first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
+    simulate(job_of(2), folder=first.path)
+    document = job_file.document(job_of(1))
+    document["model"]["weights"] = "first"
+    job_file.pin(document, tmp_path)
+    outcome = simulate(job_file.parse(document), folder=second.path)
+    (start,) = [e for e in outcome.view.evaluations() if e.round_index == 0]
+    last = first.view().last_evaluated
+    assert last is not None
+    assert start.pooled == last.pooled
+    weights = second.view().started.weights
+    assert weights.startswith("first@")
+    assert weights in second.report.read_text()
+    # Once it has begun, it goes on without the file.
+    first.model.unlink()
+    resumed = simulate(job_file.parse(document), folder=second.path, resume=True)
+    assert resumed.status == "completed"
