@@ -19,6 +19,7 @@ from typing import Any
 from cloud_adapters.flower.facts import FlowerRun
 from cloud_adapters.storage.disk.part_file import file_errors
 from deploy.exit_codes import FAILED, STOPPED, status_of
+from deploy.wiring import extension
 from federation.durable_files import replace_file
 from federation.errors import (
     CheckpointMismatch,
@@ -192,12 +193,14 @@ def submit(job: JobSpec, run: RunFolder, *, at: float) -> None:
     _write(run.path / REQUEST, RunRequest(at=at))
 
 
-def find_ended(job: JobSpec, root: Path) -> RunFolder:
+def find_ended(job: JobSpec, root: Path, *, extend: bool = False) -> RunFolder:
     """Find the newest run of a job, which ended before its last round.
 
     Args:
         job: The job that it was begun with.
         root: Folder of all runs.
+        extend: Whether the job may have more rounds than the run was begun with, which
+            may then be completed.
 
     Raises:
         RunNotFound: None was handed over.
@@ -212,8 +215,14 @@ def find_ended(job: JobSpec, root: Path) -> RunFolder:
     run, name = found.run, found.run.path.name
     if found.outcome is None:
         raise RunConflict(f"run {name} has not ended: crossfed watch {name} shows it")
+    if extend:
+        extension.check(job, run)
+        return run
     if found.outcome.code == 0:
-        raise RunConflict(f"run {name} is completed: omit --resume to start a new run")
+        raise RunConflict(
+            f"run {name} is completed: omit --resume to start a new run, or add rounds "
+            "with --extend"
+        )
     kept = job_file.document(job_file.loads(run.read_job()))
     changes = job_file.differences(kept, job_file.document(job))
     if changes:

@@ -31,19 +31,26 @@ def _run(options: argparse.Namespace) -> int:
     job = load_job(options)
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.aggregator_host.parties import Parties, check  # noqa: PLC0415
+    from deploy.wiring import extension  # noqa: PLC0415 -- keeps `--help` fast
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
     from federation.ids import new_run_id  # noqa: PLC0415
+    from federation.job import weights_file  # noqa: PLC0415
     from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
 
     config = _config(options)
     now = options.clock.now()
-    if options.resume:
-        run = run_queue.find_ended(job, config.runs)
+    extend = options.extend is not None
+    if options.resume or extend:
+        run = run_queue.find_ended(job, config.runs, extend=extend)
         resumed = run.run_id() is not None
         check(job, Parties.of_run(config.folder, run), resumed=resumed)
+        if extend:
+            extension.record(job, run, options.clock)
         run_queue.take_up(run, at=now)
     else:
         check(job, Parties.load(config.folder))
+        if job.model.weights is not None:  # The coordinator looks for it there.
+            weights_file.find(job.model.weights, config.folder)
         run = RunFolder(config.runs / job.name / new_run_id(now, os.urandom(3)))
         run_queue.submit(job, run, at=now)
     name = run.path.name

@@ -39,6 +39,7 @@ from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.store_meters import StoreMeters, User, Watch
 from federation.durable_files import replace_file
 from federation.errors import (
+    CheckpointMismatch,
     FederationError,
     JobError,
     PrivacyError,
@@ -49,6 +50,7 @@ from federation.event_log import EventWriter
 from federation.events import SitePrivacy
 from federation.ids import RunId, SiteId, check_name
 from federation.job import job_digest, job_file
+from federation.job.job_extension import check_extension
 from federation.job.spec import JobSpec
 from federation.messages import SiteMessage, Task
 from federation.protocols import Clock
@@ -424,8 +426,10 @@ def _check_same_job(job: JobSpec, folder: Path, roster: Roster) -> None:
         before = introduction.open_proposal((folder / _PROPOSAL).read_bytes(), roster)
     except FileNotFoundError:
         return
-    changes = job_file.differences(
-        job_digest.deciding(job_file.loads(before.job)), job_digest.deciding(job)
-    )
-    if changes:
-        raise ProtocolError(f"the run was proposed with another job: {changes[0]}")
+    known = job_file.loads(before.job)
+    if job_digest.digest(known) == job_digest.digest(job):
+        return
+    try:
+        check_extension(known, job)
+    except CheckpointMismatch as error:
+        raise ProtocolError(f"the run was proposed with another job: {error}") from None

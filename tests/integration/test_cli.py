@@ -92,7 +92,7 @@ def test_verbs_and_options_are_frozen() -> None:
         "site": {"-h", "--help"},
         "site up": common | {"--config"},
         "site relay": common | {"--config", "--port"},
-        "run": common | job | {"--aggregator", "--detach", "--resume"},
+        "run": common | job | {"--aggregator", "--detach", "--resume", "--extend"},
         "ps": common | {"--aggregator"},
         "watch": common | {"run", "--aggregator"},
         "stop": common | {"run", "--aggregator"},

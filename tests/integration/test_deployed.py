@@ -172,6 +172,45 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
         assert found[name].tobytes() == values.tobytes(), name
 
 
+CONSTANT = 'training.learning_rate.name="constant"'
+
+
+def test_a_finished_run_is_extended(federation: Deployment, tmp_path: Path):
+    """It ends as a longer one; and its model is what another run begins with."""
+    job, at = plain_job(tmp_path), federation.folder / "aggregator" / "runs"
+    settings = ["name=extended", CONSTANT]
+    finish(federation.run(job, *settings, "rounds=2"))
+    result = finish(federation.run(job, *settings, extend=4))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 4)
+    model = max((at / "extended").iterdir()) / "model.safetensors"
+    expected = simulate(job_file.load(job, [*settings, "rounds=4"]), folder=None)
+    found = load_file(model)
+    for name, values in expected.weights.items():
+        assert found[name].tobytes() == values.tobytes(), name
+    settings = ["rounds=1", "name=from-extended", f"model.weights={model.parent}"]
+    finish(federation.run(job, *settings))
+    (started,) = [e for e in federation.events() if e["event"] == "RunStarted"]
+    assert started["weights"].startswith(f"{model.parent}@")
+    found = load_file(max((at / "from-extended").iterdir()) / model.name)
+    expected = simulate(job_file.load(job, settings), folder=None)
+    for name, values in expected.weights.items():
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+def test_a_run_with_secure_aggregation_is_extended(federation: Deployment):
+    """Sites agree on another contract, and answer no number twice."""
+    job = JOBS / "quickstart.toml"
+    finish(federation.run(job, "name=secret", CONSTANT, "rounds=2"))
+    result = finish(federation.run(job, "name=secret", CONSTANT, extend=4))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 3)
+    events = federation.events()
+    ended = [e for e in events if e["event"] == "RoundFinished"]
+    assert [e["round_index"] for e in ended] == [1, 2, 4]
+    assert {e["status"] for e in ended} == {"completed"}
+    (extended,) = [e for e in events if e["event"] == "RunExtended"]
+    assert (extended["rounds_before"], extended["rounds"]) == (2, 4)
+
+
 @pytest.mark.long  # With restarts in one process: test_site_agent.py.
 def test_kept_optimisers_outlive_a_kill_on_either_side(
     federation: Deployment, tmp_path: Path

@@ -145,12 +145,17 @@ class Deployment:
             os.kill(pid, signal.SIGKILL)
 
     def run(
-        self, job: Path, *settings: str, resume: bool = False
+        self,
+        job: Path,
+        *settings: str,
+        resume: bool = False,
+        extend: int | None = None,
     ) -> "subprocess.Popen[str] | Forked":
         """Hand a job over, or its newest run anew, and follow it."""
         words = ["run", str(job), "--aggregator", self.config, "--json"]
         words += [w for setting in settings for w in ("--set", setting)]
         words += ["--resume"] * resume
+        words += [] if extend is None else ["--extend", str(extend)]
         follower: subprocess.Popen[str] | Forked
         if self.server is None:
             follower = subprocess.Popen(

@@ -99,8 +99,10 @@ def test_only_what_ended_early_is_taken_up(tmp_path: Path):
         run_queue.find_ended(job, tmp_path)
     run = handed(tmp_path, "a", 1.0)
     run_queue.leave_outcome(run, Outcome(code=0, message="completed"))
-    with pytest.raises(RunConflict, match="is completed"):
+    with pytest.raises(RunConflict, match=r"is completed: .*--extend"):
         run_queue.find_ended(job, tmp_path)
+    with pytest.raises(CheckpointMismatch, match="has 1 already"):
+        run_queue.find_ended(job, tmp_path, extend=True)
 
 
 def test_a_coordinator_that_left_its_lock_has_died(tmp_path: Path):

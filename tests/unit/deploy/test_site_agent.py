@@ -229,16 +229,26 @@ def test_job_may_not_change_under_its_run(agent: SiteAgent, members: Consortium)
     """Neither before nor after a restart; the run goes on as it was."""
     job = small_job(num_sites=2, rounds=2)
     accepted(agent, members, job)
-    other = small_job(num_sites=2, rounds=3)
+    other = small_job(num_sites=2, rounds=2, seed=1)
     found = agents.propose(agent, members, agents.proposal(other))
-    assert "the run was proposed with another job: rounds" in found.refused
+    assert "the run was proposed with another job: " in found.refused
+    assert "seed: 1 here, 0 there" in found.refused
     assert isinstance(agent.answer(train_task(job)), SiteUpdate)
     agent.close()
     again = agents.agent(agent.config.folder.parent, NAME, members)
     found = agents.propose(again, members, agents.proposal(other))
-    assert "the run was proposed with another job: rounds" in found.refused
+    assert "seed: 1 here, 0 there" in found.refused
     accepted(again, members, job)
     again.close()
+
+
+def test_a_run_is_extended_and_never_shortened(agent: SiteAgent, members: Consortium):
+    """A site compares with the job that it has agreed to last."""
+    accepted(agent, members, small_job(num_sites=2, rounds=2))
+    accepted(agent, members, small_job(num_sites=2, rounds=3))
+    shorter = agents.proposal(small_job(num_sites=2, rounds=2))
+    assert "has 3 already" in agents.propose(agent, members, shorter).refused
+    agent.close()
 
 
 def test_where_a_run_is_kept_may_change(agent: SiteAgent, members: Consortium):
