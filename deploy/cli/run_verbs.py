@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
             "no aggregator is running here: the run starts after crossfed aggregator up"
         )
     if options.detach:
-        say(name)
+        _say_run(options, run, "waiting")
         return DONE
     return _follow(options, run)
 
@@ -123,7 +123,7 @@ def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
         # Its last coordinator may not have known how the run would end.
         say_json({**json.loads(run.result.read_text()), "status": status})
     elif options.json:
-        say_json({"status": status, "run_id": run.path.name, "folder": str(run.path)})
+        _say_run(options, run, status)
     elif run.exists():
         for text in lines(run.view(), status=status):
             say(text)
@@ -133,6 +133,14 @@ def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
     if handed.outcome.code != DONE:
         tell(handed.outcome.message)
     return handed.outcome.code
+
+
+def _say_run(options: argparse.Namespace, run: "RunFolder", status: str) -> None:
+    name = run.path.name
+    if options.json:
+        say_json({"status": status, "run_id": name, "folder": str(run.path)})
+    else:
+        say(name)
 
 
 def _is_over(run: "RunFolder") -> bool:
@@ -252,6 +260,8 @@ def _stop(options: argparse.Namespace) -> int:
     if _is_over(run):
         raise FederationError(f"run {run.path.name} has ended already")
     run_queue.ask_to_stop(run)
+    if options.json:
+        _say_run(options, run, "stopping")
     how = "ends after its current round" if run.exists() else "will not start"
     tell(f"run {run.path.name} {how}")
     return DONE
