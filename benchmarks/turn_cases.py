@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 # What a unit took, by the name of the measure. CPU times are of the whole process.
 Seconds = dict[str, float]
@@ -82,7 +82,7 @@ def simulated(load: Callable[[], object]) -> Case:
     return run
 
 
-def secure(num_sites: int, **secure_aggregation: object) -> object:
+def secure(num_sites: int, **secure_aggregation: object) -> Any:
     """The job of ``jobs/secure.toml`` with next to no training, and no faults."""
     import overhead
 
@@ -163,7 +163,7 @@ def unmask() -> Callable[[], object]:
     return act
 
 
-def _sum_inputs(num_masks: int, bits: int) -> object:
+def _sum_inputs(num_masks: int, bits: int) -> Any:
     import secure_aggregation as sums
 
     random = sums.np.random.default_rng(0)
@@ -192,7 +192,7 @@ def combined(num_sites: int) -> Case:
             if hasattr(combine, "timed"):
                 return combine.timed("ours", inputs)[1]
             begin = time.process_time()  # Older scripts give all turns the same memory.
-            combine.CONTENDERS["ours_checked"](inputs)
+            combine.CONTENDERS["ours_checked"](inputs)  # type: ignore[call-arg]
             return time.process_time() - begin
 
         while True:
@@ -227,13 +227,13 @@ def stored(
     return run
 
 
-def _on_disk(folder: Path) -> object:
+def _on_disk(folder: Path) -> Any:
     import storage
 
     return storage.LocalStore(folder / "store")
 
 
-def _encrypted(folder: Path) -> object:
+def _encrypted(folder: Path) -> Any:
     from cloud_adapters.keys.key_file import KeyFile, add_key
     from cloud_adapters.storage.encrypted import EncryptedStore
     from cloud_adapters.storage.memory import MemoryStore

@@ -194,7 +194,7 @@ def play(grid: Grid) -> Played:
             grid, tasks(round_index=50), deadline_seconds=PATIENT_SECONDS
         )
         next(iter(replies))
-        replies.close()
+        replies.close()  # type: ignore[attr-defined]
 
     train = send(tasks())
     begin = SystemClock().monotonic()

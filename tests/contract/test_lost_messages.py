@@ -16,7 +16,7 @@ from support import superlink  # noqa: E402
 from support.running_node import Running  # noqa: E402
 from support.superlink import SuperLink  # noqa: E402
 
-from cloud_adapters.flower.connection import Connection, Envelope  # noqa: E402
+from cloud_adapters.flower.connection import Connection, Envelope  # type: ignore[attr-defined]  # noqa: E402
 
 pytestmark = [
     pytest.mark.flower,

@@ -80,9 +80,9 @@ def test_what_is_kept_comes_back_bit_by_bit(state: SiteState, store: ObjectStore
         assert kept.facts == facts
         assert kept.arrays.keys() == arrays.keys()
         for name, array in arrays.items():
-            assert kept.arrays[name].dtype == array.dtype
-            assert kept.arrays[name].shape == array.shape
-            assert kept.arrays[name].tobytes() == array.tobytes()
+            assert kept.arrays[name].dtype == array.dtype  # type: ignore[attr-defined]
+            assert kept.arrays[name].shape == array.shape  # type: ignore[attr-defined]
+            assert kept.arrays[name].tobytes() == array.tobytes()  # type: ignore[attr-defined]
 
 
 def test_a_round_that_is_repeated_begins_where_it_began(state: SiteState):

@@ -105,13 +105,13 @@ class Place:
 
     def signed(self) -> dict[str, str]:
         """Headers that prove the hostile site's own key, now."""
-        now = node_auth.now().isoformat()
+        now = node_auth.now().isoformat()  # type: ignore[attr-defined]
         signature = self.key.sign(now.encode(), ec.ECDSA(hashes.SHA256()))
         public = public_key_to_bytes(self.key.public_key())
         return {
-            node_auth.FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(public).decode(),
-            node_auth.TIMESTAMP_HEADER: now,
-            node_auth.FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode(),
+            node_auth.FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(public).decode(),  # type: ignore[attr-defined]
+            node_auth.TIMESTAMP_HEADER: now,  # type: ignore[attr-defined]
+            node_auth.FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode(),  # type: ignore[attr-defined]
         }
 
     def works(self) -> bool:
@@ -216,8 +216,8 @@ headers = st.dictionaries(
     st.sampled_from(
         [
             *("Content-Type", "Content-Encoding", "flwr-package-version"),
-            *(node_auth.TIMESTAMP_HEADER, node_auth.FLEET_HTTP_SIGNATURE_HEADER),
-            node_auth.FLEET_HTTP_PUBLIC_KEY_HEADER,
+            *(node_auth.TIMESTAMP_HEADER, node_auth.FLEET_HTTP_SIGNATURE_HEADER),  # type: ignore[attr-defined]
+            node_auth.FLEET_HTTP_PUBLIC_KEY_HEADER,  # type: ignore[attr-defined]
         ]
     ),
     st.sampled_from(["", "gzip", "deflate", "text/html", "0.0.0", "x" * 3000, "%00"]),
@@ -281,7 +281,7 @@ def test_signature_of_another_time_is_refused(place: Place):
     body = fleet_pb2.PullMessagesRequest(node=Node(node_id=place.hostile))
     content = body.SerializeToString()
     assert place.post("pull-messages", content, place.signed(), place.site) == 200
-    other = place.signed() | {node_auth.TIMESTAMP_HEADER: "2026-01-01T00:00:00+00:00"}
+    other = place.signed() | {node_auth.TIMESTAMP_HEADER: "2026-01-01T00:00:00+00:00"}  # type: ignore[attr-defined]
     assert place.post("pull-messages", content, other, place.site) == 401
 
 

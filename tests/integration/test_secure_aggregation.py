@@ -614,7 +614,7 @@ class Grasping:
 
     def handle(self, task: Task) -> SiteMessage:
         message = self.site.handle(task)
-        current = self.site._seal._session and self.site._seal._session._round
+        current = self.site._seal._session and self.site._seal._session._round  # type: ignore[attr-defined]
         if current is not None:
             shared = current.shared
             streams = (*current.masks.vector, *current.masks.header)
@@ -638,9 +638,9 @@ def test_no_key_of_a_round_outlives_it(threshold: int):
     for grasper in graspers:
         assert (len(grasper.buffers) > 0) == (threshold == 4)
         assert not any(any(buffer) for buffer in grasper.buffers)
-        assert grasper.site._seal._session._round is None
-        assert len(secrets_within(grasper.site._seal._session)) == 2 * 4
-        assert secrets_within(grasper.site._seal._setup) == []
+        assert grasper.site._seal._session._round is None  # type: ignore[attr-defined]
+        assert len(secrets_within(grasper.site._seal._session)) == 2 * 4  # type: ignore[attr-defined]
+        assert secrets_within(grasper.site._seal._setup) == []  # type: ignore[attr-defined]
 
 
 def test_training_that_fails_leaves_no_key():
@@ -649,7 +649,7 @@ def test_training_that_fails_leaves_no_key():
 
     def wrap(site: Site) -> Site:
         def crash(_: Any) -> Any:
-            masks = site._seal._session._round.masks
+            masks = site._seal._session._round.masks  # type: ignore[attr-defined]
             held.extend(stream.key for stream in (*masks.vector, *masks.header))
             raise ZeroDivisionError("of 41 examples")
 

@@ -45,7 +45,7 @@ def with_restarts(job: JobSpec, *rounds: int, site: str = SITE) -> JobSpec:
     return replace(job, simulation=replace(job.simulation, faults=(fault,)))
 
 
-class Site:
+class Restarting:
     """A site that restarts before the training tasks of some rounds."""
 
     def __init__(self, site: Site, rounds: Sequence[int]) -> None:
@@ -76,9 +76,9 @@ class Spender:
         )
 
 
-def restarting(*rounds: int) -> dict[str, Callable[[Any], Site]]:
+def restarting(*rounds: int) -> dict[str, Callable[[Any], Restarting]]:
     """For the ``wraps`` of ``run``."""
-    return {SITE: lambda site: Site(site, rounds)}
+    return {SITE: lambda site: Restarting(site, rounds)}
 
 
 class Ear:

@@ -43,9 +43,10 @@ def with_policy(change: Callable[[LocalPolicy], LocalPolicy]) -> Callable[[Any],
     """A site whose operator demands something else."""
 
     def wrap(site: Site) -> Site:
-        policy_of = site._seal._protection.policy_of
-        site._seal._protection = replace(
-            site._seal._protection, policy_of=lambda layout: change(policy_of(layout))
+        policy_of = site._seal._protection.policy_of  # type: ignore[attr-defined]
+        site._seal._protection = replace(  # type: ignore[attr-defined]
+            site._seal._protection,  # type: ignore[attr-defined]
+            policy_of=lambda layout: change(policy_of(layout)),  # type: ignore[attr-defined]
         )
         return site
 
@@ -55,7 +56,7 @@ def with_policy(change: Callable[[LocalPolicy], LocalPolicy]) -> Callable[[Any],
 def with_key(site: Site) -> Site:
     """A site that holds another key than the roster pins."""
     other = generate(lambda count: bytes([7]) * count)
-    site._seal._protection = replace(site._seal._protection, identity=other)
+    site._seal._protection = replace(site._seal._protection, identity=other)  # type: ignore[attr-defined]
     return site
 
 
@@ -189,7 +190,7 @@ def test_steps_in_another_order_are_refused():
 
 def buffers_of(site: Site) -> list[bytearray]:
     """What a site's round has its secrets in: the memory itself, not copies."""
-    current = site._seal._session and site._seal._session._round
+    current = site._seal._session and site._seal._session._round  # type: ignore[attr-defined]
     if current is None:
         return []
     shared = current.shared
@@ -314,7 +315,7 @@ def test_closed_site_has_no_root_of_a_later_round():
     sites: dict[str, Site] = {}
     wraps = {SITE: lambda site: sites.setdefault(SITE, site)}
     run(secure_job(rounds=1), wraps=wraps)
-    roots = sites[SITE]._seal._session.secrets.roots.values()
+    roots = sites[SITE]._seal._session.secrets.roots.values()  # type: ignore[attr-defined]
     secrets = [getattr(pair, name) for pair in roots for name in ("_mask", "_channel")]
     contents = {bytes(secret.buffer) for secret in secrets}
     assert len(contents) == 2 * 4

@@ -81,7 +81,7 @@ def test_secure_rounds_send_what_was_predicted(job: JobSpec, tmp_path: Path) -> 
     for index, (down, up) in enumerate(found, start=1):
         assert traffic.of_round(index) == (Span(down, down), Span(up, up)), index
     down, up = traffic.of_run()
-    assert (down.low, up.low) == tuple(map(sum, zip(*found, strict=True)))
+    assert (down.low, up.low) == tuple(map(sum, zip(*found, strict=True)))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_calibration_is_the_inverse(
     """Within the target, and by less than a thousandth of it."""
     try:
         noise = calibration.noise_multiplier(target, delta, rate, steps)
-    except calibration.PrivacyUnreachable:
+    except calibration.PrivacyUnreachable:  # type: ignore[attr-defined]
         top = calibration.MAX_NOISE_MULTIPLIER
         event = PrivacyEvent(noise_multiplier=top, sampling_rate=rate, steps=steps)
         assert accountant.epsilon([event], delta) > target * 0.999

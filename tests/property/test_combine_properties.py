@@ -120,7 +120,7 @@ def test_mean_does_not_depend_on_whose_memory_is_used(
     """Not by a single bit."""
     expected = _run(combine.weighted_mean, updates).tobytes()
     owned = [
-        replace(u, delta_d=u.delta_d.copy(), handed_over=data.draw(st.booleans()))
+        replace(u, delta_d=u.delta_d.copy(), handed_over=data.draw(st.booleans()))  # type: ignore[attr-defined]
         for u in updates
     ]
     assert expected == _run(combine.weighted_mean, owned).tobytes()

@@ -322,7 +322,7 @@ def test_proposals_that_the_aggregator_has_signed(
     data: st.DataObject,
 ):
     """With whatever in them; nothing is written outside the folder of runs."""
-    fields = introduction.encode(agents.proposal(JOB, run_id="20260102-030405-ffffff"))
+    fields = introduction.encode(agents.proposal(JOB, run_id="20260102-030405-ffffff"))  # type: ignore[attr-defined]
     if data.draw(st.booleans()):
         fields["job"] = with_value(*data.draw(_TOML))
     fields.update(changes)

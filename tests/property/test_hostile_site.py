@@ -164,7 +164,7 @@ def test_frames_of_any_content(answer: Any, site: SiteId | None, references: str
     """Of every kind, also tasks, and in another site's name."""
     if site is not None:
         answer = replace(answer, site=site, run_id=RUN_ID)
-    says = flower_site._content(flower_site.inline(answer))
+    says = flower_site._content(flower_site.inline(answer))  # type: ignore[attr-defined]
     says.config_records["about"]["references"] = references
     harms_nobody(says)
 
@@ -209,7 +209,7 @@ def introduced(
         privacy=None,
         num_examples=3,
     )
-    fields = introduction.encode(honest)
+    fields = introduction.encode(honest)  # type: ignore[attr-defined]
     assert isinstance(fields, dict)
     body = json.dumps(fields | changes).encode()
     return MEMBERS.sites[site].sign(Label.PROMISE, body) + body
@@ -299,7 +299,7 @@ def test_the_honest_ones_count():
     """Or nothing above could fail."""
     echo = toy_sites.echo_site(HOSTILE, "")
     says = flower_site._content(
-        flower_site.inline(echo.handle(replace(TASK, site=HOSTILE)))
+        flower_site.inline(echo.handle(replace(TASK, site=HOSTILE)))  # type: ignore[attr-defined]
     )
     honest, other = exchanged(says)
     assert isinstance(honest, SiteUpdate)

@@ -1,5 +1,7 @@
 """Properties of the ring, for any updates, weights, widths and lengths."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -120,7 +122,7 @@ def test_packing_round_trips(values: list[int]):
 
 
 @given(keys=st.lists(KEYS, min_size=2, max_size=5), order=st.randoms())
-def test_order_of_masks_does_not_matter(keys: list[bytes], order: "st.random.Random"):
+def test_order_of_masks_does_not_matter(keys: list[bytes], order: random.Random):
     masks = [Mask(key=key, sign=1 if key[0] % 2 else -1) for key in keys]
     words = np.zeros((2, 33), np.uint32)
     prg.apply_masks_(words[0], masks)

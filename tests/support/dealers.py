@@ -12,7 +12,7 @@ import numpy as np
 from support.secagg_parties import DIGEST, Run, alter, site_name
 
 from privacy.keystream import Mask, apply_masks_
-from privacy.secagg.errors import ProtocolError
+from privacy.secagg.errors import ProtocolError  # type: ignore[attr-defined]
 from privacy.secagg.protocol.commitments import commit, dealt_digests
 from privacy.secagg.protocol.key_schedule import (
     RoundMasks,

@@ -17,7 +17,7 @@ from typing import Any
 from federation.clock import VirtualClock
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
-from privacy.dp.ledger.ledger import FileLedger, Terms
+from privacy.dp.ledger.ledger import FileLedger, Terms  # type: ignore[attr-defined]
 
 EVENT = PrivacyEvent(noise_multiplier=10.0, sampling_rate=1.0, steps=1)
 TERMS = Terms(

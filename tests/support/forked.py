@@ -167,7 +167,7 @@ class Server:
         self._reading = threading.Lock()
         self._orders, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with its:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # type: ignore[call-overload]
                 [sys.executable, "-I", "-c", _START, str(_TESTS), _TITLE],
                 env=os.environ | _QUIET,
                 stdin=its,

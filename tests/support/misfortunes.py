@@ -60,13 +60,13 @@ def prepare(kind: str) -> None:
         _listen(*LISTENED[kind], die)
     elif kind in STORED:
         _KillingStore.kind = kind
-        deploy.wiring.run_store.LocalStore = _KillingStore  # type: ignore[misc]
+        deploy.wiring.run_store.LocalStore = _KillingStore  # type: ignore[attr-defined, misc]
     elif kind == "model is written":
-        export = deploy.wiring.run_record.model_export
+        export = deploy.wiring.run_record.model_export  # type: ignore[attr-defined]
         pieces = export.file_pieces
-        export.file_pieces = lambda *a: _first(pieces(*a))
+        export.file_pieces = lambda *a: _first(pieces(*a))  # type: ignore[attr-defined]
     elif kind == "result is written, no report yet":
-        deploy.wiring.run_record.leave_report = lambda *_: die()
+        deploy.wiring.run_record.leave_report = lambda *_: die()  # type: ignore[attr-defined]
     else:
         raise ValueError(kind)
 

@@ -107,7 +107,7 @@ def frozen_network(inputs: int = 4, classes: int = 3) -> nn.Module:
     return model
 
 
-two_moons.preprocessing = "none"
+two_moons.preprocessing = "none"  # type: ignore[attr-defined]
 
 
 def own_means(size: int = 60):
@@ -116,7 +116,7 @@ def own_means(size: int = 60):
     return (points - points.mean(0), classes), held_out
 
 
-own_means.preprocessing = "own"
+own_means.preprocessing = "own"  # type: ignore[attr-defined]
 
 
 def undeclared(size: int = 60):
@@ -224,7 +224,7 @@ def two_parts(size: int = 96):
     return tuple(parts)
 
 
-two_parts.preprocessing = "none"
+two_parts.preprocessing = "none"  # type: ignore[attr-defined]
 
 
 class _TwoParts(nn.Module):
@@ -288,4 +288,4 @@ def wrong_name(model: nn.Module, inputs: Any, targets: torch.Tensor):
 def broken(model: nn.Module, inputs: Any, targets: torch.Tensor):
     """A mistake of the user's own."""
     prediction = model(**inputs)
-    return {"loss": prediction - targets.no_such_thing, "absolute_error": prediction}
+    return {"loss": prediction - targets.no_such_thing, "absolute_error": prediction}  # type: ignore[attr-defined]

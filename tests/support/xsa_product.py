@@ -135,7 +135,7 @@ class _Product:
         given = self.inputs["sites"][number - 1]["encapsulations"]
         adverts = Book.from_bytes(book).adverts
         messages = {
-            setup.Advert.from_bytes(adverts[int(j)]).keys.kem: bytes.fromhex(message)
+            setup.Advert.from_bytes(adverts[int(j)]).keys.kem: bytes.fromhex(message)  # type: ignore[attr-defined]
             for j, message in given.items()
         }
 

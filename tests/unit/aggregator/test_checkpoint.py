@@ -79,7 +79,7 @@ def same(mine: RunState | None, other: RunState) -> bool:
         return False
     pairs = [(mine.weights_d, other.weights_d), (mine.integers_m, other.integers_m)]
     pairs += [(mine.optimizer[n], other.optimizer[n]) for n in other.optimizer]
-    bits = all(a.tobytes() == b.tobytes() and a.dtype == b.dtype for a, b in pairs)
+    bits = all(a.tobytes() == b.tobytes() and a.dtype == b.dtype for a, b in pairs)  # type: ignore[attr-defined]
     counts = ("round_index", "rounds_completed", "lost_in_a_row")
     return bits and all(getattr(mine, n) == getattr(other, n) for n in counts)
 
@@ -143,9 +143,9 @@ def test_round_trip(tmp_path: Path, prefix: str, *, optimizer: bool):
     assert same(found, state_of(2, optimizer=optimizer))
     assert found is not None
     for array in (found.weights_d, found.integers_m, *found.optimizer.values()):
-        assert array.flags.writeable
-        assert array.flags.owndata
-        assert array.flags.c_contiguous
+        assert array.flags.writeable  # type: ignore[attr-defined]
+        assert array.flags.owndata  # type: ignore[attr-defined]
+        assert array.flags.c_contiguous  # type: ignore[attr-defined]
     assert run.events == []
 
 

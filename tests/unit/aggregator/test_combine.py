@@ -34,7 +34,7 @@ def _updates(num_sites: int, size: int = SIZE, seed: int = 0) -> list[WeightedUp
 
 
 def _rows(updates: list[WeightedUpdate]) -> Rows:
-    return [u.delta_d.astype(float).tolist() for u in updates]
+    return [u.delta_d.astype(float).tolist() for u in updates]  # type: ignore[attr-defined]
 
 
 def _of(values: Rows) -> list[WeightedUpdate]:
@@ -150,7 +150,7 @@ def _own(updates: list[WeightedUpdate], refused: list[str]) -> list[WeightedUpda
     return [
         replace(
             update,
-            delta_d=update.delta_d.copy(),
+            delta_d=update.delta_d.copy(),  # type: ignore[attr-defined]
             handed_over=True,
             refuse=partial(refused.append, update.site),
         )
@@ -194,7 +194,7 @@ def test_mean_of_own_and_of_foreign_memory_is_the_same():
     expected = _run(combine.weighted_mean, updates).tobytes()
     for owned in itertools.product([False, True], repeat=6):
         mixed = [
-            replace(u, delta_d=u.delta_d.copy(), handed_over=is_owned)
+            replace(u, delta_d=u.delta_d.copy(), handed_over=is_owned)  # type: ignore[attr-defined]
             for u, is_owned in zip(updates, owned, strict=True)
         ]
         assert expected == _run(combine.weighted_mean, mixed).tobytes()
@@ -253,9 +253,9 @@ def test_words_of_a_codec_are_checked_as_values(codec: Codec, value: int, name: 
 def test_updates_may_be_read_only(name: str):
     """Updates off the wire are read-only; no rule writes to them, or warns."""
     updates = _updates(5)
-    before = [u.delta_d.copy() for u in updates]
+    before = [u.delta_d.copy() for u in updates]  # type: ignore[attr-defined]
     for update in updates:
-        update.delta_d.flags.writeable = False
+        update.delta_d.flags.writeable = False  # type: ignore[attr-defined]
     _run(ALL[name], updates)
     for update, copy_d in zip(updates, before, strict=True):
         np.testing.assert_array_equal(copy_d, update.delta_d)

@@ -303,7 +303,7 @@ def test_clipping_bits_are_bounded_by_sites_and_noise():
         max_examples=1,
         threshold=4,
         differential_privacy=terms,
-        header_slots=train.slots_of(train.CORRECT, adapts=True),
+        header_slots=train.slots_of(train.CORRECT, adapts=True),  # type: ignore[attr-defined]
     )
     adaptive = asked(job=job, contract=contract)
     _, together = adaptive_clip.split(2.0)

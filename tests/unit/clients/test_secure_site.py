@@ -116,7 +116,7 @@ def restarted(site: Site) -> Site:
         make_trainer=site.make_trainer,
         state=site.state,
         clock=site.clock,
-        seal=RingSeal(SITE, site._seal._protection),
+        seal=RingSeal(SITE, site._seal._protection),  # type: ignore[attr-defined]
         tells_all=False,
     )
 
@@ -136,7 +136,7 @@ def test_restarted_site_says_so(after_a_run: Recording):
 
 def roots_of(site: Site) -> list[Secret]:
     """What a site's session derives keys from."""
-    roots = site._seal._session.secrets.roots.values()
+    roots = site._seal._session.secrets.roots.values()  # type: ignore[attr-defined]
     held = [root for pair in roots for root in gc.get_referents(pair)]
     return [root for root in held if isinstance(root, Secret)]
 
@@ -155,17 +155,17 @@ def test_closed_site_has_no_key(after_a_run: Recording):
     site, offer = after_a_run.site, after_a_run.tasks[0]
     secrets = roots_of(site)
     site.handle(offer)
-    setup = site._seal._setup
+    setup = site._seal._setup  # type: ignore[attr-defined]
     site.close()
     assert all(secret.erased for secret in secrets)
-    assert (site._seal._session, site._seal._setup, setup._keys) == (None, None, None)
+    assert (site._seal._session, site._seal._setup, setup._keys) == (None, None, None)  # type: ignore[attr-defined]
     site.close()
 
 
 def test_restarted_site_remembers_its_rounds(after_a_run: Recording):
     """A new setup with the same contract does not make an answered round open."""
     site = restarted(after_a_run.site)
-    memory = site._seal._protection.memory
+    memory = site._seal._protection.memory  # type: ignore[attr-defined]
     with pytest.raises(ReplayedRound, match="round 2"):
         memory.advance(RunId("run-1"), 2)
 
@@ -235,14 +235,14 @@ class Poor:
     def handle(self, task: Task) -> SiteMessage:
         if isinstance(task, RoundTask) and task.round_index == 2 and not self.is_poor:
             self.is_poor = True
-            event = self.site._current_trainer()._releases.round_event
+            event = self.site._current_trainer()._releases.round_event  # type: ignore[attr-defined]
             ledger = self.ledger()
             while ledger.epsilon("train", event) <= ledger.terms.epsilon_cap:
                 ledger.charge(event, round_index=1)
         return self.site.handle(task)
 
     def ledger(self) -> InMemoryLedger:
-        return self.site._current_trainer()._ledger
+        return self.site._current_trainer()._ledger  # type: ignore[attr-defined]
 
 
 def test_a_round_that_is_refused_charges_no_evaluation():

@@ -148,7 +148,8 @@ def test_masked_garbage_has_the_same_length():
     """Nobody can tell it from masked words; the header and the head stay."""
     sent, message = toy.masked(SITE), spoilt_words("garbage")
     assert isinstance(message, MaskedUpdate)
-    assert (message.words.dtype, message.words.shape) == (np.uint8, sent.words.shape)
+    assert message.words.dtype == np.uint8
+    assert message.words.shape == sent.words.shape
     assert not np.array_equal(message.words, sent.words)
     np.testing.assert_array_equal(message.header_h, sent.header_h)
     assert message.body == sent.body

@@ -242,7 +242,7 @@ def test_sites_of_both_kinds_answer(nodes: Nodes):
 def test_app_is_asked_in_its_own_words(nodes: Nodes):
     """Two messages of the round, with the job's settings and no bytes of ours."""
     content = []
-    nodes.spoil = lambda reply: content.append(nodes.sent[-1].content) or reply
+    nodes.spoil = lambda reply: content.append(nodes.sent[-1].content) or reply  # type: ignore[redundant-expr]
     ask(grid(nodes, job(settings={"mode": "slow"})), task())
     kinds = [(m.metadata.message_type, m.metadata.group_id) for m in nodes.sent]
     assert kinds == [("evaluate", "3"), ("train", "3")]

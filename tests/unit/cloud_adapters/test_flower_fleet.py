@@ -76,7 +76,7 @@ class Node:
             clock=self.clock,
             stopped=threading.Event(),
             listener=self.words.append,
-            uniform=lambda _, high: self.waits.append(high) or 0.0,
+            uniform=lambda _, high: self.waits.append(high) or 0.0,  # type: ignore[redundant-expr]
         )
         self.calls.begin()
         if is_active:

@@ -664,7 +664,7 @@ def test_rounds_are_not_burnt_while_too_few_are_there(
 def make_app(handler_for: Any) -> Any:
     """Make an app whose job no other test has."""
     app = flower_site.client_app(handler_for)
-    app.job_text = f"job {next(JOB_NUMBERS)}"
+    app.job_text = f"job {next(JOB_NUMBERS)}"  # type: ignore[attr-defined]
     return app
 
 
@@ -745,12 +745,12 @@ def test_app_sets_the_threads_of_arithmetic(flower: FakeFlower):
     threads = []
 
     class CountingSite(toy_sites.EchoSite):
-        def handle(self, task: RoundTask) -> Any:
+        def handle(self, task: RoundTask) -> Any:  # type: ignore[override]
             threads.append(torch.get_num_threads())
             return super().handle(task)
 
     app = flower_site.client_app(CountingSite, threads=3)
-    app.job_text = "threads"
+    app.job_text = "threads"  # type: ignore[attr-defined]
     before = torch.get_num_threads()
     try:
         ask_app(app, TASK)

@@ -278,7 +278,7 @@ def test_root_of_the_tree_is_not_believed(grid: RuntimeGrid, link: FakeSuperLink
     parcel = reply_to(link, flower_site.pack_bytes(b"x"), whole=False)
     link.answer(parcel)
     root = parcel.objects[parcel.tree.object_id]
-    root.metadata.__dict__["_reply_to_message_id"] = "another"
+    root.metadata.__dict__["_reply_to_message_id"] = "another"  # type: ignore[attr-defined]
     link.receive(parcel)
     (answer,) = grid.pull_messages(names)
     assert answer.metadata.reply_to_message_id == names[0]

@@ -404,7 +404,7 @@ def test_left_exchange_does_not_make_its_sites_busy():
         )
         next(replies)
         gate.entered.acquire()
-        replies.close()
+        replies.close()  # type: ignore[attr-defined]
         following = exchange(grid, tasks(2), deadline_seconds=PATIENT)
         threading.Timer(SHORT, gate.opened.set).start()
         assert [k for k in kinds(list(following)) if "late" not in k] == [
@@ -423,7 +423,7 @@ def test_site_that_hangs_in_a_left_exchange():
         )
         next(replies)
         gate.entered.acquire()
-        replies.close()
+        replies.close()  # type: ignore[attr-defined]
         following = list(exchange(grid, tasks(2), deadline_seconds=PATIENT))
         gate.opened.set()
     assert kinds(following) == ["c busy", "a ok", "b ok"]
@@ -524,7 +524,7 @@ def test_close_waits_a_little_for_sites_at_work(monkeypatch: pytest.MonkeyPatch)
         replies = exchange(grid, tasks(sites=SITES[::-1]), deadline_seconds=PATIENT)
         next(replies)
         gate.entered.acquire()
-        replies.close()
+        replies.close()  # type: ignore[attr-defined]
         threading.Timer(SHORT, gate.opened.set).start()
     assert gate.passed.acquire(blocking=False)
 
@@ -584,7 +584,7 @@ def test_left_exchange_keeps_no_update():
         replies = exchange(grid, tasks(), deadline_seconds=PATIENT)
         next(replies)
         _wait_until(lambda: alive.made == 3)
-        replies.close()
+        replies.close()  # type: ignore[attr-defined]
         _wait_until(lambda: alive.now == 0)
 
 

@@ -67,7 +67,7 @@ def test_a_list_that_is_left_is_no_failure():
     store.put("b", [b""])
     listing = store.list()
     next(listing)
-    listing.close()
+    listing.close()  # type: ignore[attr-defined]
     (use,) = (use for use in meter.take() if use.operation == "list")
     assert (use.calls, use.failed) == (1, 0)
 

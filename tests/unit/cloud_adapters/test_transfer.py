@@ -164,7 +164,7 @@ def test_a_consumer_may_leave():
     before = set(threading.enumerate())  # Some of another test may end meanwhile.
     pieces = stream(filled(), "key", part_bytes=100, ahead=3)
     assert next(pieces) == CONTENT[:100]
-    pieces.close()
+    pieces.close()  # type: ignore[attr-defined]
     assert set(threading.enumerate()) <= before
 
 

@@ -160,5 +160,5 @@ def test_owner_goes_with_every_request(s3_server: Any, monkeypatch: pytest.Monke
     store.put("key", [b"x"])
     store.read("key")
     store.close()
-    owners = [headers["x-amz-expected-bucket-owner"] for headers in sent]
+    owners: list[object] = [headers["x-amz-expected-bucket-owner"] for headers in sent]
     assert owners == [b"123456789012"] * 2

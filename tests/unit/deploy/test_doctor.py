@@ -221,7 +221,7 @@ def test_little_space_is_told(
 ):
     """Below 1 GiB a warning, below 64 MiB a problem."""
     usage = types.SimpleNamespace(free=free)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)  # type: ignore[attr-defined]
     assert states(
         list(doctor.check_folder("runs folder", tmp_path, otherwise="go"))
     ) == ["ok", status]

@@ -684,7 +684,7 @@ def _renewal(federation: Federation, site: str, **changes: Any) -> bytes:
         "release": "1",
         "identity": identity.load(folder / "identity.pem"),
         "certificate": x509.load_pem_x509_certificate(certificate).public_bytes(
-            certificates.serialization.Encoding.PEM
+            certificates.serialization.Encoding.PEM  # type: ignore[attr-defined]
         ),
         "certificate_key": certificates.load_key(folder / "site.pem"),
         "key": new_key(),

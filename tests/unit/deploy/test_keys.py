@@ -43,7 +43,7 @@ def test_passphrase_is_the_first_line(tmp_path: Path, ending: bytes):
     assert new(path, passphrase_file=words).encrypted is True
     assert keys.is_encrypted(path.read_bytes())
     assert keys.show(path, passphrase_file=words).encrypted is True
-    assert identity.load(path, passphrase=b"correct horse").public
+    identity.load(path, passphrase=b"correct horse")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"x" * 1024])

@@ -17,7 +17,7 @@ from federation.events import RunStarted
 from privacy.dp import accountant
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger import ledger_format
-from privacy.dp.ledger.ledger import FileLedger, Terms
+from privacy.dp.ledger.ledger import FileLedger, Terms  # type: ignore[attr-defined]
 from privacy.dp.ledger.ledger_files import replace_head
 
 STEP = PrivacyEvent(noise_multiplier=2.0, sampling_rate=0.05, steps=20)

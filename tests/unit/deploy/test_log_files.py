@@ -48,7 +48,7 @@ def test_full_disk_costs_old_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fill(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(log_files.shutil, "copyfile", fill)
+    monkeypatch.setattr(log_files.shutil, "copyfile", fill)  # type: ignore[attr-defined]
     log_files.bound([tmp_path], most=9)
     assert not (tmp_path / "nginx.log").read_bytes()
     assert not (tmp_path / "nginx.log.1").exists()

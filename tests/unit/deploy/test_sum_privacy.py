@@ -86,7 +86,7 @@ def test_adaptive_clip_keeps_the_promise():
 )
 def test_joint_noise_at_equal_utility(num_sites: int, honest: int, expected: float):
     """As much noise in the sum as of sites with 0.8 each: epsilon of section 4.3."""
-    share = sum_privacy.NoiseShare(
+    share = sum_privacy.NoiseShare(  # type: ignore[attr-defined]
         multiplier=0.8 * math.sqrt(honest),
         sensitivity=1.0,
         size=1000,

@@ -9,7 +9,7 @@ import pytest
 import crossfed
 from deploy.cli import main
 from deploy.cli.commands import _parser
-from deploy.cli.verb_table import _TABLE, tomllib
+from deploy.cli.verb_table import _TABLE, tomllib  # type: ignore[attr-defined]
 
 TABLE = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
 

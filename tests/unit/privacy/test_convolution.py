@@ -92,7 +92,7 @@ def test_gradients_are_those_of_records_one_by_one(
 def test_frozen_parameters_have_no_gradient():
     """Nor does a step spend time on them."""
     layer = nn.Conv2d(1, 2, 3)
-    layer.weight.requires_grad_(requires_grad=False)
+    layer.weight.requires_grad_(False)  # noqa: FBT003 (torch names it otherwise)
     found = gradients(
         layer, torch.randn(2, 1, 5, 5), torch.randn(2, 2, 3, 3), Workspace()
     )

@@ -303,7 +303,7 @@ class Classified(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers(x)
-        x = x[0] if isinstance(x, tuple) else x
+        x = x[0] if isinstance(x, tuple) else x  # type: ignore[redundant-expr]
         return self.last(x.flatten(1))
 
 

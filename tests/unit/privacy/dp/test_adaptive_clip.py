@@ -63,7 +63,7 @@ def test_bit_without_a_fresh_key_is_refused():
 )
 def test_header_holds_bits_exactly(bits: list[bool], std: float, key: bytes):
     """Also with noise: multiples of 2^-10 lose nothing in steps of 2^-32."""
-    spec = train.header_spec(len(bits), train.slots_of(train.CORRECT, adapts=True))
+    spec = train.header_spec(len(bits), train.slots_of(train.CORRECT, adapts=True))  # type: ignore[attr-defined]
     values = [noisy_bit(is_within=bit, std=std, key=key) for bit in bits]
     assert all((1024 * value).is_integer() for value in values)
     total_h = np.zeros(len(spec.slots), np.uint64)

@@ -7,7 +7,7 @@ import pytest
 
 from federation.job.metrics import Metric
 from federation.messages import MetricSums
-from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism
+from privacy.dp.held_out import MAX_LOSS, HeldOutMechanism  # type: ignore[attr-defined]
 
 pytestmark = pytest.mark.slow
 

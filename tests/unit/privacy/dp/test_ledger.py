@@ -21,7 +21,7 @@ from privacy.dp.errors import (
 )
 from privacy.dp.events import PrivacyEvent
 from privacy.dp.ledger import ledger_files, ledger_format
-from privacy.dp.ledger.ledger import (
+from privacy.dp.ledger.ledger import (  # type: ignore[attr-defined]
     CLOCK_TOLERANCE_SECONDS,
     FileLedger,
     InMemoryLedger,

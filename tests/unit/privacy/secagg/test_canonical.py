@@ -94,7 +94,7 @@ def test_lists_increase_strictly(values: list[int]):
         (b"rest", lambda r: r.end()),
     ],
 )
-def test_malformed_bytes_are_refused(body: bytes, read: Callable[[Reader], Any]):
+def test_malformed_bytes_are_refused(body: bytes, read: Callable[[Reader], Any] | None):
     """Lengths before content, and a typed error for everything."""
     read = read or (lambda r: r.byte_map("x", max_entries=8, limit=8))
     with pytest.raises(MalformedMessage):

@@ -222,7 +222,7 @@ def test_setting_follows_the_threshold(threshold: int, setting: Setting, quorum:
 
 
 @pytest.mark.parametrize("num_sites", [2, 5, 16, 17, 64])
-@pytest.mark.parametrize("bits", contracts.RING_BITS)
+@pytest.mark.parametrize("bits", contracts.RING_BITS)  # type: ignore[attr-defined]
 def test_amplitudes_of_all_sites_fit_in_the_ring(bits: int, num_sites: int):
     """N times the amplitude does not wrap; the specification's section 3."""
     if bits == 16 and num_sites > 16:

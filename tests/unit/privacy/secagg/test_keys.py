@@ -100,7 +100,7 @@ def test_schedule_is_frozen():
     pair = roots(1, 2).take_round(2, context)
     masks = keys.masks_of([(pair.mask.buffer, 1)], context)
     actual = [context, pair.mask.buffer, masks.vector[0].key, masks.header[0].key]
-    assert [each.hex() for each in actual] == [
+    assert [each.hex() for each in actual] == [  # type: ignore[attr-defined]
         "a245a9e5c7e1a7687754d827db949c1a3fd573d8994bb46e8619bcb4358acc34",
         "e3d714058b9d3a51005ba6690bff1fbd7698f576d3875f255d1f9cef09fa8c5b",
         "54838170ecb2efc0d4dc62668dddeb66a7368c52480af29d8da46cf1b1fb5654",
