@@ -294,7 +294,7 @@ def test_encrypted_shards_and_wrong_keys(
     other = f"file:{tmp_path}/other.toml"
     with pytest.raises(KeyRefused, match=r"not in .*other\.toml"):
         simulate(job(url, options={"encryption_key": other}), folder=None)
-    with pytest.raises(JobError, match=r"options\.encryption_key: .x. names"):
+    with pytest.raises(JobError, match=r"options\.encryption_key: .x. does not name"):
         simulate(job(url, options={"encryption_key": "x"}), folder=None)
     capsys.readouterr()
     for more, words in (

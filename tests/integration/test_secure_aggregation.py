@@ -375,7 +375,7 @@ SPOILT = {
     "in the clear": (in_clear, "sent an unmasked answer, but"),
     "other layout": (
         lambda update: replace(update, layout_digest="0" * 64),
-        "another layout",
+        "different layout",
     ),
 }
 
