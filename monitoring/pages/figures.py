@@ -42,6 +42,8 @@ WIDTH = 6.2  # inches, at 72 points; the page scales them
 LARGEST_DRAWN = 1e100
 
 QUIET = "#dfe4ea"
+DOWN_COLOUR = "#b9d3df"
+LOST = "#f3c9c5"
 CARD = "#fefefe"  # where the page shows through
 
 MAX_READOUTS = 150  # places along an axis that show values under the pointer
@@ -57,6 +59,8 @@ _THEME = {
     FAINT: "faint",
     _GRID: "line",
     CARD: "card",
+    DOWN_COLOUR: "down",
+    LOST: "lost",
 }
 _CHAR, _LINE = 5.8, 12.0  # width and height of text under the pointer, in points
 _NARROW = 8.0  # ends of an axis whose ratio is below have no powers of ten to mark

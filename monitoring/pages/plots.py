@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from federation.events import SiteFailed
 from monitoring.pages.figures import (
     CARD,
+    DOWN_COLOUR,
     INK,
     POOLED_COLOUR,
     SITE_COLOURS,
@@ -44,7 +45,7 @@ MAX_ROUNDS_IN_STRIP, MAX_ROWS_IN_STRIP = 200, 40
 _ROUNDS_WITH_GAPS = 60
 _STRIP_ROW = 0.22  # inches
 
-UP_COLOUR, DOWN_COLOUR = "#2b6f8f", "#b9d3df"
+UP_COLOUR = "#2b6f8f"
 
 _FAILED = "#c2372e"
 _STATES = {

@@ -10,6 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from federation.events import SiteFailed
 from monitoring.pages.figures import (
     FAINT,
+    LOST,
     QUIET,
     WIDTH,
     add_legend,
@@ -37,7 +38,7 @@ _COLOURS = {
     "checkpoint": "#2f7d57",
     _OTHER: "#8f8f3a",
     _WAITING: "#eceff3",
-    _FAILED: "#f3c9c5",
+    _FAILED: LOST,
 }
 _LABEL_SHARE = 0.07  # of the width, for the label of a round
 
