@@ -26,6 +26,7 @@ secure_aggregation = false
 accept_two_sites = true
 max_clip_norm = 100.0
 total_epsilon = 1000.0
+functions = ["clients.models:*", "clients.data:*", "./work.py:net", "./work.py:rings"]
 """
 
 pytestmark = [
@@ -357,6 +358,26 @@ def test_site_that_refuses_names_the_key(
     assert told.format(site) in log
     assert noted in log
     assert "Traceback" not in refused + log
+
+
+def test_every_party_has_its_copy_of_a_users_file(
+    federation: Deployment, tmp_path: Path
+):
+    """No code travels: the run ends before it begins where a copy differs."""
+    crossfed("new", str(tmp_path / "mine"))
+    job, code = tmp_path / "mine" / "job.toml", tmp_path / "mine" / "work.py"
+    for place in ("aggregator", *SITES):
+        shutil.copy(code, federation.folder / place)
+    result = finish(federation.run(job, "rounds=1"))
+    assert (result["status"], result["rounds_completed"]) == ("completed", 1)
+    other = federation.folder / SITES[1] / "work.py"
+    other.write_text(other.read_text() + "# Another version.\n")
+    refused = crossfed("run", str(job), "--aggregator", federation.config, code=2)
+    assert (
+        f"site {SITES[1]!r} does not take part: model.factory: ./work.py is not the "
+        "file that the job names"
+    ) in refused.stderr
+    assert f"{other} has changed" in (federation.folder / f"{SITES[1]}.log").read_text()
 
 
 @pytest.mark.long  # One by one they are in the dozen of the fault matrix.

@@ -20,6 +20,7 @@ from support.forked import Forked, Server, shared
 
 from deploy.cli import commands
 from federation.clock import SystemClock
+from federation.job import code_files
 
 CLOCK = SystemClock()
 CROSSFED = [str(Path(sys.executable).with_name("crossfed"))]
@@ -53,6 +54,8 @@ def _prepare(*arguments: str) -> str:
         warnings.simplefilter("ignore")  # Those of libraries, as for a user.
         code = commands.main(arguments)
     sys.path[:] = path  # The command line has added the working folder.
+    # Nor may a party find its code in another's folder, which `enroll` has looked in.
+    os.environ.pop(code_files.FOLDERS, None)
     assert code == 0, (arguments, out.getvalue())
     return out.getvalue()
 
