@@ -30,7 +30,7 @@ FALSE_POSITIVES = (0.001, 0.01)  # At which membership inference is reported.
 class Verdict(enum.StrEnum):
     """What an audit says of a site's promise."""
 
-    NONE = "no guarantee"
+    NONE = "none was made"
     BROKEN = "BROKEN"
     INCONCLUSIVE = "inconclusive"
     NOT_BROKEN = "not broken"

@@ -50,7 +50,7 @@ def _init(options: argparse.Namespace) -> int:
     if options.json:
         say_json({**facts, "identity": made.public_key})
         return DONE
-    tell(f"created an aggregator in {folder}; its authority is {authority.fingerprint}")
+    tell(f"an aggregator in {folder}; its authority is {authority.fingerprint}")
     tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")
     return DONE
 

@@ -49,15 +49,15 @@ def checks(path: Path, clock: Clock) -> Iterator[Check]:
     try:
         config = site_file.load(path)
     except FederationError as error:
-        yield problem("site", str(error), "correct the file: see docs/reference")
+        yield problem("site", str(error), "correct the file: see its how-to")
         return
-    yield ok("site", f"{config.file.name!r}, from {path}")
+    yield ok("site", f"{config.file.name!r} by {path}")
     yield doctor_flower.check_flower()
     yield from doctor.check_identity(config.identity, config.roster, lost=_ENROL)
     yield from _node_key(config)
     yield from _certificate(config, clock)
     yield from doctor.check_folder(
-        "folder", config.folder, otherwise="set another folder in site.toml"
+        "folder", config.folder, otherwise="name another in site.toml (folder)"
     )
     yield from doctor.check_closed(config.folder)
     yield from _data(config)
@@ -80,9 +80,7 @@ def _node_key(config: SiteConfig) -> Iterator[Check]:
 def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
     path, renew = config.certificate, "crossfed enroll --renew"
     if path is None:
-        found = (
-            "none: only an aggregator on this machine's loopback interface accepts it"
-        )
+        found = "none: only an aggregator on this machine's loopback lets it in"
         yield warning("certificate", found)
         return
     until = parse_certificate(read_private(path)).not_valid_after_utc.timestamp()
@@ -95,7 +93,7 @@ def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         advice = f"start the agent, which renews it, or {renew}"
         yield warning("certificate", found, advice)
     else:
-        found = f"{path} is valid for {days:.0f} days"
+        found = f"{path} holds for {days:.0f} days"
         yield ok("certificate", found)
 
 
@@ -103,7 +101,7 @@ def _certificate(config: SiteConfig, clock: Clock) -> Iterator[Check]:
 def _data(config: SiteConfig) -> Iterator[Check]:
     own = config.file.data
     if not own.source:
-        found = "none: the site takes part with public data that a job names"
+        found = "none of its own: it takes part with public data that a job names"
         yield warning("data", found)
         return
     with unable_to_exit():
@@ -117,8 +115,8 @@ def _budget(config: SiteConfig) -> Iterator[Check]:
     if limit is None:
         yield warning(
             "budget",
-            "site.toml sets no limit for all runs together, so the site refuses every "
-            "job with differential privacy",
+            "site.toml states no limit for all runs together, so every job with "
+            "differential privacy is refused",
             "set policy.total_epsilon",
         )
     else:
@@ -144,21 +142,18 @@ def _aggregator(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         return
     except (OSError, http.client.HTTPException) as error:
         found = f"{address} cannot be reached: {error}"
-        advice = (
-            "check that it is running, that its port is open, and that no firewall "
-            "blocks it"
-        )
+        advice = "is it up, is its port open, does a firewall stand in between?"
         yield problem("aggregator", found, advice)
         return
     seconds = clock.monotonic() - begin
     if status == _OK:
-        found = f"{address} is healthy and answers in {1e3 * seconds:.0f} ms"
+        found = f"{address} is well and answers in {1e3 * seconds:.0f} ms"
         yield ok("aggregator", found)
     else:
         yield warning(
             "aggregator",
-            f"{address} answers, but is not ready (HTTP {status})",
-            "wait, or ask its operator to check its logs",
+            f"{address} answers, and is not ready (HTTP {status})",
+            "wait, or ask its operator to look at its logs",
         )
     yield from _skew(date, clock)
     yield from _is_let_in(config, clock)
@@ -171,9 +166,7 @@ def _skew(date: str, clock: Clock) -> Iterator[Check]:
         return  # It does not tell the time.
     found = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the aggregator's"
     if abs(skew) > MOST_SKEW_SECONDS:
-        yield problem(
-            "clock skew", found, ("set this machine's clock, for example with NTP")
-        )
+        yield problem("clock skew", found, "set the time of this machine: run ntp")
     else:
         yield ok("clock skew", found)
 
@@ -187,11 +180,11 @@ def _is_let_in(config: SiteConfig, clock: Clock) -> Iterator[Check]:
         yield problem("admission", f"the connection ended: {error}", "try again")
         return
     if status == _FORBIDDEN:
-        found = "the aggregator rejects this site's certificate"
+        found = "the aggregator does not let this site's certificate in"
         advice = "it expired or was revoked: ask the operator, and enrol again"
         yield problem("admission", found, advice)
     else:
-        found = "the aggregator accepts this site's certificate"
+        found = "the aggregator lets this site's certificate in"
         yield ok("admission", found)
         yield from _bandwidth(config, clock)
 

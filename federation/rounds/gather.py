@@ -215,7 +215,7 @@ class PlainGather:
         share = self.schedule.share(state.round_index - update.based_on)
         if not share:
             raise InvalidUpdate(
-                f"is based on the model of round {update.based_on}, which is too old"
+                f"is based on the model of round {update.based_on}: too old to count"
             )
         return share
 

@@ -287,7 +287,7 @@ def test_completed_run_is_left_intact(
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in _files(run)}
     done = server.run("simulate", "job.toml", *FAST, "--resume", "--json", folder=place)
     assert done.code == 0, done.stderr
-    assert "is already complete" in done.stderr
+    assert "is completed: no round was left to run" in done.stderr
     assert json.loads(done.stdout)["status"] == "completed"
     after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in _files(run)}
     assert after == before
@@ -326,7 +326,7 @@ def test_site_with_an_app_is_checked_but_not_rehearsed(
     assert both.stdout.endswith("the job is sound\n"), both.stderr
     for verb in ("simulate", "audit"):
         refused = server.run(verb, *app, folder=place)
-        words = ["sites[1].flower_app", "site 'right' runs a Flower app"]
+        words = ["sites[1].flower_app", "site 'right' runs an app of Flower"]
         check_refused(refused, words, code=2)
 
 
@@ -508,7 +508,7 @@ BAD = {
     ),
     "data: ends the program": (
         ["--set", "data.source=small_parts:leaving_data"],
-        ["job.toml", "exited the program", "SystemExit(0)"],
+        ["job.toml", "ended the program", "SystemExit(0)"],
     ),
     "more sites than data": (
         [

@@ -84,7 +84,7 @@ def test_site_of_another_release_takes_no_part(
     log = (federation.folder / f"{site}.log").read_text()
     federation.start_site(site)  # Now it is upgraded, and has a part in what follows.
     told = expected.format(release())
-    assert f"the run cannot start: site {site!r} does not take part: site " in refused
+    assert f"the run cannot begin: site {site!r} does not take part: site " in refused
     assert told in refused
     assert f" is refused: site {site!r} {told}" in log
     assert "Traceback" not in refused + log
@@ -352,7 +352,7 @@ def test_site_that_refuses_names_the_key(
     path.write_text(text)
     federation.start_site(site)
     log = (federation.folder / f"{site}.log").read_text()
-    assert f"the run cannot start: site {site!r} does not take part: " in refused
+    assert f"the run cannot begin: site {site!r} does not take part: " in refused
     assert told.format(site) in refused
     assert " is refused: " in log
     assert told.format(site) in log

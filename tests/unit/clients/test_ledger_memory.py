@@ -139,7 +139,7 @@ def test_relations_do_not_add_up():
     """Whoever comes second is refused, whichever it is."""
     memory = InMemory()
     opened(memory).charge(STEP, round_index=1)
-    with pytest.raises(JobError, match="cannot be added into"):
+    with pytest.raises(JobError, match="do not add up"):
         opened(memory, "run-2", relation=accountant.SITE_RELATION)
 
 

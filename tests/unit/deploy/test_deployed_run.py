@@ -36,7 +36,7 @@ def test_aggregator_without_sites_says_how_one_is_invited(tmp_path: Path):
     with pytest.raises(JobError, match=f"no site is enrolled yet: .*{expected}"):
         Parties.load(tmp_path)
     roster.write_text("serial = 1")
-    with pytest.raises(JobError, match=r"roster\.toml: .*restore it from a backup"):
+    with pytest.raises(JobError, match=r"roster\.toml: .*restore it from its copy"):
         Parties.load(tmp_path)
 
 
