@@ -26,7 +26,13 @@ secure_aggregation = false
 accept_two_sites = true
 max_clip_norm = 100.0
 total_epsilon = 1000.0
-functions = ["clients.models:*", "clients.data:*", "./work.py:net", "./work.py:rings"]
+functions = [
+    "clients.models:*",
+    "clients.data:*",
+    "clients.frozen_features:oriented_gradients",
+    "./work.py:net",
+    "./work.py:rings",
+]
 """
 
 pytestmark = [
@@ -137,7 +143,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
 ):
     """And ends with the model of a run that nobody has touched."""
     job, at = plain_job(tmp_path), ("--aggregator", federation.config)
-    settings = ["rounds=12", "name=resumed"]
+    settings = ["rounds=30", "name=resumed"]
     earlier = federation.num_runs()
     follower = federation.run(job, *settings)
     wait_for(lambda: federation.num_runs() > earlier, "the run begins")
@@ -148,7 +154,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     watched = crossfed("watch", "resumed", *at, code=130)
     assert "status      stopped" in watched.stdout
     stopped = federation.rounds()
-    assert 0 < stopped < 12
+    assert 0 < stopped < 30
     (row,) = [
         r
         for r in json.loads(crossfed("ps", *at, "--json").stdout)
@@ -156,7 +162,7 @@ def test_a_run_outlives_its_terminal_and_is_stopped_and_resumed(
     ]
     assert (row["status"], row["rounds"]) == ("stopped", stopped)
     result = finish(federation.run(job, *settings, resume=True))
-    assert (result["status"], result["rounds_completed"]) == ("completed", 12)
+    assert (result["status"], result["rounds_completed"]) == ("completed", 30)
     logged = [
         json.loads(line)
         for line in crossfed("logs", "resumed", *at).stdout.splitlines()
