@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from federation import OURS
 from federation.errors import (
-    OURS,
     FederationError,
     InvalidUpdate,
     JobError,
@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # Not to import NumPy where help is shown.
     from federation.messages import Task
 
 _NOT_THE_USERS = {*OURS, "crossfed", "torch", "numpy", *sys.stdlib_module_names}
+# What only our adapters call; a model or data of a user may well be of another library.
+_NOT_THE_USERS |= {"boto3", "botocore", "cryptography", "google", "requests"}
+_NOT_THE_USERS |= {"safetensors", "urllib3"}
 _MOST_FRAMES = 3
 
 

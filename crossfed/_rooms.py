@@ -6,34 +6,29 @@ beside a script would otherwise hide ours, or be hidden without a word.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-ROOMS = (
-    "federation",
-    "privacy",
-    "clients",
-    "aggregator",
-    "cloud_adapters",
-    "monitoring",
-    "deploy",
-)
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # noqa: PTH120 -- fast
 
 
 class _OurRooms:
     """Finds our packages where this one lies, and modules below them nowhere else."""
 
-    @staticmethod
+    # Until the list of all of them is read, there is only the package that holds it.
+    names: Collection[str] = ("federation",)
+
+    @classmethod
     def find_spec(
+        cls,
         name: str,
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """See ``importlib.abc.MetaPathFinder``."""
         room, dot, _ = name.partition(".")
-        if room not in ROOMS:
+        if room not in cls.names:
             return None
         spec = PathFinder.find_spec(name, path if dot else [_ROOT], target)
         if spec is None:
@@ -51,10 +46,18 @@ def come_first() -> None:
     """
     if _OurRooms in sys.meta_path:
         return
+    sys.meta_path.insert(0, _OurRooms)
+    _forget_others()
+    from federation import OURS  # noqa: PLC0415 -- ours comes first by now
+
+    _OurRooms.names = OURS
+    _forget_others()
+
+
+def _forget_others() -> None:
     for name, module in [*sys.modules.items()]:
         room = name.partition(".")[0]
         file = getattr(module, "__file__", None) or ""
         inside = os.path.join(_ROOT, room, "")  # noqa: PTH118 -- fast
-        if room in ROOMS and not os.path.realpath(file).startswith(inside):
+        if room in _OurRooms.names and not os.path.realpath(file).startswith(inside):
             del sys.modules[name]
-    sys.meta_path.insert(0, _OurRooms)

@@ -34,16 +34,7 @@ a caller passed a bad argument; it is not listed here.
 
 import traceback
 
-# Whose errors are worded for both sides.
-OURS = (
-    "federation",
-    "privacy",
-    "clients",
-    "aggregator",
-    "cloud_adapters",
-    "monitoring",
-    "deploy",
-)
+from federation import OURS
 
 
 def clash(name: str) -> str:

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import federation
-from crossfed._rooms import ROOMS
 
 
 def another_release(folder: Path, version: str) -> dict[str, str]:
@@ -19,7 +18,7 @@ def another_release(folder: Path, version: str) -> dict[str, str]:
         copy = shutil.copytree(root / name, folder / name, ignore=ignored)
     with (copy / "__init__.py").open("a") as code:
         code.write("# Of another release.\n")
-    for name in set(ROOMS) - {"federation"}:
+    for name in set(federation.OURS) - {"federation"}:
         (folder / name).symlink_to(root / name)
     about = folder / f"crossfed-{version}.dist-info"
     about.mkdir()

@@ -4,6 +4,7 @@ import ast
 import doctest
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ import torch
 from support.small_jobs import small_job
 
 import crossfed
-from crossfed import _rooms
-from federation import errors
+from federation import OURS
 from federation.errors import JobError, RunNotFound
 from federation.job import job_file
 
@@ -51,11 +51,13 @@ def test_importing_it_imports_nothing_heavy(tmp_path: Path):
     loaded = set(ast.literal_eval(python(code, tmp_path)))
     assert "crossfed" in loaded
     rooms = {name.partition(".")[0] for name in loaded}
-    assert not rooms & {*_rooms.ROOMS, "torch", "numpy", "matplotlib", "argparse"}
+    others = {*OURS, "torch", "numpy", "matplotlib", "argparse"}
+    assert rooms & others == {"federation"}  # The list of them is in it.
+    assert "federation.errors" not in loaded
 
 
 def test_it_is_typed():
-    for room in (*_rooms.ROOMS, "crossfed"):
+    for room in (*OURS, "crossfed"):
         assert (ROOT / room / "py.typed").is_file()
 
 
@@ -149,8 +151,10 @@ def test_runs_that_were_kept_have_pages(tmp_path: Path):
         crossfed.compare(one)
 
 
-def test_our_names_are_the_same_everywhere():
-    assert set(_rooms.ROOMS) == set(errors.OURS)
+def test_our_names_are_those_of_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {*OURS, "crossfed"} == set(packages)
 
 
 @pytest.fixture
@@ -221,8 +225,3 @@ def test_processes_of_ours_run_beside_a_users_modules(users_folder: Path):
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_our_packages_are_listed_once_more_for_speed():
-    """The finder must not import what it is to find, so it has a list of its own."""
-    assert _rooms.ROOMS == errors.OURS
