@@ -3,8 +3,13 @@
 import argparse
 import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 
 import pytest
+import safetensors.torch
+import sklearn.utils
 
 from deploy.cli import terminal
 from federation.errors import JobError
@@ -26,3 +31,38 @@ def test_an_error_names_one_file(capsys: pytest.CaptureFixture[str]):
     told = capsys.readouterr().err
     assert "job.toml: rounds: is 0" in told
     assert "job.toml: speeds.toml" not in told
+
+
+def _no_file(folder: Path) -> object:
+    file = folder / "damaged.safetensors"
+    file.write_bytes(b"\xff" * 100)
+    return safetensors.torch.load_file(file)
+
+
+def _no_class(_: Path) -> object:
+    return sklearn.utils.check_X_y([[0.0]], [0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [(_no_file, "never"), (_no_class, "always")],
+    ids=["ours", "theirs"],
+)
+def test_lines_of_a_library_that_only_we_call_are_not_shown(
+    call: Callable[[Path], object],
+    shown: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    """They say nothing to a user; a library that a job may name is another matter."""
+    with pytest.raises(Exception, match=r".+") as caught:
+        call(tmp_path)
+    theirs: TracebackType | None = caught.tb
+    while theirs and theirs.tb_frame.f_globals["__name__"] == __name__:
+        theirs = theirs.tb_next  # Without this module, which would pass for a user's.
+    error = JobError("ends here", key="rounds")
+    error.__cause__ = caught.value.with_traceback(theirs)
+    terminal.complain(error, argparse.Namespace(verbose=False, job="job.toml"))
+    said = capsys.readouterr().err
+    assert said.startswith("crossfed: job.toml: rounds: ends here\n")
+    assert ("File" in said) is (shown == "always")
