@@ -32,6 +32,7 @@ def write(run: RunFolder, events: Sequence[Event]) -> None:
 
 
 def export(run: RunFolder, name: str = "tensorboard") -> int:
+    pytest.importorskip(name)
     return export_metrics(
         run, name, follow=False, clock=VirtualClock(), tell=pytest.fail
     )
@@ -214,6 +215,7 @@ def test_values_that_are_not_finite_are_left_out():
 
 @pytest.mark.slow
 def test_second_exporter_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("tensorboard")
     run = RunFolder(tmp_path)
     write(run, event_samples.two_sites(2))
     hold = (
