@@ -39,6 +39,7 @@ _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 # Flower reads them when it is imported.
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+_GRACE_SECONDS = 10.0
 # Place for what `ps` shows of a fork.
 _TITLE = "." * 4000
 _PROGRAMS = {
@@ -172,6 +173,8 @@ class Server:
                 env=os.environ | _QUIET,
                 stdin=its,
                 stdout=subprocess.PIPE,
+                # Ctrl-C is for the tests, which end what they have started.
+                start_new_session=True,
             )
 
     def start(
@@ -242,7 +245,7 @@ class Server:
                     found[said["number"]] = said.get("pid", said.get("code"))
 
     def close(self) -> None:
-        """End the server; its processes are their starters' affair."""
+        """End the server, and what it has started that is still there."""
         self._orders.close()
         self._process.communicate()
 
@@ -253,6 +256,12 @@ def shared() -> Server:
     made = Server()
     atexit.register(made.close)
     return made
+
+
+def wait_for_a_signal(_: Sequence[str]) -> None:
+    """Say so, and stay, as a site does that has no task."""
+    _say(waits=True)
+    signal.pause()
 
 
 def serve() -> None:
@@ -271,18 +280,28 @@ def serve() -> None:
         importlib.import_module(name)
     children: dict[int, int] = {}
     orders = socket.socket(fileno=0)
-    is_open = True
+    is_open, closed = True, 0.0
     while is_open or children:
         if not is_open:
+            if time.monotonic() > closed + _GRACE_SECONDS:
+                _signal(children, signal.SIGKILL)
             time.sleep(0.02)
         elif select.select([orders], [], [], 0.02)[0]:
             some, files, _, _ = socket.recv_fds(orders, 1 << 20, 16)
-            is_open = bool(some)
+            is_open, closed = bool(some), time.monotonic()
             if is_open:
                 _begin(json.loads(some), files, children)
+            else:  # Nobody waits for them any more, as when the tests were killed.
+                _signal(children, signal.SIGTERM)
         while children and (found := os.waitpid(-1, os.WNOHANG))[0]:
             code = os.waitstatus_to_exitcode(found[1])
             _say(number=children.pop(found[0]), code=code)
+
+
+def _signal(children: Mapping[int, int], number: int) -> None:
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _begin(

@@ -1,0 +1,50 @@
+"""What tests start ends with them, also by Ctrl-C and when they are killed."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import forked
+
+pytestmark = [pytest.mark.slow]
+
+# As a worker of pytest that waits for a site that it has started.
+TESTS = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from support import forked
+out, err = Path("out"), Path("err")
+started = forked.shared().start(
+    call="support.forked:wait_for_a_signal", out=out, err=err, environment=os.environ
+)
+while not out.stat().st_size:
+    time.sleep(0.01)
+print(started.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_its_tests(number: int, tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of the group that pytest leads."""
+    tests = subprocess.Popen(
+        [sys.executable, "-c", TESTS, str(Path(forked.__file__).parents[1])],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    with tests:
+        assert tests.stdout is not None
+        started = os.pidfd_open(int(tests.stdout.readline()))
+        os.killpg(tests.pid, number)
+        poll = select.poll()
+        poll.register(started, select.POLLIN)
+        assert poll.poll(60_000), "it is still there"
+        os.close(started)
