@@ -39,6 +39,7 @@ from deploy.aggregator_host.run_queue import (
     Outcome,
     QueuedRun,
 )
+from deploy.service_manager import ALIVE, READY, Notify
 from federation import folder_lock
 from federation.addresses import parse_address
 from federation.durable_files import replace_file
@@ -92,6 +93,7 @@ class AggregatorService:
         clock: Tells time.
         stopped: Set it to end ``run``.
         listener: Called with a word about what happens.
+        notify: What the service manager hears, about once a second.
     """
 
     config: AggregatorConfig
@@ -99,6 +101,7 @@ class AggregatorService:
     clock: Clock
     stopped: threading.Event = field(default_factory=threading.Event)
     listener: Callable[[str], None] = print
+    notify: Notify = lambda _: None
     _children: list[Child] = field(default_factory=list, init=False)
     # Whether the SuperLink has answered since the service began.
     _answers: bool = field(default=False, init=False)
@@ -210,11 +213,15 @@ class AggregatorService:
             "POST /enroll": enrolment.handle,
         }
 
+    @property
+    def _serves(self) -> bool:
+        return self._answers and all(child.is_up for child in self._children)
+
     def _health(self, body: bytes) -> tuple[int, bytes]:
         """Whether every program runs and the disk has room, and no more than that."""
         del body
-        well = self._answers and all(child.is_up for child in self._children)
-        state = "starting" if not well else "disk full" if self._is_full else "ok"
+        disk = "disk full" if self._is_full else "ok"
+        state = disk if self._serves else "starting"
         status = _OK if state == "ok" else _UNAVAILABLE
         return status, json.dumps({"status": state}).encode()
 
@@ -240,6 +247,7 @@ class AggregatorService:
                 trouble = str(error)
             else:
                 trouble = ""
+            self.notify(f"{READY}\n{ALIVE}" if self._serves else ALIVE)
             self.stopped.wait(pause)
 
     def _bound_logs(self) -> None:

@@ -5,9 +5,16 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from deploy import service_manager
 from deploy.cli.terminal import interrupts, say_json, tell
 from deploy.exit_codes import DONE
+from deploy.service_manager import Notify
+
+if TYPE_CHECKING:
+    from cloud_adapters.flower.node import FlowerNode
 
 _AGGREGATOR_TOML = """\
 # See docs/howto/two-machines.md. Keys that are left out have their defaults.
@@ -59,11 +66,13 @@ def _aggregator_up(options: argparse.Namespace) -> int:
     from deploy.aggregator_host import config as aggregator_file  # noqa: PLC0415 -- keeps `--help` fast
     from deploy.aggregator_host.service import AggregatorService  # noqa: PLC0415
 
+    notify = service_manager.notify_from_environment()
     service = AggregatorService(
         config=aggregator_file.load(options.config),
         config_path=options.config,
         clock=options.clock,
-        listener=tell,
+        listener=_told_to(notify),
+        notify=notify,
     )
     with interrupts(lambda _: service.stopped.set()):
         service.run()
@@ -75,6 +84,7 @@ def _site_up(options: argparse.Namespace) -> int:
     from deploy.site_host.service import serve  # noqa: PLC0415 -- imports torch and Flower
     from federation.messages import LeaveReason  # noqa: PLC0415 -- imports numpy
 
+    notify = service_manager.notify_from_environment()
     stopped = threading.Event()
     why: list[LeaveReason] = []
     end = prompt_end.PromptEnd(stopped, tell)
@@ -84,14 +94,20 @@ def _site_up(options: argparse.Namespace) -> int:
         why.append(LeaveReason.OPERATOR if is_person else LeaveReason.SIGTERM)
         stopped.set()
 
+    def begun(node: "FlowerNode") -> None:
+        end.say_before(node.leave)
+        # Not when it is connected: an aggregator that is down must not keep a machine
+        # from starting. The status says which it is.
+        notify(service_manager.READY)
+
     with interrupts(stop):
         serve(
             options.config,
             stopped=stopped,
             leaves=lambda: why[0] if why else None,
             clock=options.clock,
-            listener=tell,
-            begun=lambda node: end.say_before(node.leave),
+            listener=_told_to(notify),
+            begun=begun,
         )
         prompt_end.leave()
     return DONE
@@ -110,6 +126,16 @@ def _site_relay(options: argparse.Namespace) -> int:
             listener=tell,
         )
     return DONE
+
+
+def _told_to(notify: Notify) -> Callable[[str], None]:
+    """What tells a person and the service manager the same."""
+
+    def listener(text: str) -> None:
+        tell(text)
+        notify(service_manager.status(text))
+
+    return listener
 
 
 VERBS = {

@@ -17,7 +17,8 @@ from deploy.wiring import parts as wiring
 from federation.job import job_file
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FOLDERS = ("*.md", "docs/**/*.md", "deploy/**/*.md")
+PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SCOPE = ["*.md", "docs/*.md", "docs/*/*.md", "benchmarks/*.md"]
+SCOPE = ["*.md", "docs/*.md", "docs/*/*.md", "benchmarks/*.md", "deploy/**/*.md"]
 """Globs of the pages that are checked, those generated from the code among them."""
 
 PLAIN = {
