@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from clients.user_code import sentence, unable_to_exit
 from federation.clock import SystemClock
 from federation.events import Event, ModelEvaluated, RoundFinished, RunFinished
-from federation.job import job_file
+from federation.job import code_files, job_file
 from federation.job.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def load_job(
 
     Raises:
         JobError: The job cannot be read, or asks for something unknown or out of range.
+        StoreError: ``model.weights`` is in a bucket that cannot be read.
     """
     folder = Path()
     match source:
@@ -53,8 +54,13 @@ def load_job(
             folder = Path(source).parent
     for key, value in {**(overrides or {}), **keys}.items():
         job_file.override(document, key, value)
-    job_file.pin(document, folder)
-    return job_file.parse(document)
+    code_files.pin(document, folder)
+    job = job_file.parse(document)
+    if job.model.weights is None:
+        return job
+    from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch
+
+    return pinned(job, folder)
 
 
 def simulate(

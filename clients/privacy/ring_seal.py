@@ -240,7 +240,7 @@ class RingSeal:
         session = self._session_of(body)
         contract = session.contract
         check_clip(contract, body.update_clip)
-        work.check_layout()
+        work.check_model()
         model = train.model_digest(task.weights_d, task.integers_m)
         session.check_model(
             body.certificate, round_index=task.round_index, model_digest=model

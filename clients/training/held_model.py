@@ -32,17 +32,24 @@ class HeldModel:
             ProtocolError: They come in words of another codec.
             NotSetUp: The model that changed is not here.
         """
-        links = self._links
-        if task.changed_to:
-            weights_d = self._changed(task)
-        else:
-            _check_type(task, links.whole)
-            weights_d = decoded(links.whole, task.weights_d, seed=task.round_index)
-            if links.changes:  # A task's memory is its sender's after the round.
+        weights_d = self._changed(task) if task.changed_to else self.whole(task)
+        if self._links.changes:
+            if not task.changed_to:  # Its memory is its sender's after the round.
                 weights_d = weights_d.copy()
-        if links.changes:
             self._held_d, self._digest = weights_d, task.changed_to
         return weights_d
+
+    def whole(self, task: RoundTask) -> Vector:
+        """Return the float values of a task that carries the whole model.
+
+        Raises:
+            ProtocolError: It does not, or they come in words of another codec.
+        """
+        if task.changed_to:
+            raise ProtocolError("was sent what changed in a model, and not a whole one")
+        codec = self._links.whole
+        _check_type(task, codec)
+        return decoded(codec, task.weights_d, seed=task.round_index)
 
     def _changed(self, task: RoundTask) -> Vector:
         held_d, codec, words = self._held_d, self._links.down, task.weights_d

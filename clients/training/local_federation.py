@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from clients.data import Dataset
 from clients.models.model_pool import ModelPool
+from clients.models.starting_weights import check_first
 from clients.training.site import Report, Seal, Site, log
 from clients.training.site_state import SiteState
 from clients.training.trainer import TorchTrainer
@@ -75,6 +77,7 @@ class Federation:
             withheld=withheld(self.job),
             seal=seal,
             links=self.job.communication.links,
+            check_first=partial(check_first, self.job, self.pool),
             tells_all=tells_all,
             report=report,
         )

@@ -89,6 +89,7 @@ class WorkResult(Generic[SealedT]):
 
 
 Report = Callable[[Task, Exception], None]
+CheckFirst = Callable[[Vector, IntegerVector], None]
 
 
 def log(task: Task, error: Exception) -> None:
@@ -97,6 +98,10 @@ def log(task: Task, error: Exception) -> None:
         _LOG.warning("round %s failed", task.round_index, exc_info=error)
     else:
         _LOG.warning("round %s refused: %s", task.round_index, error)
+
+
+def _any_model(weights_d: Vector, integers_m: IntegerVector) -> None:
+    """Take any first model, as where the site's own factory cannot say which."""
 
 
 class Seal(Protocol):
@@ -141,6 +146,8 @@ class Site:
             ``federation.job.disclosure``.
         seal: How answers leave the site; in the clear by default.
         links: The job's codecs.
+        check_first: Checks float and integer values of the model before the first
+            round, and raises a ``ProtocolError`` if they are not the job's.
         tells_all: Whether the text of any error leaves the site, as is good in a
             simulation. If not, of errors that are not ours only their kind does,
             since they may quote a record.
@@ -156,6 +163,7 @@ class Site:
     withheld: Collection[str] = ()
     seal: InitVar[Seal | None] = None
     links: InitVar[Links] = Links()  # noqa: RUF009 -- immutable
+    check_first: CheckFirst = _any_model
     tells_all: bool = True
     report: Report = log
 
@@ -187,6 +195,7 @@ class Site:
             state=self.state,
             clock=self.clock,
             held=self._held,
+            check_first=self.check_first,
             meter=self.meter,
             withheld=self.withheld,
             report=self.report,
@@ -215,6 +224,7 @@ class Work:
         state: What the site keeps of the run.
         clock: Measures how long the work takes.
         held: Reads the model.
+        check_first: As in ``Site``.
         meter: Measures what else it takes.
         withheld: Fields of the result that the site does not send.
         report: Takes what is wrong with the work, if the seal says less of it.
@@ -225,22 +235,27 @@ class Work:
     state: SiteState
     clock: Clock
     held: HeldModel
+    check_first: CheckFirst
     meter: UsageMeter
     withheld: Collection[str]
     report: Report
 
-    def check_layout(self) -> None:
+    def check_model(self) -> None:
         """Check that the task is about the site's model, which is loaded for it.
+
+        The first round's must also have the values that the job begins with.
 
         Raises:
             ProtocolError: It is about another one.
         """
-        layout = self.find_trainer().layout()
-        if self.task.layout_digest != layout.digest:
+        task, layout = self.task, self.find_trainer().layout()
+        if task.layout_digest != layout.digest:
             raise ProtocolError(
                 f"{layout_differs(layout)}: give the site the job's model factory and "
                 "options"
             )
+        if 0 in {task.based_on, task.round_index - 1}:
+            self.check_first(self.held.whole(task), task.integers_m)
 
     def do(
         self, seal: Callable[[Vector, LocalWeights | LocalUpdate], SealedT]
@@ -330,7 +345,7 @@ class PlainSeal:
         """
         if task.secure:
             raise ProtocolError(_IN_THE_CLEAR)
-        work.check_layout()
+        work.check_model()
         done = work.do(partial(update.encode, codec=self._codec, seed=task.round_index))
         trained = done.trained
         if trained is None:

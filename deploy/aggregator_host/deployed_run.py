@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from clients.models.model_pool import ModelPool
+from clients.models.starting_weights import initial_weights, notice
 from clients.privacy import site_plans as private_sites, sum_plan as sum_privacy
 from clients.privacy.sum_plan import SumPrivacy
 from clients.training.local_federation import Federation
@@ -20,7 +21,6 @@ from deploy.wiring import parts as wiring, store_meters
 from deploy.wiring.rehearsal import dropout_notice
 from deploy.wiring.run import ConnectedSites, Run, SecureContext
 from deploy.wiring.run_record import RunRecord
-from deploy.wiring.starting_weights import initial_weights, notice
 from deploy.wiring.store_meters import StoreMeters
 from federation.events import Emit, Event, SitePrivacy, SitesIntroduced, Warned
 from federation.ids import SiteId

@@ -12,6 +12,7 @@ def load_job(options: argparse.Namespace) -> "JobSpec":
 
     Raises:
         JobError: It cannot be read, or is not one that can be run.
+        StoreError: ``model.weights`` is in a bucket that cannot be read.
     """
     from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -20,4 +21,9 @@ def load_job(options: argparse.Namespace) -> "JobSpec":
         overrides.append(f"seed={options.seed}")
     if getattr(options, "extend", None) is not None:
         overrides.append(f"rounds={options.extend}")
-    return job_file.load(options.job, overrides)
+    job = job_file.load(options.job, overrides)
+    if job.model.weights is None:
+        return job
+    from clients.models.starting_weights import pinned  # noqa: PLC0415 -- imports torch
+
+    return pinned(job, options.job.parent)

@@ -68,10 +68,10 @@ def _forget_output() -> None:
 
 def _check_job(options: argparse.Namespace) -> int:
     job = load_job(options)
+    from clients.models.starting_weights import initial_weights  # noqa: PLC0415
     from clients.training.first_batch import check_first_batches  # noqa: PLC0415
     from deploy.cli import job_check  # noqa: PLC0415 -- imports torch
     from deploy.wiring import parts as wiring  # noqa: PLC0415 -- imports torch
-    from deploy.wiring.starting_weights import initial_weights  # noqa: PLC0415
     from federation.job import job_file  # noqa: PLC0415
     from monitoring.runs.find import runs_root  # noqa: PLC0415 -- imports torch
     from monitoring.terminal.data_table import data_table  # noqa: PLC0415

@@ -34,7 +34,6 @@ def _run(options: argparse.Namespace) -> int:
     from deploy.wiring import extension  # noqa: PLC0415 -- keeps `--help` fast
     from federation import folder_lock  # noqa: PLC0415 -- keeps `--help` fast
     from federation.ids import new_run_id  # noqa: PLC0415
-    from federation.job import weights_file  # noqa: PLC0415
     from monitoring.runs.run_folder import RunFolder  # noqa: PLC0415
 
     config = _config(options)
@@ -50,7 +49,9 @@ def _run(options: argparse.Namespace) -> int:
     else:
         check(job, Parties.load(config.folder))
         if job.model.weights is not None:  # The coordinator looks for it there.
-            weights_file.find(job.model.weights, config.folder)
+            from clients.models import starting_weights  # noqa: PLC0415
+
+            starting_weights.find(job, config.folder)
         run = RunFolder(config.runs / job.name / new_run_id(now, os.urandom(3)))
         run_queue.submit(job, run, at=now)
     name = run.path.name

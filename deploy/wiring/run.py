@@ -18,12 +18,12 @@ from aggregator.sampling import draw_cohort
 from aggregator.secure_sum import SecureGather
 from aggregator.server_optimizer import server_optimizer
 from aggregator.weighting import SignedCounts
+from clients.models.starting_weights import initial_weights
 from clients.training.local_federation import Federation
 from cloud_adapters.local.faults import FaultInjector, Restartable
 from cloud_adapters.local.inproc_grid import InProcessGrid
 from cloud_adapters.local.transcript import recorded
 from deploy.wiring import parts as wiring
-from deploy.wiring.starting_weights import initial_weights
 from federation.events import Emit, RunExtended
 from federation.ids import RunId, SiteId
 from federation.job import job_digest

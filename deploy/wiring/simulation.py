@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from aggregator import model_export
+from clients.models.starting_weights import initial_weights, notice, pinned
 from clients.privacy.dataset_name import lineage
 from clients.privacy.ledger_memory import LifetimeBudget
 from clients.privacy.site_memory import FileMemory, InMemory
@@ -25,7 +26,6 @@ from deploy.wiring.rehearsal import (
 )
 from deploy.wiring.run import InProcess, Run, SiteSource
 from deploy.wiring.run_record import RunRecord
-from deploy.wiring.starting_weights import initial_weights, notice
 from deploy.wiring.store_meters import StoreMeters
 from federation.clock import SystemClock, VirtualClock
 from federation.errors import CorruptObject, QuorumNotMet, RunConflict, RunNotFound
@@ -100,8 +100,11 @@ def simulate(
             be extended to this one.
         FederationError: Anything else that ends a run before its time.
     """
+    beside = Path()
     if not isinstance(job, JobSpec):
+        beside = Path(job).parent
         job = job_file.load(Path(job))
+    job = pinned(job, beside)
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
     wiring.check_sites_are_here(job)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from federation.errors import JobError
-from federation.job import code_files, weights_file
+from federation.job import code_files
 from federation.job.job_checks import check
 from federation.job.job_keys import documented
 from federation.job.spec import PLANNED_KEYS, JobSpec
@@ -37,7 +37,7 @@ _NOT_TOML = (ValueError, RecursionError)
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
-    """Read and check a job file.
+    """Read and check a job file, and pin the code of users that it names.
 
     Args:
         path: A TOML file.
@@ -56,22 +56,8 @@ def load(path: Path, overrides: Iterable[str] = ()) -> JobSpec:
             fault = f"cannot set {text!r}: write key=value, for example rounds=3"
             raise JobError(fault)
         override(document, name.strip(), _toml_value(raw.strip()))
-    pin(document, path.parent)
+    code_files.pin(document, path.parent)
     return parse(document)
-
-
-def pin(document: dict[str, Any], folder: Path) -> None:
-    """Give files that a job's document names their digests, which bind their content.
-
-    Args:
-        document: Nested mappings, which are changed.
-        folder: What their paths are relative to.
-
-    Raises:
-        JobError: A file is missing, or is not what the job takes it for.
-    """
-    code_files.pin(document, folder)
-    weights_file.pin(document, folder)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class ModelSpec:
             `from_server`.
         weights: Weights to start from, in place of those that the factory draws: a
             safetensors file or the folder of a completed run, relative to the job file
-            or to the working folder. A digest is added when the job is loaded.
+            or to the working folder; or `s3://BUCKET/KEY`, `gs://BUCKET/KEY` of a file
+            or an exported model. A digest of the weights is added when the job is
+            loaded; sites compare the first model with it.
     """
 
     factory: str

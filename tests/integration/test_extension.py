@@ -8,14 +8,19 @@ import pytest
 from support.secure_runs import secure_job
 from support.small_jobs import small_job
 
+from clients.models.model_pool import ModelPool
+from clients.models.starting_weights import initial_weights, pinned
+from deploy.wiring import extension, run as wiring_run
 from deploy.wiring.simulation import simulate
-from federation.errors import CheckpointMismatch, RunNotFound
+from federation.clock import SystemClock
+from federation.errors import CheckpointMismatch, QuorumNotMet, RunNotFound
 from federation.events import (
     Event,
     RoundFinished,
     RunExtended,
     RunFinished,
     SiteAnswered,
+    SiteFailed,
 )
 from federation.job import job_digest, job_file
 from federation.job.spec import JobSpec
@@ -211,14 +216,32 @@ def test_with_secure_aggregation_a_new_contract_goes_on(tmp_path: Path) -> None:
     assert [end.rounds_completed for end in ends] == [2, 3]
 
 
+def test_an_extension_asks_for_no_number_twice(tmp_path: Path) -> None:
+    """Sites refuse it, whatever the aggregator's record says is left."""
+    run = RunFolder(tmp_path / "run")
+    simulate(secure_job(3, threshold=3, rounds=2), folder=run.path)
+    job = secure_job(3, threshold=3, rounds=4)
+    extension.record(job, run, SystemClock())
+    honest = '"first_round": 4'
+    assert honest in run.events.read_text()
+    run.events.write_text(run.events.read_text().replace(honest, '"first_round": 3'))
+    outcome = simulate(job, folder=run.path, resume=True)
+    rounds = [(row.index, row.status) for row in run.view().rounds]
+    assert rounds == [(1, "completed"), (2, "completed"), (3, "lost"), (4, "completed")]
+    said = [e.message for e in run.read_events() if isinstance(e, SiteFailed)]
+    assert len(said) == 3
+    assert all("round 3" in each for each in said), said
+    assert outcome.rounds_completed == 3
+
+
 def test_a_run_starts_from_the_model_of_another(tmp_path: Path) -> None:
     """As it was exported; the record says where it came from."""
     first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
     simulate(job_of(2), folder=first.path)
     document = job_file.document(job_of(1))
     document["model"]["weights"] = "first"
-    job_file.pin(document, tmp_path)
-    outcome = simulate(job_file.parse(document), folder=second.path)
+    job = pinned(job_file.parse(document), tmp_path)
+    outcome = simulate(job, folder=second.path)
     (start,) = [e for e in outcome.view.evaluations() if e.round_index == 0]
     last = first.view().last_evaluated
     assert last is not None
@@ -228,5 +251,29 @@ def test_a_run_starts_from_the_model_of_another(tmp_path: Path) -> None:
     assert weights in second.report.read_text()
     # Once it has begun, it goes on without the file.
     first.model.unlink()
-    resumed = simulate(job_file.parse(document), folder=second.path, resume=True)
+    resumed = simulate(job, folder=second.path, resume=True)
     assert resumed.status == "completed"
+
+
+@pytest.mark.parametrize(
+    "job", [job_of(1), secure_job(3, threshold=3, rounds=1)], ids=["plain", "secure"]
+)
+def test_sites_refuse_another_first_model_than_the_jobs(
+    job: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an aggregator that starts from weights of its own under the job's name."""
+    simulate(job_of(1), folder=tmp_path / "first")
+    document = job_file.document(job)
+    document["model"]["weights"] = "first"
+    job = pinned(job_file.parse(document), tmp_path)
+    assert simulate(job).status == "completed"
+
+    def other(job: JobSpec, pool: ModelPool) -> Any:
+        weights_d, integers_m = initial_weights(job, pool)
+        weights_d[3] += 1e-6
+        return weights_d, integers_m
+
+    monkeypatch.setattr(wiring_run, "initial_weights", other)
+    with pytest.raises(QuorumNotMet) as caught:
+        simulate(job)
+    assert "site-0: was sent a first model with other weights" in str(caught.value)

@@ -294,7 +294,7 @@ TASK = {
     "evaluate_after": "task digest",
     "secure": "see BODY",
     "anchor": "compared with the site's own ledger; nothing is computed from it",
-    "based_on": "copied into the answer; nothing is computed from it",
+    "based_on": "copied into the answer; with 0 the model is compared with the job's",
     "fragment": "copied into the answer; nothing is computed from it",
     "changed_to": "refused: secure jobs have no changes, so a site keeps no model",
 }

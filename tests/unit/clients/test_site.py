@@ -11,7 +11,7 @@ from cloud_adapters.storage.memory import MemoryStore
 from federation.clock import SystemClock
 from federation.compression import change
 from federation.compression.codec import BF16, FP16, Codec, Links, decoded
-from federation.errors import SiteError, UserCodeError
+from federation.errors import ProtocolError, SiteError, UserCodeError
 from federation.ids import RunId, SiteId
 from federation.messages import (
     NO_ANCHOR,
@@ -170,6 +170,7 @@ def test_model_in_words_of_another_codec_is_refused(store: MemoryStore, codec: C
 def change_task(words: list[float], result: list[float], **changes: Any):
     """A task with what changed, and the model that should come of it."""
     after = change.digest(np.float32(result))
+    changes = {"based_on": 4, **changes}
     return task(weights_d=np.float32(words), changed_to=after, **changes)
 
 
@@ -434,3 +435,40 @@ def test_a_failed_start_is_tried_again(store: MemoryStore):
     site = Site(SITE, make_trainer=make, state=state, clock=SystemClock())
     answers = [site.handle(task()) for _ in range(3)]
     assert [type(a) for a in answers] == [SiteFailure, SiteUpdate, SiteUpdate]
+
+
+@pytest.mark.parametrize(
+    ("place", "answer_type"),
+    [
+        ({"round_index": 1}, SiteFailure),
+        # No honest aggregator says so.
+        ({"round_index": 1, "based_on": 7}, SiteFailure),
+        ({"round_index": 3, "based_on": 0}, SiteFailure),
+        ({"round_index": 2, "based_on": 1}, SiteUpdate),
+    ],
+)
+def test_the_first_model_is_compared_with_the_jobs(
+    place: dict[str, int], answer_type: type, store: MemoryStore
+):
+    """Before anything is trained; later ones are the aggregator's to say."""
+
+    def refuse(weights_d: Vector, integers_m: IntegerVector) -> None:
+        raise ProtocolError(f"other weights: {weights_d}")
+
+    trainer = AddOne()
+    site = site_of(trainer, store)
+    site.check_first = refuse
+    answer = site.handle(task(**place))
+    assert type(answer) is answer_type
+    if isinstance(answer, SiteFailure):
+        assert answer.kind is FailureKind.INVALID
+        assert "other weights" in answer.message
+
+
+def test_a_change_is_no_first_model(store: MemoryStore):
+    """It could turn the weights of the job into any others."""
+    site = site_of(AddOne(), store, Links(changes=True))
+    site.handle(task())
+    answer = site.handle(change_task([0.5, -0.5], [1.5, 0.5], based_on=0))
+    assert isinstance(answer, SiteFailure)
+    assert "not a whole one" in answer.message

@@ -251,6 +251,57 @@ def test_a_run_is_extended_and_never_shortened(agent: SiteAgent, members: Consor
     agent.close()
 
 
+LINEAR = {"local_steps": 1, "learning_rate": {"name": "linear"}}
+PAIR: Any = {"num_sites": 2, "rounds": 2}
+OTHER_WEIGHTS = {
+    "factory": "clients.models:logistic_regression",
+    "options": {"inputs": 4, "classes": 3},
+    "weights": f"x@{'0' * 64}",
+}
+
+
+@pytest.mark.parametrize(
+    ("job", "changes", "said"),
+    [
+        (small_job(**PAIR), {"seed": 1}, "seed: 1 here, 0 there"),
+        (small_job(**PAIR), {"model": OTHER_WEIGHTS}, "model.weights"),
+        (small_job(**PAIR, training=LINEAR), {}, "learning_rate.name = 'linear'"),
+        (private_job(rounds=2), {}, "differential privacy cannot be extended"),
+    ],
+    ids=["another key", "other weights", "schedule", "private"],
+)
+def test_an_extension_brings_nothing_but_rounds(
+    job: JobSpec,
+    changes: dict[str, Any],
+    said: str,
+    agent: SiteAgent,
+    members: Consortium,
+):
+    """The site compares for itself, whatever the aggregator's record says."""
+    accepted(agent, members, job)
+    document = job_file.document(job) | changes | {"rounds": 3}
+    more = agents.proposal(job_file.parse(document))
+    assert said in agents.propose(agent, members, more).refused
+    agent.close()
+
+
+def test_an_earlier_proposal_takes_no_extension_back(
+    agent: SiteAgent, members: Consortium
+):
+    """Of a run that was extended twice, also after a restart."""
+    proposals = [
+        agents.proposal(small_job(num_sites=2, rounds=rounds)) for rounds in (2, 3, 4)
+    ]
+    for each in proposals:
+        assert not agents.propose(agent, members, each).refused
+    agent.close()
+    again = agents.agent(agent.config.folder.parent, NAME, members)
+    for each in proposals[:2]:
+        assert "has 4 already" in agents.propose(again, members, each).refused
+    assert not agents.propose(again, members, proposals[2]).refused
+    again.close()
+
+
 def test_where_a_run_is_kept_may_change(agent: SiteAgent, members: Consortium):
     """A coordinator may move to another place; no result depends on it."""
     accepted(agent, members, small_job(num_sites=2))
