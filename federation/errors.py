@@ -16,6 +16,13 @@ FederationError
 |-- RunStopped                someone stopped the run before its first round
 |-- PrivacyError              a guarantee that cannot be given: nothing is released
 |   `-- BudgetExceeded        a release that would exceed a site's epsilon
+|-- ComputeError              a request to a compute service failed
+|   |-- NoCapacity            the cloud has no such machine now, in any zone
+|   |-- QuotaReached          the account may not have more of them
+|   |-- MachineRefused        no such machine type, image or zone
+|   |-- ComputeForbidden      these credentials may not do this
+|   |-- ComputeUnauthenticated  no credentials, or none that the service accepts
+|   `-- ComputeUnavailable    unreachable, or too many requests, after all attempts
 `-- StoreError                an object store request failed
     |-- ObjectNotFound
     |-- ObjectExists          a create-only write found an object in its place
@@ -192,6 +199,34 @@ class BudgetExceeded(PrivacyError):
         super().__init__(message)
         self.epsilon = epsilon
         self.cap = cap
+
+
+class ComputeError(FederationError):
+    """A request to a compute service failed."""
+
+
+class NoCapacity(ComputeError):
+    """The cloud has no such machine now, in any of the zones."""
+
+
+class QuotaReached(ComputeError):
+    """The account may not have more machines of this kind."""
+
+
+class MachineRefused(ComputeError):
+    """The cloud knows no such machine type, image, zone or network."""
+
+
+class ComputeForbidden(ComputeError):
+    """These credentials may not do this."""
+
+
+class ComputeUnauthenticated(ComputeError):
+    """There are no credentials, or none that the service accepts."""
+
+
+class ComputeUnavailable(ComputeError):
+    """The service is unreachable or refuses more requests, after all attempts."""
 
 
 class StoreError(FederationError):

@@ -5,11 +5,14 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from federation.clock import SystemClock
 from federation.errors import FederationError, StoreUnavailable
 from federation.os_errors import os_errors
-from federation.protocols import Clock
+
+if TYPE_CHECKING:  # It brings numpy, and a process that waits is to be small.
+    from federation.protocols import Clock
 
 # Whoever looks whether a lock is held (``is_held``) holds it himself for a moment.
 TRIES = 5
@@ -19,7 +22,7 @@ PAUSE_SECONDS = 0.05
 _SYSTEM_CLOCK = SystemClock()
 
 
-def acquire(handle: int, clock: Clock = _SYSTEM_CLOCK) -> bool:
+def acquire(handle: int, clock: "Clock" = _SYSTEM_CLOCK) -> bool:
     """Lock an open file, and say whether no other process holds it.
 
     Raises:

@@ -19,6 +19,7 @@ from typing import Any
 from deploy import exit_codes
 from deploy.aggregator_host import config as aggregator_file
 from deploy.cli import commands as cli
+from deploy.fleet import deployment_file
 from deploy.site_host import config as site_file
 from federation import errors, event_log, events, messages
 from federation.job import disclosure, spec as job
@@ -75,6 +76,11 @@ _AGGREGATOR_FILE = (
     "`aggregator.toml` holds the decisions of the aggregator's operator. `crossfed "
     "aggregator init` creates it."
 )
+_DEPLOYMENT_FILE = (
+    "A deployment file says which machines a federation runs on. `crossfed up FILE` "
+    "starts them and `crossfed down FILE` ends them "
+    "([how-to](../howto/one-command.md)). What a run computes is in its job."
+)
 _OVERRIDES = (
     "Every key can be replaced on the command line: `--set training.optimizer.lr=0.1`, "
     "`--set sites.0.name=here` for an entry of a list, `--set schedule.minimum_sites=` "
@@ -101,6 +107,7 @@ def pages() -> dict[Path, str]:
         "job-file.md": _job_file,
         "site-file.md": _site_file,
         "aggregator-file.md": _aggregator_file,
+        "deployment-file.md": _deployment_file,
         "speeds-file.md": _speeds_file,
         "cli.md": _cli,
         "errors.md": _errors,
@@ -149,6 +156,11 @@ def _site_file() -> Iterator[str]:
 def _aggregator_file() -> Iterator[str]:
     yield from ("# Aggregator file", "", _AGGREGATOR_FILE, "")
     yield from _job_table(aggregator_file.AggregatorFile, "")
+
+
+def _deployment_file() -> Iterator[str]:
+    yield from ("# Deployment file", "", _DEPLOYMENT_FILE, "")
+    yield from _job_table(deployment_file.DeploymentFile, "")
 
 
 def _speeds_file() -> Iterator[str]:

@@ -8,9 +8,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from federation.errors import MissingExtra
-from federation.protocols import Clock
+
+if TYPE_CHECKING:  # It brings numpy, and a process that waits is to be small.
+    from federation.protocols import Clock
 
 FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 0.5, 30.0
 # A program that ran for so long starts with a short wait again.
@@ -43,7 +46,7 @@ class Child:
     command: Sequence[str]
     environment: Mapping[str, str]
     logs: Path
-    clock: Clock
+    clock: "Clock"
     listener: Callable[[str], None]
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _started: float = field(default=0.0, init=False)

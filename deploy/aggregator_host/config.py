@@ -8,7 +8,7 @@ from pathlib import Path
 from cloud_adapters.superlink.answer_limits import Limits
 from deploy.wiring import exchange
 from deploy.wiring.exchange import ExchangeSpec
-from federation.addresses import parse_address, parse_port
+from federation.addresses import bracketed, parse_address, parse_port
 from federation.errors import FederationError, JobError
 from federation.job import job_file
 from federation.job.job_keys import key
@@ -98,6 +98,12 @@ class AggregatorConfig:
 
     file: AggregatorFile
     folder: Path
+
+    @property
+    def address(self) -> str:
+        """Where sites find it, ``HOST:PORT``: the first of ``hosts``."""
+        _, port = parse_address(self.file.listen, key="listen")
+        return f"{bracketed(self.file.hosts[0])}:{port}"
 
     @property
     def runs(self) -> Path:

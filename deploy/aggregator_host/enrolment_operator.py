@@ -19,7 +19,7 @@ from deploy.aggregator_host.enrolment_book import (
     WithdrawnSite,
     open_authority,
 )
-from federation.addresses import bracketed, parse_address
+from federation.addresses import parse_address
 from federation.durable_files import replace_file
 from federation.errors import FederationError, JobError
 from federation.ids import check_name
@@ -158,9 +158,7 @@ def invite(
         check_name(site)
     except ValueError as error:
         raise JobError(str(error), key="site") from None
-    if address is None:
-        _, port = parse_address(config.file.listen, key="listen")
-        address = f"{bracketed(config.file.hosts[0])}:{port}"
+    address = config.address if address is None else address
     parse_address(address, key="address")
     authority = open_authority(config.folder, clock=clock)
     _check_pinned(config.folder / "roster.toml")

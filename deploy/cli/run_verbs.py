@@ -61,19 +61,34 @@ def _run(options: argparse.Namespace) -> int:
     if options.detach:
         _say_run(options, run, "waiting")
         return DONE
-    return _follow(options, run)
+    return follow(options, run)
 
 
-def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
-    """Show a run until it ends; Ctrl-C leaves it alone."""
+def follow(
+    options: argparse.Namespace,
+    run: "RunFolder",
+    look: Callable[[], None] = lambda: None,
+) -> int:
+    """Show a run until it ends; Ctrl-C leaves it alone.
+
+    Args:
+        options: Of the verb.
+        run: The run.
+        look: Called again and again while nothing happens in it.
+    """
     from federation.event_log import from_line  # noqa: PLC0415 -- keeps `--help` fast
 
     try:
-        _await_start(run, options.clock)
+        _await_start(run, options.clock, look)
         with run_progress(options.clock) as show:
             pauses = _Pauses(run, options.clock, lock=_config(options).lock)
+
+            def idle() -> None:
+                pauses.look()
+                look()
+
             over = partial(_is_over, run)
-            for line in _lines(run, over, options.clock, idle=pauses.look):
+            for line in _lines(run, over, options.clock, idle=idle):
                 event = from_line(line)
                 if event is not None:
                     show(event)
@@ -83,7 +98,9 @@ def _follow(options: argparse.Namespace, run: "RunFolder") -> int:
     return _tell_outcome(options, run)
 
 
-def _await_start(run: "RunFolder", clock: "Clock") -> None:
+def _await_start(
+    run: "RunFolder", clock: "Clock", look: Callable[[], None] = lambda: None
+) -> None:
     """Say what a run waits for, until it begins or is over."""
     from deploy.aggregator_host import run_queue  # noqa: PLC0415 -- keeps `--help` fast
 
@@ -94,6 +111,7 @@ def _await_start(run: "RunFolder", clock: "Clock") -> None:
         if text != told:
             tell(text)
         told = text
+        look()
         clock.sleep(START_LOOK_SECONDS)
 
 
@@ -124,8 +142,10 @@ def _tell_outcome(options: argparse.Namespace, run: "RunFolder") -> int:
     elif options.json:
         _say_run(options, run, status)
     elif run.exists():
-        for text in lines(run.view(), status=status):
-            say(text)
+        # A job that no site accepts ends before the first event: its message says so.
+        with contextlib.suppress(RunNotFound):
+            for text in lines(run.view(), status=status):
+                say(text)
         say(f"run         {run.path}")
         if run.report.is_file():
             say(f"report      {run.report}")
@@ -241,7 +261,7 @@ def _cell(value: Any) -> str:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    return _follow(options, _find(options))
+    return follow(options, _find(options))
 
 
 def _logs(options: argparse.Namespace) -> int:

@@ -1,11 +1,11 @@
 """Verbs of the processes that stay: ``aggregator`` and ``site``."""
 
 import argparse
-import json
 import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from deploy import service_manager
@@ -16,48 +16,24 @@ from deploy.service_manager import Notify
 if TYPE_CHECKING:
     from cloud_adapters.flower.node import FlowerNode
 
-_AGGREGATOR_TOML = """\
-# See docs/howto/two-machines.md. Keys that are left out have their defaults.
-listen = "{listen}"
-hosts = {hosts}
-proxy = {proxy}
-"""
-
 
 def _init(options: argparse.Namespace) -> int:
-    from deploy.aggregator_host import config as aggregator_file  # noqa: PLC0415 -- --help
-    from deploy.aggregator_host.service import initialise  # noqa: PLC0415
-    from privacy.membership import key_files as keys, roster_file  # noqa: PLC0415 -- --help
-    from privacy.secret_files import write_new  # noqa: PLC0415
+    from deploy.aggregator_host import new_aggregator  # noqa: PLC0415 -- --help
 
     folder, hosts = options.folder, options.host or ["localhost"]
-    # First: keys are never overwritten, so a mistake must not leave any.
-    aggregator_file.check(
-        aggregator_file.AggregatorFile(
-            listen=options.listen, hosts=tuple(hosts), proxy=not options.no_proxy
-        )
-    )
-    authority = initialise(folder, hosts, clock=options.clock)
-    made = keys.new(
-        "aggregator", random_bytes=os.urandom, out=folder / "aggregator.pem"
-    )
-    roster_file.trust(
-        folder / "roster.toml",
-        site=None,
-        organisation=options.organisation or hosts[0],
-        key=made.public_key,
-    )
-    text = _AGGREGATOR_TOML.format(
+    made = new_aggregator.create(
+        folder,
+        hosts,
         listen=options.listen,
-        hosts=json.dumps(hosts),
-        proxy=json.dumps(not options.no_proxy),
+        proxy=not options.no_proxy,
+        organisation=options.organisation,
+        random_bytes=os.urandom,
+        clock=options.clock,
     )
-    write_new(folder / "aggregator.toml", text.encode(), mode=0o644)
-    facts = {"folder": str(folder), "authority": authority.fingerprint}
     if options.json:
-        say_json({**facts, "identity": made.public_key})
+        say_json({"folder": str(folder), **asdict(made)})
         return DONE
-    tell(f"an aggregator in {folder}; its authority is {authority.fingerprint}")
+    tell(f"an aggregator in {folder}; its authority is {made.authority}")
     tell(f"start it with: crossfed aggregator up --config {folder}/aggregator.toml")
     return DONE
 

@@ -54,6 +54,9 @@ ELSEWHERE = {
     "data balance": "integration/test_balance.py",
     "data info": "integration/test_data_in_store.py",
     "storage rewrap": "unit/deploy/test_rewrap.py",
+    "up": "integration/test_fleet.py",
+    "nodes": "integration/test_fleet.py",
+    "down": "integration/test_fleet.py",
 }
 # Results of one function with a verb above, as JSON or not.
 AS_THE_OTHER = {

@@ -1,0 +1,1 @@
+"""Machines of a cloud, and of this host: started, found again, ended."""

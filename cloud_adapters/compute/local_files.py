@@ -1,0 +1,106 @@
+"""Files in the folder of a node of this host; see ``local_node``."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from federation import durable_files, typed_json
+from federation.errors import ComputeError, StoreUnavailable
+from federation.os_errors import os_errors
+
+NODE = "node.json"
+LOCK, STOP = "lock", "stop"
+# Its log has the name with ".log" behind it.
+PROGRAM = "program"
+LOG = f"{PROGRAM}.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNode:
+    """What was launched; see ``NodeSpec``.
+
+    Attributes:
+        name: As there.
+        command: As there.
+        environment: Names and values.
+        labels: Names and values.
+        max_seconds: As there.
+        market: As there.
+        launched: When, in seconds since 1970.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    labels: tuple[tuple[str, str], ...]
+    max_seconds: float
+    market: str
+    launched: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStarted:
+    """When a node began to work, and the number of its process."""
+
+    at: float
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEnded:
+    """When a node ended, and why; empty if it was asked to."""
+
+    at: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTrouble:
+    """When a node's program ended by itself, and with what."""
+
+    at: float
+    text: str
+
+
+_Kind = TypeVar("_Kind", LocalNode, NodeStarted, NodeEnded, NodeTrouble)
+_NAMES: Mapping[type, str] = {
+    LocalNode: NODE,
+    NodeStarted: "started.json",
+    NodeEnded: "ended.json",
+    NodeTrouble: "trouble.json",
+}
+
+
+def write(folder: Path, value: _Kind) -> None:
+    """Write a file of a node, whole or not at all.
+
+    Raises:
+        StoreUnavailable: The folder is full or cannot be written.
+    """
+    text = json.dumps(typed_json.encode(value)).encode()
+    durable_files.replace_file(folder / _NAMES[type(value)], [text])
+
+
+def read(folder: Path, kind: type[_Kind]) -> _Kind | None:
+    """Read a file of a node; None if there is none.
+
+    Raises:
+        ComputeError: It is damaged.
+        StoreUnavailable: It cannot be read.
+    """
+    path = folder / _NAMES[kind]
+    try:
+        with os_errors(StoreUnavailable, f"read {path}"):
+            raw = path.read_bytes() if path.exists() else None
+        if raw is None:
+            return None
+        found = json.loads(raw, parse_constant=typed_json.refuse_constant)
+        decoded: _Kind = typed_json.decode(found, kind, where=str(path))
+    except ValueError as error:
+        raise ComputeError(
+            f"{path} is damaged ({error}): end its process if there is one, and remove "
+            "the folder"
+        ) from None
+    return decoded

@@ -1,0 +1,188 @@
+"""The seam to machines: what a cloud's compute service is asked for.
+
+A node is one machine, or on this host one process. Nothing here remembers a node: its
+labels do, so whoever lost everything else finds it by them and ends it.
+
+Implementation: ``cloud_adapters.compute.local``. The contract suite is
+``tests/contract/test_compute_pool.py``.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from federation.errors import ComputeError
+
+if TYPE_CHECKING:  # It brings numpy, and a process that waits is to be small.
+    from federation.protocols import Clock
+
+_LOOK_SECONDS = 0.1
+_MOST_LOOK_SECONDS = 5.0
+
+
+class Market(StrEnum):
+    """How a machine is paid: spot is cheaper, and the cloud may take it back."""
+
+    ON_DEMAND = "on-demand"
+    SPOT = "spot"
+
+
+class NodeState(StrEnum):
+    """What a node does. Only one that is gone costs nothing."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """A machine to launch.
+
+    Attributes:
+        name: What people call it; letters, digits and hyphens.
+        command: Program and arguments that the node runs until it ends. No secrets:
+            other users of the machine can read them.
+        environment: Variables of the command, in addition to those of the machine. No
+            secrets, either.
+        labels: By what it is found again; a few, each short.
+        max_seconds: After so long the node ends by itself, whoever is left to see it.
+        machine: Type of machine, for example ``g5.xlarge``; empty on this host.
+        zones: Where it may run, the best first; empty on this host.
+        market: How it is paid.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str]
+    max_seconds: float
+    machine: str = ""
+    zones: Sequence[str] = ()
+    market: Market = Market.ON_DEMAND
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine that was launched.
+
+    Attributes:
+        id: How the service knows it.
+        name: What people call it.
+        state: What it does.
+        labels: As launched.
+        machine: Type of machine.
+        zone: Where it runs.
+        market: How it is paid.
+        launched: When it was, in seconds since 1970.
+        ended: When it went; None if it has not, or nobody knows.
+        trouble: What keeps it from working, as far as is known; empty if nothing is.
+    """
+
+    id: str
+    name: str
+    state: NodeState
+    labels: Mapping[str, str]
+    machine: str = ""
+    zone: str = ""
+    market: Market = Market.ON_DEMAND
+    launched: float
+    ended: float | None = None
+    trouble: str = ""
+
+    def seconds(self, now: float) -> float:
+        """How long it has been paid for by a time."""
+        return max(0.0, (now if self.ended is None else self.ended) - self.launched)
+
+
+class ComputePool(Protocol):
+    """A compute service in one account and region.
+
+    Every method may raise a ``ComputeError`` whose class says what a person can do.
+    """
+
+    def launch(self, spec: NodeSpec, token: str) -> Node:
+        """Launch a node; the same token never launches a second one.
+
+        Zones are tried in their order.
+
+        Args:
+            spec: The node.
+            token: Names this launch. Whoever does not know whether a launch succeeded
+                repeats it with the same token, and gets the node, whatever it does now.
+
+        Raises:
+            NoCapacity: No zone has such a machine now.
+        """
+        ...
+
+    def nodes(self, labels: Mapping[str, str]) -> Sequence[Node]:
+        """Find nodes that carry all these labels, the oldest first.
+
+        Nodes that are gone are listed for as long as the service remembers them.
+        """
+        ...
+
+    def terminate(self, ids: Collection[str]) -> None:
+        """Ask nodes to end, with the notice that the machine gives its programs.
+
+        Returns at once; ``wait_for`` waits. Those that are gone or unknown are left
+        alone.
+        """
+        ...
+
+    def log(self, node_id: str) -> str:
+        """Return the last lines that a node's console or program wrote, 64 KiB at most.
+
+        Empty if the service has none.
+        """
+        ...
+
+
+def wait_for(
+    pool: ComputePool,
+    labels: Mapping[str, str],
+    holds: Callable[[Sequence[Node]], bool],
+    *,
+    what: str,
+    seconds: float,
+    clock: "Clock",
+) -> Sequence[Node]:
+    """Wait until something holds of the nodes that carry labels.
+
+    Args:
+        pool: The service.
+        labels: Which nodes.
+        holds: What is waited for.
+        what: The same in words, for the message.
+        seconds: How long.
+        clock: Tells time.
+
+    Returns:
+        The nodes as they were then.
+
+    Raises:
+        ComputeError: It did not come to hold in time.
+    """
+    deadline = clock.monotonic() + seconds
+    pause = _LOOK_SECONDS
+    while True:
+        found = pool.nodes(labels)
+        if holds(found):
+            return found
+        if clock.monotonic() >= deadline:
+            states = ", ".join(
+                f"{node.name} ({node.id}): {node.state}" for node in found
+            )
+            raise ComputeError(
+                f"{what} not within {seconds:g} s: {states or 'there is no such node'}"
+            )
+        clock.sleep(pause)
+        pause = min(1.5 * pause, _MOST_LOOK_SECONDS)
+
+
+def all_gone(nodes: Sequence[Node]) -> bool:
+    """Whether none of some nodes is left to pay for."""
+    return all(node.state is NodeState.GONE for node in nodes)

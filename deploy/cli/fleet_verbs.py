@@ -1,0 +1,129 @@
+"""Verbs of whole deployments: ``up``, ``down`` and ``nodes``."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cloud_adapters.compute.pool import NodeState
+from deploy.cli.run_verbs import follow
+from deploy.cli.terminal import say, say_json, say_table, tell
+from deploy.exit_codes import DONE
+
+if TYPE_CHECKING:
+    from cloud_adapters.compute.pool import Node
+    from deploy.fleet.deployment import Deployment
+
+_HOUR = 3600.0
+_MIB = 1 << 20
+
+
+@contextmanager
+def _opened(options: argparse.Namespace) -> "Iterator[Deployment]":
+    from deploy.fleet import deployment, deployment_file  # noqa: PLC0415 -- --help
+
+    plan = deployment_file.load(options.deployment)
+    with deployment.opened(
+        plan, random_bytes=os.urandom, clock=options.clock
+    ) as opened:
+        yield opened
+
+
+def _up(options: argparse.Namespace) -> int:
+    from deploy.fleet.bring_up import bring_up  # noqa: PLC0415 -- keeps `--help` fast
+    from federation.job import job_file  # noqa: PLC0415 -- keeps `--help` fast
+
+    with _opened(options) as deployment:
+        job = job_file.load(deployment.plan.job)
+        run = bring_up(deployment, job, random_bytes=os.urandom, tell=tell)
+        options.aggregator = deployment.aggregator / "aggregator.toml"
+    if run is None:
+        return DONE
+    if options.detach:
+        if options.json:
+            say_json({"run_id": run.path.name, "folder": str(run.path)})
+        else:
+            say(run.path.name)
+        return DONE
+    return follow(options, run, _Troubles(options).look)
+
+
+class _Troubles:
+    """Tells what keeps nodes from working, each once."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._told: set[tuple[str, str]] = set()
+
+    def look(self) -> None:
+        """Tell what is new."""
+        for _, node in _found(self._options):
+            new = (node.id, node.trouble)
+            if node.trouble and node.state is not NodeState.GONE:
+                if new not in self._told:
+                    tell(f"{node.name}: {node.trouble}")
+                self._told.add(new)
+
+
+def _down(options: argparse.Namespace) -> int:
+    from deploy.fleet import take_down  # noqa: PLC0415 -- keeps `--help` fast
+
+    with _opened(options) as deployment:
+        ended = take_down.take_down(deployment, any_owner=options.any_owner, tell=tell)
+        left = take_down.remains(deployment)
+    if options.json:
+        rows = [
+            {"what": each.what, "place": each.place, "bytes": each.num_bytes}
+            for each in left
+        ]
+        say_json({"ended": ended, "left": rows})
+        return DONE
+    say(f"{ended} nodes ended; nothing of deployment {deployment.name} runs")
+    if left:
+        say("what stays:")
+        names = ("what", "MiB", "where")
+        say_table(names, ((e.what, f"{e.num_bytes / _MIB:.1f}", e.place) for e in left))
+    return DONE
+
+
+def _found(options: argparse.Namespace) -> "Iterator[tuple[str, Node]]":
+    """Nodes of a deployment, with their providers.
+
+    Without the folder's lock: a person may look while another command works.
+    """
+    from deploy.fleet import deployment as fleet, deployment_file  # noqa: PLC0415
+    from deploy.fleet.reconcile import DEPLOYMENT  # noqa: PLC0415
+
+    plan = deployment_file.load(options.deployment)
+    for provider, pool in fleet.pools_of(plan, options.clock).items():
+        for node in pool.nodes({DEPLOYMENT: plan.file.name}):
+            yield provider, node
+
+
+def _nodes(options: argparse.Namespace) -> int:
+    now = options.clock.now()
+    rows = [
+        {
+            "node": node.name,
+            "provider": provider,
+            "state": node.state.value,
+            "hours": node.seconds(now) / _HOUR,
+            "trouble": node.trouble,
+            "id": node.id,
+        }
+        for provider, node in _found(options)
+    ]
+    if options.json:
+        say_json(rows)
+        return DONE
+    names = ("node", "provider", "state", "hours", "trouble", "id")
+    say_table(names, ([_cell(row[name]) for name in names] for row in rows))
+    return DONE
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+VERBS = {"up": _up, "down": _down, "nodes": _nodes}

@@ -1,0 +1,1 @@
+"""A whole federation from one file: planned, brought up, looked at and taken down."""

@@ -1,0 +1,368 @@
+"""``crossfed up``: start what a deployment lacks, and hand its job over.
+
+Every step looks at what is there, does what is missing and can be done again: a command
+that was killed is given once more.
+"""
+
+import hashlib
+import http.client
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli_w
+
+from cloud_adapters.compute.pool import (
+    Node,
+    NodeSpec,
+    NodeState,
+    all_gone,
+    wait_for,
+)
+from cloud_adapters.net.ports import LOOPBACK, free_port
+from cloud_adapters.net.tls import client_context
+from cloud_adapters.storage.disk.part_file import file_errors
+from deploy.aggregator_host import (
+    config as aggregator_file,
+    enrolment_operator,
+    new_aggregator,
+    run_queue,
+)
+from deploy.aggregator_host.config import AggregatorConfig
+from deploy.aggregator_host.enrolment_book import BookFile
+from deploy.aggregator_host.parties import Parties, check
+from deploy.exit_codes import DONE
+from deploy.fleet import reconcile
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.deployment_file import SiteMachine
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, SITE_PREFIX, NodeRole
+from deploy.site_host import enrol, enrolment_roster
+from federation import durable_files
+from federation.addresses import parse_address
+from federation.errors import ComputeError, JobError
+from federation.ids import new_run_id
+from federation.job import job_file
+from federation.job.spec import JobSpec
+from monitoring.runs.run_folder import RunFolder
+from privacy import own_folder
+from privacy.keystream import RandomBytes
+from privacy.membership.token import Token
+from privacy.secagg.agreement import roster
+from privacy.secret_files import read_private, replace_private
+
+_AGGREGATOR_TOML, _SITE_TOML = "aggregator.toml", "site.toml"
+_TOKEN = "token"  # noqa: S105 -- the name of a file
+_HEALTH_SECONDS, _END_SECONDS = 60.0, 90.0
+_LOOK_SECONDS = 0.2
+_OK = 200
+_SHOWN_LOG = 2000
+_SETTINGS_DIGITS = 16
+_WRITTEN = "# Written by crossfed up from the deployment file: change that one."
+
+Tell = Callable[[str], None]
+
+
+def bring_up(
+    deployment: Deployment, job: JobSpec, *, random_bytes: RandomBytes, tell: Tell
+) -> RunFolder | None:
+    """Start every node of a deployment that does not run, and hand its job over.
+
+    Args:
+        deployment: What is wanted, and what is known of it.
+        job: Its job.
+        random_bytes: ``os.urandom``.
+        tell: Called with a word about every step.
+
+    Returns:
+        The run, which may have ended; None if sites of the job have yet to enrol.
+
+    Raises:
+        JobError: The job cannot be run so, or names other sites.
+        ComputeError: A node could not be launched, or is another folder's.
+        EnrolmentRefused: A site could not be enrolled.
+    """
+    _check_sites(deployment, job)
+    for pool in deployment.pools.values():
+        nodes = pool.nodes({DEPLOYMENT: deployment.name})
+        reconcile.check_owner(nodes, deployment.owner, deployment.name)
+    config = _aggregator(deployment, random_bytes, tell)
+    for site in deployment.plan.file.sites:
+        _enrol(deployment, config, site, random_bytes, tell)
+    for site in deployment.plan.file.sites:
+        _accept_roster(deployment.site(site.name), deployment)
+    for site in deployment.plan.file.sites:
+        path = deployment.site(site.name) / _SITE_TOML
+        words = ("site", "up", "--config", str(path))
+        name = f"{SITE_PREFIX}{site.name}"
+        request = _NodeRequest(name, site.provider, words, path.read_bytes())
+        _fill(deployment, request, tell)
+    return _hand_over(deployment, config, job, random_bytes, tell)
+
+
+def _check_sites(deployment: Deployment, job: JobSpec) -> None:
+    """Refuse what no deployment can do, before anything is started."""
+    known = {site.name for site in job.sites}
+    path = deployment.plan.path
+    for index, site in enumerate(deployment.plan.file.sites):
+        if site.name not in known:
+            raise JobError(
+                f"{path}: {site.name!r} is no site of {deployment.plan.job}, which has "
+                f"{', '.join(sorted(known))}",
+                key=f"sites[{index}].name",
+            )
+    if job.simulation.faults:
+        raise JobError(
+            f"{deployment.plan.job}: are for simulations alone: remove them, or copy "
+            "the job without them",
+            key="simulation.faults",
+        )
+
+
+def _aggregator(
+    deployment: Deployment, random_bytes: RandomBytes, tell: Tell
+) -> AggregatorConfig:
+    """Have an aggregator work, and return its configuration."""
+    path = deployment.aggregator / _AGGREGATOR_TOML
+    machine = deployment.plan.file.aggregator
+    if not path.exists():
+        # A folder that is not whole has no keys that anybody trusts yet.
+        draft = deployment.aggregator.with_name("aggregator.new")
+        with file_errors("remove", draft):
+            shutil.rmtree(draft, ignore_errors=True)
+        address = machine.address or f"{LOOPBACK}:{free_port()}"
+        host, _ = parse_address(address, key="aggregator.address")
+        exchange = deployment.plan.exchange
+        more = {"connect_seconds": machine.connect_seconds}
+        new_aggregator.create(
+            draft,
+            [host],
+            listen=machine.listen or address,
+            proxy=True,
+            organisation=deployment.plan.file.organisation or deployment.name,
+            random_bytes=random_bytes,
+            clock=deployment.clock,
+            more=tomli_w.dumps({**more, **exchange}),
+        )
+        with file_errors("make", deployment.aggregator):
+            draft.rename(deployment.aggregator)
+    config = aggregator_file.load(path)
+    words = ("aggregator", "up", "--config", str(path))
+    request = _NodeRequest(AGGREGATOR, machine.provider, words, path.read_bytes())
+    _fill(deployment, request, tell)
+    _await_health(deployment, config, tell)
+    return config
+
+
+class _NodeRequest(NamedTuple):
+    """A node to have: its role, who runs it, its command, what that reads."""
+
+    role: str
+    provider: str
+    words: Sequence[str]
+    settings: bytes
+
+
+def _fill(deployment: Deployment, request: _NodeRequest, tell: Tell) -> Node:
+    """Have one node fill a role, with the settings of now."""
+    pool, name = deployment.pools[request.provider], deployment.name
+    role_name, words = request.role, request.words
+    digest = hashlib.sha256(request.settings).hexdigest()[:_SETTINGS_DIGITS]
+    role = NodeRole(name=role_name, settings=digest)
+    found = pool.nodes({DEPLOYMENT: name})
+    decision = reconcile.decide(role, found, deployment.launched(role_name))
+    if decision.end:
+        tell(f"{role_name}: its settings have changed; the node that runs is replaced")
+        ids = {node.id for node in decision.end}
+        pool.terminate(ids)
+        wait_for(
+            pool,
+            {DEPLOYMENT: name},
+            lambda nodes: all_gone([node for node in nodes if node.id in ids]),
+            what=f"the replaced node of {role_name} ended",
+            seconds=_END_SECONDS,
+            clock=deployment.clock,
+        )
+    if decision.node is not None:
+        return decision.node
+    number = decision.number
+    while True:
+        deployment.note_launch(role_name, number)
+        spec = NodeSpec(
+            name=role_name,
+            command=[sys.executable, "-m", "crossfed", *words],
+            labels=reconcile.labels(name, deployment.owner, role, number),
+            max_seconds=3600.0 * deployment.plan.file.max_hours,
+        )
+        node = pool.launch(spec, f"{deployment.owner}/{role_name}/{number}")
+        if node.state is not NodeState.GONE:
+            tell(f"{role_name}: launched {node.id}")
+            return node
+        # An earlier command launched it with this number, and it has ended since.
+        number += 1
+
+
+def _await_health(deployment: Deployment, config: AggregatorConfig, tell: Tell) -> None:
+    """Wait until the aggregator serves.
+
+    Raises:
+        ComputeError: It does not; with the last lines that it wrote.
+    """
+    clock = deployment.clock
+    begin = clock.monotonic()
+    while (trouble := _trouble(config)) is not None:
+        if clock.monotonic() - begin > _HEALTH_SECONDS:
+            pool = deployment.pools[deployment.plan.file.aggregator.provider]
+            labels = {DEPLOYMENT: deployment.name, reconcile.ROLE: AGGREGATOR}
+            *_, newest = pool.nodes(labels)
+            raise ComputeError(
+                f"the aggregator does not serve after {_HEALTH_SECONDS:g} s: "
+                f"{trouble}. Its log ends:\n{pool.log(newest.id)[-_SHOWN_LOG:]}"
+            )
+        clock.sleep(_LOOK_SECONDS)
+    tell(f"aggregator: serves after {clock.monotonic() - begin:.1f} s")
+
+
+def _trouble(config: AggregatorConfig) -> str | None:
+    """Why an aggregator does not serve; None if it does."""
+    host, port = parse_address(config.address, key="listen")
+    context = client_context((config.folder / "ca.crt").read_bytes(), None)
+    connection = http.client.HTTPSConnection(host, port, timeout=5, context=context)
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        text = answer.read(1000).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return f"{host}:{port}: {error}"
+    finally:
+        connection.close()
+    return None if answer.status == _OK else f"it answers {answer.status}: {text}"
+
+
+def _enrol(
+    deployment: Deployment,
+    config: AggregatorConfig,
+    site: SiteMachine,
+    random_bytes: RandomBytes,
+    tell: Tell,
+) -> None:
+    """Make a site on this host a member, and write its ``site.toml``."""
+    folder = deployment.site(site.name)
+    pending = folder / _TOKEN
+    if pending.exists() or not (folder / "site.pem").exists():
+        organisation = site.organisation or deployment.plan.file.organisation
+        made = _token(config, site.name, pending, random_bytes, deployment)
+        enrol.enroll(
+            made,
+            folder,
+            organisation=organisation or site.name,
+            clock=deployment.clock,
+        )
+        with file_errors("remove", pending):
+            pending.unlink()
+        tell(f"{SITE_PREFIX}{site.name}: enrolled")
+    document = {
+        "name": site.name,
+        "certificate": "site.pem",
+        "aggregator": {"address": config.address, "authority": "ca.crt"},
+        **deployment.plan.settings[site.name],
+    }
+    text = f"{_WRITTEN}\n{tomli_w.dumps(document)}".encode()
+    path = folder / _SITE_TOML
+    if path.read_bytes() != text:
+        durable_files.replace_file(path, [text])
+
+
+def _token(
+    config: AggregatorConfig,
+    site: str,
+    pending: Path,
+    random_bytes: RandomBytes,
+    deployment: Deployment,
+) -> Token:
+    """Find the token that an earlier command was about to use, or make one.
+
+    The keys that it was first used with may use it again: an answer that was lost is
+    no harm.
+    """
+    if pending.exists():
+        kept = Token.parse(read_private(pending).decode())
+        book = BookFile(folder=config.folder).read().at(deployment.clock.now())
+        if any(each.digest == kept.digest for each in book.invitations):
+            return kept
+    made = enrolment_operator.invite(
+        config, site, random_bytes=random_bytes, clock=deployment.clock
+    )
+    with file_errors("make", pending.parent):
+        own_folder.make(pending.parent)
+    replace_private(pending, made.text.encode())
+    return made
+
+
+def _accept_roster(folder: Path, deployment: Deployment) -> None:
+    """Have a site trust the sites that have enrolled after it.
+
+    Whoever brings up a deployment is the operator of all its sites: there is nobody
+    else to compare the digest with.
+    """
+    config = enrol.config_of(folder)
+    newest = enrol.newest_roster(config, clock=deployment.clock)
+    if newest.digest != roster.load(config.roster).digest:
+        enrolment_roster.accept_roster(config, newest, newest.digest.hex())
+
+
+def _hand_over(
+    deployment: Deployment,
+    config: AggregatorConfig,
+    job: JobSpec,
+    random_bytes: RandomBytes,
+    tell: Tell,
+) -> RunFolder | None:
+    """Submit the job, or resume or find its newest run."""
+    parties = Parties.load(config.folder)
+    enrolled = {entry.site for entry in parties.roster.sites}
+    missing = [site.name for site in job.sites if site.name not in enrolled]
+    if missing:
+        tell(
+            f"the job waits for {', '.join(missing)} to enrol: invite each with "
+            "crossfed aggregator invite SITE --config "
+            f"{config.folder}/aggregator.toml, then give this command again"
+        )
+        return None
+    runs = [
+        one
+        for one in run_queue.handed_over(config.runs).runs
+        if one.run.path.parent.name == job.name
+    ]
+    newest = runs[-1] if runs else None
+    now = deployment.clock.now()
+    if newest is not None and not _is_another(job, newest.run):
+        if newest.outcome is None:
+            return newest.run
+        if newest.outcome.code == DONE:
+            tell(
+                f"run {newest.run.path.name} is completed; crossfed run "
+                f"{deployment.plan.job} --aggregator {config.folder}/aggregator.toml "
+                "starts another"
+            )
+            return newest.run
+        run = run_queue.find_ended(job, config.runs)
+        check(job, Parties.of_run(config.folder, run), resumed=run.run_id() is not None)
+        run_queue.take_up(run, at=now)
+        tell(f"run {run.path.name} is resumed")
+        return run
+    check(job, parties)
+    if job.model.weights is not None:  # The coordinator looks for it there.
+        from clients.models import starting_weights  # noqa: PLC0415 -- imports torch
+
+        starting_weights.find(job, config.folder)
+    run = RunFolder(config.runs / job.name / new_run_id(now, random_bytes(3)))
+    run_queue.submit(job, run, at=now)
+    tell(f"run {run.path.name} is submitted")
+    return run
+
+
+def _is_another(job: JobSpec, run: RunFolder) -> bool:
+    kept = job_file.document(job_file.loads(run.read_job()))
+    return bool(job_file.differences(kept, job_file.document(job)))

@@ -1,0 +1,154 @@
+"""A deployment's folder: who owns it, what was launched, and where its parties are.
+
+``deployment.json``: the owner's name, which every node carries, and the number of the
+last launch of each role. ``aggregator/``: the aggregator's folder. ``sites/NAME/``:
+folders of sites that run on this host. ``nodes/``: processes of this host. ``lock``:
+held by the command that changes any of it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cloud_adapters.compute.local import LocalPool
+from cloud_adapters.compute.pool import ComputePool
+from cloud_adapters.storage.disk.part_file import file_errors
+from deploy.fleet.deployment_file import DeploymentPlan
+from federation import durable_files, folder_lock, typed_json
+from federation.errors import CorruptObject
+from federation.protocols import Clock
+from privacy import own_folder
+from privacy.keystream import RandomBytes
+
+_RECORD = "deployment.json"
+_OWNER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LastLaunch:
+    role: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    name: str
+    owner: str
+    launches: tuple[_LastLaunch, ...] = ()
+
+
+@dataclass(kw_only=True)
+class Deployment:
+    """A deployment that this process may change.
+
+    Attributes:
+        plan: What is wanted.
+        pools: Compute services by provider.
+        clock: Tells time.
+        owner: Random name of this folder; every node carries it.
+    """
+
+    plan: DeploymentPlan
+    pools: Mapping[str, ComputePool]
+    clock: Clock
+    owner: str
+    _launches: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the deployment."""
+        return self.plan.file.name
+
+    @property
+    def aggregator(self) -> Path:
+        """Folder of the aggregator."""
+        return self.plan.folder / "aggregator"
+
+    def site(self, name: str) -> Path:
+        """Folder of a site on this host."""
+        return self.plan.folder / "sites" / name
+
+    def launched(self, role: str) -> int:
+        """Number of the last launch of a role; 0 for none."""
+        return self._launches.get(role, 0)
+
+    def note_launch(self, role: str, number: int) -> None:
+        """Write down that a role is about to be launched with a number.
+
+        Raises:
+            StoreUnavailable: The folder cannot be written.
+        """
+        self._launches[role] = number
+        launches = tuple(
+            _LastLaunch(role=name, number=last) for name, last in self._launches.items()
+        )
+        _write(
+            self.plan.folder,
+            _Record(name=self.name, owner=self.owner, launches=launches),
+        )
+
+
+def pools_of(plan: DeploymentPlan, clock: Clock) -> Mapping[str, ComputePool]:
+    """Open every compute service that a deployment names."""
+    # A user's own models and data are found from where the deployment file is.
+    here, nodes = plan.path.parent.absolute(), plan.folder / "nodes"
+    return {"local": LocalPool(folder=nodes, working_folder=here, clock=clock)}
+
+
+@contextmanager
+def opened(
+    plan: DeploymentPlan, *, random_bytes: RandomBytes, clock: Clock
+) -> Iterator[Deployment]:
+    """Hold a deployment's folder, which is made if there is none.
+
+    Raises:
+        FederationError: Another command works on it.
+        CorruptObject: Its record is damaged, or is of another deployment.
+        StoreUnavailable: The folder cannot be made or written.
+    """
+    folder = plan.folder
+    with file_errors("make", folder):
+        own_folder.make(folder)
+    complaint = f"another crossfed command works on {folder}: wait until it has ended"
+    with folder_lock.hold(folder / "lock", complaint):
+        record = _read(folder)
+        if record is None:
+            owner = random_bytes(_OWNER_BYTES).hex()
+            record = _Record(name=plan.file.name, owner=owner)
+            _write(folder, record)
+        if record.name != plan.file.name:
+            raise CorruptObject(
+                f"{folder} belongs to deployment {record.name!r} and not to "
+                f"{plan.file.name!r}: name another folder"
+            )
+        yield Deployment(
+            plan=plan,
+            pools=pools_of(plan, clock),
+            clock=clock,
+            owner=record.owner,
+            _launches={launch.role: launch.number for launch in record.launches},
+        )
+
+
+def _read(folder: Path) -> _Record | None:
+    path = folder / _RECORD
+    with file_errors("read", path):
+        if not path.exists():
+            return None
+        raw = path.read_bytes()
+    try:
+        document = json.loads(raw, parse_constant=typed_json.refuse_constant)
+        found: _Record = typed_json.decode(document, _Record, where=str(path))
+    except ValueError as error:
+        raise CorruptObject(
+            f"{path} is damaged ({error}): restore it, or end the nodes with "
+            "crossfed down --any-owner and remove it"
+        ) from None
+    return found
+
+
+def _write(folder: Path, record: _Record) -> None:
+    text = json.dumps(typed_json.encode(record)).encode()
+    durable_files.replace_file(folder / _RECORD, [text])

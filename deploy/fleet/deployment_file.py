@@ -1,0 +1,170 @@
+"""The deployment file: which machines a federation runs on, and for how long.
+
+What a run computes is in its job, which the deployment file names. Nothing here is
+part of what sites agree on.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clients.privacy.policy_spec import PolicySpec
+from cloud_adapters.compute.pool import Market
+from deploy.site_host.config import ComputeSpec, LocalDataSpec
+from deploy.wiring import exchange
+from deploy.wiring.exchange import ExchangeSpec
+from federation.addresses import parse_address
+from federation.errors import JobError
+from federation.ids import check_name
+from federation.job import job_file
+from federation.job.job_keys import key
+
+PROVIDERS = ("local",)
+MARKETS = tuple(market.value for market in Market)
+# What clouds take in a label's value.
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorMachine:
+    """The machine of the aggregator.
+
+    Attributes:
+        provider: Who runs the machine: `local` is a process on this host.
+        address: `HOST:PORT` where sites reach it; by default a free port of the
+            loopback interface, chosen once.
+        listen: `ADDRESS:PORT` to listen on; by default, `address`.
+        connect_seconds: How long a run waits for its sites to connect.
+    """
+
+    provider: str = key(default="local", choices=PROVIDERS)
+    address: str = ""
+    listen: str = ""
+    connect_seconds: float = key(default=600.0, above=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteMachine:
+    """A site that this deployment starts, and what its operator decides.
+
+    Attributes:
+        name: Name of the site, as in the job.
+        provider: Who runs the machine: `local` is a process on this host.
+        organisation: Who answers for the site; by default the deployment's.
+        data: As `[data]` in `site.toml`.
+        compute: As `[compute]` in `site.toml`.
+        policy: As `[policy]` in `site.toml`.
+    """
+
+    name: str
+    provider: str = key(default="local", choices=PROVIDERS)
+    organisation: str = ""
+    data: LocalDataSpec = LocalDataSpec()
+    compute: ComputeSpec = ComputeSpec()
+    policy: PolicySpec = PolicySpec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFile:
+    """A deployment.
+
+    Attributes:
+        name: Name of the deployment. All machines carry it as a label, by which
+            `crossfed down` finds them; lower-case letters, digits and hyphens, at most
+            40.
+        job: The job file, relative to this file.
+        organisation: Who operates the aggregator and the sites.
+        max_hours: Every machine ends by itself after so many hours, even if nobody is
+            left to end it.
+        folder: Folder for keys, runs and the state of local sites, relative to this
+            file; by default `deployments/NAME`.
+        aggregator: Where the aggregator runs.
+        sites: Sites to start, one `[[sites]]` table each. Other sites of the job
+            join with their own operators.
+        exchange: As `[exchange]` in `aggregator.toml` and every `site.toml`.
+    """
+
+    name: str
+    job: str
+    organisation: str = ""
+    max_hours: float = key(default=12.0, above=0.0, high=24.0 * 30)
+    folder: str = ""
+    aggregator: AggregatorMachine = AggregatorMachine()
+    sites: tuple[SiteMachine, ...]
+    exchange: ExchangeSpec = ExchangeSpec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentPlan:
+    """A deployment file, with its paths made whole.
+
+    Attributes:
+        file: What was read.
+        path: Where from.
+        folder: Keys, runs and the state of local sites.
+        job: The job file.
+        settings: For each site, the tables of its ``site.toml`` as they were written:
+            ``data``, ``compute``, ``policy`` and ``exchange``.
+        exchange: The table ``exchange`` of every party, in one of that name; empty if
+            there is none.
+    """
+
+    file: DeploymentFile
+    path: Path
+    folder: Path
+    job: Path
+    settings: Mapping[str, Mapping[str, Any]]
+    exchange: Mapping[str, Any]
+
+
+def load(path: Path) -> DeploymentPlan:
+    """Read a deployment file.
+
+    Raises:
+        JobError: It cannot be read, or a key is unknown, missing or wrong; the
+            message names file and key.
+    """
+    file = job_file.load_table(path, DeploymentFile, _check)
+    document = job_file.read_toml(path)
+    shared = {name: document[name] for name in ("exchange",) if name in document}
+    tables = {field.name for field in dataclasses.fields(SiteMachine)}
+    tables &= {"data", "compute", "policy"}
+    settings = {
+        table["name"]: {**shared, **{n: table[n] for n in tables & table.keys()}}
+        for table in document["sites"]
+    }
+    return DeploymentPlan(
+        file=file,
+        path=path,
+        folder=(path.parent / (file.folder or f"deployments/{file.name}")).absolute(),
+        job=path.parent / file.job,
+        settings=settings,
+        exchange=shared,
+    )
+
+
+def _check(file: DeploymentFile) -> None:
+    if not _NAME.fullmatch(file.name):
+        raise JobError(
+            "must be 1 to 40 lower-case letters, digits and hyphens, and begin with a "
+            "letter: clouds take nothing else as a label",
+            key="name",
+        )
+    for name, address in (
+        ("address", file.aggregator.address),
+        ("listen", file.aggregator.listen),
+    ):
+        if address:
+            parse_address(address, key=f"aggregator.{name}")
+    names = [site.name for site in file.sites]
+    for index, name in enumerate(names):
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise JobError(str(error), key=f"sites[{index}].name") from None
+        if name in names[:index]:
+            raise JobError(f"names {name!r} twice", key=f"sites[{index}].name")
+    exchange.check(file.exchange)

@@ -1,0 +1,117 @@
+"""What has to happen so that the nodes that run become those that are wanted.
+
+Pure: nodes in, decisions out. Whoever carries them out may be killed at any moment;
+the same question is then asked again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cloud_adapters.compute.pool import Node, NodeState
+from federation.errors import ComputeError
+
+DEPLOYMENT = "crossfed-deployment"
+OWNER = "crossfed-owner"
+ROLE = "crossfed-role"
+NUMBER = "crossfed-number"
+SETTINGS = "crossfed-settings"
+
+AGGREGATOR = "aggregator"
+SITE_PREFIX = "site-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRole:
+    """A node that is wanted.
+
+    Attributes:
+        name: ``aggregator``, or ``site-`` and the site's name.
+        settings: Digest of all that the node reads when it starts.
+    """
+
+    name: str
+    settings: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What to do for one role.
+
+    Attributes:
+        role: The role.
+        node: The node that fills it; None if one must be launched.
+        number: The number to launch it with, if there is none.
+        end: Nodes to end first.
+    """
+
+    role: NodeRole
+    node: Node | None
+    number: int
+    end: Sequence[Node] = ()
+
+
+def check_owner(nodes: Iterable[Node], owner: str, deployment: str) -> None:
+    """Refuse to touch what another folder has started.
+
+    Raises:
+        ComputeError: A node that is not gone has another owner.
+    """
+    others = [
+        node
+        for node in nodes
+        if node.state is not NodeState.GONE and node.labels.get(OWNER) != owner
+    ]
+    if others:
+        names = ", ".join(f"{node.name} ({node.id})" for node in others)
+        raise ComputeError(
+            f"deployment {deployment!r} was brought up from another folder: {names}. "
+            "Use that folder or choose another name; if the folder is lost, end these "
+            "with crossfed down --any-owner"
+        )
+
+
+def decide(role: NodeRole, nodes: Sequence[Node], launched: int) -> Decision:
+    """Decide what to do for a role.
+
+    The number of a launch is written down before the launch. So if no node carries
+    the last number, nobody knows whether the service got the request: it is repeated
+    with the same number, of which the service launches one node at most.
+
+    Args:
+        role: The role.
+        nodes: All nodes that are known, of every role.
+        launched: The last number that a node of this role was launched with, as
+            written down; 0 for none.
+    """
+    ours = [node for node in nodes if node.labels.get(ROLE) == role.name]
+    numbers = {node.id: _number(node) for node in ours}
+    highest = max([launched, *numbers.values()])
+    alive = [
+        node for node in ours if node.state in {NodeState.STARTING, NodeState.RUNNING}
+    ]
+    fitting = [node for node in alive if node.labels.get(SETTINGS) == role.settings]
+    kept = max(fitting, key=lambda node: numbers[node.id], default=None)
+    end = tuple(node for node in alive if node is not kept)
+    if kept is not None:
+        return Decision(role=role, node=kept, number=numbers[kept.id], end=end)
+    is_unknown = highest > 0 and highest not in numbers.values()
+    number = highest if is_unknown else highest + 1
+    return Decision(role=role, node=None, number=number, end=end)
+
+
+def labels(
+    deployment: str, owner: str, role: NodeRole, number: int
+) -> Mapping[str, str]:
+    """Labels of a node."""
+    return {
+        DEPLOYMENT: deployment,
+        OWNER: owner,
+        ROLE: role.name,
+        NUMBER: str(number),
+        SETTINGS: role.settings,
+    }
+
+
+def _number(node: Node) -> int:
+    text = node.labels.get(NUMBER, "")
+    return int(text) if text.isdecimal() else 0

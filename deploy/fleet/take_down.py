@@ -1,0 +1,97 @@
+"""``crossfed down``: end every node of a deployment, and say what is left."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cloud_adapters.compute.pool import ComputePool, Node, NodeState, all_gone, wait_for
+from deploy.fleet import reconcile
+from deploy.fleet.deployment import Deployment
+from deploy.fleet.reconcile import AGGREGATOR, DEPLOYMENT, ROLE
+from federation.protocols import Clock
+
+_END_SECONDS = 300.0
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remains:
+    """Something that stays when nodes have ended.
+
+    Attributes:
+        what: In words.
+        place: Where.
+        num_bytes: How much it holds.
+    """
+
+    what: str
+    place: str
+    num_bytes: int
+
+
+def take_down(deployment: Deployment, *, any_owner: bool, tell: Tell) -> int:
+    """End a deployment's nodes: sites first, so that they can say that they leave.
+
+    Args:
+        deployment: What is known of it.
+        any_owner: Whether to end also what another folder has started.
+        tell: Called with a word about every step.
+
+    Returns:
+        How many nodes were ended.
+
+    Raises:
+        ComputeError: A node is another folder's, or does not end in time.
+    """
+    ended = 0
+    for pool in deployment.pools.values():
+        found = pool.nodes({DEPLOYMENT: deployment.name})
+        if not any_owner:
+            reconcile.check_owner(found, deployment.owner, deployment.name)
+        alive = [node for node in found if node.state is not NodeState.GONE]
+        sites = [node for node in alive if node.labels.get(ROLE) != AGGREGATOR]
+        others = [node for node in alive if node.labels.get(ROLE) == AGGREGATOR]
+        for group in (sites, others):
+            _end(pool, deployment.name, group, deployment.clock, tell)
+        ended += len(alive)
+    return ended
+
+
+def remains(deployment: Deployment) -> Sequence[Remains]:
+    """What a deployment leaves in its folder."""
+    places: Mapping[str, Path] = {
+        "runs and results": deployment.aggregator / "runs",
+        **{
+            f"keys, ledgers and state of {site.name}": deployment.site(site.name)
+            for site in deployment.plan.file.sites
+        },
+    }
+    return [
+        Remains(what=what, place=str(place), num_bytes=_size(place))
+        for what, place in places.items()
+        if place.exists()
+    ]
+
+
+def _end(
+    pool: ComputePool, name: str, nodes: Sequence[Node], clock: Clock, tell: Tell
+) -> None:
+    ids = {node.id for node in nodes}
+    if not ids:
+        return
+    pool.terminate(ids)
+    wait_for(
+        pool,
+        {DEPLOYMENT: name},
+        lambda found: all_gone([node for node in found if node.id in ids]),
+        what="the nodes ended",
+        seconds=_END_SECONDS,
+        clock=clock,
+    )
+    for node in nodes:
+        tell(f"{node.name}: ended {node.id}")
+
+
+def _size(place: Path) -> int:
+    return sum(path.lstat().st_size for path in place.rglob("*") if not path.is_dir())

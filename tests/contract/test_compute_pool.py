@@ -1,0 +1,157 @@
+"""What every compute service promises."""
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cloud_adapters.compute.local import LocalPool
+from cloud_adapters.compute.pool import (
+    ComputePool,
+    Market,
+    Node,
+    NodeSpec,
+    NodeState,
+    all_gone,
+    wait_for,
+)
+from federation.clock import SystemClock
+from federation.errors import ComputeError
+
+CLOCK = SystemClock()
+LABELS = {"crossfed-deployment": "contract", "crossfed-role": "site-a"}
+
+# Says that it runs, and then does until it is asked to end.
+WAITS = "import signal; print('it runs', flush=True); signal.pause()"
+
+
+def spec(**changed: object) -> NodeSpec:
+    """A node that waits."""
+    given: dict[str, object] = {
+        "name": "site-a",
+        "command": [sys.executable, "-c", WAITS],
+        "labels": LABELS,
+        "max_seconds": 600.0,
+        **changed,
+    }
+    return NodeSpec(**given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["local"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ComputePool]:
+    """One service of each kind; whatever it has launched is ended."""
+    made = {
+        "local": lambda: LocalPool(
+            folder=tmp_path / "nodes", working_folder=tmp_path, clock=CLOCK
+        )
+    }
+    found = made[request.param]()
+    yield found
+    found.terminate([node.id for node in found.nodes({})])
+    wait_for(found, {}, all_gone, what="all ended", seconds=60, clock=CLOCK)
+
+
+def eventually(
+    pool: ComputePool, holds: Callable[[Node], bool], what: str = "it holds"
+) -> Node:
+    """Wait for the only node."""
+    (node,) = wait_for(
+        pool,
+        LABELS,
+        lambda nodes: len(nodes) == 1 and holds(nodes[0]),
+        what=what,
+        seconds=60,
+        clock=CLOCK,
+    )
+    return node
+
+
+def test_a_node_runs_what_it_was_launched_with(pool: ComputePool):
+    """And is found as it was launched, by any of its labels."""
+    begin = CLOCK.now()
+    node = pool.launch(spec(market=Market.SPOT), "one")
+    running = eventually(pool, lambda found: found.state is NodeState.RUNNING)
+    assert running.id == node.id
+    assert running.name == "site-a"
+    assert running.market is Market.SPOT
+    assert running.labels.items() >= LABELS.items()
+    assert begin - 1 <= running.launched <= CLOCK.now() + 1
+    assert running.ended is None
+    assert running.seconds(running.launched + 5) == 5
+    wait_for(
+        pool,
+        LABELS,
+        lambda _: "it runs" in pool.log(node.id),
+        what="it says so",
+        seconds=60,
+        clock=CLOCK,
+    )
+
+
+def test_a_token_launches_one_node(pool: ComputePool):
+    """Also when several ask for it at once; another token launches another."""
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: pool.launch(spec(), "one").id, range(8)))
+    assert len(set(found)) == 1
+    assert len(pool.nodes(LABELS)) == 1
+    assert pool.launch(spec(), "two").id not in found
+    assert len(pool.nodes(LABELS)) == 2
+
+
+def test_a_token_of_a_node_that_has_ended_launches_none(pool: ComputePool):
+    """It says that the node is gone; whoever wants another takes another token."""
+    node = pool.launch(spec(), "one")
+    pool.terminate([node.id])
+    eventually(pool, lambda found: found.state is NodeState.GONE)
+    assert pool.launch(spec(), "one").state is NodeState.GONE
+    assert all_gone(pool.nodes(LABELS))
+
+
+def test_nodes_are_found_by_all_the_labels(pool: ComputePool):
+    """One that lacks a label, or has another value of it, is not."""
+    node = pool.launch(spec(), "one")
+    assert [each.id for each in pool.nodes({"crossfed-role": "site-a"})] == [node.id]
+    assert pool.nodes({**LABELS, "crossfed-role": "site-b"}) == []
+    assert pool.nodes({**LABELS, "crossfed-owner": "x"}) == []
+
+
+def test_terminating_is_harmless_when_there_is_nothing_to_end(pool: ComputePool):
+    """Ids that are unknown or gone are left alone, and others live on."""
+    first, second = pool.launch(spec(), "one"), pool.launch(spec(), "two")
+    pool.terminate([])
+    pool.terminate(["no-such-node", first.id])
+    pool.terminate([first.id])
+    wait_for(
+        pool,
+        LABELS,
+        lambda nodes: any(node.state is NodeState.GONE for node in nodes),
+        what="one has ended",
+        seconds=60,
+        clock=CLOCK,
+    )
+    pool.terminate([first.id])
+    states = {node.id: node.state for node in pool.nodes(LABELS)}
+    assert states == {first.id: NodeState.GONE, second.id: NodeState.RUNNING}
+
+
+def test_a_node_ends_by_itself(pool: ComputePool):
+    """After its time, though nobody is there to end it; it is paid for no longer."""
+    node = pool.launch(spec(max_seconds=0.5), "one")
+    gone = eventually(pool, lambda found: found.state is NodeState.GONE)
+    assert gone.id == node.id
+    assert gone.ended is not None
+    assert 0.5 <= gone.seconds(CLOCK.now() + 1000) < 60
+
+
+def test_waiting_in_vain_names_the_nodes(pool: ComputePool):
+    """And what they do instead."""
+    node = pool.launch(spec(), "one")
+    with pytest.raises(ComputeError, match=rf"they end not within 0 s: .*{node.id}"):
+        wait_for(pool, LABELS, all_gone, what="they end", seconds=0, clock=CLOCK)
+
+
+def test_log_of_no_node_is_empty(pool: ComputePool):
+    """Whoever asks may have an old id."""
+    assert pool.log("no-such-node") == ""

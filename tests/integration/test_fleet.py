@@ -1,0 +1,203 @@
+"""A whole federation from one file: up, looked at, killed in the middle, down."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import proxy_server
+from support.deployment import CLOCK, SITES, crossfed, wait_for
+from support.forked import shared
+
+JOBS = Path(__file__).parents[2] / "jobs"
+ROLES = ["aggregator", *(f"site-{site}" for site in SITES)]
+POLICY = """
+privacy = "none"
+secure_aggregation = false
+functions = ["clients.models:*", "clients.data:*"]
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deploy,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployed"),
+    pytest.mark.skipif(
+        not proxy_server.installed(), reason="nginx is not installed (make nginx)"
+    ),
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    """A deployment of two local sites; nothing of it is left running."""
+    yield from deployment_file(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One that is up."""
+    for path in deployment_file(tmp_path_factory.mktemp("running")):
+        crossfed("up", str(path), "--detach")
+        yield path
+
+
+def deployment_file(tmp_path: Path) -> Iterator[Path]:
+    text = (JOBS / "quickstart.toml").read_text()
+    head, _, tail = text.partition("[privacy.secure_aggregation]")
+    head = head.replace("rounds = 30", "rounds = 2")
+    assert "rounds = 2" in head
+    (tmp_path / "job.toml").write_text(head + tail[tail.index("[[sites]]") :])
+    path = tmp_path / "fed.toml"
+    path.write_text('name = "fed"\njob = "job.toml"\n' + "".join(map(table, SITES)))
+    yield path
+    crossfed("down", str(path))
+    assert alive(path) == []
+
+
+def table(site: str) -> str:
+    return f'[[sites]]\nname = "{site}"\n[sites.policy]{POLICY}'
+
+
+def nodes(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(
+        crossfed("nodes", str(path), "--json").stdout
+    )
+    return found
+
+
+def alive(path: Path) -> list[str]:
+    return sorted(node["node"] for node in nodes(path) if node["state"] != "gone")
+
+
+def test_a_federation_comes_up_runs_and_goes_down(file: Path):
+    """And comes up again with the same keys, where one of its nodes has died."""
+    up = crossfed("up", str(file), "--json")
+    result = json.loads(up.stdout)
+    assert (result["status"], result["rounds_completed"]) == ("completed", 2)
+    assert alive(file) == sorted(ROLES)
+
+    again = crossfed("up", str(file), "--detach")
+    assert again.stdout.strip() == result["run_id"]
+    assert "is completed" in again.stderr
+    assert "launched" not in again.stderr
+
+    folder = file.parent / "deployments" / "fed"
+    identity = (folder / "sites" / SITES[0] / "identity.pem").read_bytes()
+    down = json.loads(crossfed("down", str(file), "--json").stdout)
+    assert down["ended"] == 3
+    assert alive(file) == []
+    places = [Path(each["place"]) for each in down["left"]]
+    assert folder / "aggregator" / "runs" in places
+    assert folder / "sites" / SITES[0] in places
+    assert all(place.exists() for place in places)
+
+    crossfed("up", str(file), "--detach")
+    assert alive(file) == sorted(ROLES)
+    assert (folder / "sites" / SITES[0] / "identity.pem").read_bytes() == identity
+    (site,) = [
+        node
+        for node in nodes(file)
+        if node["node"] == ROLES[1] and node["state"] == "running"
+    ]
+    started = json.loads((folder / "nodes" / site["id"] / "started.json").read_text())
+    os.kill(started["pid"], signal.SIGKILL)
+    wait_for(lambda: ROLES[1] not in alive(file), "the node is gone", 60)
+    relaunched = crossfed("up", str(file), "--detach")
+    assert relaunched.stderr.count("launched") == 1
+    assert alive(file) == sorted(ROLES)
+
+
+def test_changed_settings_replace_the_node_that_reads_them(running: Path):
+    """That one alone: the others do not notice."""
+    file = running
+    before = {n["node"]: n["id"] for n in nodes(file) if n["state"] != "gone"}
+    text = file.read_text()
+    at = text.rindex("secure_aggregation")
+    file.write_text(f"{text[:at]}max_rounds = 100\n{text[at:]}")
+    told = crossfed("up", str(file), "--detach").stderr
+    assert f"{ROLES[2]}: its settings have changed" in told
+    after = {n["node"]: n["id"] for n in nodes(file) if n["state"] != "gone"}
+    assert {role for role in ROLES if before[role] != after[role]} == {ROLES[2]}
+
+
+_MANY = [pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 7)]
+
+
+@pytest.mark.parametrize("seed", [1, *_MANY])
+def test_commands_that_are_killed_leave_nothing_twice(file: Path, seed: int):
+    """At any moment: the next one goes on, and in the end one node fills each role."""
+    moments = random.Random(seed)  # noqa: S311 -- when to kill a test's process
+    for verb in ("up", "up", "up", "down", "up", "down"):
+        seconds = moments.uniform(0.1, 6.0 if verb == "up" else 1.0)
+        kill_after(seconds, verb, str(file), *(["--detach"] * (verb == "up")))
+    crossfed("up", str(file), "--detach")
+    assert alive(file) == sorted(ROLES)
+    crossfed("down", str(file))
+    assert alive(file) == []
+
+
+def kill_after(seconds: float, *arguments: str) -> None:
+    """Kill a command as the kernel would, unless it has ended before."""
+    nowhere = Path(os.devnull)
+    process = shared().start(
+        *arguments, out=nowhere, err=nowhere, environment=os.environ
+    )
+    CLOCK.sleep(seconds)
+    process.kill()
+    process.wait(60)
+
+
+def test_another_folder_may_not_take_over(running: Path):
+    """Its nodes would be a second federation of the same name."""
+    file = running
+    folder = file.parent / "deployments" / "fed"
+    record = folder / "deployment.json"
+    whole = record.read_text()
+    record.write_text(whole.replace(json.loads(whole)["owner"], "0" * 16))
+    for verb in ("up", "down"):
+        told = crossfed(verb, str(file), code=1).stderr
+        assert "was brought up from another folder: aggregator" in told
+    assert alive(file) == sorted(ROLES)
+    record.write_text(whole)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "fed"', 'name = "Fed"', "fed.toml: name: must be 1 to 40"),
+        ('job = "job.toml"', 'job = "no.toml"', "no.toml"),
+        (f'name = "{SITES[0]}"', 'name = "mars"', "sites[0].name: "),
+        (f'name = "{SITES[0]}"', f'name = "{SITES[1]}"', "names 'gcp-us-central1'"),
+        ("privacy =", "privcy =", "privcy"),
+        ('privacy = "none"', 'privacy = "much"', "sites[0].policy.privacy"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(
+    tmp_path: Path, file: Path, old: str, new: str, message: str
+):
+    """With the key; the folder is not even made."""
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    shutil.copy(file.parent / "job.toml", wrong)
+    path = wrong / "fed.toml"
+    path.write_text(file.read_text().replace(old, new, 1))
+    told = crossfed("up", str(path), code=2).stderr
+    assert message in told
+    assert not (wrong / "deployments" / "fed" / "aggregator").exists()
+
+
+def test_nodes_of_a_lost_folder_can_be_ended(file: Path):
+    """By their labels: whoever owns them."""
+    crossfed("up", str(file), "--detach")
+    record = file.parent / "deployments" / "fed" / "deployment.json"
+    record.unlink()
+    told = crossfed("up", str(file), code=1).stderr
+    assert "crossfed down --any-owner" in told
+    crossfed("down", str(file), "--any-owner")
+    assert alive(file) == []
