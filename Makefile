@@ -20,7 +20,7 @@ FAST := tests/contract tests/unit \
 WITHOUT_FLOWER := $(FAST) --ignore=tests/contract/test_flower_guard.py \
 	--ignore=tests/contract/test_flower_private.py
 
-.PHONY: help demo nginx test test-long test-fast test-faults test-cloud test-lowest test-newest test-all lint check format bench docs dist clean
+.PHONY: help demo nginx deploy-tools test test-deploy test-images test-long test-fast test-faults test-cloud test-lowest test-newest test-all lint check format bench docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,20 @@ nginx: ## Install nginx, which tests of the proxy start (Debian, as root)
 
 test: $(READY) ## Run every test but the long ones
 	$(PYTEST) -m "not long" -n 2 --dist loadgroup
+
+deploy-tools: $(VENV)-deploy/.ready ## Install what checks the files of deploy/, in .venv-deploy
+
+$(VENV)-deploy/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-deploy
+	$(VENV)-deploy/bin/python -m pip install --quiet --constraint constraints.txt pip
+	$(VENV)-deploy/bin/python -m pip install --quiet --group deploy
+	@touch $@
+
+test-images: deploy-tools dist ## Build images on a base of this machine's Debian (minutes; as root)
+	tools/test_images
+
+test-deploy: $(READY) deploy-tools test-images ## Check and try the files of deploy/ (a quarter of an hour; as root)
+	$(PYTEST) tests/deploy_files
 
 test-long: $(READY) ## Run the tests that take many minutes
 	$(PYTEST) -m long -n 2 --dist loadgroup
