@@ -332,8 +332,8 @@ class SitesLeftOut(RoundEvent):
     """The run continues without some sites.
 
     They have left, or violated the secure aggregation protocol. Emitted when the set
-    changes, and once by each coordinator that resumes such a run. The tuples run in
-    parallel.
+    changes, and once by each coordinator that resumes such a run. The first three
+    tuples run in parallel, and so do the last two.
 
     Attributes:
         at: When.
@@ -343,11 +343,16 @@ class SitesLeftOut(RoundEvent):
         reasons: Why, in one line each; for a site that leaves, its own words.
         standings: ``leaving`` at the end of the round, ``gone`` until it returns, or
             ``left out`` because of what it did.
+        returned: Sites that have left and come back so far; their processes, and
+            perhaps their machines, were replaced.
+        times: How often each of these did.
     """
 
     sites: tuple[str, ...]
     reasons: tuple[str, ...]
     standings: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+    times: tuple[int, ...] = ()
 
     def named(self) -> Sequence[str]:
         """Each site with the reason, for a person."""
@@ -358,6 +363,11 @@ class SitesLeftOut(RoundEvent):
             for site, why, standing in rows
         ]
 
+    def back(self) -> Sequence[str]:
+        """Each site that left and takes part again, for a person."""
+        pairs = zip(self.returned, self.times, strict=False)
+        return [f"{s} (returned {n}x)" for s, n in pairs if s not in self.sites]
+
 
 def left_out(members: Members, round_index: int, *, at: float) -> SitesLeftOut:
     """Say which of a run's sites rounds go on without."""
@@ -366,12 +376,15 @@ def left_out(members: Members, round_index: int, *, at: float) -> SitesLeftOut:
         for site, one in members.noted.items()
         if one.standing is not Standing.JOINED
     ]
+    back = [(site, one) for site, one in members.noted.items() if one.replaced]
     return SitesLeftOut(
         at=at,
         round_index=round_index,
         sites=tuple(site for site, _ in found),
         reasons=tuple(one.reason for _, one in found),
         standings=tuple(one.standing.value for _, one in found),
+        returned=tuple(site for site, _ in back),
+        times=tuple(one.replaced for _, one in back),
     )
 
 

@@ -119,7 +119,14 @@ class QueuedRun:
     @property
     def away(self) -> Sequence[str]:
         """Sites that the run goes on without, each with the reason; now, not once."""
-        return () if self.outcome is not None else _away(self.run)
+        event = _left_out(self.run) if self.outcome is None else None
+        return () if event is None else event.named()
+
+    @property
+    def back(self) -> Sequence[str]:
+        """Sites that left the run and take part again, each with how often."""
+        event = _left_out(self.run) if self.outcome is None else None
+        return () if event is None else event.back()
 
     @property
     def status(self) -> str:
@@ -418,16 +425,16 @@ def _completed_rounds(run: RunFolder) -> int:
     return completed_rounds(_counted_events(_whole_lines(run)))
 
 
-def _away(run: RunFolder) -> Sequence[str]:
-    """Sites that the newest coordinator goes on without, as its events say."""
-    away: Sequence[str] = ()
+def _left_out(run: RunFolder) -> SitesLeftOut | None:
+    """Whom the newest coordinator goes on without, as its events say."""
+    newest: SitesLeftOut | None = None
     for event in _counted_events(_whole_lines(run)):
         match event:
             case RunStarted():
-                away = ()
+                newest = None
             case SitesLeftOut():
-                away = event.named()
-    return away
+                newest = event
+    return newest
 
 
 def _is_finishing(run: RunFolder) -> bool:

@@ -241,7 +241,7 @@ def _ps(options: argparse.Namespace) -> int:
     if options.json:
         say_json(rows)
         return DONE
-    names = ("run", "job", "status", "rounds", "without")
+    names = ("run", "job", "status", "rounds", "without", "back")
     say_table(names, ([_cell(row[name]) for name in names] for row in rows))
     return DONE
 
@@ -253,6 +253,7 @@ def _row(handed: "QueuedRun") -> dict[str, Any]:
         "status": handed.status,
         "rounds": handed.rounds,
         "without": handed.away,
+        "back": handed.back,
     }
 
 

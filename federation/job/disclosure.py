@@ -114,7 +114,9 @@ TABLE: Mapping[str, Rows] = {
         (PUBLIC, _SUMS): "at round_index step sites",
         (TRAFFIC, _SITES): "bytes_down bytes_up",
     },
-    "SitesLeftOut": {(PUBLIC, _SITES): "at round_index sites reasons standings"},
+    "SitesLeftOut": {
+        (PUBLIC, _SITES): "at round_index sites reasons standings returned times"
+    },
     "GroupsCompared": {
         (PUBLIC, _SUMS): "at round_index groups norms distances remarks"
     },

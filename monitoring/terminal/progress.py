@@ -60,8 +60,9 @@ def introduced(event: SitesIntroduced) -> str:
 
 
 def left_out(event: SitesLeftOut) -> str:
-    """Which sites rounds go on without, and why."""
-    return f"sites away: {'; '.join(event.named()) or 'none'}"
+    """Which sites rounds go on without, and why; and which have come back."""
+    away = f"sites away: {'; '.join(event.named()) or 'none'}"
+    return f"{away}; back: {', '.join(event.back())}" if event.back() else away
 
 
 def attempt_failed(event: RunFinished) -> str:

@@ -171,3 +171,4 @@ def test_round_does_not_wait_for_an_agent_that_is_stopped(
         wait_for(takes_part, "it takes part", 60)
         (row,) = json.loads(crossfed("ps", *at, "--json").stdout)
         assert row["without"] == []
+        assert row["back"] == [f"{leaves} (returned 1x)"]

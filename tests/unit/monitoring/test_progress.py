@@ -552,3 +552,9 @@ def test_sites_that_are_left_out_are_shown_wherever_a_run_is():
     seen.insert(-1, replace(event, sites=(), reasons=()))
     assert "sites away: none" in _lines(seen)
     assert "the run continued without" not in render(fold(seen), "", {})
+    back = replace(
+        event, sites=("b",), standings=("gone",), returned=("a", "b"), times=(2, 1)
+    )
+    seen.insert(-1, back)
+    assert "sites away: b (gone: at fault); back: a (returned 2x)" in _lines(seen)
+    assert "take part again: a (returned 2x)</p>" in render(fold(seen), "", {})
