@@ -9,7 +9,8 @@ setup, in which all sites must answer (P1). A round is one exchange with all sit
     each round   R1 model out, masked updates back; a sum for each group
                  the rule of the job over the groups' means
 
-A group without a sum is left out if the others suffice for the rule. A sum that honest
+A group without a sum is left out if the others suffice for the rule; where a site has
+left the run, its group is not even asked. A sum that honest
 sites do not make shows that a bad site is in its group, so there is one less elsewhere.
 
 Shape suffixes: d float values of the model.
@@ -33,6 +34,7 @@ from federation.errors import ProtocolError, QuorumNotMet
 from federation.events import GroupsCompared
 from federation.ids import SiteId
 from federation.job.spec import JobSpec
+from federation.members import Members, Standing
 from federation.messages import (
     MetricSums,
     RoundTask,
@@ -40,7 +42,7 @@ from federation.messages import (
     TaskKind,
 )
 from federation.protocols import Grid, RunState, Suspicions, WeightedUpdate
-from federation.rounds.gather import Gathered, evaluates, round_tasks
+from federation.rounds.gather import Gathered, evaluates, present_cohort, round_tasks
 from federation.rounds.round_events import RoundEvents
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
@@ -124,6 +126,22 @@ class GroupGather:
         """Every site of the run, in the order of the job."""
         return self.grid.sites()
 
+    def cohort(
+        self, members: Members, drawn: Sequence[SiteId]
+    ) -> tuple[Members, tuple[SiteId, ...]]:
+        """Ask the groups that are whole, if these suffice for the rule, or else all.
+
+        See ``federation.rounds.gather.Gather``.
+        """
+        gone = members.standing(Standing.GONE).keys()
+        without = [group for group in self._groups if gone & {*group.sites}]
+        left = len(self._groups) - len(without)
+        if left < self._fewest_groups(self.job.aggregation.byzantine_sites):
+            quorum = self.job.minimum_sites
+            return present_cohort(members, drawn, quorum=quorum)
+        unasked = {site for group in without for site in group.sites}
+        return members, tuple(site for site in drawn if site not in unasked)
+
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
         """Have all sites train, and open the mean of each group's updates.
 
@@ -194,7 +212,8 @@ class GroupGather:
         sums: dict[_OpenGroup, OpenedSum] = {}
         bad = self.job.aggregation.byzantine_sites
         for group in self._groups:
-            group.remark = "it has no keys"
+            left = [site for site in group.sites if site not in record.cohort]
+            group.remark = "a site has left" if left else "it has no keys"
         for group, current in rounds.items():
             names, group.remark = group.names, ""
             try:
@@ -298,10 +317,11 @@ class GroupGather:
         self._exchange.note_returns(record)
         if not self._groups:
             self._draw(record, known)
-        due = [group for group in self._groups if group.run_setup.is_due]
+        asked = [group for group in self._groups if {*group.sites} <= {*record.cohort}]
+        due = [group for group in asked if group.run_setup.is_due]
         if due:
             self._new_setups(record, due)
-        ready = [(group, group.run_setup.in_force) for group in self._groups]
+        ready = [(group, group.run_setup.in_force) for group in asked]
         found = [(group, setup) for group, setup in ready if setup is not None]
         if not found:
             raise TooFewSites("no group of sites has keys")

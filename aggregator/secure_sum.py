@@ -29,13 +29,14 @@ from aggregator.secure_setup import RunSetup
 from federation.errors import QuorumNotMet
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
+from federation.members import Members
 from federation.messages import (
     RoundTask,
     SecureStep,
     TaskKind,
 )
 from federation.protocols import Grid, RunState
-from federation.rounds.gather import Gathered, evaluates, round_tasks
+from federation.rounds.gather import Gathered, evaluates, present_cohort, round_tasks
 from federation.rounds.round_record import RoundRecord
 from federation.rounds.schedule import BARRIER, Schedule
 from federation.vectors import Layout
@@ -86,6 +87,12 @@ class SecureGather:
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
         return self.grid.sites()
+
+    def cohort(
+        self, members: Members, drawn: Sequence[SiteId]
+    ) -> tuple[Members, tuple[SiteId, ...]]:
+        """Ask all who have not left; see ``federation.rounds.gather.Gather``."""
+        return present_cohort(members, drawn, quorum=self.job.minimum_sites)
 
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
         """Have all sites train, and open the mean of their updates: it is all of them.

@@ -18,6 +18,7 @@ from deploy.wiring.run import InProcess, Run, SecureContext
 from federation.errors import SiteError
 from federation.events import Emit, Event, SiteFailed
 from federation.ids import RunId, SiteId
+from federation.members import Members
 from federation.messages import FailureKind
 from federation.protocols import (
     Clock,
@@ -153,6 +154,12 @@ class _ObservedGather:
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run."""
         return self._gather.sites()
+
+    def cohort(
+        self, members: Members, drawn: Sequence[SiteId]
+    ) -> tuple[Members, tuple[SiteId, ...]]:
+        """Ask whom the gather asks."""
+        return self._gather.cohort(members, drawn)
 
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
         """Gather, and show what the rule makes of it."""

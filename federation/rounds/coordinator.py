@@ -177,11 +177,11 @@ def _run_round(
         BudgetExceeded: Too few sites have the privacy budget for the round.
     """
     drawn = parts.draw_cohort(job, state.round_index + 1)
-    members = _members(job, parts, state, drawn)
+    members, cohort = _cohort(parts, state, drawn)
     record = RoundRecord(
         run_id=parts.run_id,
         round_index=state.round_index + 1,
-        cohort=members.present(drawn),
+        cohort=cohort,
         layout=parts.layout,
         clock=parts.clock,
         emit=parts.emit,
@@ -222,13 +222,13 @@ def _run_round(
     return new_state, unused_d, record.verdicts.complaints
 
 
-def _members(
-    job: JobSpec, parts: ServerParts, state: RunState, drawn: Sequence[SiteId]
-) -> Members:
-    """See who may be asked in the next round, which has drawn some sites."""
+def _cohort(
+    parts: ServerParts, state: RunState, drawn: Sequence[SiteId]
+) -> tuple[Members, tuple[SiteId, ...]]:
+    """See who takes part in the next round, and whom of the drawn sites it asks."""
     gone = state.members.standing(Standing.GONE)
     back = parts.returned(gone.keys(), state.round_index + 1) if gone else ()
-    return state.members.for_round(drawn, back=back, quorum=job.minimum_sites)
+    return parts.gather.cohort(state.members.replaced(back), drawn)
 
 
 def _step(parts: ServerParts, state: RunState, delta_d: Vector) -> Vector:
@@ -346,12 +346,12 @@ def _evaluate_last(
     if job.evaluation.every == 0:
         return
     drawn = _evaluators(job, parts.gather.sites())
-    members = _members(job, parts, state, drawn)
+    members, cohort = _cohort(parts, state, drawn)
     record = RoundRecord(
         run_id=parts.run_id,
         round_index=state.round_index + 1 + skip,
         model_round=state.round_index,
-        cohort=members.present(drawn),
+        cohort=cohort,
         layout=parts.layout,
         clock=parts.clock,
         emit=parts.emit,

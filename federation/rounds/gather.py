@@ -15,6 +15,7 @@ from federation.errors import InvalidUpdate, QuorumNotMet
 from federation.exchange import exchange
 from federation.ids import RunId, SiteId
 from federation.job.spec import JobSpec
+from federation.members import Members
 from federation.messages import (
     NO_ANCHOR,
     FailureKind,
@@ -48,6 +49,21 @@ class Gather(Protocol):
         """Every site of the run, in the order of the job."""
         ...
 
+    def cohort(
+        self, members: Members, drawn: Sequence[SiteId]
+    ) -> tuple[Members, tuple[SiteId, ...]]:
+        """Choose whom a round asks of the sites that it has drawn.
+
+        Args:
+            members: Who takes part in the run.
+            drawn: The sites of the round.
+
+        Returns:
+            Who takes part by now: sites that are gone do if there are too few others.
+            And the sites to ask.
+        """
+        ...
+
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
         """Have the record's cohort train.
 
@@ -63,6 +79,14 @@ class Gather(Protocol):
     def evaluation(self, state: RunState, record: RoundRecord) -> None:
         """Have the record's cohort evaluate the model of ``state``."""
         ...
+
+
+def present_cohort(
+    members: Members, drawn: Sequence[SiteId], *, quorum: int
+) -> tuple[Members, tuple[SiteId, ...]]:
+    """Ask whoever has not left, if these are enough; see ``Gather.cohort``."""
+    members = members.for_round(drawn, back=(), quorum=quorum)
+    return members, members.present(drawn)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +125,12 @@ class PlainGather:
     def sites(self) -> Sequence[SiteId]:
         """Every site of the run, in the order of the job."""
         return self.grid.sites()
+
+    def cohort(
+        self, members: Members, drawn: Sequence[SiteId]
+    ) -> tuple[Members, tuple[SiteId, ...]]:
+        """Ask all who have not left; see ``Gather``."""
+        return present_cohort(members, drawn, quorum=self.job.minimum_sites)
 
     def updates(self, state: RunState, record: RoundRecord) -> Gathered:
         """Train; see ``Gather``."""

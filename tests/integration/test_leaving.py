@@ -10,6 +10,7 @@ from deploy.wiring.simulation import simulate
 from federation.errors import QuorumNotMet
 from federation.events import (
     Event,
+    GroupsCompared,
     RoundFinished,
     RoundStarted,
     SiteFailed,
@@ -83,6 +84,8 @@ def test_site_that_leaves_is_asked_again_when_it_is_back(engine: str):
     ]
     assert failed == [(2, LEAVES, "leaving", "spot")]
     assert left_out(seen) == [(2, (LEAVES,), ("gone",)), (4, (), ())]
+    last = only(seen, SitesLeftOut)[-1]
+    assert (last.returned, last.times) == ((LEAVES,), (1,))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -153,6 +156,64 @@ def test_where_all_must_answer_only_its_own_round_is_lost():
     assert (result.status, result.rounds_completed) == ("completed", 4)
     lost = [e.round_index for e in only(seen, RoundFinished) if e.status == "lost"]
     assert lost == [2]
+
+
+MANY = tuple(f"site-{number}" for number in range(15))
+MEDIAN = {"combine": "median", "byzantine_sites": 1, "weights": "uniform"}
+
+
+def of_groups(num_groups: int) -> tuple[RunResult, list[Event]]:
+    """A run over sums of groups, which a site leaves and comes back to."""
+    secret = {"enabled": True, "groups": num_groups}
+    blobs = {"num_train": 300, "num_held_out": 60}
+    job = job_of(
+        *(2, 3),
+        quorum=None,
+        sites=MANY,
+        aggregation=MEDIAN,
+        privacy={"secure_aggregation": secret},
+        data={"source": "support.small_jobs:blobs", "options": blobs},
+    )
+    return run(job)
+
+
+def test_group_of_a_site_that_has_left_is_not_asked():
+    """The others suffice; it gets new keys, and none of the others does."""
+    result, seen = of_groups(5)
+    assert (result.status, result.rounds_completed) == ("completed", 5)
+    (group,) = {
+        tuple(group)
+        for event in only(seen, GroupsCompared)
+        for group in event.groups
+        if LEAVES in group
+    }
+    others = {*MANY} - {*group}
+    assert len(group) == 3
+    assert [{*sites} for sites in asked(seen)] == [
+        {*MANY},
+        {*MANY},
+        others,
+        {*MANY},
+        {*MANY},
+    ]
+    remarks = [
+        event.remarks[event.groups.index(group)] for event in only(seen, GroupsCompared)
+    ]
+    assert remarks[2] == "a site has left"
+    assert (remarks[0], *remarks[3:]) == ("", "", "")
+    setups = {
+        e.round_index: {*e.sites} for e in only(seen, StepTaken) if e.step == "confirm"
+    }
+    assert setups == {1: {*MANY}, 4: {*group}}
+
+
+def test_site_that_has_left_is_asked_where_the_rule_needs_its_group():
+    """As where its answer is needed for a quorum."""
+    result, seen = of_groups(3)
+    assert result.status == "completed"
+    assert [{*sites} for sites in asked(seen)] == [{*MANY}] * 5
+    lost = [e.round_index for e in only(seen, RoundFinished) if e.status == "lost"]
+    assert lost == [2, 3]
 
 
 class Killed(BaseException):
